@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LightningCLI over lightning_mcore: the whole run in a YAML file, no other code.
+
+``python examples/cli.py fit --config examples/configs/pretrain_gpt.yaml`` trains; anything can be changed behind it, as
+``--trainer.strategy.context_parallel_size=2 --trainer.devices=8``. ``python examples/cli.py fit --help`` explains every
+argument.
+"""
+
+from lightning.pytorch.cli import LightningCLI
+
+import quiet  # noqa: F401
+
+
+def make_cli(arguments: list[str] | None = None, run: bool = True) -> LightningCLI:
+    """Build trainer, module and data from the command line, and run the sub-command it names.
+
+    Args:
+        arguments: The command line; None takes that of the process.
+        run: False only builds, and there is no sub-command then.
+    """
+    return LightningCLI(args=arguments, run=run, save_config_kwargs={"overwrite": True})
+
+
+if __name__ == "__main__":
+    make_cli()

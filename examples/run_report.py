@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run shows of itself: its layout at the start; its progress; a picture and a sample of text at the end.
+
+Ordinary Lightning callbacks, used by the script and by the YAML alike. They hold no knowledge of the strategy
+except that a model may be split: what needs the whole model (generating text) is called on every rank, and only the
+first rank prints and writes.
+"""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import matplotlib
+import torch.distributed as dist
+from lightning.pytorch.callbacks import TQDMProgressBar
+
+matplotlib.use("Agg")  # draws into files; needs no display
+from matplotlib import pyplot
+
+Curve = list[tuple[int, float]]
+
+
+class StepBar(TQDMProgressBar):
+    """Lightning's progress bar with the loss and the speed in numbers that are easy to read.
+
+    Args:
+        refresh_rate: Steps between two updates.
+    """
+
+    def __init__(self, refresh_rate: int = 5) -> None:
+        super().__init__(refresh_rate=refresh_rate)
+
+    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+        """Return what stands behind the bar."""
+        metrics = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)
+        speed = metrics.pop("tokens_per_second", None)
+        losses = {name: f"{value:.2f}" for name, value in metrics.items()}
+        return losses | ({} if speed is None else {"tokens/s": f"{speed:,.0f}"})
+
+
+class LayoutTable(pl.Callback):
+    """Prints where each rank stands on the parallel axes and how much of the model it holds."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Collect a line from every rank and print them on the first."""
+        layout = getattr(trainer.strategy, "layout", None)
+        place = str(layout.coordinates(trainer.global_rank, trainer.world_size)) if layout else "a whole replica"
+        parameters = sum(parameter.numel() for parameter in pl_module.parameters())
+        lines = [f"  rank {trainer.global_rank}  {place}  {parameters / 1e6:6.2f} M parameters"]
+        if dist.is_initialized():
+            lines = _gather(lines[0])
+        title = layout.describe(trainer.world_size) if layout else type(trainer.strategy).__name__
+        _print(trainer, f"layout: {trainer.world_size} ranks, {title}", *lines)
+
+
+class LossCurve(pl.Callback):
+    """Draws training and validation loss over the optimizer steps, from the CSV file that ``CSVLogger`` keeps.
+
+    Args:
+        file: Where to write the picture; the ending chooses the format.
+    """
+
+    def __init__(self, file: str = "outputs/pretrain_gpt/loss.png") -> None:
+        self.file = Path(file)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Draw the picture on the first rank.
+
+        Raises:
+            RuntimeError: The trainer has no ``CSVLogger``.
+        """
+        if not trainer.is_global_zero:
+            return
+        logger = next((one for one in trainer.loggers if isinstance(one, pl.loggers.CSVLogger)), None)
+        if logger is None:
+            raise RuntimeError("LossCurve reads what a CSVLogger writes; give the Trainer logger=CSVLogger(...)")
+        logger.save()
+        metrics = Path(logger.log_dir) / "metrics.csv"
+        train, val = read_curve(metrics, "train_loss"), read_curve(metrics, "val_loss")
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        draw_losses(self.file, train, val, trainer.strategy)
+        _print(
+            trainer,
+            f"\ntrain_loss {train[0][1]:.2f} -> {train[-1][1]:.2f} in {train[-1][0]} steps, val_loss {val[-1][1]:.2f}",
+            f"metrics:    {metrics}",
+            f"loss curve: {self.file}",
+        )
+
+
+class TextSample(pl.Callback):
+    """Lets the trained model continue a prompt; the data module brings ``encode`` and ``decode``.
+
+    Args:
+        file: Where to write prompt and continuation.
+        prompt: What the text starts with.
+        max_new_tokens: Tokens to generate.
+        temperature: Below 1 the likely tokens become likelier.
+        top_k: Draw among the k likeliest tokens.
+    """
+
+    def __init__(
+        self,
+        file: str = "outputs/pretrain_gpt/sample.txt",
+        prompt: str = "import os\n\n\ndef ",
+        max_new_tokens: int = 100,
+        temperature: float = 0.7,
+        top_k: int = 40,
+    ) -> None:
+        self.file = Path(file)
+        self.prompt = prompt
+        self.max_new_tokens = max_new_tokens
+        self.temperature = temperature
+        self.top_k = top_k
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Generate on every rank, since each holds a part of the model; print and write on the first."""
+        data: Any = trainer.datamodule
+        _print(trainer, f"\ngenerating {self.max_new_tokens} tokens ...")
+        tokens = pl_module.generate(
+            data.encode(self.prompt), self.max_new_tokens, temperature=self.temperature, top_k=self.top_k
+        )
+        if not trainer.is_global_zero:
+            return
+        text = data.decode(tokens)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.write_text(text, encoding="utf-8")
+        _print(trainer, *(f"  | {line}" for line in text.splitlines()), f"sample:     {self.file}")
+
+
+def read_curve(metrics: Path, name: str) -> Curve:
+    """Return ``(optimizer steps done, value)`` of every row of the CSV file that has the metric ``name``."""
+    with metrics.open(newline="", encoding="utf-8") as rows:
+        return [(int(row["step"]) + 1, float(row[name])) for row in csv.DictReader(rows) if row.get(name)]
+
+
+def draw_losses(file: Path, train: Curve, val: Curve, strategy: Any) -> None:
+    """Draw both curves into ``file``."""
+    figure, axes = pyplot.subplots(figsize=(8, 5), dpi=120)
+    axes.plot(*zip(*train, strict=True), color="tab:blue", linewidth=1, label=f"training, last {train[-1][1]:.2f}")
+    if val:
+        axes.plot(*zip(*val, strict=True), color="tab:orange", marker="o", label=f"validation, last {val[-1][1]:.2f}")
+    layout = getattr(strategy, "layout", None)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    subtitle = f"{ranks} ranks, {layout.describe(ranks) if layout else type(strategy).__name__}"
+    axes.set_title(f"GPT on the Python standard library\n{subtitle}", fontsize=11)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("cross entropy per token [nats]")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(file)
+    pyplot.close(figure)
+
+
+def _gather(line: str) -> list[str]:
+    lines = [""] * dist.get_world_size()
+    dist.all_gather_object(lines, line)
+    return lines
+
+
+def _print(trainer: pl.Trainer, *lines: str) -> None:
+    if trainer.is_global_zero:
+        print(*lines, sep="\n", flush=True)

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A PyTorch Lightning strategy over NVIDIA megatron-core."""
+
+from lightning_mcore.cpu_runtime import cpu_runtime
+from lightning_mcore.gpt import MCoreGPT
+from lightning_mcore.layout import ModelShape, ParallelLayout
+from lightning_mcore.module import MCoreModule
+from lightning_mcore.precision import MCorePrecision
+from lightning_mcore.strategy import MCoreStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MCoreGPT",
+    "MCoreModule",
+    "MCorePrecision",
+    "MCoreStrategy",
+    "ModelShape",
+    "ParallelLayout",
+    "__version__",
+    "cpu_runtime",
+]

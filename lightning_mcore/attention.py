@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of some queries over the keys of whole sequences, without a mask of the size of the scores.
+
+Pure PyTorch: nothing here knows Megatron or communicates. ``core_attention.py`` gathers the keys and calls
+:func:`attend`. Two small values say all there is to say about who sees whom:
+
+* A :class:`QueryRun` is a stretch of neighbouring queries and the keys of the sequence they belong to: the whole
+  sequence without context parallelism, each of a rank's two slices with it (``packing.py``). Whatever changes *which*
+  queries belong to which keys, as packed sequences do, only makes other runs.
+* A :class:`Reach` says how far a query sees back and ahead: causal attention, a sliding window, or everything.
+
+A run that starts with its sequence is what PyTorch's kernels call causal, and needs no mask. On CUDA in half precision
+the flash kernel also knows causal attention that ends at the last key. Any other run is cut into blocks of queries that
+meet only the keys within reach. Whether a query sees a key depends on their distance alone, so one small mask serves
+every block, and every layer: a block's mask is a stretch of its columns.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+
+from lightning_mcore.packing import slices_of_rank
+
+_LARGEST_BLOCK = 1024  # queries that share a mask: larger blocks read fewer keys twice, smaller ones have smaller masks
+_SMALLEST_BLOCK = 128  # queries; below it the calls cost more than the keys out of reach
+_FLASH_HEAD_SIZE = 256  # largest head of the flash kernel
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far a query sees, in tokens; None: to the end of its sequence.
+
+    Args:
+        back: Keys before its own that a query sees.
+        ahead: Keys after its own that a query sees; 0 is causal.
+    """
+
+    back: int | None = None
+    ahead: int | None = None
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether every query sees every key of its sequence."""
+        return self.back is None and self.ahead is None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a query sees every key up to its own."""
+        return self.back is None and self.ahead == 0
+
+
+@dataclass(frozen=True)
+class QueryRun:
+    """Neighbouring queries of one sequence, and the keys of that sequence.
+
+    Args:
+        rows: Where the queries are among the queries of this rank.
+        position: The key that belongs to the first query, counted among all keys.
+        keys: Where the keys of the sequence are among all keys.
+    """
+
+    rows: range
+    position: int
+    keys: range
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """What the softmax does besides masking.
+
+    Args:
+        scale: Factor of the scores.
+        dropout: Probability that a weight is dropped.
+    """
+
+    scale: float
+    dropout: float = 0.0
+
+
+def sequence_runs(num_queries: int, num_keys: int, rank: int = 0, size: int = 1) -> list[QueryRun]:
+    """Return the runs of sequences that are not packed: one, or the two slices of a context-parallel rank.
+
+    Args:
+        num_queries: Queries of a sequence on this rank, [s / cp].
+        num_keys: Keys of the whole sequence; more than queries while decoding: the queries are then its last.
+        rank: Rank in the context-parallel group.
+        size: Ranks of that group.
+    """
+    keys = range(num_keys)
+    if size == 1:
+        return [QueryRun(range(num_queries), num_keys - num_queries, keys)]
+    length = num_queries // 2
+    return [
+        QueryRun(range(half * length, (half + 1) * length), index * length, keys)
+        for half, index in enumerate(slices_of_rank(rank, size))
+    ]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, runs: list[QueryRun], reach: Reach, softmax: Softmax) -> Tensor:
+    """Compute attention, run by run.
+
+    Args:
+        query: [b, h, queries, d].
+        key: [b, groups, keys, d], in the order of the sequence; ``groups`` divides ``h``.
+        value: [b, groups, keys, d_v].
+        runs: The queries, in order and without gaps.
+        reach: How far a query sees within its sequence.
+        softmax: Scale and dropout.
+
+    Returns:
+        [b, h, queries, d_v].
+    """
+    width = value.size(-1)
+    if width < key.size(-1):  # the fused kernels want one head size; columns of zeros change nothing
+        value = functional.pad(value, (0, key.size(-1) - width))
+    parts = [part for run in runs for part in _attend_run(query, key, value, run, reach, softmax)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))[..., :width]
+
+
+def visible(run: QueryRun, reach: Reach, device: torch.device) -> Tensor:
+    """Return which keys the queries of a run see, as a whole: for a caller who has a mask of that size anyway.
+
+    Returns:
+        [queries, keys] bool, True where a query sees a key.
+    """
+    queries = run.position + torch.arange(len(run.rows), device=device)[:, None]
+    keys = run.keys.start + torch.arange(len(run.keys), device=device)[None]
+    return _within(keys - queries, reach)
+
+
+def _attend_run(
+    query: Tensor, key: Tensor, value: Tensor, run: QueryRun, reach: Reach, softmax: Softmax
+) -> Iterator[Tensor]:
+    """Yield the outputs of a run in order, [b, h, block, d] each."""
+    rows = query[:, :, run.rows.start : run.rows.stop]
+    count = len(run.rows)
+    first, last = run.keys.start, run.keys.stop
+    if reach.is_everything:
+        yield attend_once(rows, key[:, :, first:last], value[:, :, first:last], softmax)
+    elif reach.is_causal and run.position == first:
+        last = min(last, first + count)
+        yield attend_once(rows, key[:, :, first:last], value[:, :, first:last], softmax, is_causal=True)
+    elif reach.is_causal and _flash_ends_at_the_last_key(query, value):
+        last = run.position + count
+        bias = causal_lower_right(count, last - first)
+        yield attend_once(rows, key[:, :, first:last], value[:, :, first:last], softmax, bias)
+    else:
+        size = _block_size(count, reach)
+        nearest, farthest = _distances(run, size, reach)
+        mask = _distance_mask(size, nearest, farthest, reach, rows.dtype, rows.device)
+        for start in range(0, count, size):
+            block = rows[:, :, start : start + size]
+            position = run.position + start
+            first, last = _keys_in_reach(run, position, block.size(2), reach)
+            columns = mask[: block.size(2), first - position - nearest : last - position - nearest]
+            yield attend_once(block, key[:, :, first:last], value[:, :, first:last], softmax, columns)
+
+
+def _block_size(count: int, reach: Reach) -> int:
+    """Return how many of ``count`` queries share a mask: about as many as a window is wide."""
+    sides = [side for side in (reach.back, reach.ahead) if side is not None]
+    if len(sides) < 2:
+        return min(count, _LARGEST_BLOCK)
+    return min(count, _LARGEST_BLOCK, max(_SMALLEST_BLOCK, sum(sides)))
+
+
+def _keys_in_reach(run: QueryRun, position: int, count: int, reach: Reach) -> tuple[int, int]:
+    """Return the first key, and the one after the last, that ``count`` queries from ``position`` on can see."""
+    first = run.keys.start if reach.back is None else max(run.keys.start, position - reach.back)
+    last = run.keys.stop if reach.ahead is None else min(run.keys.stop, position + count + reach.ahead)
+    return first, last
+
+
+def _distances(run: QueryRun, size: int, reach: Reach) -> tuple[int, int]:
+    """Return the range of distances from the first query of a block to a key that the blocks of a run can meet."""
+    nearest = -len(run.keys) if reach.back is None else -reach.back
+    farthest = len(run.keys) if reach.ahead is None else size + reach.ahead
+    return nearest, farthest
+
+
+@functools.lru_cache(maxsize=4)
+def _distance_mask(
+    size: int, nearest: int, farthest: int, reach: Reach, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return the mask that all blocks share, to be added to the scores.
+
+    Returns:
+        [size, farthest - nearest], 0 where a query sees a key and -inf elsewhere; column ``x`` is the key
+        ``nearest + x`` places after the block's first query.
+    """
+    with torch.inference_mode(False):  # a mask first made in validation is kept for backward in training
+        distance = torch.arange(nearest, farthest, device=device)[None] - torch.arange(size, device=device)[:, None]
+        mask = torch.zeros(distance.shape, dtype=dtype, device=device)
+        return mask.masked_fill_(~_within(distance, reach), float("-inf"))
+
+
+def _within(distance: Tensor, reach: Reach) -> Tensor:
+    """Return where a distance from query to key, in tokens, is within reach."""
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if reach.back is not None:
+        seen &= distance >= -reach.back
+    if reach.ahead is not None:
+        seen &= distance <= reach.ahead
+    return seen
+
+
+def _flash_ends_at_the_last_key(query: Tensor, value: Tensor) -> bool:
+    """Whether the flash kernel takes fewer queries than keys under causal attention; elsewhere it makes a full mask."""
+    head_size = query.size(-1)
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.is_cuda and half and head_size == value.size(-1) and head_size <= _FLASH_HEAD_SIZE
+
+
+def attend_once(
+    query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, mask: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
+    """Call PyTorch's attention.
+
+    Args:
+        query: [b, h, queries, d].
+        key: [b, groups, keys, d].
+        value: [b, groups, keys, d_v].
+        softmax: Scale and dropout.
+        mask: Broadcastable to [b, h, queries, keys]: added to the scores or, if boolean, True where a query sees a key.
+        is_causal: Whether query ``i`` sees the keys up to ``i``.
+
+    Returns:
+        [b, h, queries, d_v].
+    """
+    grouped = key.size(1) != query.size(1)
+    if mask is not None and query.is_cuda and not isinstance(mask, torch.nn.attention.bias.CausalBias):
+        mask = mask.contiguous()  # CUDA's kernel for masks reads them from an aligned address ...
+        if grouped:  # ... and has no grouped heads
+            heads = query.size(1) // key.size(1)
+            key, value, grouped = key.repeat_interleave(heads, 1), value.repeat_interleave(heads, 1), False
+    return functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=softmax.dropout,
+        is_causal=is_causal,
+        scale=softmax.scale,
+        enable_gqa=grouped,
+    )

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of models that no single rank holds.
+
+A model that is not split is saved as Lightning saves it: one file, interchangeable with ``"ddp"``. A split model
+(tensor, pipeline or expert parallel, or with the distributed optimizer) is saved as a directory::
+
+    last.ckpt/
+        .metadata, __0_0.distcp, ...   tensors, written by every rank (megatron.core.dist_checkpointing)
+        common.pt, metadata.json       what Megatron keeps beside them
+        meta.pt                        Lightning's own state: loops, callbacks, hyper-parameters, LR schedulers
+
+It is written under a temporary name and renamed when it is whole. It is read on the layout that wrote it.
+"""
+
+import os
+import queue
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.transformer.module import MegatronModule
+from torch import nn
+
+from lightning_mcore.chunks import ModelChunks
+from lightning_mcore.optimizer import MCoreOptimizer
+from lightning_mcore.process_groups import process_group
+
+_META = "meta.pt"
+_SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+def is_sharded(path: str | Path) -> bool:
+    """Whether ``path`` is a directory checkpoint."""
+    return Path(path).is_dir()
+
+
+def save_sharded(
+    path: str, chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer], lightning_state: dict[str, Any]
+) -> None:
+    """Write a directory checkpoint; collective over the world.
+
+    Args:
+        path: The directory; what stands there is replaced once the new one is whole.
+        chunks: The wrapped model.
+        optimizers: The optimizers whose state is saved; empty for weights alone.
+        lightning_state: Lightning's checkpoint without weights and optimizer state.
+    """
+    final = Path(path)
+    unfinished = final.with_name(final.name + ".unfinished")
+    is_first = dist.get_rank() == 0
+    if is_first:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    dist.barrier()
+    if filesystem_async._results_queue is None:
+        # Megatron would start a process that imports the user's script again; a queue of this process does as well.
+        filesystem_async._results_queue = queue.Queue()
+    dist_checkpointing.save(_sharded_state(chunks, optimizers, is_loading=False), str(unfinished))
+    dist.barrier()
+    if is_first:
+        torch.save(lightning_state, unfinished / _META)
+        if final.is_symlink() or final.is_file():
+            final.unlink()
+        elif final.exists():
+            shutil.rmtree(final)
+        os.replace(unfinished, final)
+    dist.barrier()
+
+
+def load_lightning_state(path: str, weights_only: bool | None) -> dict[str, Any]:
+    """Read Lightning's part of a directory checkpoint.
+
+    Raises:
+        FileNotFoundError: The directory is not such a checkpoint.
+    """
+    meta = Path(path) / _META
+    if not meta.is_file():
+        raise FileNotFoundError(f"{path} is a directory without {_META}, so it is not a checkpoint of MCoreStrategy")
+    state: dict[str, Any] = torch.load(meta, map_location="cpu", weights_only=weights_only)
+    return state
+
+
+def load_sharded(path: str, chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer], strict: bool) -> None:
+    """Read weights and, where optimizers are given, their state into the running model; collective over the world."""
+    for optimizer in optimizers:
+        _allocate_state(optimizer)
+    state = dist_checkpointing.load(_sharded_state(chunks, optimizers, is_loading=True), path)
+    for key, chunk in _named_chunks(chunks):
+        chunk.load_state_dict(state[key], strict=strict)
+    for index, optimizer in enumerate(optimizers):
+        _load_optimizer(optimizer, state[f"optimizer{index}"])
+
+
+def _sharded_state(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer], is_loading: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {key: _sharded_chunk(key, chunk) for key, chunk in _named_chunks(chunks)}
+    model_state = dict(state)
+    for index, optimizer in enumerate(optimizers):
+        state[f"optimizer{index}"] = optimizer.megatron.sharded_state_dict(
+            model_state, is_loading=is_loading, metadata=dict(_SHARDING)
+        )
+    return state
+
+
+def _named_chunks(chunks: ModelChunks) -> list[tuple[str, nn.Module]]:
+    """Return the bare chunks under the keys that Megatron's optimizer expects: ``model``, or ``model0``, ``model1``."""
+    modules = [_unwrapped(chunk) for chunk in chunks.wrapped]
+    if len(modules) == 1:
+        return [("model", modules[0])]
+    return [(f"model{index}", module) for index, module in enumerate(modules)]
+
+
+def _unwrapped(chunk: nn.Module) -> nn.Module:
+    while hasattr(chunk, "module") and isinstance(chunk.module, nn.Module):
+        chunk = chunk.module
+    return chunk
+
+
+def _sharded_chunk(key: str, chunk: nn.Module) -> dict[str, Any]:
+    method = getattr(type(chunk), "sharded_state_dict", None)
+    if method is not None and method is not MegatronModule.sharded_state_dict:
+        state: dict[str, Any] = chunk.sharded_state_dict()  # type: ignore[operator]
+        return state
+    stage = f"stage{process_group('pp').rank()}.{key}."
+    replica = (0, process_group("tp").rank(), process_group("dp_cp").rank())
+    return {
+        name: ShardedTensor.from_rank_offsets(stage + name, tensor, replica_id=replica)
+        for name, tensor in chunk.state_dict(keep_vars=True).items()
+    }
+
+
+def _load_optimizer(optimizer: MCoreOptimizer, state: dict[Any, Any]) -> None:
+    parts = getattr(optimizer.megatron, "chained_optimizers", [optimizer.megatron])
+    states = [state] if len(parts) == 1 else [state[index] for index in range(len(parts))]
+    for part, part_state in zip(parts, states, strict=True):
+        shards = part_state.pop("param_state", None)
+        part.load_state_dict(part_state)
+        if shards is None:
+            continue
+        # Megatron copies every entry of the state from the shards, but keeps torch's `step` outside them.
+        steps = {parameter: values.pop("step", None) for parameter, values in part.optimizer.state.items()}
+        part.load_parameter_state_from_fully_reshardable(shards)
+        for parameter, step in steps.items():
+            if step is not None:
+                part.optimizer.state[parameter]["step"] = step.clone()  # Megatron gives all the same tensor
+
+
+def _allocate_state(optimizer: MCoreOptimizer) -> None:
+    """Make the state that Adam makes at its first step: Megatron reads into it, and fails where there is none."""
+    for part in getattr(optimizer.megatron, "chained_optimizers", [optimizer.megatron]):
+        if part.is_stub_optimizer or not isinstance(part.optimizer, torch.optim.Adam):
+            continue
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                if not part.optimizer.state[parameter]:
+                    part.optimizer.state[parameter] = {
+                        "step": torch.zeros(()),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }

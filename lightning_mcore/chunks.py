@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model chunks, wrapped as Megatron wants them.
+
+A chunk is one virtual pipeline stage. For training each is wrapped in ``Float16Module`` (where parameters are bf16)
+and in Megatron's ``DistributedDataParallel``, in the order of Megatron-LM's ``get_model``; for evaluation the second
+wrapper is left out. A LightningModule without ``pipeline()`` is one chunk as a whole, and keeps its own types.
+
+The strategy calls :func:`wrap_chunks` in ``setup`` and :func:`unwrap_chunks` in ``teardown``; the schedule reads what
+is between.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.module import Pipeline
+from lightning_mcore.process_groups import process_group
+
+_T = TypeVar("_T")
+_LAYOUT_FIELDS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "sequence_parallel",
+)
+
+
+@dataclass
+class ModelChunks:
+    """The chunks of this rank and their config.
+
+    Args:
+        config: The config that every chunk shares; Megatron's schedule reads its hooks from it.
+        wrapped: The chunks in their wrappers, in the order of their virtual stages.
+        pipeline: The container that the user calls; None for a plain module, which runs without a schedule.
+    """
+
+    config: TransformerConfig
+    wrapped: list[nn.Module]
+    pipeline: Pipeline | None
+
+    @property
+    def ddp(self) -> list[DistributedDataParallel]:
+        """The chunks that are wrapped for training; empty while evaluating."""
+        return [chunk for chunk in self.wrapped if isinstance(chunk, DistributedDataParallel)]
+
+    @property
+    def is_last(self) -> list[bool]:
+        """For each chunk, whether it holds the end of the model."""
+        return self.pipeline.is_last if self.pipeline is not None else [True]
+
+
+def find_pipeline(module: nn.Module) -> Pipeline | None:
+    """Return the model that a LightningModule built with ``pipeline()``, None if it built none.
+
+    Raises:
+        ValueError: There are several, or parameters outside it need gradients.
+    """
+    pipelines = [child for child in module.modules() if isinstance(child, Pipeline)]
+    if not pipelines:
+        return None
+    if len(pipelines) > 1:
+        raise ValueError(
+            f"{type(module).__name__} holds {len(pipelines)} models built with pipeline(); one is supported"
+        )
+    inside = {id(parameter) for parameter in pipelines[0].parameters()}
+    outside = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in inside]
+    if outside:
+        raise ValueError(
+            f"{type(module).__name__} trains parameters outside the model built with pipeline(), the first is "
+            f"{outside[0]!r}; move them into a chunk or freeze them with requires_grad_(False)"
+        )
+    return pipelines[0]
+
+
+def plain_config(dtype: torch.dtype) -> TransformerConfig:
+    """Return a config for a plain module: Megatron's wrappers want one, though there is no transformer."""
+    return TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1, params_dtype=dtype)
+
+
+def pipeline_config(pipeline: Pipeline, layout: ParallelLayout, dtype: torch.dtype) -> TransformerConfig:
+    """Return the config of a pipeline's chunks, checked against the layout and the precision.
+
+    Raises:
+        TypeError: A chunk has no TransformerConfig.
+        ValueError: Its parallel sizes or its type are not those of the strategy.
+    """
+    config = getattr(pipeline.chunks[0], "config", None)
+    if not isinstance(config, TransformerConfig):
+        raise TypeError(
+            f"a chunk built by pipeline() must be a Megatron module with a TransformerConfig in `.config`; "
+            f"{type(pipeline.chunks[0]).__name__} has {type(config).__name__}"
+        )
+    for name in _LAYOUT_FIELDS:
+        given, wanted = getattr(config, name), getattr(layout, name)
+        if given != wanted:
+            raise ValueError(
+                f"the model's TransformerConfig has {name}={given!r}, MCoreStrategy has {name}={wanted!r}; "
+                "build it with TransformerConfig(..., **self.megatron_fields())"
+            )
+    if config.params_dtype != dtype:
+        raise ValueError(
+            f"the model's TransformerConfig has params_dtype={config.params_dtype}, Trainer(precision=...) means "
+            f"{dtype}; build it with TransformerConfig(..., **self.megatron_fields())"
+        )
+    return config
+
+
+def wrap_chunks(
+    modules: Sequence[nn.Module],
+    config: TransformerConfig,
+    pipeline: Pipeline | None,
+    ddp_config: DistributedDataParallelConfig | None,
+) -> ModelChunks:
+    """Wrap chunks, and make the data-parallel ranks agree on their weights.
+
+    Args:
+        modules: The chunks, on their device.
+        config: The config that they share.
+        pipeline: The container they come from, None for a plain module.
+        ddp_config: How gradients are reduced; None to evaluate only.
+
+    Returns:
+        The wrapped chunks, with ``config`` connected to them.
+
+    Source: ``get_model`` and ``train`` in megatron/training/training.py (0.16).
+    """
+    wrapped: list[nn.Module] = list(modules)
+    if pipeline is not None and config.bf16:
+        wrapped = [Float16Module(config, module) for module in wrapped]
+    if ddp_config is None:
+        for module in wrapped:
+            _broadcast_parameters(module)
+        return ModelChunks(config, wrapped, pipeline)
+    ddp = [
+        DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
+        for index, module in enumerate(wrapped)
+    ]
+    for chunk in ddp:
+        chunk.broadcast_params()
+    _connect(config, ddp, ddp_config)
+    return ModelChunks(config, list(ddp), pipeline)
+
+
+def unwrap_chunks(chunks: ModelChunks) -> None:
+    """Take the hooks and gradient buffers off the parameters, so that another wrapper can take them.
+
+    Not collective: it also runs after an exception.
+    """
+    for chunk in chunks.ddp:
+        if chunk.use_forward_hook and chunk.remove_forward_pre_hook_handles:
+            chunk.disable_forward_pre_hook(param_sync=False)
+        chunk.grad_accs.clear()  # they hold the hooks that add gradients to this wrapper's buffers
+        for parameter in chunk.parameters():
+            parameter.grad = None
+            if hasattr(parameter, "main_grad"):
+                del parameter.main_grad
+    for name in ("finalize_model_grads_func", "no_sync_func", "param_sync_func", "grad_scale_func"):
+        setattr(chunks.config, name, None)
+
+
+def synchronize_parameters(chunks: ModelChunks) -> None:
+    """Gather the parameters that an overlapped step has left scattered; collective over the data-parallel ranks."""
+    for chunk in chunks.ddp:
+        if chunk.use_forward_hook and chunk.remove_forward_pre_hook_handles:
+            chunk.disable_forward_pre_hook(param_sync=True)
+            chunk.enable_forward_pre_hook()
+
+
+def _connect(
+    config: TransformerConfig, ddp: list[DistributedDataParallel], ddp_config: DistributedDataParallelConfig
+) -> None:
+    config.finalize_model_grads_func = finalize_model_grads
+    if ddp_config.overlap_grad_reduce:
+        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in ddp])
+    if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
+        config.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in ddp])
+
+
+def _one_or_all(functions: list[_T]) -> "_T | list[_T]":
+    return functions[0] if len(functions) == 1 else functions
+
+
+def _broadcast_parameters(module: nn.Module) -> None:
+    """Do for a module that is not wrapped what ``DistributedDataParallel.broadcast_params`` does."""
+    group = process_group("dp_cp")
+    expert_group = process_group("expert_dp")
+    for parameter in module.parameters():
+        owner = group if getattr(parameter, "allreduce", True) else expert_group
+        dist.broadcast(parameter.data, src=dist.get_global_rank(owner, 0), group=owner)

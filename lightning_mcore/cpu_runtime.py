@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-core on CPU processes: the ``torch.cuda`` names it needs, answered by the CPU.
+
+megatron-core names ``torch.cuda`` in about 500 places, so it cannot be kept away from them by arguments. This module
+is the one place of the package that patches anything. Inside ``with cpu_runtime():`` those names mean the CPU; after
+it everything is as before. The strategy enters it when its root device is the CPU and leaves it at teardown; a module
+that runs Megatron layers under another strategy does the same.
+
+Two mechanisms are enough:
+
+* a ``TorchFunctionMode`` rewrites what is passed to torch functions: ``device="cuda"`` becomes the CPU,
+  ``pin_memory=True`` is dropped, and ``Tensor.type()`` answers ``torch.cuda.FloatTensor`` for a CPU float tensor,
+  because Megatron's optimizers compare with that string;
+* a table of replaced attributes (:func:`_replacements`), each with the Megatron call that needs it.
+
+It is re-entrant: the outermost ``with`` patches and restores, inner ones only count.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_depth = 0
+
+
+@contextlib.contextmanager
+def cpu_runtime() -> Iterator[None]:
+    """Make the ``torch.cuda`` names that megatron-core uses mean the CPU inside the ``with`` block."""
+    global _depth
+    with contextlib.ExitStack() as stack:
+        if _depth == 0:
+            for owner, name, replacement in _replacements():
+                stack.enter_context(_replaced(owner, name, replacement))
+            stack.enter_context(_CudaMeansCpu())
+        _depth += 1
+        try:
+            yield
+        finally:
+            _depth -= 1
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Rewrites the arguments of torch functions: CUDA devices, pinned memory, and the answer of ``Tensor.type()``."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if kwargs:
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = _CPU
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], _CPU, *args[2:])
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+class _Immediate:
+    """Stands for a CUDA stream or event: CPU work is done when the call returns, so every wait is over."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    wait_stream = wait_event = synchronize = record = wait = _nothing
+
+    def record_event(self, *args: Any, **kwargs: Any) -> "_Immediate":
+        return _Immediate()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: "_Immediate") -> float:
+        return 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        return None
+
+
+class _CpuGenerators:
+    """Stands for ``torch.cuda.default_generators``: whatever the index, the CPU's generator."""
+
+    def __getitem__(self, index: Any) -> torch.Generator:
+        return torch.default_generator
+
+
+class _CpuProperties:
+    """Stands for the device properties that Megatron asks for."""
+
+    name = "cpu"
+    major = minor = 0
+    multi_processor_count = 1
+    total_memory = 0
+
+
+class _CpuAutocast(torch.amp.autocast_mode.autocast):
+    """Stands for ``autocast("cuda")`` in the decorators of Megatron's autograd functions."""
+
+    def __init__(self, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True) -> None:
+        super().__init__("cpu" if device_type == "cuda" else device_type, dtype=dtype, enabled=enabled)
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _get_rng_state(device: Any = None) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _tensor_to_cpu(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron's ``maybe_move_tensor_to_cpu`` converts to numpy only what was on a GPU; gloo needs it always."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _replacements() -> list[tuple[Any, str, Any]]:
+    """``(owner, attribute, replacement)``, each with the Megatron code that needs it (0.16.1 to 0.19.2)."""
+    cuda = torch.cuda
+    is_autocast_enabled, get_autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    token_dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    return [
+        # `device=torch.cuda.current_device()` in every layer, buffer and communicator
+        (cuda, "current_device", lambda: _CPU),
+        (cuda, "set_device", _do_nothing),
+        # p2p_communication, timers, distributed_data_parallel
+        (cuda, "synchronize", _do_nothing),
+        # schedules, optimizer offload
+        (cuda, "empty_cache", _do_nothing),
+        (cuda, "memory_allocated", lambda *args, **kwargs: 0),
+        # param_and_grad_buffer, token_dispatcher, shared_experts, p2p_communication
+        (cuda, "Stream", _Immediate),
+        (cuda, "Event", _Immediate),
+        (cuda, "current_stream", lambda *args, **kwargs: _Immediate()),
+        (cuda, "default_stream", lambda *args, **kwargs: _Immediate()),
+        (cuda, "stream", lambda *args, **kwargs: contextlib.nullcontext()),
+        (cuda, "is_current_stream_capturing", lambda: False),
+        # param_and_grad_buffer: `.cuda()`; Float16Module: `module.cuda()`
+        (torch.Tensor, "cuda", lambda self, *args, **kwargs: self),
+        (torch.nn.Module, "cuda", lambda self, *args, **kwargs: self),
+        # tensor_parallel.random: the RNG tracker and checkpoint() fork and restore "the CUDA generator"
+        (cuda, "get_rng_state", _get_rng_state),
+        (cuda, "set_rng_state", _set_rng_state),
+        (cuda.random, "get_rng_state", _get_rng_state),
+        (cuda.random, "set_rng_state", _set_rng_state),
+        (cuda, "manual_seed", torch.default_generator.manual_seed),
+        (cuda, "default_generators", _CpuGenerators()),
+        (importlib.import_module("megatron.core.tensor_parallel.random"), "_lazy_call", lambda call, **kwargs: call()),
+        # fusions and optimizers ask for the compute capability
+        (cuda, "get_device_properties", lambda *args, **kwargs: _CpuProperties()),
+        (cuda, "get_device_capability", lambda *args, **kwargs: (0, 0)),
+        # tensor_parallel.layers: `@custom_fwd` and `@custom_bwd` ask about CUDA's autocast
+        (torch, "is_autocast_enabled", lambda kind="cpu": is_autocast_enabled("cpu" if kind == "cuda" else kind)),
+        (torch, "get_autocast_dtype", lambda kind: get_autocast_dtype("cpu" if kind == "cuda" else kind)),
+        (torch.amp.autocast_mode, "autocast", _CpuAutocast),
+        # profiling ranges
+        (cuda.nvtx, "range_push", _do_nothing),
+        (cuda.nvtx, "range_pop", _do_nothing),
+        # moe_utils.RouterGatingLinearFunction reads it unconditionally; it is unbound without TransformerEngine
+        (moe_utils, "te_general_gemm", getattr(moe_utils, "te_general_gemm", None)),
+        # token_dispatcher: split sizes for gloo's all_to_all
+        (moe_utils, "maybe_move_tensor_to_cpu", _tensor_to_cpu),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _tensor_to_cpu),
+    ]
+
+
+_ABSENT = object()
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    original = vars(owner).get(name, _ABSENT)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        if original is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)

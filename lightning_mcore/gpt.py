@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``MCoreGPT``: a GPT, dense or with experts, ready to train on every layout.
+
+A LightningModule on megatron-core's ``GPTModel``. What the model is comes as plain data, ``transformer={...}`` with the
+fields of Megatron's ``TransformerConfig``; how it is cut and in which numbers it computes belongs to the strategy and
+to ``Trainer(precision=...)``. The steps below say nothing about ranks or stages, and they are the example to follow for
+a module of your own: build in ``configure_model``, call ``self.model(...)`` once in each step.
+
+A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted: ``labels[i]`` is to be predicted at
+``tokens[i]``) and, optionally, ``loss_mask`` (1 where a token counts, 0 elsewhere) and ``position_ids``.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from lightning_mcore import generation
+from lightning_mcore.backend import TransformerImpl, gpt_block_spec, resolve_transformer_impl
+from lightning_mcore.model_shape import ModelShape
+from lightning_mcore.module import MCoreModule
+from lightning_mcore.process_groups import process_group
+from lightning_mcore.sizes import require_size
+from lightning_mcore.throughput import StepClock, training_flops_per_token
+from lightning_mcore.transformer_fields import DEFAULTS, build_transformer_config, check_transformer_fields
+
+PositionEmbedding = Literal["rope", "learned_absolute", "none"]
+Batch = dict[str, Tensor]
+
+
+class MCoreGPT(MCoreModule):
+    """A GPT language model with its training recipe: AdamW, linear warm-up, cosine decay.
+
+    Logs ``train_loss``, ``val_loss`` and ``test_loss`` (means over tokens), and at each optimizer step ``grad_norm``
+    (before clipping), ``tokens_per_second`` (of all ranks together, validation time left out) and ``model_tflops``
+    (of one device, in TFLOP/s; see ``throughput.py`` for what is counted).
+
+    Args:
+        vocab_size: Tokens that exist. The embedding is padded, see ``make_vocab_size_divisible_by``.
+        seq_length: Tokens of a sequence.
+        transformer: Fields of Megatron's ``TransformerConfig`` (``MLATransformerConfig`` with
+            ``multi_latent_attention``); ``num_layers``, ``hidden_size`` and ``num_attention_heads`` at least. Plain
+            data: an activation as ``"silu"``, a function as its import path. Defaults are Megatron's but for
+            ``hidden_dropout=0.0``, ``attention_dropout=0.0`` and ``calculate_per_token_loss=True``.
+        learning_rate: Its peak, reached after the warm-up.
+        min_learning_rate: What it decays to at the last step.
+        weight_decay: Of matrices; biases and norms, which have one dimension, have none.
+        betas: AdamW's.
+        warmup_steps: Optimizer steps over which the learning rate rises.
+        position_embedding_type: Rotary, a learned embedding for each position, or none.
+        rotary_percent: Share of a head's channels that is rotated.
+        rotary_base: Base of the rotary wavelengths.
+        share_embeddings_and_output_weights: Whether the output layer is the embedding's transpose.
+        make_vocab_size_divisible_by: The embedding has a multiple of this many rows, whatever the layout, so that the
+            numbers are the same on all of them. ``tensor_model_parallel_size`` must divide the padded size.
+        transformer_impl: Whose layers: ``"local"`` (plain PyTorch), ``"transformer_engine"``, or ``"auto"``, which
+            takes the second where it is installed and the device is a GPU.
+
+    Raises:
+        ValueError: A value does not fit, or a field of ``transformer`` is unknown or has another home.
+        TypeError: A size is not an int.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        seq_length: int,
+        transformer: dict[str, Any],
+        learning_rate: float = 3e-4,
+        min_learning_rate: float = 0.0,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        warmup_steps: int = 0,
+        position_embedding_type: PositionEmbedding = "rope",
+        rotary_percent: float = 1.0,
+        rotary_base: int = 10000,
+        share_embeddings_and_output_weights: bool = False,
+        make_vocab_size_divisible_by: int = 128,
+        transformer_impl: TransformerImpl = "auto",
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        for name in ("vocab_size", "seq_length", "make_vocab_size_divisible_by"):
+            require_size(name, self.hparams[name])
+        require_size("warmup_steps", warmup_steps, at_least=0)
+        if not 0 <= min_learning_rate <= learning_rate:
+            raise ValueError(
+                f"min_learning_rate={min_learning_rate} is not between 0 and learning_rate={learning_rate}; choose one"
+            )
+        if position_embedding_type not in ("rope", "learned_absolute", "none"):
+            raise ValueError(
+                f"position_embedding_type={position_embedding_type!r}; choose 'rope', 'learned_absolute' or 'none'"
+            )
+        self.vocab_size = vocab_size
+        self.seq_length = seq_length
+        self.transformer = check_transformer_fields(transformer)
+        self.padded_vocab_size = -(-vocab_size // make_vocab_size_divisible_by) * make_vocab_size_divisible_by
+        self._clock = StepClock()
+        self._stepped = 0
+        self._local_grad_norm: Tensor | None = None
+
+    @functools.cached_property
+    def config(self) -> TransformerConfig:
+        """Megatron's config: the fields of ``transformer`` and what the strategy of this run owns."""
+        owned = self.megatron_fields()
+        if self.transformer.get("multi_latent_attention"):  # its attention rotates by itself
+            owned |= {name: self.hparams[name] for name in ("rotary_base", "rotary_percent")}
+        return build_transformer_config(self.transformer, owned)
+
+    def configure_model(self) -> None:
+        """Build the chunks that this rank owns."""
+        self.model = self.pipeline(self.build_chunk)
+
+    def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
+        """Build one chunk: the embedding where ``pre_process``, the output layer where ``post_process``."""
+        impl = resolve_transformer_impl(self.hparams["transformer_impl"], self._device_type)
+        return GPTModel(
+            self.config,
+            gpt_block_spec(self.config, impl, vp_stage),
+            vocab_size=self.padded_vocab_size,
+            max_sequence_length=self.seq_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            parallel_output=True,
+            share_embeddings_and_output_weights=self.hparams["share_embeddings_and_output_weights"],
+            position_embedding_type=self.hparams["position_embedding_type"],
+            rotary_percent=self.hparams["rotary_percent"],
+            rotary_base=self.hparams["rotary_base"],
+            vp_stage=vp_stage,
+        )
+
+    def model_shape(self) -> ModelShape:
+        """Return the sizes that the layout must divide; builds nothing."""
+        fields = SimpleNamespace(**self.transformer)
+        return ModelShape.from_config(fields, seq_length=self.seq_length, vocab_size=self.padded_vocab_size)
+
+    def microbatch_shape(self, batch: Batch) -> tuple[int, int]:
+        """Return ``(sequence length, rows)`` of a microbatch."""
+        rows, length = batch["tokens"].shape
+        return length, rows
+
+    def shard_context(self, batch: Batch) -> Batch:
+        """Return this context-parallel rank's share of a batch, with the positions that its tokens had."""
+        sharded: Batch = super().shard_context({**batch, "position_ids": _position_ids(batch)})
+        return sharded
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | dict[str, Any]:
+        """Return the mean loss of a microbatch and, unless ``calculate_per_token_loss=False``, its token count."""
+        losses = self._losses(batch)
+        mean, num_tokens = _mean(losses, batch)
+        self.log("train_loss", mean.detach(), batch_size=num_tokens, prog_bar=True)  # type: ignore[arg-type]
+        if {**DEFAULTS, **self.transformer}["calculate_per_token_loss"]:
+            return {"loss": mean, "num_tokens": num_tokens}
+        return self.masked_mean(losses, batch["loss_mask"]) if "loss_mask" in batch else mean
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log ``val_loss``."""
+        self._log_loss("val_loss", batch)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log ``test_loss``."""
+        self._log_loss("test_loss", batch)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the most probable next token after each position, [b, s]."""
+        logits = self.model(batch["tokens"], _position_ids(batch), None)  # [b, s / cp, v / tp]
+        best = generation.vocab_parallel_argmax(logits, self.vocab_size, process_group("tp"))
+        return generation.gather_sequence(best, process_group("cp"))
+
+    def next_logits(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the logits after the position ``batch["last"]`` of each sequence, [b, vocab_size] in fp32."""
+        position_ids = _position_ids(batch)
+        logits = self.model(batch["tokens"], position_ids, None)
+        groups = process_group("tp"), process_group("cp")
+        return generation.logits_at(logits, position_ids, batch["last"], self.vocab_size, *groups)
+
+    def generate(
+        self, prompt: list[int], max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
+    ) -> list[int]:
+        """Continue a prompt, one token at a time; each one runs the whole model over the last ``seq_length`` tokens.
+
+        Collective: every rank calls it with the same arguments while the trainer runs, for example in a callback's
+        ``on_train_end``. The sequence is padded to what the layout can cut; the padding stands after the tokens, where
+        causal attention does not see it.
+
+        Args:
+            prompt: Tokens to continue, at least one.
+            max_new_tokens: Tokens to add.
+            temperature: Divides the logits; 0 takes the most probable token each time.
+            top_k: Draw among this many of the most probable tokens only.
+            seed: Of the draws.
+
+        Returns:
+            The prompt and the new tokens, the same on every rank.
+
+        Raises:
+            ValueError: The prompt is empty or not of this vocabulary, or a number is out of its range.
+        """
+        generation.check_sampling(prompt, self.vocab_size, max_new_tokens, temperature, top_k)
+        generator = torch.Generator().manual_seed(seed)
+        tokens = list(prompt)
+        with generation.evaluating(self):
+            for _ in range(max_new_tokens):
+                logits = self.run_forward("next_logits", self._window(tokens))
+                tokens.append(generation.sample(logits[0], temperature, top_k, generator))
+        continued: list[int] = self.trainer.strategy.broadcast(tokens)  # data-parallel copies may round differently
+        return continued
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """Return AdamW, with weight decay on matrices only, and a learning rate that warms up and decays as a cosine.
+
+        A pipeline stage may leave a group empty; both always exist, so that their order means the same on every rank.
+
+        Raises:
+            ValueError: The number of steps is unknown, and the learning rate is to decay.
+        """
+        named = sorted((name, p) for name, p in self.named_parameters() if p.requires_grad)
+        groups = [
+            {"params": [p for _, p in named if p.dim() > 1], "weight_decay": self.hparams["weight_decay"]},
+            {"params": [p for _, p in named if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        optimizer = AdamW(groups, lr=self.hparams["learning_rate"], betas=tuple(self.hparams["betas"]))
+        scheduler = LambdaLR(optimizer, self._learning_rate_course())
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _learning_rate_course(self) -> Callable[[int], float]:
+        peak, least = self.hparams["learning_rate"], self.hparams["min_learning_rate"]
+        total = self.trainer.estimated_stepping_batches
+        if (total < 0 or math.isinf(total)) and least != peak:
+            raise ValueError(
+                f"the number of steps is unknown, and learning_rate={peak} is to decay to min_learning_rate={least}; "
+                "set Trainer(max_steps=...), or min_learning_rate=learning_rate for a constant rate"
+            )
+        warmup, least = self.hparams["warmup_steps"], least / peak if peak else 1.0
+        return functools.partial(warmup_cosine, warmup_steps=warmup, total_steps=total, least=least)
+
+    def on_train_start(self) -> None:
+        """Begin to measure."""
+        self._clock = StepClock()
+        self._stepped = self.trainer.global_step
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        """Go on measuring after validation."""
+        self._clock.start()
+
+    def on_validation_start(self) -> None:
+        """Leave validation out of the measurement."""
+        self._clock.pause()
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Measure the gradients where no MCoreStrategy does."""
+        if self._host() is None:
+            grads = [p.grad for p in self.parameters() if p.grad is not None]
+            self._local_grad_norm = torch.nn.utils.get_total_norm(grads)
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        """Log the gradient norm and the speed, once for each optimizer step."""
+        self._clock.add(batch["tokens"].numel())
+        if self.trainer.global_step == self._stepped:
+            return
+        self._stepped = self.trainer.global_step
+        replicas = getattr(self.trainer.strategy, "distributed_sampler_kwargs", {}).get("num_replicas", 1)
+        tokens_per_second = self._clock.step() * replicas
+        flops = tokens_per_second * self._flops_per_token / self.trainer.world_size
+        self.log("tokens_per_second", tokens_per_second, prog_bar=True)
+        self.log("model_tflops", flops / 1e12)
+        grad_norm = self._local_grad_norm if self._host() is None else self.trainer.optimizers[0].grad_norm
+        if grad_norm is not None:
+            self.log("grad_norm", grad_norm)
+
+    def _losses(self, batch: Batch) -> Tensor:
+        """Return the cross entropy of each token, [b, s / cp]; vocabulary-parallel inside Megatron."""
+        losses: Tensor = self.model(batch["tokens"], _position_ids(batch), None, labels=batch["labels"])
+        return losses
+
+    def _log_loss(self, name: str, batch: Batch) -> None:
+        mean, num_tokens = _mean(self._losses(batch), batch)
+        self.log(name, mean, batch_size=num_tokens, sync_dist=True, prog_bar=True)  # type: ignore[arg-type]
+
+    def _window(self, tokens: list[int]) -> Batch:
+        """Return the last tokens as a batch of one row, padded to what the layout of this run can cut."""
+        fields = self.megatron_fields()
+        cp, multiple = fields.get("context_parallel_size", 1), 1
+        if cp > 1:
+            multiple = 2 * cp
+        if fields.get("sequence_parallel"):
+            multiple = math.lcm(multiple, cp * fields["tensor_model_parallel_size"])
+        window = tokens[-self.seq_length :]
+        padded = window + [0] * (-len(window) % multiple)
+        return {
+            "tokens": torch.tensor([padded], device=self.device),
+            "last": torch.tensor([len(window) - 1], device=self.device),
+        }
+
+    @functools.cached_property
+    def _flops_per_token(self) -> float:
+        return training_flops_per_token(self.transformer, self.padded_vocab_size, self.seq_length)
+
+    @property
+    def _device_type(self) -> str:
+        if self._trainer is not None:
+            return self._trainer.strategy.root_device.type
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def warmup_cosine(step: int, warmup_steps: int, total_steps: float, least: float) -> float:
+    """Return the factor of the learning rate: rises over the warm-up, falls as a cosine to ``least``, stays there.
+
+    Args:
+        step: Optimizer steps taken so far.
+        warmup_steps: Steps over which it rises; the first one already moves the weights.
+        total_steps: Steps of the whole run.
+        least: Factor at its end.
+    """
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return least + (1 - least) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def _position_ids(batch: Batch) -> Tensor:
+    """Return where each token stands in its sequence, [b, s]."""
+    if "position_ids" in batch:
+        return batch["position_ids"]
+    tokens = batch["tokens"]
+    return torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
+
+
+def _mean(losses: Tensor, batch: Batch) -> tuple[Tensor, int | Tensor]:
+    """Return the mean over the tokens that count, and how many these are (an int, without waiting, where all do)."""
+    if "loss_mask" not in batch:
+        return losses.mean(), losses.numel()
+    mask = batch["loss_mask"].to(losses.dtype)
+    return (losses * mask).sum() / mask.sum().clamp(min=1), mask.sum().int()

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of ``MCoreStrategy``: settings, process groups and collectives.
+
+:class:`MCoreParallelism` is the half of the strategy that knows nothing of steps: it takes the settings and refuses
+wrong ones before anything is allocated, opens and closes the process groups, tells samplers which ranks read the same
+data, and says over which ranks a metric is averaged and a decision is taken. ``strategy.py`` builds the other half on
+it.
+"""
+
+import contextlib
+import os
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from megatron.core.distributed import DistributedDataParallelConfig
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_mcore.cpu_runtime import cpu_runtime
+from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.module import MCoreModule
+from lightning_mcore.precision import MCorePrecision
+from lightning_mcore.process_groups import (
+    align_random_state,
+    open_process_groups,
+    process_group,
+    process_groups_are_open,
+)
+from lightning_mcore.settings import GradientSettings
+
+
+class MCoreParallelism(DDPStrategy):
+    """Settings, process groups and collectives of :class:`~lightning_mcore.MCoreStrategy`.
+
+    Args:
+        tensor_model_parallel_size: Ranks that share each matrix.
+        pipeline_model_parallel_size: Ranks that share the layers, each a stage.
+        virtual_pipeline_model_parallel_size: Chunks of layers on each stage (interleaved schedule); None for one.
+        pipeline_model_parallel_layout: Which layers each stage holds, as Megatron writes it, such as ``"E,t*3|t*5,L"``.
+        context_parallel_size: Ranks that share each sequence.
+        expert_model_parallel_size: Ranks that share the experts of a mixture-of-experts model.
+        expert_tensor_parallel_size: Ranks that share each expert's matrices; None for the tensor-parallel size.
+        sequence_parallel: Share the activations between tensor-parallel regions over the same ranks.
+        use_distributed_optimizer: Shard the optimizer state over the data-parallel ranks.
+        overlap_grad_reduce: Reduce gradients while backward still runs.
+        overlap_param_gather: Gather updated parameters while the next forward runs; needs both of the above.
+        overlap_p2p_comm: Send between stages while computing; None turns it on for the interleaved schedule.
+        micro_batch_size: Rows of a microbatch; cuts each DataLoader batch. None: a DataLoader batch is one microbatch.
+        ddp_config: Megatron's config for gradients, for what has no argument here.
+        cluster_environment: Where ranks and addresses come from; None lets Lightning find out.
+        checkpoint_io: How one-file checkpoints are written.
+        precision_plugin: An :class:`MCorePrecision`; usually ``Trainer(precision=...)`` says it.
+        process_group_backend: Backend of torch.distributed; None for nccl on CUDA and gloo on the CPU.
+        timeout: How long a collective may wait before the run fails.
+
+    Raises:
+        ValueError: Settings that contradict each other, as soon as they are known: here, when the trainer meets the
+            model, or when the model is built; always before process groups or parameters that they would spoil.
+    """
+
+    def __init__(
+        self,
+        *,
+        tensor_model_parallel_size: int = 1,
+        pipeline_model_parallel_size: int = 1,
+        virtual_pipeline_model_parallel_size: int | None = None,
+        pipeline_model_parallel_layout: str | list[list[str]] | None = None,
+        context_parallel_size: int = 1,
+        expert_model_parallel_size: int = 1,
+        expert_tensor_parallel_size: int | None = None,
+        sequence_parallel: bool = False,
+        use_distributed_optimizer: bool | None = None,
+        overlap_grad_reduce: bool | None = None,
+        overlap_param_gather: bool | None = None,
+        overlap_p2p_comm: bool | None = None,
+        micro_batch_size: int | None = None,
+        ddp_config: DistributedDataParallelConfig | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        self.layout = ParallelLayout(
+            tensor_model_parallel_size=tensor_model_parallel_size,
+            pipeline_model_parallel_size=pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
+            pipeline_model_parallel_layout=pipeline_model_parallel_layout,
+            context_parallel_size=context_parallel_size,
+            expert_model_parallel_size=expert_model_parallel_size,
+            expert_tensor_parallel_size=expert_tensor_parallel_size,
+            sequence_parallel=sequence_parallel,
+        )
+        self.gradients = GradientSettings(
+            use_distributed_optimizer, overlap_grad_reduce, overlap_param_gather, ddp_config
+        )
+        self.overlap_p2p_comm = _resolve_overlap_p2p(overlap_p2p_comm, self.layout)
+        self.micro_batch_size = _checked_micro_batch_size(micro_batch_size)
+        self._runtime = contextlib.ExitStack()
+        super().__init__(
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+
+    # ---- before anything is allocated
+
+    @property
+    def precision_plugin(self) -> MCorePrecision:
+        """The number formats; ``32-true`` if nothing else was asked for."""
+        if self._precision_plugin is None:
+            self._precision_plugin = MCorePrecision()
+        assert isinstance(self._precision_plugin, MCorePrecision)
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = MCorePrecision.from_lightning(plugin) if plugin is not None else None
+        if self._precision_plugin is not None:
+            self.gradients.resolve(self._precision_plugin.grad_reduce_in_fp32)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Ranks of one model copy read the same samples; model copies read different ones."""
+        world_size = self.num_nodes * self.num_processes
+        rank = self.layout.coordinates(self.global_rank, world_size).data_parallel_rank
+        return {"num_replicas": self.layout.data_parallel_size(world_size), "rank": rank}
+
+    def _configure_launcher(self) -> None:
+        if self.num_processes * self.num_nodes > 1:  # nothing to launch for one process
+            super()._configure_launcher()
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Meet the model: check its shape against the layout and the world, before process groups form."""
+        world_size = self.num_nodes * self.num_processes
+        self.layout.validate_world(world_size)
+        _check_module(model, self.layout)
+        shape = model.model_shape() if isinstance(model, MCoreModule) else None
+        if shape is not None:
+            self.layout.validate_model(shape)
+        _check_expert_tensor_parallel(self.layout, self.root_device)
+        if model.trainer.state.fn == TrainerFn.FITTING and self.micro_batch_size is None:
+            self.layout.validate_microbatches(model.trainer.accumulate_grad_batches)
+        super().connect(model)
+
+    def setup_environment(self) -> None:
+        """Open the process groups, on the CPU inside the CPU runtime."""
+        if self.root_device.type == "cpu":
+            self._runtime.enter_context(cpu_runtime())
+        super().setup_environment()
+
+    def setup_distributed(self) -> None:
+        """Let Lightning open the default group, then open Megatron's and make random states agree."""
+        super().setup_distributed()
+        seed = os.environ.get("PL_GLOBAL_SEED") or self.broadcast(torch.initial_seed())
+        open_process_groups(self.layout, seed=int(seed) % 2**31, timeout=self._timeout or timedelta(minutes=30))
+        align_random_state()
+        world_size = dist.get_world_size()
+        rank_zero_info(f"MCoreStrategy: {self.layout.describe(world_size)}")
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Seed dataloader workers by data-parallel rank, so that ranks of one model copy augment alike."""
+        seeded = int(os.environ.get("PL_SEED_WORKERS", 0))
+        if seeded and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=process_group("dp").rank())
+        return dataloader
+
+    def megatron_fields(self) -> dict[str, Any]:
+        """Return the ``TransformerConfig`` fields that this strategy and its precision own."""
+        layout = self.layout
+        return {
+            "tensor_model_parallel_size": layout.tensor_model_parallel_size,
+            "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
+            "virtual_pipeline_model_parallel_size": layout.virtual_pipeline_model_parallel_size,
+            "pipeline_model_parallel_layout": layout.pipeline_model_parallel_layout,
+            "context_parallel_size": layout.context_parallel_size,
+            "expert_model_parallel_size": layout.expert_model_parallel_size,
+            "expert_tensor_parallel_size": layout.expert_tensor_parallel_size,
+            "sequence_parallel": layout.sequence_parallel,
+            "overlap_p2p_comm": self.overlap_p2p_comm,
+            "batch_p2p_comm": not self.overlap_p2p_comm,
+            **self.precision_plugin.megatron_fields(),
+        }
+
+    def _check_plain(self, module: pl.LightningModule) -> None:
+        """Refuse to split, by stages or by rows, a module that built nothing with ``pipeline()``."""
+        name = type(module).__name__
+        if _splits_the_model(self.layout):
+            raise ValueError(
+                f"{name} did not build its model with self.pipeline(...), so it cannot be split over {self.layout}; "
+                "call it in configure_model, or set every model-parallel size to 1"
+            )
+        if self.micro_batch_size is not None:
+            raise ValueError(
+                f"micro_batch_size={self.micro_batch_size} needs a model built with self.pipeline(...), {name} has "
+                "none; use a smaller DataLoader batch with accumulate_grad_batches"
+            )
+
+    # ---- collectives: metrics over the data-parallel ranks, decisions over the world
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the data-parallel ranks; ranks of one model copy hold the same value already."""
+        if isinstance(tensor, Tensor):
+            return _sync_ddp_if_available(tensor, self._or_data_parallel(group), reduce_op=reduce_op)
+        return tensor
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather from the data-parallel ranks."""
+        return super().all_gather(tensor, self._or_data_parallel(group), sync_grads=sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Agree with every rank of the world: on yes if all say so, or with ``all=False`` if any does."""
+        if not dist.is_initialized():
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return bool(votes == dist.get_world_size()) if all else bool(votes > 0)
+
+    @staticmethod
+    def _or_data_parallel(group: Any) -> Any:
+        return process_group("dp") if group is None and process_groups_are_open() else group
+
+
+def _resolve_overlap_p2p(given: bool | None, layout: ParallelLayout) -> bool:
+    interleaved = layout.virtual_pipeline_model_parallel_size is not None
+    if given and not interleaved:
+        raise ValueError(
+            "overlap_p2p_comm=True needs the interleaved schedule; set virtual_pipeline_model_parallel_size=2 or more"
+        )
+    return interleaved if given is None else given
+
+
+def _checked_micro_batch_size(micro_batch_size: int | None) -> int | None:
+    if micro_batch_size is not None and (not isinstance(micro_batch_size, int) or micro_batch_size < 1):
+        raise ValueError(f"micro_batch_size={micro_batch_size!r} is not a number of rows; choose 1 or more, or None")
+    return micro_batch_size
+
+
+def _check_module(module: pl.LightningModule, layout: ParallelLayout) -> None:
+    """Refuse to split a module that does not say how."""
+    if _splits_the_model(layout) and not isinstance(module, MCoreModule):
+        raise TypeError(
+            f"{type(module).__name__} cannot be split over {layout}: derive it from MCoreModule and build its model"
+            " with self.pipeline(...) in configure_model, or set every model-parallel size to 1"
+        )
+
+
+def _splits_the_model(layout: ParallelLayout) -> bool:
+    return layout.model_parallel_size > 1 or layout.expert_model_parallel_size > 1
+
+
+def _check_expert_tensor_parallel(layout: ParallelLayout, device: torch.device) -> None:
+    if device.type == "cpu" and layout.expert_model_parallel_size > 1 and layout.expert_tensor_size > 1:
+        raise ValueError(
+            f"expert_tensor_parallel_size={layout.expert_tensor_size} with "
+            f"expert_model_parallel_size={layout.expert_model_parallel_size} needs collectives of uneven sizes, which"
+            " gloo does not have on the CPU; set expert_tensor_parallel_size=1"
+        )

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's process groups: opened and closed here, nowhere else.
+
+megatron-core keeps its groups in module globals (``megatron.core.parallel_state``). This file is the one place that
+calls ``initialize_model_parallel`` and ``destroy_model_parallel``, so that a second ``fit`` with another layout never
+meets the groups of the first. The default process group must exist already: Lightning makes it, or
+:func:`open_single_process` does for a module that runs Megatron layers in one process without it.
+
+Ranks are laid out in Megatron's default order ``tp-cp-ep-dp-pp``: tensor-parallel ranks are neighbours, pipeline stages
+farthest apart.
+"""
+
+import math
+import random
+from datetime import timedelta
+from typing import Literal
+
+import numpy
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from lightning_mcore.layout import ParallelLayout
+
+Axis = Literal["tp", "pp", "cp", "dp", "dp_cp", "ep", "expert_dp", "model"]
+
+_GROUP_OF_AXIS = {
+    "tp": parallel_state.get_tensor_model_parallel_group,
+    "pp": parallel_state.get_pipeline_model_parallel_group,
+    "cp": parallel_state.get_context_parallel_group,
+    "dp": parallel_state.get_data_parallel_group,
+    "dp_cp": lambda: parallel_state.get_data_parallel_group(with_context_parallel=True),
+    "ep": parallel_state.get_expert_model_parallel_group,
+    "expert_dp": parallel_state.get_expert_data_parallel_group,
+    "model": parallel_state.get_model_parallel_group,
+}
+
+
+def open_process_groups(layout: ParallelLayout, seed: int, timeout: timedelta) -> None:
+    """Open Megatron's groups for ``layout`` over the whole world and seed its random number tracker.
+
+    Collective: every rank of the default group calls it with the same arguments. Groups of an earlier layout are
+    closed first. The state of the CPU's own generator is left as it was.
+
+    Args:
+        layout: Sizes of the parallel axes; must divide the world (``layout.validate_world``).
+        seed: Seed of Megatron's tracker, which draws the weights of tensor-parallel layers and their dropout.
+        timeout: How long a collective of these groups may wait, in whole minutes, rounded up.
+
+    Raises:
+        RuntimeError: The default process group is not initialised.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised; open the default process group before Megatron's groups"
+        )
+    close_process_groups()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
+        expert_model_parallel_size=layout.expert_model_parallel_size,
+        expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+        distributed_timeout_minutes=max(1, math.ceil(timeout.total_seconds() / 60)),
+        create_gloo_process_groups=False,
+    )
+    _seed_tracker(seed)
+
+
+def close_process_groups() -> None:
+    """Forget Megatron's groups; nothing happens where there are none. The default process group stays."""
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+
+
+def process_groups_are_open() -> bool:
+    """Whether Megatron's groups exist and belong to the default process group of this moment."""
+    return dist.is_available() and dist.is_initialized() and parallel_state.is_initialized()
+
+
+def open_single_process() -> bool:
+    """Make a default process group of one rank where none exists, so that Megatron layers run in a plain process.
+
+    Returns:
+        Whether one was made; the caller then closes it with ``torch.distributed.destroy_process_group``.
+    """
+    if dist.is_initialized():
+        return False
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    return True
+
+
+def process_group(axis: Axis) -> dist.ProcessGroup:
+    """Return this rank's group along ``axis``.
+
+    Args:
+        axis: ``dp_cp`` joins data and context parallelism, ``model`` tensor and pipeline parallelism; ``expert_dp`` are
+            the ranks that hold the same experts.
+
+    Raises:
+        RuntimeError: The groups are not open.
+    """
+    if not process_groups_are_open():
+        raise RuntimeError("Megatron's process groups are not open; they exist only while the trainer runs")
+    group: dist.ProcessGroup = _GROUP_OF_AXIS[axis]()
+    return group
+
+
+def pipeline_stage(vp_stage: int | None) -> tuple[bool, bool]:
+    """Return ``(is_first, is_last)`` of the chunk ``vp_stage`` that this rank owns."""
+    return (
+        parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+    )
+
+
+def _seed_tracker(seed: int) -> None:
+    state = torch.get_rng_state()
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    torch.set_rng_state(state)
+
+
+def align_random_state() -> None:
+    """Give every rank of one model copy the random state of its first rank: python, numpy and torch.
+
+    Pipeline stages that have drawn different numbers of initial weights would otherwise draw different random numbers
+    in a dataset or a sampler, and see different batches. Collective over the model-parallel ranks.
+    """
+    for axis in ("tp", "cp", "pp"):
+        group = process_group(axis)
+        if group.size() == 1:
+            continue
+        state = [(random.getstate(), numpy.random.get_state(), torch.get_rng_state())]
+        dist.broadcast_object_list(state, src=dist.get_global_rank(group, 0), group=group)
+        python_state, numpy_state, torch_state = state[0]
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)

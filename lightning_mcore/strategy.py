@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``MCoreStrategy``: Lightning's hooks, in the order in which the trainer calls them, carried out with megatron-core.
+
+Each hook is a few lines that delegate: settings to ``settings.py``, groups to ``process_groups.py``, wrapping to
+``chunks.py``, steps to ``schedule.py``, the optimizer to ``optimizer.py``, number formats to ``precision.py``,
+checkpoints to ``checkpoint.py``.
+
+Two ways to run a step:
+
+* **schedule**, for a model built with ``pipeline()``. A DataLoader batch is one microbatch and
+  ``Trainer(accumulate_grad_batches=N)`` is Megatron's ``num_microbatches``: for the first N-1 batches
+  ``training_step`` only keeps the batch, at the N-th it runs Megatron's schedule over all of them. Lightning's loops
+  stay as they are, so ``global_step``, ``max_steps``, ``val_check_interval`` and the rest mean what they do in
+  Lightning.
+* **inline**, for a plain LightningModule: Lightning's own accumulation is Megatron's schedule without pipelining, so
+  the step is called directly, and the strategy blocks, reduces and finishes the gradients around it.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from megatron.core.distributed import finalize_model_grads
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_mcore import checkpoint as sharded
+from lightning_mcore.chunks import (
+    ModelChunks,
+    find_pipeline,
+    pipeline_config,
+    plain_config,
+    synchronize_parameters,
+    unwrap_chunks,
+    wrap_chunks,
+)
+from lightning_mcore.evaluation import RepeatedRows, nothing_counts
+from lightning_mcore.layout import ModelShape
+from lightning_mcore.optimizer import MCoreOptimizer, OptimizerSetting, make_optimizer
+from lightning_mcore.parallelism import MCoreParallelism
+from lightning_mcore.process_groups import align_random_state, process_group
+from lightning_mcore.schedule import Microbatch, Schedule
+
+
+class MCoreStrategy(MCoreParallelism):
+    """Train a LightningModule on every parallel axis of megatron-core; :class:`MCoreParallelism` has the arguments.
+
+    Use it as ``Trainer(strategy=MCoreStrategy(tensor_model_parallel_size=2))`` or, with every size 1, as
+    ``Trainer(strategy="mcore")``.
+    """
+
+    _chunks: ModelChunks | None = None
+    _schedule: Schedule | None = None
+    _last_loss: Tensor | None = None
+    _sync_blocked = False
+    _pending_checkpoint: tuple[str, bool] | None = None
+
+    # ---- building
+
+    @property
+    def inline(self) -> bool:
+        """Whether steps run in Lightning's own loop instead of Megatron's schedule."""
+        return self._schedule is None
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Wrap the model, make the optimizers and read the checkpoint that is waiting."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        assert module is not None
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self._window: list[Microbatch] = []
+        self._repeated_rows = RepeatedRows()
+        self._setup_chunks(module, fitting)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        self._load_pending(fitting)
+        for metric in module.modules():
+            if isinstance(metric, Metric):
+                metric.process_group = process_group("dp_cp")
+        fit_validate = trainer.fit_loop.epoch_loop.val_loop
+        for loop in (fit_validate, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False  # Megatron caches tensors; made under inference mode, they break training
+        align_random_state()
+
+    def _setup_chunks(self, module: pl.LightningModule, fitting: bool) -> None:
+        precision = self.precision_plugin
+        pipeline = find_pipeline(module)
+        precision.runner = self
+        self._schedule = None
+        module.to(self.root_device)
+        ddp_config = self.gradients.resolve(precision.grad_reduce_in_fp32) if fitting else None
+        if pipeline is None:
+            self._check_plain(module)
+            precision.convert_module(module)
+            self._chunks = wrap_chunks([module], plain_config(precision.dtype), None, ddp_config)
+            return
+        if fitting and not module.automatic_optimization:
+            raise ValueError(
+                "manual optimization is not available for a model built with pipeline(), whose backward is Megatron's; "
+                "set automatic_optimization = True"
+            )
+        config = pipeline_config(pipeline, self.layout, precision.dtype)
+        self.layout.validate_model(ModelShape.from_config(config))
+        self._chunks = wrap_chunks(list(pipeline.chunks), config, pipeline, ddp_config)
+        self._schedule = Schedule(module, self._chunks, self.layout, self.root_device)
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Put Megatron's step behind the optimizers of ``configure_optimizers``."""
+        assert self._chunks is not None
+        self._reset_optimizers_and_schedulers()
+        assert self.lightning_module is not None
+        optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(self.lightning_module)
+        resolved = self.gradients.resolve()
+        setting = OptimizerSetting(
+            inline=self.inline,
+            low_precision=self.precision_plugin.has_low_precision_parameters(self.inline),
+            distributed=resolved.use_distributed_optimizer,
+            overlap_param_gather=resolved.overlap_param_gather,
+            expert_parallel=self.layout.expert_model_parallel_size > 1,
+        )
+        self.optimizers = [make_optimizer(optimizer, self._chunks.ddp, setting) for optimizer in optimizers]
+
+    # ---- steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step, or keep the batch until the window of ``accumulate_grad_batches`` is full.
+
+        Returns:
+            The loss of this step; while the window fills, that of the step before.
+        """
+        module = self.lightning_module
+        assert module is not None
+        if self._schedule is None:
+            with self.precision_plugin.train_step_context():
+                return module.training_step(*args, **kwargs)
+        loop = module.trainer.fit_loop
+        num_batches = module.trainer.accumulate_grad_batches
+        if loop.epoch_loop.batch_idx % num_batches == 0:
+            self._window = []
+        self._window += self._schedule.split(args[0], args[1:], self.micro_batch_size)
+        if loop._should_accumulate():
+            return self._last_loss if self._last_loss is not None else torch.zeros((), device=self.root_device)
+        return self._run_window(num_batches)
+
+    def _run_window(self, num_batches: int) -> Any:
+        assert self._schedule is not None
+        assert self._chunks is not None
+        window, self._window = self._window, []
+        for chunk in self._chunks.ddp:
+            chunk.zero_grad_buffer()
+        for optimizer in self._megatron_optimizers():
+            optimizer.megatron.zero_grad()
+        output = self._schedule.train(window, num_batches)
+        self._last_loss = output["loss"] if isinstance(output, dict) else output
+        return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step forward only."""
+        return self._evaluate("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step forward only."""
+        return self._evaluate("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step forward only; its result is on every rank of the pipeline."""
+        return self._evaluate("predict_step", *args, **kwargs)
+
+    def run_forward(self, step: str, batch: Any) -> Any:
+        """Run a method of the module on a batch without gradients, through the pipeline if there is one."""
+        with torch.no_grad():
+            return self._evaluate(step, super().batch_to_device(batch, self.root_device), 0)
+
+    def _evaluate(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        with nothing_counts(module) if self._repeated_rows.whole_batch else contextlib.nullcontext():
+            if self._schedule is not None:
+                return self._schedule.evaluate(step, args[0], args[1:])
+            with self.precision_plugin.forward_context():
+                return getattr(module, step)(*args, **kwargs)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch to the device; while evaluating, without samples that the sampler repeats."""
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if trainer.validating or trainer.sanity_checking or trainer.testing:
+            loop = trainer._evaluation_loop
+            assert loop._combined_loader is not None
+            loader = loop._combined_loader.flattened[dataloader_idx]
+            batch = self._repeated_rows.cut(batch, loader, dataloader_idx)
+        return batch
+
+    def on_validation_start(self) -> None:
+        """Count batches anew."""
+        self._repeated_rows.start()
+
+    def on_test_start(self) -> None:
+        """Count batches anew."""
+        self._repeated_rows.start()
+
+    def on_validation_end(self) -> None:
+        """Let later steps count again."""
+        self._repeated_rows.start()
+
+    def on_test_end(self) -> None:
+        """Let later steps count again."""
+        self._repeated_rows.start()
+
+    # ---- gradients of a plain module; the schedule does all of this itself
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Keep gradients on this rank while Lightning accumulates."""
+        self._sync_blocked = True
+        try:
+            yield
+        finally:
+            self._sync_blocked = False
+
+    @contextlib.contextmanager
+    def around_backward(self) -> Iterator[None]:
+        """Reduce the gradients after the last batch of a window, and show them to hooks where they are whole."""
+        assert self._chunks is not None
+        parameters = [p for chunk in self._chunks.ddp for p in chunk.parameters() if hasattr(p, "main_grad")]
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad is parameter.main_grad:
+                parameter.grad = None  # what hooks were shown; autograd would add to it
+        with contextlib.ExitStack() as stack:
+            if self._sync_blocked:  # entered here, not earlier: zeroing the buffers in between would undo it
+                for chunk in self._chunks.ddp:
+                    stack.enter_context(chunk.no_sync())
+            yield
+        if self._sync_blocked:
+            return
+        finalize_model_grads(self._chunks.ddp, None)
+        if not self.gradients.distributed:
+            for parameter in parameters:
+                if parameter.main_grad.dtype == parameter.dtype:
+                    parameter.grad = parameter.main_grad
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Do nothing: there is no torch DDP to prepare."""
+
+    def _megatron_optimizers(self) -> list[MCoreOptimizer]:
+        return [optimizer for optimizer in self.optimizers if isinstance(optimizer, MCoreOptimizer)]
+
+    # ---- checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Lightning reads its own part before ``setup``; shards are read at the end of it."""
+        return False
+
+    @property
+    def _saves_one_file(self) -> bool:
+        sizes = (
+            self.layout.tensor_model_parallel_size,
+            self.layout.pipeline_model_parallel_size,
+            self.layout.expert_model_parallel_size,
+        )
+        return max(sizes) == 1 and not self.gradients.distributed
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the weights for a one-file checkpoint; shards are written apart."""
+        return super().lightning_module_state_dict() if self._saves_one_file else {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the state of the optimizer; for shards only what LR schedulers read back."""
+        owner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in owner.param_groups]
+        return {"state": owner.state_dict() if self._saves_one_file else None, "param_groups": groups}
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load what :meth:`optimizer_state` returned, or the state that ``"ddp"`` saved."""
+        for optimizer, saved in zip(self._megatron_optimizers(), checkpoint["optimizer_states"], strict=True):
+            for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+                group.update({k: v for k, v in values.items() if k != "params"})
+            if saved["state"] is not None:
+                optimizer.load_state_dict(saved["state"])
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Write one file, or a directory where the model is split; collective over the world."""
+        assert self._chunks is not None
+        synchronize_parameters(self._chunks)
+        if self._saves_one_file:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        checkpoint.pop("state_dict", None)
+        optimizers = self._megatron_optimizers() if "optimizer_states" in checkpoint else []
+        sharded.save_sharded(self.broadcast(str(filepath)), self._chunks, optimizers, checkpoint)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a file, or Lightning's part of a directory, whose shards follow in ``setup``."""
+        path = self.broadcast(str(checkpoint_path))  # not a Path, which breaks "http://"
+        if not sharded.is_sharded(path):
+            return super().load_checkpoint(path, weights_only)
+        state = sharded.load_lightning_state(path, weights_only)
+        self._pending_checkpoint = (path, "optimizer_states" in state)
+        return state
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights of a one-file checkpoint."""
+        if self._pending_checkpoint is None:
+            super().load_model_state_dict(checkpoint, strict)
+
+    def _load_pending(self, fitting: bool) -> None:
+        if self._pending_checkpoint is None:
+            return
+        (path, has_optimizers), self._pending_checkpoint = self._pending_checkpoint, None
+        assert self._chunks is not None
+        assert self.lightning_module is not None
+        optimizers = self._megatron_optimizers() if fitting and has_optimizers else []
+        sharded.load_sharded(path, self._chunks, optimizers, strict=self.lightning_module.strict_loading)
+        if not optimizers:
+            for optimizer in self._megatron_optimizers():
+                optimizer.megatron.reload_model_params()
+
+    # ---- the end
+
+    def on_train_start(self) -> None:
+        """Forget batches that an interrupted run has kept."""
+        self._window = []
+        self._last_loss = None
+
+    def on_train_end(self) -> None:
+        """Make the parameters whole, so that what comes after training sees them."""
+        if self._chunks is not None:
+            synchronize_parameters(self._chunks)
+
+    def teardown(self) -> None:
+        """Take the wrappers off and leave nothing patched; the weights stay where they are."""
+        if self._chunks is not None:
+            unwrap_chunks(self._chunks)
+        self._chunks = self._schedule = None
+        self._window = []
+        self.precision_plugin.runner = None
+        assert self.cluster_environment is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+        self._runtime.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process: wrappers, groups and Megatron's optimizers."""
+        state = super().__getstate__()
+        optimizers = [getattr(optimizer, "user", optimizer) for optimizer in state["_optimizers"]]
+        own: dict[str, Any] = {"_chunks": None, "_schedule": None, "_window": [], "_runtime": None}
+        return {**state, **own, "_optimizers": optimizers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start without what belonged to the other process."""
+        super().__setstate__({**state, "_runtime": contextlib.ExitStack()})
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the name ``"mcore"``."""
+        if "mcore" not in strategy_registry.available_strategies():
+            strategy_registry.register("mcore", cls, description=f"Class: {cls.__name__}")
+
+
+MCoreStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much work a training step is, and how fast it went.
+
+:func:`training_flops_per_token` is the arithmetic behind ``model_tflops``: the floating point operations that the model
+itself asks for, from its settings alone. Recomputed activations, padding to a capacity and communication are not
+model FLOPs, so the number compares layouts and machines fairly. :class:`StepClock` measures the wall-clock time of a
+training step, leaving out the time spent in validation. ``MCoreGPT`` uses both; nothing here needs torch or Megatron.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_FORWARD_AND_BACKWARD = 3
+"""A backward pass costs two forward passes: one for the gradient of the input, one for that of the weight."""
+
+
+def training_flops_per_token(fields: Mapping[str, Any], vocab_size: int, seq_length: int) -> float:
+    """Return the floating point operations that training a GPT costs for each token, forward and backward.
+
+    Matrix products only, a multiplication and an addition counted as two; norms, activations and the embedding
+    look-up are left out. Causal attention is counted as the half of the matrix that is used. Source:
+    ``num_floating_point_operations`` of megatron.training 0.19.2, whose convention this is; it leaves out the router
+    too, and every layer has full attention there. Multi-token prediction and linear attention are not counted here.
+
+    Args:
+        fields: Fields of ``TransformerConfig`` by name; an absent one has Megatron's default.
+        vocab_size: Rows of the output layer, padding included.
+        seq_length: Tokens of a sequence.
+
+    Returns:
+        Operations for one token, averaged over the positions of a sequence.
+    """
+    windows = _windowed_layers(fields)
+    forward = sum(
+        _attention(fields, _attended_keys(seq_length, fields.get("window_size") if windowed else None))
+        + (_moe(fields) if is_moe else _mlp(fields, _ffn_hidden_size(fields)))
+        for is_moe, windowed in zip(moe_layers(fields), windows, strict=True)
+    )
+    return _FORWARD_AND_BACKWARD * (forward + _product(fields["hidden_size"], vocab_size))
+
+
+def moe_layers(fields: Mapping[str, Any]) -> list[bool]:
+    """Return for each layer whether its MLP is a mixture of experts; ``moe_layer_freq`` decides.
+
+    Source: ``get_gpt_decoder_block_spec`` of megatron-core 0.16.1.
+    """
+    num_layers: int = fields["num_layers"]
+    if fields.get("num_moe_experts") is None:
+        return [False] * num_layers
+    frequency = fields.get("moe_layer_freq", 1)
+    if isinstance(frequency, int):
+        return [layer % frequency == 0 for layer in range(num_layers)]
+    return [bool(flag) for flag in frequency]
+
+
+def _product(rows: int, columns: int) -> int:
+    """Operations of one token times a [rows, columns] matrix."""
+    return 2 * rows * columns
+
+
+def _windowed_layers(fields: Mapping[str, Any]) -> list[bool]:
+    """Whether each layer keeps to ``window_size``. Source: ``is_layer_window_attention`` of megatron-core 0.16.1."""
+    skip, num_layers = fields.get("window_attn_skip_freq"), fields["num_layers"]
+    if skip is None:
+        return [True] * num_layers
+    if isinstance(skip, int):
+        return [number % skip != 0 for number in range(1, num_layers + 1)]
+    return [bool(flag) for flag in skip]
+
+
+def _attention(fields: Mapping[str, Any], keys: float) -> float:
+    if fields.get("multi_latent_attention"):
+        return _latent_attention(fields, keys)
+    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+    groups = _given(fields, "num_query_groups", heads)
+    channels = _given(fields, "kv_channels", hidden // heads)
+    queries = 3 if fields.get("attention_output_gate") else 2  # the query, the output and the gate are of one size
+    projections = queries * _product(hidden, heads * channels) + 2 * _product(hidden, groups * channels)
+    return projections + 2 * keys * 2 * heads * channels
+
+
+def _latent_attention(fields: Mapping[str, Any], keys: float) -> float:
+    """Multi-latent attention, as in DeepSeek-V2; defaults of ``MLATransformerConfig`` 0.16.1."""
+    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+    rotated, value = fields.get("qk_pos_emb_head_dim", 64), fields.get("v_head_dim", 128)
+    plain, latent = fields.get("qk_head_dim", 128), fields.get("kv_lora_rank", 512)
+    query_latent = fields.get("q_lora_rank", 512)
+    query = heads * (plain + rotated)
+    if query_latent is None:
+        projections = _product(hidden, query)
+    else:
+        projections = _product(hidden, query_latent) + _product(query_latent, query)
+    projections += _product(hidden, latent + rotated) + _product(latent, heads * (plain + value))
+    projections += _product(heads * value, hidden)
+    return projections + 2 * keys * (query + heads * value)
+
+
+def _attended_keys(seq_length: int, window_size: tuple[int, int] | list[int] | None) -> float:
+    """Mean number of keys that a causal query reads: half the sequence, less under a sliding window."""
+    if window_size is None or window_size[0] < 0 or window_size[0] + 1 >= seq_length:
+        return seq_length / 2
+    window = window_size[0] + 1
+    return window - window * window / (2 * seq_length)
+
+
+def _mlp(fields: Mapping[str, Any], ffn_hidden_size: int) -> int:
+    matrices = 3 if fields.get("gated_linear_unit") else 2
+    return matrices * _product(fields["hidden_size"], ffn_hidden_size)
+
+
+def _moe(fields: Mapping[str, Any]) -> int:
+    router = _product(fields["hidden_size"], fields["num_moe_experts"])
+    expert = _mlp(fields, _given(fields, "moe_ffn_hidden_size", _ffn_hidden_size(fields)))
+    shared = _mlp(fields, _given(fields, "moe_shared_expert_intermediate_size", 0))
+    return router + int(fields.get("moe_router_topk", 2)) * expert + shared
+
+
+def _ffn_hidden_size(fields: Mapping[str, Any]) -> int:
+    return _given(fields, "ffn_hidden_size", 4 * fields["hidden_size"])
+
+
+def _given(fields: Mapping[str, Any], name: str, otherwise: int) -> int:
+    value = fields.get(name)
+    return otherwise if value is None else int(value)
+
+
+class StepClock:
+    """Measures tokens and wall-clock seconds from one optimizer step to the next, with validation left out.
+
+    The owner calls :meth:`start` before each batch, :meth:`add` after it, :meth:`step` after each optimizer step and
+    :meth:`pause` before validation.
+
+    Args:
+        now: Returns a time in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._since: float | None = None
+        self._elapsed = 0.0
+        self._tokens = 0
+
+    def start(self) -> None:
+        """Begin to measure, or go on after :meth:`pause`; nothing happens where the clock runs already."""
+        if self._since is None:
+            self._since = self._now()
+
+    def add(self, tokens: int) -> None:
+        """Count the tokens of a batch."""
+        self._tokens += tokens
+
+    def pause(self) -> None:
+        """Stop measuring until the next :meth:`start`."""
+        if self._since is not None:
+            self._elapsed += self._now() - self._since
+            self._since = None
+
+    def step(self) -> float:
+        """Return the tokens per second since the last step, and measure the next one from here."""
+        self.pause()
+        rate = self._tokens / max(self._elapsed, 1e-9)
+        self._elapsed, self._tokens = 0.0, 0
+        self.start()
+        return rate

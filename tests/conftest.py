@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules that hold for every test of the project.
+
+* Nothing a test patches in torch survives it, nor an open Megatron process group; environment variables are put back.
+* Tests marked ``gpu`` skip without a GPU, for one reason; with ``REQUIRE_GPU=1`` such a skip is a failure.
+* ``MIN_TESTS=n`` makes a run of fewer than n tests a failure, so that a suite that was not collected cannot pass.
+"""
+
+import os
+from collections.abc import Generator, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import hygiene
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_HUB_OFFLINE"] = "1"  # a test downloads nothing
+
+torch.set_num_threads(1)  # the cores belong to the ranks
+
+_OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """Fail the test that leaves torch patched or Megatron's groups open; put the environment back."""
+    names = hygiene.snapshot()
+    environment = dict(os.environ)
+    yield
+    changed = hygiene.changes(names, hygiene.snapshot())
+    parallel_state_is_open = hygiene.open_parallel_state()
+    if dist.is_available() and dist.is_initialized():  # Lightning leaves its own open
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
+    if changed:
+        pytest.fail(f"the test left these changed: {', '.join(changed)}", pytrace=False)
+    if parallel_state_is_open:
+        pytest.fail("the test left Megatron's process groups open", pytrace=False)
+
+
+def _gpu_is_required() -> bool:
+    return os.environ.get("REQUIRE_GPU") == "1"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a GPU test where there is no GPU."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Turn the skip of a GPU test into a failure where a GPU is required."""
+    report = yield
+    if report.skipped and item.get_closest_marker("gpu") and _gpu_is_required() and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"REQUIRE_GPU=1 is set, and the test was skipped: {reason}"
+    return report
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run of fewer tests than ``MIN_TESTS``; under xdist only the controller sees them all."""
+    least = int(os.environ.get("MIN_TESTS", "0"))
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or hasattr(session.config, "workerinput") or session.config.option.collectonly:
+        return
+    reports = (report for outcome in _OUTCOMES for report in reporter.stats.get(outcome, []))
+    ran = len({report.nodeid for report in reports})
+    if ran < least:
+        reporter.write_line(f"\nMIN_TESTS={least}, but only {ran} tests ran: part of the suite was not found", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

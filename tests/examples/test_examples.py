@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples run as a newcomer runs them: as processes of their own, with tiny settings; every YAML is built."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import cli
+import pretrain_gpt
+import pytest
+import run_report
+from lightning.pytorch import Trainer
+
+from lightning_mcore import MCoreGPT, MCoreStrategy
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+CONFIGS = sorted((EXAMPLES / "configs").glob("*.yaml"))
+PNG = b"\x89PNG\r\n\x1a\n"
+SECONDS = 240.0  # a run takes 15 to 30 on two free cores
+
+
+def run_example(script: str, *arguments: str, folder: Path) -> str:
+    """Run a script of the examples in ``folder`` and return what it printed; its ranks end with it."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PL_")}
+    environment |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [sys.executable, str(EXAMPLES / script), *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # the ranks that Lightning starts are in the same group
+    )
+    try:
+        output, _ = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"{script} did not finish in {SECONDS:g} s\n{output}", pytrace=False)
+    assert process.returncode == 0, output
+    return output
+
+
+def the_files_of_a_run_are_there(folder: Path, steps: int) -> None:
+    assert (folder / "loss.png").read_bytes().startswith(PNG)
+    assert (folder / "sample.txt").read_text(encoding="utf-8").startswith("import os\n\n\ndef ")
+    trained = run_report.read_curve(folder / "metrics.csv", "train_loss")
+    assert [step for step, _ in trained] == list(range(1, steps + 1))
+    validated = run_report.read_curve(folder / "metrics.csv", "val_loss")
+    assert validated[-1][0] == steps
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_pretrain_gpt_shows_its_layout_learns_and_leaves_its_files(tmp_path: Path) -> None:
+    output = run_example(
+        "pretrain_gpt.py",
+        *("--max-steps=6", "--val-every=3", "--hidden-size=32", "--num-layers=2", "--seq-length=32"),
+        *("--vocab-size=256", "--max-bytes=120000", "--batch-size=8", "--micro-batch-size=4", "--learning-rate=0.02"),
+        folder=tmp_path,
+    )
+    assert "layout: 4 ranks, tp2 pp2" in output
+    for rank, place in enumerate(["tp0.pp0.cp0.dp0", "tp1.pp0.cp0.dp0", "tp0.pp1.cp0.dp0", "tp1.pp1.cp0.dp0"]):
+        assert f"rank {rank}  {place}" in output
+    assert "train_loss=" in output
+    assert "tokens/s=" in output
+    for name in ("loss.png", "sample.txt", "metrics.csv"):
+        assert f"outputs/pretrain_gpt/{name}" in output
+    the_files_of_a_run_are_there(tmp_path / "outputs/pretrain_gpt", steps=6)
+    losses = dict(run_report.read_curve(tmp_path / "outputs/pretrain_gpt/metrics.csv", "train_loss"))
+    assert losses[6] < losses[1] - 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_yaml_runs_and_takes_another_layout_from_the_command_line(tmp_path: Path) -> None:
+    output = run_example(
+        "cli.py",
+        *("fit", f"--config={EXAMPLES / 'configs/pretrain_gpt.yaml'}", "--trainer.devices=2"),
+        *("--trainer.strategy.tensor_model_parallel_size=1", "--trainer.strategy.sequence_parallel=false"),
+        *("--trainer.max_steps=2", "--trainer.val_check_interval=2", "--model.transformer.hidden_size=32"),
+        *("--model.vocab_size=256", "--data.vocab_size=256", "--data.max_bytes=120000"),
+        folder=tmp_path,
+    )
+    assert "layout: 2 ranks, tp1 pp2" in output
+    the_files_of_a_run_are_there(tmp_path / "outputs/pretrain_gpt", steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_ddp_and_mcore_print_equal_losses(tmp_path: Path) -> None:
+    output = run_example("ddp_and_mcore.py", "--max-steps=4", "--max-bytes=120000", folder=tmp_path)
+    rows = re.findall(r"^ +(\d+) +(\d+\.\d+) +(\d+\.\d+)$", output, flags=re.MULTILINE)
+    assert [int(step) for step, _, _ in rows] == [1, 2, 3, 4]
+    for _, ddp, mcore in rows:
+        assert float(ddp) == pytest.approx(float(mcore), abs=1e-5)
+    assert float(rows[-1][1]) < float(rows[0][1])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_plain_lightning_module_learns_under_mcore(tmp_path: Path) -> None:
+    output = run_example("plain_lightning.py", "--max-steps=10", "--max-bytes=120000", folder=tmp_path)
+    found = re.search(r"^val_loss (\d+\.\d+) after 10 steps under mcore$", output, flags=re.MULTILINE)
+    assert found is not None, output
+    assert float(found[1]) < 4.5  # ln 256 = 5.55 is a guess
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_every_yaml_builds(config: Path) -> None:
+    built = cli.make_cli(["--config", str(config)], run=False)
+    assert isinstance(built.trainer.strategy, MCoreStrategy)
+    built.trainer.strategy.layout.validate_world(built.trainer.num_devices)
+    assert isinstance(built.model, MCoreGPT)
+    built.trainer.strategy.layout.validate_model(built.model.model_shape())
+    assert built.model.vocab_size == built.datamodule.vocab_size
+    assert built.model.seq_length == built.datamodule.seq_length
+
+
+def test_the_yaml_is_the_run_of_the_script() -> None:
+    built = cli.make_cli(["--config", str(EXAMPLES / "configs/pretrain_gpt.yaml")], run=False)
+    options = pretrain_gpt.parse_arguments([])
+    script, data = pretrain_gpt.build_trainer(options), pretrain_gpt.build_data(options)
+    assert dict(built.model.hparams) == dict(pretrain_gpt.build_model(options).hparams)
+    assert vars_of(built.datamodule) == vars_of(data)
+    assert vars_of_trainer(built.trainer) == vars_of_trainer(script)
+    assert built.config["seed_everything"] == options.seed
+
+
+def vars_of(data: object) -> dict[str, object]:
+    names = ("seq_length", "batch_size", "vocab_size", "max_bytes", "max_val_windows", "cache_dir")
+    return {name: getattr(data, name) for name in names}
+
+
+def vars_of_trainer(trainer: Trainer) -> dict[str, object]:
+    assert isinstance(trainer.strategy, MCoreStrategy)
+    names = ("max_steps", "max_epochs", "val_check_interval", "check_val_every_n_epoch", "gradient_clip_val")
+    names += ("num_devices", "accumulate_grad_batches", "precision", "log_every_n_steps", "num_sanity_val_steps")
+    ours = {"LayoutTable", "LossCurve", "TextSample", "StepBar"}
+    callbacks = [callback for callback in trainer.callbacks if type(callback).__name__ in ours]  # type: ignore[attr-defined]
+    return {
+        **{name: getattr(trainer, name) for name in names},
+        "layout": trainer.strategy.layout,
+        "micro_batch_size": trainer.strategy.micro_batch_size,
+        "log_dir": Path(trainer.log_dir or ""),
+        "callbacks": [(type(callback).__name__, getattr(callback, "file", None)) for callback in callbacks],
+    }

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Megatron training loop written by hand, as a Megatron user would: what the strategy is measured against.
+
+It uses megatron-core alone. From our package it takes only what megatron-core itself lacks on the CPU: the runtime that
+makes ``torch.cuda`` mean the CPU, and (in ``tests/tiny.py``) the layer spec with our norm and core attention. It shares
+no line with the strategy, the schedule, the chunks or the optimizer adapter.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_batch_on_this_cp_rank
+from torch import nn
+
+from lightning_mcore.cpu_runtime import cpu_runtime
+from tests import tiny
+from tests.layouts import Layout
+from tests.parity.global_tensors import Slice, fill_weights, gradient_slices, weight_slices
+from tests.tiny import Batch, Recipe
+
+
+@dataclass
+class Trace:
+    """What one rank saw of a run.
+
+    Attributes:
+        dp_rank: Which part of the global batch it read.
+        losses: For each step the loss over what this model copy read, rounded to fp32; on every rank.
+        grad_norms: Norm of the whole model's gradient before clipping, for each step.
+        gradients: For each step this rank's slices of the gradients before clipping; empty unless asked for.
+        weights: This rank's slices of the weights after the last step.
+    """
+
+    dp_rank: int
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    gradients: list[list[Slice]] = field(default_factory=list)
+    weights: list[Slice] = field(default_factory=list)
+
+
+def train(layout: Layout, recipe: Recipe, keep_gradients: bool = False) -> Trace:
+    """Train the tiny GPT on this rank of ``layout``; the default process group is open and stays so."""
+    with cpu_runtime(), _process_groups(layout):
+        config = TransformerConfig(**tiny.transformer_fields(layout, recipe), **_parallel_fields(layout, recipe))
+        chunks = _build_chunks(config, layout, recipe)
+        optimizer = _build_optimizer(chunks, layout, recipe)
+        _connect(config, chunks, optimizer)
+        trace = Trace(parallel_state.get_data_parallel_rank())
+        for step in range(recipe.steps):
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            trace.losses.append(_forward_backward(chunks, layout, recipe, step))
+            if keep_gradients:
+                trace.gradients.append(gradient_slices(chunks))
+            succeeded, grad_norm, _ = optimizer.step()
+            assert succeeded
+            trace.grad_norms.append(grad_norm)
+        if layout.overlap and layout.distributed_optimizer:  # the last step's parameters are still to be gathered
+            for chunk in chunks:
+                chunk.disable_forward_pre_hook(param_sync=True)
+        trace.weights = weight_slices(chunks)
+        return trace
+
+
+@contextlib.contextmanager
+def _process_groups(layout: Layout) -> Iterator[None]:
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def _parallel_fields(layout: Layout, recipe: Recipe) -> dict[str, Any]:
+    bf16 = recipe.precision != "32-true"
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vp,
+        "pipeline_model_parallel_layout": layout.split,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "sequence_parallel": layout.sp,
+        "overlap_p2p_comm": layout.vp is not None,
+        "batch_p2p_comm": layout.vp is None,
+        "bf16": bf16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+    }
+
+
+def _build_chunks(config: TransformerConfig, layout: Layout, recipe: Recipe) -> list[DistributedDataParallel]:
+    models: list[nn.Module] = []
+    for vp_stage in range(layout.vp) if layout.vp else [None]:
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+        models.append(tiny.build_gpt(config, layout.tied, first, last, vp_stage))
+    fill_weights(models)
+    if recipe.precision != "32-true":
+        models = [Float16Module(config, model) for model in models]
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=layout.distributed_optimizer,
+        overlap_grad_reduce=layout.overlap,
+        overlap_param_gather=layout.overlap and layout.distributed_optimizer,
+    )
+    chunks = [DistributedDataParallel(config, ddp_config, model, disable_bucketing=i > 0) for i, model in enumerate(models)]
+    for chunk in chunks:
+        chunk.broadcast_params()
+    return chunks
+
+
+def _build_optimizer(chunks: list[DistributedDataParallel], layout: Layout, recipe: Recipe) -> MegatronOptimizer:
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        adam_eps=recipe.eps,
+        clip_grad=recipe.clip,
+        bf16=recipe.precision != "32-true",
+        params_dtype=torch.float32 if recipe.precision == "32-true" else torch.bfloat16,
+        use_distributed_optimizer=layout.distributed_optimizer,
+        overlap_param_gather=layout.overlap and layout.distributed_optimizer,
+    )
+    return get_megatron_optimizer(config, chunks, config_overrides={}, use_gloo_process_groups=False)
+
+
+def _connect(config: TransformerConfig, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+    """Give the schedule what it calls, as Megatron's own ``training.py`` does."""
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    if chunks[0].ddp_config.overlap_grad_reduce:
+        config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
+
+
+def _forward_backward(chunks: list[DistributedDataParallel], layout: Layout, recipe: Recipe, step: int) -> float:
+    """Run the schedule of one step and return its loss, on every pipeline rank."""
+    batches = tiny.microbatches(recipe, layout, parallel_state.get_data_parallel_rank(), step)
+    batches = [get_batch_on_this_cp_rank(dict(batch)) for batch in batches]
+    iterators = [iter(batches) for _ in chunks]
+    outputs = get_forward_backward_func()(
+        forward_step_func=_forward_step_tokens if recipe.token_weighted else _forward_step_mean,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(batches),
+        seq_length=tiny.SEQ_LENGTH,
+        micro_batch_size=recipe.micro_batch_size,
+        forward_only=False,
+    )
+    return _step_loss(outputs)
+
+
+def _step_loss(outputs: list[torch.Tensor]) -> float:
+    """Return the loss of the step from the last stage's ``[loss * weight, weight]`` of each microbatch."""
+    total = torch.stack(outputs).sum(0) if outputs else torch.zeros(2, dtype=torch.float64)
+    dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
+    dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())  # the other stages have zeros
+    return (total[0] / total[1]).float().item()
+
+
+def _forward_step_mean(iterator: Iterator[Batch], model: nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+    batch, losses = _call(iterator, model)
+    return losses, partial(_mean, batch["loss_mask"])
+
+
+def _forward_step_tokens(iterator: Iterator[Batch], model: nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+    batch, losses = _call(iterator, model)
+    return losses, partial(_token_sum, batch["loss_mask"])
+
+
+def _call(iterator: Iterator[Batch], model: nn.Module) -> tuple[Batch, torch.Tensor]:
+    batch = next(iterator)
+    return batch, model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+
+
+def _mean(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this rank's share of the mean over all tokens of the microbatch; context-parallel ranks add up."""
+    count = loss_mask.sum()
+    dist.all_reduce(count, group=parallel_state.get_context_parallel_group())
+    share = (losses.float() * loss_mask).sum() / count
+    weight = 1 / parallel_state.get_context_parallel_world_size()
+    return share, torch.tensor([share.item(), weight], dtype=torch.float64)
+
+
+def _token_sum(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the sum over this rank's tokens and their number; Megatron divides by the number of the whole step."""
+    total, count = (losses.float() * loss_mask).sum(), loss_mask.sum()
+    return total, count.int(), torch.tensor([total.item(), count.item()], dtype=torch.float64)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Level A: the strategy adds nothing to the numbers.
+
+A user's module under ``MCoreStrategy`` and a real ``Trainer`` against the hand-written Megatron loop on the same layout,
+in the same processes: the loss and the gradient norm of every step, and every weight afterwards, bit for bit.
+"""
+
+import pytest
+import torch
+
+from tests.layouts import Layout
+from tests.parity import bare_loop, lightning_loop
+from tests.parity.bare_loop import Trace
+from tests.ranks import run_ranks
+from tests.tiny import Recipe
+
+pytestmark = pytest.mark.distributed
+
+LAYOUTS = (
+    Layout(),
+    Layout(dp=2),
+    Layout(tp=2, sp=True),
+    Layout(pp=2),
+    Layout(pp=2, vp=2),
+    Layout(cp=2),
+    Layout(dp=2, distributed_optimizer=True, overlap=True),
+    Layout(tied=True, pp=2),
+    Layout(tp=2, pp=2, sp=True),
+    Layout(dp=2, tp=2, sp=True, distributed_optimizer=True),
+    Layout(moe=True),
+    Layout(moe=True, dp=2, ep=2),
+    Layout(moe=True, dp=2, pp=2, ep=2, distributed_optimizer=True, overlap=True),
+)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.id)
+def test_strategy_equals_the_bare_loop_bit_for_bit(layout: Layout, precision: str) -> None:
+    recipes = [
+        Recipe(precision=precision, token_weighted=token_weighted, mask="thinned", micro_batch_size=2, aux_loss=0.01)
+        for token_weighted in (False, True)
+    ]
+    for differences in run_ranks(layout.world_size, _differences, layout, recipes, timeout=180):
+        assert differences == []
+
+
+def test_rows_of_a_large_batch_are_microbatches_too() -> None:
+    layout, recipe = Layout(pp=2), Recipe(mask="thinned", micro_batch_size=2)
+    for differences in run_ranks(2, _differences, layout, [recipe], True, timeout=120):
+        assert differences == []
+
+
+def _differences(layout: Layout, recipes: list[Recipe], split_rows: bool = False) -> list[str]:
+    """Return what is not equal on this rank; run on every rank."""
+    differences = []
+    for recipe in recipes:
+        bare = bare_loop.train(layout, recipe)
+        ours = lightning_loop.train(layout, recipe, split_rows=split_rows)
+        _check_it_trains(bare, recipe)
+        weighting = "tokens" if recipe.token_weighted else "mean"
+        differences += [f"{weighting}: {line}" for line in _compare(bare, ours)]
+    return differences
+
+
+def _check_it_trains(trace: Trace, recipe: Recipe) -> None:
+    assert recipe.steps >= 4
+    assert len(set(trace.losses)) == len(set(trace.grad_norms)) == recipe.steps
+    assert max(trace.grad_norms) > recipe.clip, "clipping is not exercised"
+
+
+def _compare(bare: Trace, ours: Trace) -> list[str]:
+    lines = []
+    if ours.losses != bare.losses:
+        lines.append(f"losses {ours.losses}, the bare loop has {bare.losses}")
+    if ours.grad_norms != bare.grad_norms:
+        lines.append(f"grad norms {ours.grad_norms}, the bare loop has {bare.grad_norms}")
+    assert len(ours.weights) == len(bare.weights)
+    for mine, its in zip(ours.weights, bare.weights, strict=True):
+        assert (mine.key, mine.index) == (its.key, its.index)
+        if not torch.equal(mine.data, its.data):
+            lines.append(f"weights {mine.key} differ by {(mine.data - its.data).abs().max().item():.1e}")
+    return lines

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a function on N ranks from inside an ordinary pytest test.
+
+A fresh process that imports torch, Lightning and megatron-core needs several seconds; four of them at once need 15 to
+20. Here a *fork server* imports them once for each test session, and every rank is a fork of that clean,
+single-threaded process that never touched a GPU: four ranks start in about 0.2 s. That is what makes it affordable to
+test every parallel layout on a laptop.
+
+The ranks meet through a ``FileStore`` in a temporary folder, so no port is chosen and tests may run under
+pytest-xdist. Each rank reports over a pipe of its own, so a rank that is killed cannot damage the report of another.
+What is handed over is pickled plainly, by value: a tensor never outlives the process that holds its memory.
+
+What a failure shows, and how:
+
+* a rank that raised: its traceback. Its peers often fail a moment later with "connection closed by peer"; the failure
+  that is shown is the first one that is not such a consequence.
+* a rank that died: its exit code or signal.
+* ranks that hang: the Python stack of every thread of each of them, written at the timeout by ``faulthandler``, which
+  works while the rank sits inside a collective.
+* whatever the ranks printed is printed by the test, rank by rank, so that pytest shows it with the failure.
+
+Rank functions must be importable (module level, not a lambda), because a rank receives them by name.
+"""
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_any
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from tests.rank_process import STACK_SIGNAL, Report, rank_main
+
+_PRELOAD = [
+    "torch",
+    "lightning.pytorch",
+    "megatron.core.distributed",
+    "megatron.core.optimizer",
+    "megatron.core.models.gpt",
+    "pytest",
+]
+_OUTPUT_LIMIT = 20_000  # characters shown of what one rank printed
+
+
+class RanksFailedError(pytest.fail.Exception):
+    """At least one rank raised, died or did not finish in time.
+
+    Attributes:
+        errors: The text of the failure, for each rank that raised or died.
+        results: What the function returned, for each rank that returned.
+        unfinished: The ranks that were still running when the launcher gave up.
+    """
+
+    def __init__(self, message: str, errors: dict[int, str], results: dict[int, Any], unfinished: list[int]) -> None:
+        super().__init__(message, pytrace=False)
+        self.errors = errors
+        self.results = results
+        self.unfinished = unfinished
+
+
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    grace: float = 2.0,
+    backend: Literal["gloo", "nccl"] = "gloo",
+    open_group: bool = True,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call ``function(*args, **kwargs)`` on every rank and return the results in rank order.
+
+    Args:
+        world_size: Number of ranks; 1 works too, so that a reference run takes the same path.
+        function: A function at the top level of an importable module; its result must be picklable.
+        args: Positional arguments of the function.
+        timeout: Seconds until ranks that have not finished are a failure. The environment variable
+            ``RANKS_TIMEOUT_SCALE`` multiplies it, for a slow or crowded machine.
+        grace: Seconds that the other ranks are left after the first failure, to finish or to report theirs.
+        backend: ``"nccl"`` starts the ranks by ``spawn``, because a process that has touched CUDA must not be forked.
+        open_group: Whether the default process group is open when the function is called. Without it the environment
+            holds all that ``env://`` needs.
+        kwargs: Keyword arguments of the function.
+
+    Returns:
+        The result of each rank.
+
+    Raises:
+        RanksFailedError: A rank raised, died, or did not finish in time.
+    """
+    job = pickle.dumps((function, args, kwargs))
+    timeout *= float(os.environ.get("RANKS_TIMEOUT_SCALE", "1"))
+    context = _start_context(backend)
+    environment = dict(os.environ) | _common_environment(world_size)
+    with tempfile.TemporaryDirectory(prefix="ranks_") as name:
+        folder = Path(name)
+        ranks = [_Rank(rank, world_size, folder) for rank in range(world_size)]
+        try:
+            for rank in ranks:
+                rank.start(context, (environment, backend if open_group else None, timeout, job))
+            finished = _watch(ranks, timeout, grace)
+            stacks = {} if finished else {rank.rank: rank.read_stack() for rank in ranks if not rank.exited}
+        finally:
+            for rank in ranks:
+                rank.kill()
+            for rank in ranks:
+                rank.print_output()
+        return _results(ranks, stacks, timeout)
+
+
+class _Rank:
+    """The launcher's side of one rank: its process, its pipe, and the files it writes."""
+
+    def __init__(self, rank: int, world_size: int, folder: Path) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.folder = folder
+        self.report: Report | None = None
+        self.process: BaseProcess | None = None
+        self.reader: Connection | None = None
+
+    def start(self, context: BaseContext, settings: tuple[dict[str, str], str | None, float, bytes]) -> None:
+        """Start the process; ``settings`` are the arguments of [rank_main][] that all ranks share."""
+        self.reader, writer = context.Pipe(duplex=False)
+        arguments = (self.rank, self.world_size, str(self.folder), writer, *settings)
+        self.process = context.Process(target=rank_main, args=arguments, name=f"rank {self.rank}")  # type: ignore[attr-defined]
+        self.process.start()
+        writer.close()
+
+    @property
+    def exited(self) -> bool:
+        """Whether the process has ended."""
+        return self.process is not None and self.process.exitcode is not None
+
+    @property
+    def waitables(self) -> list[Any]:
+        """What becomes ready when this rank has something new to tell: its pipe, its end."""
+        assert self.process is not None
+        return ([self.reader] if self.reader else []) + ([] if self.exited else [self.process.sentinel])
+
+    def update(self) -> None:
+        """Take in a report that has arrived, or the end of the process."""
+        exited = self.exited  # asked before the pipe is read: what a rank sent before its end is in the pipe by then
+        if self.reader is not None and self.reader.poll():
+            try:
+                self.report = pickle.loads(self.reader.recv_bytes())
+            except EOFError:
+                pass  # it died; its exit code says more
+            except Exception:
+                self.report = Report(None, f"its result cannot be read\n{traceback.format_exc()}", time.monotonic())
+            self.reader.close()
+            self.reader = None
+        if exited and (code := self.process.exitcode) is not None:
+            if self.report is None:
+                self.report = Report(None, f"died with {_describe_exit(code)}", time.monotonic())
+            elif code != 0 and self.report.error is None:
+                text = f"returned a result, then died with {_describe_exit(code)}"
+                self.report = Report(None, text, time.monotonic())
+
+    def read_stack(self) -> str:
+        """Ask the running process for the Python stacks of its threads."""
+        assert self.process is not None
+        path = self.folder / f"stack_{self.rank}"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, STACK_SIGNAL)
+        deadline, size = time.monotonic() + 10.0, 0
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            seen = path.stat().st_size if path.exists() else 0
+            if size == seen > 0:  # it has stopped growing
+                break
+            size = seen
+        text = path.read_text() if path.exists() else ""
+        return text or "no stack: the rank did not answer"
+
+    def kill(self) -> None:
+        """End the process and whatever it started."""
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # the rank leads a process group of its own
+        self.process.kill()
+        self.process.join(10)
+
+    def print_output(self) -> None:
+        """Print what the rank printed."""
+        path = self.folder / f"output_{self.rank}"
+        text = path.read_text(errors="replace").strip() if path.exists() else ""
+        if len(text) > _OUTPUT_LIMIT:
+            text = f"[{len(text) - _OUTPUT_LIMIT} characters left out]\n{text[-_OUTPUT_LIMIT:]}"
+        if text:
+            print(f"--- printed by rank {self.rank} of {self.world_size} ---\n{text}")
+
+
+def _watch(ranks: list[_Rank], timeout: float, grace: float) -> bool:
+    """Wait until every rank has ended, a failure is ``grace`` seconds old, or ``timeout`` seconds have passed.
+
+    Returns:
+        Whether the launcher need not wait any longer for a reason other than the timeout.
+    """
+    deadline = time.monotonic() + timeout
+    failed_at: float | None = None
+    while not all(rank.exited and rank.reader is None for rank in ranks):
+        now = time.monotonic()
+        if failed_at is not None and now >= failed_at + grace:
+            return True
+        if now >= deadline:
+            return False
+        limit = min(deadline, failed_at + grace if failed_at is not None else deadline)
+        wait_for_any([item for rank in ranks for item in rank.waitables], limit - now)
+        for rank in ranks:
+            rank.update()
+        if failed_at is None and any(rank.report and rank.report.error for rank in ranks):
+            failed_at = time.monotonic()
+    for rank in ranks:
+        rank.update()
+    return True
+
+
+def _results(ranks: list[_Rank], stacks: dict[int, str], timeout: float) -> list[Any]:
+    """Return every rank's result, or raise with the failure that explains the others."""
+    reports = {rank.rank: rank.report for rank in ranks if rank.report is not None}
+    errors = {rank: report for rank, report in reports.items() if report.error is not None}
+    if not errors and not stacks:
+        return [reports[rank.rank].result for rank in ranks]
+    results = {rank: report.result for rank, report in reports.items() if report.error is None}
+    unfinished = [rank.rank for rank in ranks if rank.rank not in reports]
+    parts = []
+    if errors:
+        cause = min(errors, key=lambda rank: (errors[rank].is_consequence, errors[rank].moment))
+        parts.append(f"rank {cause} of {len(ranks)} failed first: {errors[cause].error}")
+        parts += [f"rank {rank}: {_last_line(errors[rank].error)}" for rank in sorted(errors) if rank != cause]
+    if stacks:
+        parts.append(f"ranks {sorted(stacks)} of {len(ranks)} did not finish in {timeout:g} s")
+        for rank, stack in stacks.items():
+            state = " (it had returned its result)" if rank in results else ""
+            parts.append(f"--- stack of rank {rank}{state} ---\n{stack}")
+    elif unfinished:
+        parts.append(f"ranks {unfinished} were still running")
+    texts = {rank: report.error or "" for rank, report in errors.items()}
+    raise RanksFailedError("\n".join(parts), texts, results, unfinished)
+
+
+def _last_line(text: str | None) -> str:
+    return (text or "").strip().splitlines()[-1][:300]
+
+
+def _describe_exit(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"signal {signal.Signals(-code).name} (exit code {code})"
+    return f"exit code {code}"
+
+
+@functools.cache
+def _start_context(backend: str) -> BaseContext:
+    """Return how ranks are started; the first call of a session waits for the fork server's imports."""
+    if backend == "nccl":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    first = context.Process(target=_do_nothing)
+    first.start()
+    first.join()
+    return context
+
+
+def _do_nothing() -> None:
+    """Stand in for a rank: the fork server starts, and imports, at the first process."""
+
+
+def _common_environment(world_size: int) -> dict[str, str]:
+    """Return the variables that all ranks share."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+    return {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "NODE_RANK": "0",
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),  # for a rank that opens a group itself; the launcher's own meets at a file
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    } | ({"GLOO_SOCKET_IFNAME": loopback} if loopback else {})

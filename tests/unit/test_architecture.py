@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules of the house, checked on the syntax tree of every file.
+
+Each rule answers a failure seen in a predecessor: process groups opened from anywhere, settings patched at run time,
+misspelt arguments swallowed by ``**kwargs``, files that grew into everything. A rule that is in the way is changed
+here, with its reason, and not worked around.
+"""
+
+import ast
+import importlib
+import inspect
+import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import FunctionType, ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "lightning_mcore"
+PACKAGE_FILES = sorted(PACKAGE.rglob("*.py"))
+PYTHON_FILES = sorted(
+    path for folder in ("lightning_mcore", "tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")
+)
+
+# Who may know whom: a file imports only files of the levels above it.
+LEVELS = [
+    {"sizes", "cpu_runtime", "packing", "throughput", "learning_rate"},
+    {"model_shape"},
+    {"pipeline_split"},
+    {"layout"},
+    {"process_groups", "backend", "transformer_fields", "settings"},
+    {"session", "step_logs", "generation"},
+    {"module"},
+    {"chunks", "optimizer"},
+    {"schedule", "precision", "checkpoint"},
+    {"strategy", "gpt"},
+    {"__init__"},
+]
+PURE_ARITHMETIC = {"sizes", "model_shape", "pipeline_split", "layout", "throughput"}
+MAY_ENTER_THE_CPU_RUNTIME = {"strategy", "session"}
+SAYS_NOTHING = {"utils", "helpers", "common", "base", "misc"}
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+package_file = pytest.mark.parametrize("path", PACKAGE_FILES, ids=named)
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Yield the dotted names a file imports; for ``from a import b`` both ``a`` and ``a.b``."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{named(path)}:{node.lineno}: import by the full name"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imported_siblings(path: Path) -> set[str]:
+    files = {file.stem for file in PACKAGE_FILES}
+    parts = [name.split(".") for name in imported_modules(path)]
+    return {part[1] for part in parts if part[0] == "lightning_mcore" and len(part) > 1 and part[1] in files}
+
+
+def names_from(path: Path, packages: set[str]) -> set[str]:
+    """Return the local names a file binds by importing from ``packages``."""
+    bound = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            names = [alias for alias in node.names if alias.name.split(".")[0] in packages]
+            bound |= {alias.asname or alias.name.split(".")[0] for alias in names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in packages:
+            bound |= {alias.asname or alias.name for alias in node.names}
+    return bound
+
+
+def test_the_package_was_found() -> None:
+    assert len(PACKAGE_FILES) >= 10
+
+
+@package_file
+def test_dependencies_point_one_way(path: Path) -> None:
+    level = next((level for level, files in enumerate(LEVELS) if path.stem in files), None)
+    assert level is not None, f"{path.name} has no place in LEVELS: say on which level of the package it stands"
+    allowed = set().union(*LEVELS[:level])
+    assert imported_siblings(path) <= allowed
+
+
+@pytest.mark.parametrize("path", [path for path in PACKAGE_FILES if path.stem in PURE_ARITHMETIC], ids=named)
+def test_pure_arithmetic_needs_no_torch(path: Path) -> None:
+    packages = {name.split(".")[0] for name in imported_modules(path)}
+    assert not packages & {"torch", "megatron", "lightning", "transformers"}
+
+
+def test_the_cpu_runtime_is_entered_by_its_owners_only() -> None:
+    users = {path.stem for path in PACKAGE_FILES if "cpu_runtime" in imported_siblings(path)}
+    assert users - {"__init__"} <= MAY_ENTER_THE_CPU_RUNTIME
+
+
+def test_parallel_state_opens_and_closes_in_one_file() -> None:
+    names = {"initialize_model_parallel", "destroy_model_parallel"}
+    users = {
+        path.stem
+        for path in PACKAGE_FILES
+        for node in ast.walk(tree(path))
+        if (isinstance(node, ast.Attribute) and node.attr in names)
+        or (isinstance(node, ast.ImportFrom) and names & {alias.name for alias in node.names})
+    }
+    assert users == {"process_groups"}
+
+
+@package_file
+def test_only_the_cpu_runtime_patches(path: Path) -> None:
+    if path.stem == "cpu_runtime":
+        return
+    foreign = names_from(path, {"torch", "megatron", "lightning", "transformers", "transformer_engine"})
+    patched = []
+    for node in ast.walk(tree(path)):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign | ast.Delete):
+            targets = node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"setattr", "delattr"}:
+            targets = [ast.Attribute(node.args[0], "")]
+        patched += [
+            f"{named(path)}:{node.lineno}: {ast.unparse(target)}"
+            for target in targets
+            if isinstance(target, ast.Attribute) and root_name(target) in foreign
+        ]
+    assert not patched
+
+
+def root_name(node: ast.expr) -> str | None:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+@package_file
+def test_a_file_is_named_for_what_it_holds(path: Path) -> None:
+    assert path.stem not in SAYS_NOTHING
+
+
+@package_file
+def test_no_public_signature_swallows_a_misspelt_argument(path: Path) -> None:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    module = importlib.import_module(name)
+    found = [
+        f"{owner.__name__}.{function.__name__}"
+        for owner, function in public_functions(module)
+        if any(item.kind is item.VAR_KEYWORD for item in inspect.signature(function).parameters.values())
+        and not follows_a_foreign_signature(owner, function.__name__)
+    ]
+    assert not found
+
+
+def public_functions(owner: ModuleType | type) -> Iterator[tuple[ModuleType | type, FunctionType]]:
+    """Yield what a user can call in a module or class: functions, methods and constructors, with their owners."""
+    module = owner.__name__ if isinstance(owner, ModuleType) else owner.__module__
+    for name, value in vars(owner).items():
+        if getattr(value, "__module__", None) != module or (name.startswith("_") and name != "__init__"):
+            continue
+        if isinstance(value, FunctionType):
+            yield owner, value
+        elif isinstance(value, type):
+            yield from public_functions(value)
+
+
+def follows_a_foreign_signature(owner: ModuleType | type, name: str) -> bool:
+    """Return whether a method answers to one of torch, Lightning or Megatron, which decide what it is called with."""
+    bases = owner.__mro__[1:] if isinstance(owner, type) else ()
+    return any(
+        name in vars(base) for base in bases if base is not object and not base.__module__.startswith("lightning_mcore")
+    )
+
+
+@package_file
+def test_files_and_functions_stay_readable(path: Path) -> None:
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MAX_FILE_LINES, f"{named(path)} has {lines} lines"
+    long = [
+        f"{named(path)}:{node.lineno}: {node.name} has {node.end_lineno - node.lineno + 1} lines"
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef) and node.end_lineno and node.end_lineno - node.lineno >= MAX_FUNCTION_LINES
+    ]
+    assert not long
+
+
+def test_every_file_states_its_licence() -> None:
+    marks = {path: path.read_text(encoding="utf-8").partition("\n")[0] for path in PYTHON_FILES}
+    missing = [named(path) for path, first in marks.items() if first != "# SPDX-License-Identifier: Apache-2.0"]
+    assert not missing
+
+
+def project_files() -> Iterator[Path]:
+    """Yield every text file that belongs to the project."""
+    suffixes = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".cfg"}
+    ours = {"lightning_mcore", "tests", "examples", "benchmarks", ".ci", ".github"}
+    for path in [*ROOT.iterdir(), *(file for name in ours for file in (ROOT / name).rglob("*"))]:
+        if path.is_file() and (path.suffix in suffixes or path.name in {"Makefile", "run", ".gitignore"}):
+            yield path
+
+
+def test_no_file_names_a_machine_or_leaves_a_mark() -> None:
+    folders = "|".join(
+        ["work", "farm", "root", "home", "opt", "Users"]
+    )  # joined, so that this file passes its own rule
+    hosts = "|".join(["pypi", "pythonhosted", "download.pytorch"])
+    marks = "|".join(["TO" + "DO", "FIX" + "ME", "X" * 3, "HA" + "CK"])
+    forbidden = re.compile(rf"(?<![\w.])/(?:{folders})/|\b(?:{hosts})\.org\b|\b(?:{marks})\b")
+    found = [
+        f"{named(path)}:{number}: {line.strip()[:90]}"
+        for path in project_files()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if forbidden.search(line)
+    ]
+    assert not found
+
+
+def test_the_package_and_its_metadata_give_one_version() -> None:
+    metadata = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assignments = [node for node in tree(PACKAGE / "__init__.py").body if isinstance(node, ast.Assign)]
+    versions = [
+        ast.literal_eval(node.value)
+        for node in assignments
+        if [ast.unparse(name) for name in node.targets] == ["__version__"]
+    ]
+    assert versions == [metadata["project"]["version"]]
+    assert f"## [{versions[0]}]" in changelog

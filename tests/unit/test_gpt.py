@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MCoreGPT before any model exists: what its constructor refuses and knows, its optimizer, its sampling."""
+
+import io
+import math
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_mcore import generation
+from lightning_mcore.gpt import MCoreGPT, warmup_cosine
+from lightning_mcore.layout import ParallelLayout
+
+TRANSFORMER: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "activation_func": "silu",
+    "gated_linear_unit": True,
+}
+
+
+def gpt(**arguments: Any) -> MCoreGPT:
+    return MCoreGPT(**{"vocab_size": 100, "seq_length": 16, "transformer": TRANSFORMER, **arguments})
+
+
+class OneRank:
+    """Stands for a process group of one rank, in which nothing is communicated."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+ONE_RANK = cast(dist.ProcessGroup, OneRank())
+
+# What the constructor refuses
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size=0 is too small"),
+        ({"seq_length": 0}, "seq_length=0 is too small"),
+        ({"make_vocab_size_divisible_by": 0}, "make_vocab_size_divisible_by=0 is too small"),
+        ({"warmup_steps": -1}, "warmup_steps=-1 is too small"),
+        ({"learning_rate": 1e-4, "min_learning_rate": 1e-3}, "min_learning_rate=0.001 is not between 0 and"),
+        ({"min_learning_rate": -1.0}, "min_learning_rate=-1.0 is not between 0 and"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type='alibi'; choose 'rope'"),
+        ({"transformer": {**TRANSFORMER, "num_heads": 4}}, "has no field num_heads"),
+        ({"transformer": {**TRANSFORMER, "sequence_parallel": True}}, "set it in MCoreStrategy"),
+    ],
+)
+def test_constructor_refuses_in_one_sentence(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gpt(**arguments)
+
+
+def test_constructor_refuses_a_size_that_is_no_int() -> None:
+    with pytest.raises(TypeError, match="vocab_size=True is not an int"):
+        gpt(vocab_size=True)
+
+
+def test_unknown_argument_is_refused() -> None:
+    with pytest.raises(TypeError, match="num_layers"):
+        gpt(num_layers=2)
+
+
+# What it knows without a model
+
+
+def test_hyperparameters_survive_a_checkpoint_that_is_loaded_safely() -> None:
+    file = io.BytesIO()
+    torch.save(dict(gpt(warmup_steps=3).hparams), file)
+    file.seek(0)
+    hparams = torch.load(file, weights_only=True)
+    assert hparams["transformer"] == TRANSFORMER
+    assert gpt(**hparams).hparams == gpt(warmup_steps=3).hparams
+
+
+@pytest.mark.parametrize(("vocab_size", "multiple", "padded"), [(100, 128, 128), (128, 128, 128), (129, 64, 192)])
+def test_vocabulary_is_padded_to_the_multiple_whatever_the_layout(vocab_size: int, multiple: int, padded: int) -> None:
+    module = gpt(vocab_size=vocab_size, make_vocab_size_divisible_by=multiple)
+    assert module.padded_vocab_size == padded
+    assert module.model_shape().vocab_size == padded
+
+
+def test_model_shape_is_read_off_the_plain_data() -> None:
+    shape = gpt(transformer={**TRANSFORMER, "num_layers_in_first_pipeline_stage": 1}).model_shape()
+    assert (shape.num_layers, shape.num_attention_heads, shape.num_query_groups) == (2, 4, 2)
+    assert (shape.seq_length, shape.num_layers_in_first_pipeline_stage) == (16, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "layout", "message"),
+    [
+        ({}, {"tensor_model_parallel_size": 3}, "tensor_model_parallel_size=3 does not divide"),
+        ({}, {"pipeline_model_parallel_size": 3}, "pipeline_model_parallel_size=3 does not divide num_layers=2"),
+        ({"seq_length": 18}, {"context_parallel_size": 2}, "seq_length=18"),
+        ({"make_vocab_size_divisible_by": 5}, {"tensor_model_parallel_size": 2}, None),
+        ({"vocab_size": 101, "make_vocab_size_divisible_by": 1}, {"tensor_model_parallel_size": 2}, "vocab_size=101"),
+    ],
+)
+def test_layout_that_does_not_fit_is_refused_before_a_model_exists(
+    arguments: dict[str, Any], layout: dict[str, int], message: str | None
+) -> None:
+    shape = gpt(**arguments).model_shape()
+    if message is None:
+        ParallelLayout(**layout).validate_model(shape)
+        return
+    with pytest.raises(ValueError, match=message):
+        ParallelLayout(**layout).validate_model(shape)
+
+
+def test_microbatch_shape_is_sequence_first() -> None:
+    assert gpt().microbatch_shape({"tokens": torch.zeros(3, 16)}) == (16, 3)
+
+
+# Optimizer and learning rate
+
+
+def configured(module: MCoreGPT, model: nn.Module, steps: float = 10) -> tuple[torch.optim.Optimizer, Any]:
+    module.model = cast(Any, model)
+    module._trainer = cast(Any, SimpleNamespace(estimated_stepping_batches=steps))
+    settings = cast(dict[str, Any], module.configure_optimizers())
+    return settings["optimizer"], settings["lr_scheduler"]["scheduler"]
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    model = nn.ModuleDict({"norm": nn.LayerNorm(4), "linear": nn.Linear(4, 2), "embedding": nn.Embedding(3, 4)})
+    optimizer, _ = configured(gpt(weight_decay=0.3, betas=(0.8, 0.9)), model)
+    decayed, kept = optimizer.param_groups
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.3, 0.0)
+    assert {id(p) for p in decayed["params"]} == {id(model["linear"].weight), id(model["embedding"].weight)}
+    assert {id(p) for p in kept["params"]} == {id(p) for p in (*model["norm"].parameters(), model["linear"].bias)}
+    assert decayed["betas"] == (0.8, 0.9)
+
+
+def test_frozen_parameters_are_in_no_group() -> None:
+    model = nn.Linear(4, 2)
+    model.bias.requires_grad_(False)
+    optimizer, _ = configured(gpt(), model)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0]
+
+
+def test_stage_without_vectors_still_has_both_groups() -> None:
+    optimizer, _ = configured(gpt(), nn.Linear(4, 2, bias=False))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_learning_rate_rises_then_falls_to_its_minimum_and_stays() -> None:
+    module = gpt(learning_rate=1.0, min_learning_rate=0.2, warmup_steps=3)
+    optimizer, scheduler = configured(module, nn.Linear(2, 2), steps=7)
+    rates = []
+    for _ in range(10):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    cosine = [0.2 + 0.8 * (1 + math.cos(math.pi * k / 4)) / 2 for k in range(5)]
+    assert rates == pytest.approx([0.25, 0.5, 0.75, *cosine, 0.2, 0.2])
+
+
+def test_warm_up_longer_than_the_run_ends_at_the_peak() -> None:
+    assert warmup_cosine(20, warmup_steps=20, total_steps=10, least=0.0) == 1.0
+
+
+@pytest.mark.parametrize("steps", [math.inf, -1])
+def test_a_decay_without_an_end_is_refused(steps: float) -> None:
+    with pytest.raises(ValueError, match=r"the number of steps is unknown.*set Trainer\(max_steps=...\)"):
+        configured(gpt(), nn.Linear(2, 2), steps=steps)
+
+
+def test_a_constant_rate_needs_no_end() -> None:
+    optimizer, _ = configured(gpt(learning_rate=0.1, min_learning_rate=0.1), nn.Linear(2, 2), steps=math.inf)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+# Sampling
+
+
+@pytest.mark.parametrize(
+    ("prompt", "arguments", "message"),
+    [
+        ([], {}, "prompt is empty"),
+        ([100], {}, "prompt holds the token 100, outside the vocabulary; choose 0 to 99"),
+        ([-1], {}, "prompt holds the token -1"),
+        ([1], {"max_new_tokens": -1}, "max_new_tokens=-1 is negative"),
+        ([1], {"temperature": -0.5}, "temperature=-0.5 is negative"),
+        ([1], {"top_k": 0}, "top_k=0 leaves no token"),
+    ],
+)
+def test_generate_refuses_before_it_runs_the_model(prompt: list[int], arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gpt().generate(prompt, **{"max_new_tokens": 1, **arguments})
+
+
+def draws(logits: torch.Tensor, temperature: float, top_k: int | None, seed: int = 0, count: int = 200) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return [generation.sample(logits, temperature, top_k, generator) for _ in range(count)]
+
+
+def test_temperature_zero_takes_the_most_probable_token() -> None:
+    assert set(draws(torch.tensor([0.0, 2.0, 1.9]), temperature=0, top_k=None)) == {1}
+
+
+def test_top_k_draws_among_the_k_most_probable_only() -> None:
+    assert set(draws(torch.tensor([0.0, 0.1, 0.2, -1.0]), temperature=1, top_k=2)) == {1, 2}
+
+
+def test_top_k_beyond_the_vocabulary_is_all_of_it() -> None:
+    assert set(draws(torch.zeros(3), temperature=1, top_k=9)) == {0, 1, 2}
+
+
+def test_draws_follow_the_probabilities_and_the_seed() -> None:
+    logits = torch.tensor([0.0, math.log(3.0)])
+    drawn = draws(logits, temperature=1, top_k=None, count=4000)
+    assert sum(drawn) / len(drawn) == pytest.approx(0.75, abs=0.03)
+    assert drawn == draws(logits, temperature=1, top_k=None, count=4000)
+    assert drawn != draws(logits, temperature=1, top_k=None, seed=1, count=4000)
+
+
+def test_padding_of_the_vocabulary_is_never_the_most_probable() -> None:
+    logits = torch.tensor([[[0.0, 1.0, 5.0, 9.0]]])
+    assert generation.vocab_parallel_argmax(logits, 2, ONE_RANK).tolist() == [[1]]
+
+
+def test_logits_are_those_of_the_position_asked_for_without_padding() -> None:
+    logits = torch.arange(24.0).view(2, 3, 4)
+    positions = torch.tensor([[0, 1, 2], [0, 1, 2]])
+    asked = torch.tensor([2, 0])
+    found = generation.logits_at(logits, positions, asked, 3, ONE_RANK, ONE_RANK)
+    assert found.tolist() == [[8.0, 9.0, 10.0], [12.0, 13.0, 14.0]]
+
+
+def test_evaluation_mode_gives_each_module_its_own_mode_back() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout()))
+    model[1].eval()
+    with pytest.raises(RuntimeError, match="stop"), generation.evaluating(model):
+        assert not any(child.training for child in model.modules())
+        raise RuntimeError("stop")
+    assert [child.training for child in model.modules()] == [True, True, False, False]
