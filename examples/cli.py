@@ -11,14 +11,13 @@ from lightning.pytorch.cli import LightningCLI
 import quiet  # noqa: F401
 
 
-def make_cli(arguments: list[str] | None = None, run: bool = True) -> LightningCLI:
+def make_cli(run: bool = True) -> LightningCLI:
     """Build trainer, module and data from the command line, and run the sub-command it names.
 
     Args:
-        arguments: The command line; None takes that of the process.
-        run: False only builds, and there is no sub-command then.
+        run: False only builds; the command line then names no sub-command.
     """
-    return LightningCLI(args=arguments, run=run, save_config_kwargs={"overwrite": True})
+    return LightningCLI(run=run, save_config_kwargs={"overwrite": True})
 
 
 if __name__ == "__main__":

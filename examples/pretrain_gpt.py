@@ -65,7 +65,6 @@ def build_model(options: argparse.Namespace) -> MCoreGPT:
             "add_bias_linear": False,
         },
         learning_rate=options.learning_rate,
-        min_learning_rate=options.learning_rate / 10,
         warmup_steps=options.max_steps // 20,
     )
 

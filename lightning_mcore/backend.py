@@ -11,6 +11,7 @@ Weights are named in checkpoints as TransformerEngine names them, so that what o
 ``MCoreGPT`` calls this, and so does any module that builds a Megatron ``GPTModel`` itself.
 """
 
+import importlib.util
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -71,10 +72,10 @@ class TorchNorm(nn.Module):
         super().__init__()
         if config.normalization not in _NORMS:
             raise ValueError(f"normalization={config.normalization!r} is unknown; choose {' or '.join(_NORMS)}")
+        self.config = config
         self.hidden_size = hidden_size
         self.eps = eps
-        self.zero_centered_gamma: bool = config.layernorm_zero_centered_gamma
-        start = 0.0 if self.zero_centered_gamma else 1.0
+        start = 0.0 if config.layernorm_zero_centered_gamma else 1.0
         self.weight = nn.Parameter(torch.full((hidden_size,), start, dtype=config.params_dtype))
         self.bias: nn.Parameter | None = None
         if config.normalization == "LayerNorm":
@@ -91,11 +92,15 @@ class TorchNorm(nn.Module):
         Returns:
             The same shape and dtype.
         """
-        weight = self.weight + 1 if self.zero_centered_gamma else self.weight
-        shape = (self.hidden_size,)
-        if self.bias is None:
-            return functional.rms_norm(hidden_states, shape, weight, self.eps)
-        return functional.layer_norm(hidden_states, shape, weight, self.bias, self.eps)
+        weight, bias = self._weights()
+        if self.config.layernorm_zero_centered_gamma:
+            weight = weight + 1
+        if bias is None:
+            return functional.rms_norm(hidden_states, (self.hidden_size,), weight, self.eps)
+        return functional.layer_norm(hidden_states, (self.hidden_size,), weight, bias, self.eps)
+
+    def _weights(self) -> tuple[Tensor, Tensor | None]:
+        return self.weight, self.bias
 
     def extra_repr(self) -> str:
         """Describe the norm in ``print(model)``."""
@@ -106,22 +111,35 @@ class TorchNorm(nn.Module):
 class _LatentQueryNorm(TorchNorm):
     """The norm of the compressed queries of multi-latent attention.
 
-    Without sequence parallelism every tensor-parallel rank has the same tokens here, and so the whole gradient of the
+    Without sequence parallelism every tensor-parallel rank sees the same tokens here, and has the whole gradient of the
     weights. ``finalize_model_grads`` takes the norm, by its name, for one that sees some heads only, and sums over the
-    ranks; each therefore contributes its share.
+    ranks: each of them contributes its share.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(config, hidden_size, eps)
-        self.share = 1.0 if config.sequence_parallel else 1.0 / config.tensor_model_parallel_size
+    def _weights(self) -> tuple[Tensor, Tensor | None]:
+        ranks = self.config.tensor_model_parallel_size
+        if ranks == 1 or self.config.sequence_parallel:
+            return super()._weights()
+        bias = self.bias if self.bias is None else _scale_gradient(self.bias, 1 / ranks)
+        return _scale_gradient(self.weight, 1 / ranks), bias
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalise the last dimension, [..., hidden_size]."""
-        if self.share == 1.0:
-            return super().forward(hidden_states)
-        names = {name: _ScaleGradient.apply(parameter, self.share) for name, parameter in self.named_parameters()}
-        normalised: Tensor = torch.func.functional_call(super(), names, (hidden_states,))
-        return normalised
+
+class _ScaleGradient(torch.autograd.Function):
+    """Passes a tensor on and scales its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.factor, None
+
+
+def _scale_gradient(tensor: Tensor, factor: float) -> Tensor:
+    scaled: Tensor = _ScaleGradient.apply(tensor, factor)  # type: ignore[no-untyped-call]
+    return scaled
 
 
 def resolve_transformer_impl(choice: TransformerImpl, device_type: str) -> Literal["local", "transformer_engine"]:
@@ -186,7 +204,7 @@ def gpt_block_spec(
     if transformer_impl == "local":
         block.layer_norm = TorchNorm
         for layer in block.layer_specs:
-            _use_torch_modules(layer)
+            _use_torch_modules(layer, config)
     return block
 
 
@@ -199,35 +217,60 @@ def _check_local(config: TransformerConfig) -> None:
                 f"{field}={value!r} needs TransformerEngine; choose {nothing!r}, "
                 'or transformer_impl="transformer_engine" on CUDA'
             )
+    if config.multi_latent_attention:
+        _check_latent(config)
+    if config.normalization not in _NORMS:
+        raise ValueError(f"normalization={config.normalization!r} is unknown; choose {' or '.join(_NORMS)}")
     check_attention(config)
 
 
-def _use_torch_modules(layer: ModuleSpec) -> None:
-    """Put our norm and core attention into Megatron's spec of a layer, in place; a second time changes nothing."""
+def _check_latent(config: TransformerConfig) -> None:
+    """Refuse multi-latent attention that the installed megatron-core cannot build from its local layers."""
+    if multi_latent_attention.HAVE_TE and not HAVE_TE:  # 0.16 takes its stand-in for TransformerEngine for the real one
+        raise ValueError(
+            "multi_latent_attention=True needs TransformerEngine in megatron-core 0.16; install lightning-mcore[te], "
+            "or a later megatron-core"
+        )
+    fuses_query_norm = importlib.util.find_spec("megatron.core.transformer.mla_qk_norm_config") is not None
+    if config.qk_layernorm and config.q_lora_rank is None and fuses_query_norm:
+        raise ValueError(
+            "qk_layernorm=True with q_lora_rank=None needs TransformerEngine in this version of megatron-core; "
+            "set q_lora_rank, or qk_layernorm=False"
+        )
+
+
+def _use_torch_modules(layer: ModuleSpec, config: TransformerConfig) -> None:
+    """Put our norms and core attention into Megatron's spec of a layer, in place; a second time changes nothing."""
     submodules = layer.submodules
     attention = submodules.self_attention.submodules
     attention.core_attention = TorchAttention
-    for owner, names in (
-        (submodules, ("input_layernorm", "pre_mlp_layernorm")),
-        (attention, ("q_layernorm", "k_layernorm", "kv_layernorm")),
-    ):
-        for name in names:
-            if getattr(owner, name, None) not in (None, IdentityOp, L2Norm):
-                setattr(owner, name, TorchNorm)
-    submodules.sharded_state_dict_keys_map = _names_in_checkpoints(layer)
-
-
-def _names_in_checkpoints(layer: ModuleSpec) -> dict[str, str]:
-    """Return TransformerEngine's names for weights that it fuses with the projection behind them, by prefix."""
-    mlp = layer.submodules.mlp
-    is_moe = (mlp.module if isinstance(mlp, ModuleSpec) else mlp.func) is MoELayer
-    is_latent = hasattr(layer.submodules.self_attention.submodules, "kv_layernorm")
-    names = {}
-    if is_latent:
-        names["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
-        names["self_attention.kv_layernorm."] = "self_attention.linear_kv_up_proj.layer_norm_"
+    _replace_norm(submodules, "input_layernorm", TorchNorm)
+    _replace_norm(submodules, "pre_mlp_layernorm", TorchNorm)
+    if config.multi_latent_attention:
+        # Megatron's spec names a norm of compressed queries even where queries are not compressed.
+        _replace_norm(attention, "q_layernorm", IdentityOp if config.q_lora_rank is None else _LatentQueryNorm)
+        _replace_norm(attention, "kv_layernorm", TorchNorm)
     else:
-        names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
-    if not is_moe:
+        _replace_norm(attention, "q_layernorm", TorchNorm)
+        _replace_norm(attention, "k_layernorm", TorchNorm)
+    submodules.sharded_state_dict_keys_map = _names_in_checkpoints(layer, config)
+
+
+def _replace_norm(submodules: Any, name: str, norm: type[nn.Module]) -> None:
+    if getattr(submodules, name) not in (None, IdentityOp, L2Norm):
+        setattr(submodules, name, norm)
+
+
+def _names_in_checkpoints(layer: ModuleSpec, config: TransformerConfig) -> dict[str, str]:
+    """Return TransformerEngine's names for the norms that it fuses with the projection behind them, by prefix."""
+    if config.multi_latent_attention:
+        names = {
+            "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+            "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+        }
+    else:
+        names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    mlp = layer.submodules.mlp  # a spec in 0.16, a partial constructor in 0.19
+    if (mlp.module if isinstance(mlp, ModuleSpec) else mlp.func) is not MoELayer:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return names

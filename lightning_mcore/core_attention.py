@@ -123,7 +123,8 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         mask_type = attn_mask_type or self.attn_mask_type
         self._check_call(query, key, mask_type, attention_mask, attention_bias, packed_seq_params)
         if self.shared_key_group is not None:
-            key = _CompleteSharedGradient.apply(key, self.config.qk_pos_emb_head_dim, self.shared_key_group)
+            width = self.config.qk_pos_emb_head_dim
+            key = _CompleteSharedGradient.apply(key, width, self.shared_key_group)  # type: ignore[no-untyped-call]
         rank, size = 0, 1
         if self.cp_group is not None:
             rank, size = self.cp_group.rank(), self.cp_group.size()

@@ -15,6 +15,7 @@ Lightning calls ``training_step``, ``zero_grad``, ``backward``. After the schedu
 ``training_step``, that ``zero_grad`` must not touch the gradients; the schedule zeroes the buffers before it starts.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -172,13 +173,36 @@ class MCoreOptimizer(Optimizer):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of whichever optimizer does the stepping."""
-        state: dict[str, Any] = self.megatron.state_dict() if self._megatron_owns_state else self.user.state_dict()
-        return state
+        """Return the state: as the user's optimizer would, unless Megatron keeps fp32 copies of the parameters."""
+        if self._has_main_parameters:
+            return {"megatron": self.megatron.state_dict(), "param_groups": self._hyperparameters()}
+        if self.rebuilt:
+            self.user.state = defaultdict(dict, self.state)
+        return self.user.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
-        (self.megatron if self._megatron_owns_state else self.user).load_state_dict(state_dict)
+        """Load what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: The state has no fp32 copies of the parameters, which this precision needs.
+        """
+        if self._has_main_parameters:
+            if "megatron" not in state_dict:
+                raise ValueError(
+                    "the checkpoint's optimizer state was saved in another precision or without Megatron, so it lacks"
+                    " the fp32 copies of the parameters; load its weights alone, or train in the precision of the save"
+                )
+            self.megatron.load_state_dict(state_dict["megatron"])
+            for group, values in zip(self.user.param_groups, state_dict["param_groups"], strict=True):
+                group.update(values)
+            return
+        self.user.load_state_dict(state_dict)
+        if self.rebuilt:
+            for part in self._parts:
+                for group in part.optimizer.param_groups:
+                    part.optimizer.state.update(
+                        {p: self.user.state[p] for p in group["params"] if p in self.user.state}
+                    )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, where the user's optimizer does its own stepping on the parameters themselves.
@@ -186,7 +210,7 @@ class MCoreOptimizer(Optimizer):
         Raises:
             RuntimeError: Megatron's optimizer has fixed its groups.
         """
-        if self._megatron_owns_state:
+        if self.rebuilt or self._has_main_parameters:
             raise RuntimeError(
                 "parameter groups are fixed once Megatron's optimizer is made; add them in configure_optimizers"
             )
@@ -214,8 +238,12 @@ class MCoreOptimizer(Optimizer):
         return all(id(p) in own for chunk in self._chunks for p in chunk.parameters() if p.requires_grad)
 
     @property
-    def _megatron_owns_state(self) -> bool:
-        return self.rebuilt or not isinstance(self.megatron, FP32Optimizer)
+    def _has_main_parameters(self) -> bool:
+        """Whether Megatron steps copies of the parameters (in fp32, or of this rank's share) instead of themselves."""
+        return any(not isinstance(part, FP32Optimizer) for part in self._parts)
+
+    def _hyperparameters(self) -> list[dict[str, Any]]:
+        return [{k: v for k, v in group.items() if k != "params"} for group in self.user.param_groups]
 
     @property
     def _parts(self) -> list[MegatronOptimizer]:

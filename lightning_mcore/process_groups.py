@@ -12,6 +12,7 @@ farthest apart.
 
 import math
 import random
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
@@ -36,11 +37,23 @@ _GROUP_OF_AXIS = {
 }
 
 
+@dataclass
+class _Opened:
+    """What the open groups were made for; both None while there are none."""
+
+    layout: ParallelLayout | None = None
+    world: dist.ProcessGroup | None = None
+
+
+_opened = _Opened()
+
+
 def open_process_groups(layout: ParallelLayout, seed: int, timeout: timedelta) -> None:
     """Open Megatron's groups for ``layout`` over the whole world and seed its random number tracker.
 
-    Collective: every rank of the default group calls it with the same arguments. Groups of an earlier layout are
-    closed first. The state of the CPU's own generator is left as it was.
+    Collective: every rank of the default group calls it with the same arguments. Like the default group, the groups
+    outlive the run: a second run with the same layout takes them over, one with another layout replaces them. The state
+    of the CPU's own generator is left as it was.
 
     Args:
         layout: Sizes of the parallel axes; must divide the world (``layout.validate_world``).
@@ -51,20 +64,20 @@ def open_process_groups(layout: ParallelLayout, seed: int, timeout: timedelta) -
         RuntimeError: The default process group is not initialised.
     """
     if not dist.is_initialized():
-        raise RuntimeError(
-            "torch.distributed is not initialised; open the default process group before Megatron's groups"
+        raise RuntimeError("the default process group of torch.distributed must be open before Megatron's groups")
+    if not (process_groups_are_open() and _opened.layout == layout and _opened.world is dist.group.WORLD):
+        close_process_groups()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor_model_parallel_size,
+            pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+            context_parallel_size=layout.context_parallel_size,
+            expert_model_parallel_size=layout.expert_model_parallel_size,
+            expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+            distributed_timeout_minutes=max(1, math.ceil(timeout.total_seconds() / 60)),
+            create_gloo_process_groups=False,
         )
-    close_process_groups()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor_model_parallel_size,
-        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
-        context_parallel_size=layout.context_parallel_size,
-        expert_model_parallel_size=layout.expert_model_parallel_size,
-        expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
-        distributed_timeout_minutes=max(1, math.ceil(timeout.total_seconds() / 60)),
-        create_gloo_process_groups=False,
-    )
+        _opened.layout, _opened.world = layout, dist.group.WORLD
     _seed_tracker(seed)
 
 
@@ -72,6 +85,7 @@ def close_process_groups() -> None:
     """Forget Megatron's groups; nothing happens where there are none. The default process group stays."""
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
+    _opened.layout = _opened.world = None
 
 
 def process_groups_are_open() -> bool:

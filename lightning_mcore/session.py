@@ -9,7 +9,6 @@ also when it ends in an exception.
 
 import contextlib
 from datetime import timedelta
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -55,7 +54,3 @@ class SingleModelSession(Callback):
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         """Close what was opened when the run ends in an exception."""
         self._leave(trainer)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: a session has no state worth a checkpoint."""
-        return {}

@@ -23,6 +23,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -148,6 +149,8 @@ class MCoreStrategy(MCoreParallelism):
         self._window += self._schedule.split(args[0], args[1:], self.micro_batch_size)
         if loop._should_accumulate():
             return self._last_loss if self._last_loss is not None else torch.zeros((), device=self.root_device)
+        if (loop.epoch_loop.batch_idx + 1) % num_batches == 0:  # not the short window at the end of an epoch
+            self.layout.validate_microbatches(len(self._window))
         return self._run_window(num_batches)
 
     def _run_window(self, num_batches: int) -> Any:
@@ -207,6 +210,20 @@ class MCoreStrategy(MCoreParallelism):
     def on_test_start(self) -> None:
         """Count batches anew."""
         self._repeated_rows.start()
+
+    def on_predict_start(self) -> None:
+        """Refuse a set that leaves ranks which share experts with different numbers of batches: they would hang."""
+        if self.layout.expert_model_parallel_size == 1:
+            return
+        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
+        counts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(counts, trainer.predict_loop.max_batches)
+        if any(count != counts[0] for count in counts):
+            raise RuntimeError(
+                f"the data-parallel ranks have {sorted(map(str, counts))} batches to predict, and with"
+                f" expert_model_parallel_size={self.layout.expert_model_parallel_size} they need the same number;"
+                " make the number of samples a multiple of the batch size times the data-parallel size"
+            )
 
     def on_validation_end(self) -> None:
         """Let later steps count again."""
@@ -275,18 +292,21 @@ class MCoreStrategy(MCoreParallelism):
         return super().lightning_module_state_dict() if self._saves_one_file else {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state of the optimizer; for shards only what LR schedulers read back."""
+        """Return the state of the optimizer; beside shards only what LR schedulers read back."""
         owner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in owner.param_groups]
-        return {"state": owner.state_dict() if self._saves_one_file else None, "param_groups": groups}
+        if self._saves_one_file:
+            state: dict[str, Any] = owner.state_dict()
+            return state
+        return {"param_groups": [{k: v for k, v in group.items() if k != "params"} for group in owner.param_groups]}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load what :meth:`optimizer_state` returned, or the state that ``"ddp"`` saved."""
+        """Load what :meth:`optimizer_state` returned; the state itself, if it is in shards, is there already."""
         for optimizer, saved in zip(self._megatron_optimizers(), checkpoint["optimizer_states"], strict=True):
+            if "state" in saved or "megatron" in saved:
+                optimizer.load_state_dict(saved)
+                continue
             for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-                group.update({k: v for k, v in values.items() if k != "params"})
-            if saved["state"] is not None:
-                optimizer.load_state_dict(saved["state"])
+                group.update(values)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write one file, or a directory where the model is split; collective over the world."""

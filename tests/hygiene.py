@@ -36,12 +36,6 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return sorted(name for name, value in before.items() if not _same(value, after.get(name)))
 
 
-def open_parallel_state() -> bool:
-    """Return whether Megatron's process groups are still open in this process."""
-    parallel_state = sys.modules.get("megatron.core.parallel_state")
-    return parallel_state is not None and bool(parallel_state.model_parallel_is_initialized())
-
-
 def _owners() -> Iterator[ModuleType | type]:
     yield from (torch, torch.cuda, torch.cuda.random, torch.distributed, torch.nn.functional)
     yield from (torch.Tensor, torch.nn.Module)

@@ -6,7 +6,6 @@ function, and reports one :class:`Report` over its pipe. Everything that can go 
 is, the test must hear of it.
 """
 
-import contextlib
 import ctypes
 import faulthandler
 import multiprocessing
@@ -17,7 +16,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -36,6 +34,11 @@ class Report:
     error: str | None
     moment: float  # seconds of time.monotonic(), which all processes of a machine share
 
+    @classmethod
+    def of_error(cls, error: str) -> "Report":
+        """Return the report of a failure noticed now."""
+        return cls(None, error, time.monotonic())
+
     @property
     def is_consequence(self) -> bool:
         """Whether the rank only noticed that another one had gone."""
@@ -46,13 +49,17 @@ def rank_main(
     rank: int,
     world_size: int,
     folder: str,
-    writer: Connection,
+    connection: Connection,
     environment: dict[str, str],
     backend: str | None,
     timeout: float,
     job: bytes,
 ) -> None:
-    """Be one rank: set the process up, run the job, report."""
+    """Be one rank: set the process up, call the function, report.
+
+    A rank that has its result keeps its process group open until the launcher has heard of all ranks: a peer may still
+    be connecting. A rank that failed leaves at once, which ends what its peers are waiting for.
+    """
     _isolate()
     _redirect_output(Path(folder) / f"output_{rank}")
     with open(Path(folder) / f"stack_{rank}", "w") as stack:
@@ -61,21 +68,21 @@ def rank_main(
         os.environ.clear()
         os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
         try:
-            with _process_group(backend, rank, world_size, folder, timeout):
-                function, args, kwargs = pickle.loads(job)
-                report = pickle.dumps(Report(function(*args, **kwargs), None, time.monotonic()))
-                writer.send_bytes(report)
-        except BaseException as error:  # SystemExit and pytest's outcomes too: whatever it is, the test must hear of it
-            with contextlib.suppress(BrokenPipeError):
-                writer.send_bytes(pickle.dumps(Report(None, _describe_error(error), time.monotonic())))
-        writer.close()
+            _open_process_group(backend, rank, world_size, folder, timeout)
+            function, args, kwargs = pickle.loads(job)
+            report = pickle.dumps(Report(function(*args, **kwargs), None, time.monotonic()))
+        except BaseException as error:  # SystemExit and pytest's outcomes too
+            connection.send_bytes(pickle.dumps(Report.of_error(_describe_error(error))))
+        else:
+            connection.send_bytes(report)
+            connection.recv_bytes()
+        _close_process_group()
         _join_threads()
         faulthandler.unregister(STACK_SIGNAL)
 
 
-@contextlib.contextmanager
-def _process_group(backend: str | None, rank: int, world_size: int, folder: str, timeout: float) -> Iterator[None]:
-    """Hold the default process group open; ``None`` for the backend leaves that to the function."""
+def _open_process_group(backend: str | None, rank: int, world_size: int, folder: str, timeout: float) -> None:
+    """Open the default process group; ``None`` for the backend leaves that to the function."""
     import torch
     import torch.distributed as dist
 
@@ -90,11 +97,13 @@ def _process_group(backend: str | None, rank: int, world_size: int, folder: str,
             world_size=world_size,
             timeout=timedelta(seconds=2 * timeout),  # later than the launcher's: a hang is shown by stacks
         )
-    try:
-        yield
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+
+
+def _close_process_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _isolate() -> None:

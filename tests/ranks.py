@@ -112,8 +112,7 @@ def run_ranks(
         try:
             for rank in ranks:
                 rank.start(context, (environment, backend if open_group else None, timeout, job))
-            finished = _watch(ranks, timeout, grace)
-            stacks = {} if finished else {rank.rank: rank.read_stack() for rank in ranks if not rank.exited}
+            stacks = {rank.rank: rank.read_stack() for rank in _watch(ranks, timeout, grace)}
         finally:
             for rank in ranks:
                 rank.kill()
@@ -131,15 +130,15 @@ class _Rank:
         self.folder = folder
         self.report: Report | None = None
         self.process: BaseProcess | None = None
-        self.reader: Connection | None = None
+        self._connection: Connection | None = None
 
-    def start(self, context: BaseContext, settings: tuple[dict[str, str], str | None, float, bytes]) -> None:
-        """Start the process; ``settings`` are the arguments of [rank_main][] that all ranks share."""
-        self.reader, writer = context.Pipe(duplex=False)
-        arguments = (self.rank, self.world_size, str(self.folder), writer, *settings)
-        self.process = context.Process(target=rank_main, args=arguments, name=f"rank {self.rank}")  # type: ignore[attr-defined]
+    def start(self, context: Any, settings: tuple[dict[str, str], str | None, float, bytes]) -> None:
+        """Start the process; ``settings`` are the arguments of :func:`rank_main` that all ranks share."""
+        self._connection, theirs = context.Pipe()
+        arguments = (self.rank, self.world_size, str(self.folder), theirs, *settings)
+        self.process = context.Process(target=rank_main, args=arguments, name=f"rank {self.rank}")
         self.process.start()
-        writer.close()
+        theirs.close()
 
     @property
     def exited(self) -> bool:
@@ -147,29 +146,38 @@ class _Rank:
         return self.process is not None and self.process.exitcode is not None
 
     @property
+    def failed(self) -> bool:
+        """Whether the rank raised or died."""
+        return self.report is not None and self.report.error is not None
+
+    @property
     def waitables(self) -> list[Any]:
         """What becomes ready when this rank has something new to tell: its pipe, its end."""
         assert self.process is not None
-        return ([self.reader] if self.reader else []) + ([] if self.exited else [self.process.sentinel])
+        return ([] if self.report else [self._connection]) + ([] if self.exited else [self.process.sentinel])
 
     def update(self) -> None:
         """Take in a report that has arrived, or the end of the process."""
-        exited = self.exited  # asked before the pipe is read: what a rank sent before its end is in the pipe by then
-        if self.reader is not None and self.reader.poll():
+        assert self.process is not None
+        assert self._connection is not None
+        code = self.process.exitcode  # read before the pipe: what a rank sent before its end is in the pipe by then
+        if self.report is None and self._connection.poll():
             try:
-                self.report = pickle.loads(self.reader.recv_bytes())
-            except EOFError:
+                self.report = pickle.loads(self._connection.recv_bytes())
+            except (EOFError, ConnectionResetError):
                 pass  # it died; its exit code says more
             except Exception:
-                self.report = Report(None, f"its result cannot be read\n{traceback.format_exc()}", time.monotonic())
-            self.reader.close()
-            self.reader = None
-        if exited and (code := self.process.exitcode) is not None:
-            if self.report is None:
-                self.report = Report(None, f"died with {_describe_exit(code)}", time.monotonic())
-            elif code != 0 and self.report.error is None:
-                text = f"returned a result, then died with {_describe_exit(code)}"
-                self.report = Report(None, text, time.monotonic())
+                self.report = Report.of_error(f"its result cannot be read\n{traceback.format_exc()}")
+        if code is not None and self.report is None:
+            self.report = Report.of_error(f"died with {_describe_exit(code)}")
+        elif code and not self.failed:
+            self.report = Report.of_error(f"returned a result, then died with {_describe_exit(code)}")
+
+    def release(self) -> None:
+        """Let a rank that has returned its result close its process group and end."""
+        assert self._connection is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._connection.send_bytes(b"")
 
     def read_stack(self) -> str:
         """Ask the running process for the Python stacks of its threads."""
@@ -206,29 +214,35 @@ class _Rank:
             print(f"--- printed by rank {self.rank} of {self.world_size} ---\n{text}")
 
 
-def _watch(ranks: list[_Rank], timeout: float, grace: float) -> bool:
-    """Wait until every rank has ended, a failure is ``grace`` seconds old, or ``timeout`` seconds have passed.
+def _watch(ranks: list[_Rank], timeout: float, grace: float) -> list[_Rank]:
+    """Wait until every rank has reported and ended, or a failure is ``grace`` seconds old.
 
     Returns:
-        Whether the launcher need not wait any longer for a reason other than the timeout.
+        The ranks that kept the launcher waiting until the timeout.
     """
     deadline = time.monotonic() + timeout
-    failed_at: float | None = None
-    while not all(rank.exited and rank.reader is None for rank in ranks):
-        now = time.monotonic()
-        if failed_at is not None and now >= failed_at + grace:
-            return True
-        if now >= deadline:
-            return False
-        limit = min(deadline, failed_at + grace if failed_at is not None else deadline)
-        wait_for_any([item for rank in ranks for item in rank.waitables], limit - now)
-        for rank in ranks:
-            rank.update()
-        if failed_at is None and any(rank.report and rank.report.error for rank in ranks):
-            failed_at = time.monotonic()
+    failed = False
+    while not all(rank.report for rank in ranks) and time.monotonic() < deadline:
+        _wait_for_news(ranks, deadline)
+        if not failed and any(rank.failed for rank in ranks):
+            failed = True
+            deadline = min(deadline, time.monotonic() + grace)
+    if failed or not all(rank.report for rank in ranks):
+        return [] if failed else [rank for rank in ranks if rank.report is None]
+    for rank in ranks:
+        rank.release()
+    deadline = max(deadline, time.monotonic() + grace)
+    while not all(rank.exited for rank in ranks) and time.monotonic() < deadline:
+        _wait_for_news(ranks, deadline)
     for rank in ranks:
         rank.update()
-    return True
+    return [rank for rank in ranks if not rank.exited]
+
+
+def _wait_for_news(ranks: list[_Rank], deadline: float) -> None:
+    wait_for_any([item for rank in ranks for item in rank.waitables], max(0.0, deadline - time.monotonic()))
+    for rank in ranks:
+        rank.update()
 
 
 def _results(ranks: list[_Rank], stacks: dict[int, str], timeout: float) -> list[Any]:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import pytest
 import torch
+
 from stdlib_text import StdlibText, Windows, join_files, read_sources, stdlib_folder
 
 TEXT = "def f(x):\n\treturn 'é ☃ 𝄞\0'  # \r\n"

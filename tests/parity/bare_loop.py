@@ -55,7 +55,7 @@ class Trace:
 
 def train(layout: Layout, recipe: Recipe, keep_gradients: bool = False) -> Trace:
     """Train the tiny GPT on this rank of ``layout``; the default process group is open and stays so."""
-    with cpu_runtime(), _process_groups(layout):
+    with cpu_runtime(), process_groups(layout):
         config = TransformerConfig(**tiny.transformer_fields(layout, recipe), **_parallel_fields(layout, recipe))
         chunks = _build_chunks(config, layout, recipe)
         optimizer = _build_optimizer(chunks, layout, recipe)
@@ -79,7 +79,8 @@ def train(layout: Layout, recipe: Recipe, keep_gradients: bool = False) -> Trace
 
 
 @contextlib.contextmanager
-def _process_groups(layout: Layout) -> Iterator[None]:
+def process_groups(layout: Layout) -> Iterator[None]:
+    """Hold Megatron's process groups open."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,

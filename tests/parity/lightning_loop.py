@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_mcore import MCoreModule, MCoreStrategy
 from tests import tiny
 from tests.layouts import Layout
-from tests.parity.bare_loop import Trace
+from tests.parity.bare_loop import Trace, process_groups
 from tests.parity.global_tensors import fill_weights, gradient_slices, weight_slices
 from tests.tiny import Batch, Recipe
 
@@ -37,6 +37,8 @@ def train(layout: Layout, recipe: Recipe, keep_gradients: bool = False, split_ro
     trainer.fit(module)
     assert trainer.global_step == recipe.steps
     assert module.trace is not None
+    with process_groups(layout):  # the strategy has closed its own; saying what is a slice of what needs them
+        module.trace.weights = weight_slices(module.model.chunks)
     return module.trace
 
 
@@ -135,10 +137,6 @@ class TinyGPT(MCoreModule):
         if (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
             self.trace.losses.append(outputs["loss"].item() * self.trainer.accumulate_grad_batches)
             self.trace.grad_norms.append(getattr(self.trainer.optimizers[0], "grad_norm", None))
-
-    def on_fit_end(self) -> None:
-        """Keep the weights while the process groups are open."""
-        self.trace.weights = weight_slices(self.model.chunks)
 
 
 def _join(batches: list[Batch]) -> Batch:

@@ -64,6 +64,15 @@ def test_a_result_larger_than_a_pipe_arrives_whole() -> None:
     assert second.min() == second.max() == 1.0
 
 
+def _return_at_once() -> int:
+    return dist.get_rank()
+
+
+def test_a_rank_that_returns_early_waits_for_peers_that_are_still_connecting() -> None:
+    for _ in range(5):
+        assert run_ranks(4, _return_at_once) == [0, 1, 2, 3]
+
+
 def _raise_on_rank_one() -> None:
     if dist.get_rank() == 1:
         raise ValueError("the first cause")

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention as it is defined: the whole matrix of scores, in double precision. What every fast path is measured against."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def naive_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float | None = None) -> Tensor:
+    """Return ``softmax(scale * query @ key^T) @ value`` over the keys that are seen.
+
+    Args:
+        query: [s, b, h, d].
+        key: [keys, b, groups, d].
+        value: [keys, b, groups, d_v].
+        seen: Bool, broadcastable to [b, h, s, keys].
+        scale: None for ``1 / sqrt(d)``.
+
+    Returns:
+        [s, b, h * d_v], float64.
+    """
+    heads = query.size(2) // key.size(2)
+    query, key, value = (tensor.double() for tensor in (query, key, value))
+    key, value = (tensor.repeat_interleave(heads, dim=2) for tensor in (key, value))
+    scores = torch.einsum("sbhd,tbhd->bhst", query, key) * (scale or 1 / math.sqrt(query.size(-1)))
+    weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1)
+    return torch.einsum("bhst,tbhd->sbhd", weights, value).flatten(2)
+
+
+def causal(length: int) -> Tensor:
+    """Return [length, length], True where a query sees a key: its own and those before."""
+    return torch.ones(length, length, dtype=torch.bool).tril()
+
+
+def window(length: int, back: int, ahead: int) -> Tensor:
+    """Return [length, length], True where a key is at most ``back`` tokens before and ``ahead`` after; -1: no limit."""
+    rows = [
+        [(back < 0 or query - key <= back) and (ahead < 0 or key - query <= ahead) for key in range(length)]
+        for query in range(length)
+    ]
+    return torch.tensor(rows)
