@@ -44,6 +44,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     run.add_argument("--micro-batch-size", type=int, default=4, help="windows in one pass through the pipeline (4)")
     run.add_argument("--learning-rate", type=float, default=3e-3)
     run.add_argument("--val-every", type=int, default=50, help="steps between two validations (50)")
+    run.add_argument("--sample-tokens", type=int, default=120, help="tokens to generate at the end (120)")
     run.add_argument("--seed", type=int, default=1)
     run.add_argument("--output", type=Path, default=Path("outputs/pretrain_gpt"), help="folder for the files")
     return parser.parse_args(arguments)
@@ -93,9 +94,9 @@ def build_trainer(options: argparse.Namespace) -> pl.Trainer:
         log_every_n_steps=1,
         logger=CSVLogger(options.output.parent, name=options.output.name, version=""),
         callbacks=[
-            StepBar(),
             LayoutTable(),
-            TextSample(str(options.output / "sample.txt")),
+            StepBar(),
+            TextSample(str(options.output / "sample.txt"), max_new_tokens=options.sample_tokens),
             LossCurve(str(options.output / "loss.png")),
         ],
         enable_checkpointing=False,

@@ -52,7 +52,7 @@ class LayoutTable(pl.Callback):
         if dist.is_initialized():
             lines = _gather(lines[0])
         title = layout.describe(trainer.world_size) if layout else type(trainer.strategy).__name__
-        _print(trainer, f"layout: {trainer.world_size} ranks, {title}", *lines)
+        _print(trainer, f"layout: {_count(trainer.world_size)}, {title}", *lines)
 
 
 class LossCurve(pl.Callback):
@@ -104,7 +104,7 @@ class TextSample(pl.Callback):
         self,
         file: str = "outputs/pretrain_gpt/sample.txt",
         prompt: str = "import os\n\n\ndef ",
-        max_new_tokens: int = 100,
+        max_new_tokens: int = 120,
         temperature: float = 0.7,
         top_k: int = 40,
     ) -> None:
@@ -143,7 +143,7 @@ def draw_losses(file: Path, train: Curve, val: Curve, strategy: Any) -> None:
         axes.plot(*zip(*val, strict=True), color="tab:orange", marker="o", label=f"validation, last {val[-1][1]:.2f}")
     layout = getattr(strategy, "layout", None)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    subtitle = f"{ranks} ranks, {layout.describe(ranks) if layout else type(strategy).__name__}"
+    subtitle = f"{_count(ranks)}, {layout.describe(ranks) if layout else type(strategy).__name__}"
     axes.set_title(f"GPT on the Python standard library\n{subtitle}", fontsize=11)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("cross entropy per token [nats]")
@@ -153,6 +153,10 @@ def draw_losses(file: Path, train: Curve, val: Curve, strategy: Any) -> None:
     figure.tight_layout()
     figure.savefig(file)
     pyplot.close(figure)
+
+
+def _count(ranks: int) -> str:
+    return f"{ranks} rank" + ("" if ranks == 1 else "s")
 
 
 def _gather(line: str) -> list[str]:

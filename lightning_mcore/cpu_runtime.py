@@ -18,6 +18,7 @@ It is re-entrant: the outermost ``with`` patches and restores, inner ones only c
 
 import contextlib
 import importlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -37,6 +38,7 @@ def cpu_runtime() -> Iterator[None]:
             for owner, name, replacement in _replacements():
                 stack.enter_context(_replaced(owner, name, replacement))
             stack.enter_context(_CudaMeansCpu())
+            stack.enter_context(_one_generator_is_expected())
         _depth += 1
         try:
             yield
@@ -189,6 +191,21 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (moe_utils, "maybe_move_tensor_to_cpu", _tensor_to_cpu),
         (token_dispatcher, "maybe_move_tensor_to_cpu", _tensor_to_cpu),
     ]
+
+
+@contextlib.contextmanager
+def _one_generator_is_expected() -> Iterator[None]:
+    """Drop Megatron's warning that the CPU's generator moved while it used CUDA's: here they are one."""
+    logger = logging.getLogger("megatron.core.tensor_parallel.random")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "CPU RNG state changed" not in record.getMessage()
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
 
 
 _ABSENT = object()

@@ -63,6 +63,7 @@ def test_pretrain_gpt_shows_its_layout_learns_and_leaves_its_files(tmp_path: Pat
         "pretrain_gpt.py",
         *("--max-steps=6", "--val-every=3", "--hidden-size=32", "--num-layers=2", "--seq-length=32"),
         *("--vocab-size=256", "--max-bytes=120000", "--batch-size=8", "--micro-batch-size=4", "--learning-rate=0.02"),
+        "--sample-tokens=8",
         folder=tmp_path,
     )
     assert "layout: 4 ranks, tp2 pp2" in output
@@ -159,5 +160,5 @@ def settings_of_trainer(trainer: Trainer) -> dict[str, object]:
         "layout": trainer.strategy.layout,
         "micro_batch_size": trainer.strategy.micro_batch_size,
         "log_dir": Path(trainer.log_dir or ""),
-        "callbacks": [(type(callback).__name__, getattr(callback, "file", None)) for callback in callbacks],
+        "callbacks": [(type(callback).__name__, getattr(callback, "__dict__")) for callback in callbacks],
     }

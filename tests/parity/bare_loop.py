@@ -55,7 +55,7 @@ class Trace:
 
 def train(layout: Layout, recipe: Recipe, keep_gradients: bool = False) -> Trace:
     """Train the tiny GPT on this rank of ``layout``; the default process group is open and stays so."""
-    with cpu_runtime(), process_groups(layout):
+    with process_groups(layout):
         config = TransformerConfig(**tiny.transformer_fields(layout, recipe), **_parallel_fields(layout, recipe))
         chunks = _build_chunks(config, layout, recipe)
         optimizer = _build_optimizer(chunks, layout, recipe)
@@ -80,21 +80,22 @@ def train(layout: Layout, recipe: Recipe, keep_gradients: bool = False) -> Trace
 
 @contextlib.contextmanager
 def process_groups(layout: Layout) -> Iterator[None]:
-    """Hold Megatron's process groups open."""
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vp,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-        create_gloo_process_groups=False,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
+    """Hold Megatron's process groups open, in the CPU runtime."""
+    with cpu_runtime():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vp,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+            create_gloo_process_groups=False,
+        )
+        try:
+            tensor_parallel.model_parallel_cuda_manual_seed(1)
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
 
 
 def _parallel_fields(layout: Layout, recipe: Recipe) -> dict[str, Any]:

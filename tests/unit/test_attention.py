@@ -20,8 +20,10 @@ from lightning_mcore.cpu_runtime import cpu_runtime
 from lightning_mcore.packing import split_for_context_parallel, unsplit_from_context_parallel
 from tests.naive_attention import causal, naive_attention, window
 
+pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")  # Megatron's own default
+
 S, B = 24, 2  # tokens and sequences
-EXACT = {"rtol": 0.0, "atol": 1e-13}  # double precision on both sides; measured: at most 4e-15 of values up to 10
+EXACT = {"rtol": 0.0, "atol": 2e-14}  # double precision on both sides; measured: at most 5.4e-15 of values up to 10
 
 
 def tensors(
@@ -157,9 +159,9 @@ def test_scores_are_scaled_by_the_head_size_unless_a_scale_is_given() -> None:
     torch.testing.assert_close(run(), naive_attention(*inputs, causal(S), 8**-0.5), **EXACT)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1.5e-2)])
 def test_lower_precision_stays_near_the_exact_result(dtype: torch.dtype, tolerance: float) -> None:
-    """Measured: 6e-7 in fp32, 8e-3 (one bf16 step of values up to 2) in bf16."""
+    """Measured: 3e-7 in fp32 and 7.4e-3 in bf16, whose steps are 8e-3 to 16e-3 wide for the largest values."""
     inputs = tensors(groups=2, dtype=dtype)
 
     for core, seen in ((build(), causal(S)), (build(window_size=(5, 0)), window(S, 5, 0))):
@@ -309,7 +311,7 @@ def test_dropout_keeps_the_expectation_and_drops_its_share(tracker: Any) -> None
 
     first = context[0].view(B, 4, 8)[..., 0]  # the first query has one key: dropped, or scaled up
     assert set(first.flatten().tolist()) <= {0.0, 1 / 0.75}
-    assert context.mean() == pytest.approx(1.0, abs=0.02)  # measured: 0.9995
+    assert context.mean().item() == pytest.approx(1.0, abs=0.02)  # measured: 0.9998
 
 
 def test_nothing_is_dropped_in_evaluation(tracker: Any) -> None:

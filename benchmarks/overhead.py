@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the strategy costs: our step against a bare Megatron loop, same model, same layout, same process.
+
+Time is measured in pairs. One ``Trainer.fit`` runs; after each of its optimizer steps a callback runs one step of a
+bare Megatron loop over a second copy of the model. The time of our step is everything from the end of one bare step to
+the beginning of the next: data loading, Lightning's loops and hooks, logging, Megatron's schedule, the optimizer. So
+both see the same moments of a shared machine, and the ratio of the two medians is what the strategy adds.
+
+Memory is measured apart: each loop alone in fresh processes, the peak of the largest rank.
+
+    python benchmarks/overhead.py                      # one rank, tp2 with sequence parallelism, pp2, dp2 sharded
+    python benchmarks/overhead.py --layouts pp2 --rounds 40
+
+The results, with versions and commit, go to benchmarks/results/.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+import lightning.pytorch as pl
+import megatron.core
+import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_mcore import MCoreGPT, MCoreStrategy, cpu_runtime
+from lightning_mcore.backend import gpt_block_spec
+from lightning_mcore.process_groups import open_process_groups, pipeline_stage
+from tests.ranks import run_ranks
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "dp2-do": (2, {"use_distributed_optimizer": True}),
+}
+VOCAB_SIZE = 1024
+LEARNING_RATE = 1e-4
+WARM_UP = 3  # pairs that are not counted
+
+
+class RandomTokens(Dataset[dict[str, torch.Tensor]]):
+    """Sequences of random tokens, the same in every process."""
+
+    def __init__(self, size: int, seq_length: int) -> None:
+        self.size = size
+        self.seq_length = seq_length
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(0, VOCAB_SIZE, (self.seq_length + 1,), generator=generator)
+        return {"tokens": tokens[:-1], "labels": tokens[1:]}
+
+
+def data(options: argparse.Namespace) -> DataLoader[dict[str, torch.Tensor]]:
+    """Return enough microbatches for every step of a run."""
+    steps = WARM_UP + options.rounds + 1
+    samples = RandomTokens(2 * steps * options.microbatches * options.rows, options.seq_length)
+    return DataLoader(samples, batch_size=options.rows)
+
+
+def transformer_fields(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the model's own TransformerConfig fields, for both loops."""
+    return {
+        "num_layers": options.layers,
+        "hidden_size": options.hidden,
+        "num_attention_heads": options.hidden // 64,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+    }
+
+
+class BareLoop:
+    """A Megatron training loop as a Megatron user writes it, one step at a time."""
+
+    def __init__(self, options: argparse.Namespace, parallel: dict[str, Any]) -> None:
+        sharded = parallel.get("use_distributed_optimizer", False)
+        sizes = {name: value for name, value in parallel.items() if name != "use_distributed_optimizer"}
+        config = TransformerConfig(
+            **transformer_fields(options),
+            **sizes,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            calculate_per_token_loss=True,
+            pipeline_dtype=torch.float32,
+        )
+        first, last = pipeline_stage(None)
+        model = GPTModel(
+            config,
+            gpt_block_spec(config, "local"),
+            vocab_size=VOCAB_SIZE,
+            max_sequence_length=options.seq_length,
+            pre_process=first,
+            post_process=last,
+            position_embedding_type="rope",
+        )
+        self.model = DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded),
+            model,
+        )
+        self.model.broadcast_params()
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(lr=LEARNING_RATE, clip_grad=1.0, use_distributed_optimizer=sharded),
+            [self.model],
+            use_gloo_process_groups=False,
+        )
+        config.finalize_model_grads_func = finalize_model_grads
+        self.options = options
+        self.batches = iter(data(options))
+
+    def step(self) -> None:
+        """Run one optimizer step."""
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=self.forward_step,
+            data_iterator=self.batches,
+            model=self.model,
+            num_microbatches=self.options.microbatches,
+            seq_length=self.options.seq_length,
+            micro_batch_size=self.options.rows,
+            forward_only=False,
+        )
+        self.optimizer.step()
+
+    @staticmethod
+    def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
+        """Run one microbatch."""
+        batch = next(batches)
+        positions = torch.arange(batch["tokens"].shape[1]).expand_as(batch["tokens"])
+        output = model(batch["tokens"], positions, None, labels=batch["labels"])
+
+        def loss_function(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+            total = losses.sum()
+            return total, torch.tensor(losses.numel(), dtype=torch.int), {"loss": total.detach() / losses.numel()}
+
+        return output, loss_function
+
+
+class PairedSteps(pl.Callback):
+    """After each step of the trainer runs one step of the bare loop, and takes the time of both."""
+
+    def __init__(self, options: argparse.Namespace, bare: BareLoop | None) -> None:
+        self.options = options
+        self.bare = bare
+        self.ours_seconds: list[float] = []
+        self.bare_seconds: list[float] = []
+        self.since = 0.0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.since = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % self.options.microbatches:
+            return
+        trainer.strategy.barrier()
+        between = time.perf_counter()
+        self.ours_seconds.append(between - self.since)
+        if self.bare is not None:
+            self.bare.step()
+            trainer.strategy.barrier()
+        self.since = time.perf_counter()
+        self.bare_seconds.append(self.since - between)
+
+
+def fit(options: argparse.Namespace, parallel: dict[str, Any], world_size: int, with_bare: bool) -> PairedSteps:
+    """Run the trainer on this rank, with or without the bare loop beside it."""
+    strategy = MCoreStrategy(**parallel)
+    with cpu_runtime():
+        bare = None
+        if with_bare:
+            open_process_groups(strategy.layout, seed=1, timeout=timedelta(minutes=5))
+            bare = BareLoop(options, parallel)
+        pairs = PairedSteps(options, bare)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=world_size,
+            strategy=strategy,
+            plugins=[LightningEnvironment()],
+            max_steps=WARM_UP + options.rounds,
+            accumulate_grad_batches=options.microbatches,
+            gradient_clip_val=1.0,
+            callbacks=[pairs],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        model = MCoreGPT(VOCAB_SIZE, options.seq_length, transformer_fields(options), learning_rate=LEARNING_RATE)
+        trainer.fit(model, data(options))
+    return pairs
+
+
+def measure_time(options: argparse.Namespace, parallel: dict[str, Any], world_size: int) -> dict[str, list[float]]:
+    """Rank function: seconds of our steps and of the bare ones, in pairs."""
+    warnings.filterwarnings("ignore")
+    pairs = fit(options, parallel, world_size, with_bare=True)
+    return {"ours": pairs.ours_seconds[WARM_UP:], "bare": pairs.bare_seconds[WARM_UP:]}
+
+
+def measure_memory(options: argparse.Namespace, parallel: dict[str, Any], world_size: int, ours: bool) -> int:
+    """Rank function: peak resident memory of this process in KiB, of one of the loops."""
+    warnings.filterwarnings("ignore")
+    if ours:
+        fit(options, parallel, world_size, with_bare=False)
+    else:
+        with cpu_runtime():
+            open_process_groups(MCoreStrategy(**parallel).layout, seed=1, timeout=timedelta(minutes=5))
+            loop = BareLoop(options, parallel)
+            for _ in range(WARM_UP + options.rounds):
+                loop.step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure one layout."""
+    world_size, parallel = LAYOUTS[name]
+    seconds = run_ranks(world_size, measure_time, options, parallel, world_size, timeout=1800)[0]
+    short = argparse.Namespace(**{**vars(options), "rounds": 5})
+    peak = {
+        kind: max(run_ranks(world_size, measure_memory, short, parallel, world_size, kind == "ours", timeout=900))
+        for kind in ("ours", "bare")
+    }
+    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
+    ratios = [ours / bare for ours, bare in zip(seconds["ours"], seconds["bare"], strict=True)]
+    return {
+        "layout": name,
+        "ranks": world_size,
+        "pairs": len(ratios),
+        "median_seconds": medians,
+        "ratio_of_medians": medians["ours"] / medians["bare"],
+        "median_of_ratios": statistics.median(ratios),
+        "peak_mebibytes": {kind: kib / 1024 for kind, kib in peak.items()},
+        "ratio_of_peak_memory": peak["ours"] / peak["bare"],
+        "seconds": seconds,
+    }
+
+
+def circumstances(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what the figures depend on."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "date": date.today().isoformat(),
+        "commit": commit or "unknown",
+        "device": f"CPU ({platform.machine()}, {os.cpu_count()} cores), gloo, one thread for each rank",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": pl.__version__,
+        "megatron-core": megatron.core.__version__,
+        "options": vars(options),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the results as a Markdown table."""
+    lines = [
+        "| layout | pairs | bare, median s | ours, median s | ratio of medians | peak memory ratio |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        medians = row["median_seconds"]
+        lines.append(
+            f"| {row['layout']} | {row['pairs']} | {medians['bare']:.3f} | {medians['ours']:.3f} "
+            f"| {row['ratio_of_medians']:.3f} | {row['ratio_of_peak_memory']:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure the layouts that were asked for and write the results."""
+    parser = argparse.ArgumentParser(description="Time our step against a bare Megatron loop.")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--rounds", type=int, default=30, help="pairs of steps that count")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--seq-length", type=int, default=128, help="tokens of a sequence")
+    parser.add_argument("--rows", type=int, default=2, help="sequences of a microbatch")
+    parser.add_argument("--microbatches", type=int, default=4, help="microbatches of a step on one rank")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    options = parser.parse_args()
+    output = options.output
+    del options.output
+    facts = circumstances(options)
+    rows = []
+    for name in options.layouts:
+        print(f"measuring {name} ...", flush=True)
+        rows.append(measure(name, options))
+        print(table(rows[-1:]).splitlines()[-1], flush=True)
+    output.mkdir(parents=True, exist_ok=True)
+    stem = output / f"overhead_cpu_{facts['date'].replace('-', '')}"
+    stem.with_suffix(".json").write_text(json.dumps({**facts, "results": rows}, indent=1) + "\n")
+    settings = "\n".join(f"- {key}: {value}" for key, value in facts.items())
+    stem.with_suffix(".md").write_text(f"# Our step against a bare Megatron loop\n\n{table(rows)}\n\n{settings}\n")
+    print(f"\n{table(rows)}\n\nwritten to {stem}.json and .md")
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The core attention under context parallelism: ranks together compute what one rank computes, gradients included."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from lightning_mcore.core_attention import TorchAttention
+from lightning_mcore.cpu_runtime import cpu_runtime
+from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.packing import split_for_context_parallel, unsplit_from_context_parallel
+from lightning_mcore.process_groups import close_process_groups, open_process_groups
+from lightning_mcore.transformer_fields import build_transformer_config
+from tests.naive_attention import naive_attention, window
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+S, B, HEADS = 32, 2, 4
+TOLERANCE = 1e-6  # of the largest value, fp32 against double precision; measured: at most 3.2e-7
+
+CASES: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "grouped": {"groups": 2},
+    "narrow-values": {"d": 12, "d_v": 8},
+    "window": {"groups": 2, "sides": (5, 0)},
+    "window-over-several-slices": {"sides": (13, 0)},
+    "everything": {"mask_type": AttnMaskType.no_mask, "sides": None, "groups": 1},
+    "window-both-ways": {"mask_type": AttnMaskType.no_mask, "sides": (6, 3)},
+}
+
+
+def draw(groups: int = HEADS, d: int = 8, d_v: int = 8, **_: Any) -> tuple[Tensor, ...]:
+    """Return whole queries, keys, values and the gradient of the output, [s, b, heads or groups, width]."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(HEADS, d), (groups, d), (groups, d_v)]
+    inputs = [torch.randn(S, B, *shape, generator=generator) for shape in shapes]
+    return (*inputs, torch.randn(S, B, HEADS * d_v, generator=generator))
+
+
+def build(
+    layout: ParallelLayout,
+    mask_type: AttnMaskType = AttnMaskType.causal,
+    sides: tuple[int, int] | None = None,
+    d: int = 8,
+    groups: Any = None,
+    d_v: Any = None,
+) -> TorchAttention:
+    size = layout.context_parallel_size
+    fields = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": HEADS, "window_size": sides}
+    config = build_transformer_config(fields, {"context_parallel_size": size})
+    return TorchAttention(config, 1, mask_type, "self", k_channels=d, softmax_scale=d**-0.5)
+
+
+@contextmanager
+def groups_of(layout: ParallelLayout) -> Iterator[None]:
+    with cpu_runtime():
+        open_process_groups(layout, seed=1, timeout=timedelta(seconds=60))
+        try:
+            yield
+        finally:
+            close_process_groups()
+
+
+def attend_on_this_rank(size: int, case: dict[str, Any]) -> list[Tensor]:
+    """Return this rank's output and its gradients of queries, keys and values."""
+    layout = ParallelLayout(context_parallel_size=size)
+    with groups_of(layout):
+        rank = parallel_state.get_context_parallel_rank()
+        *inputs, weights = (split_for_context_parallel(tensor, rank, size, dim=0) for tensor in draw(**case))
+        for tensor in inputs:
+            tensor.requires_grad_()
+        context = build(layout, **case)(*inputs, None)
+        gradients = torch.autograd.grad(context, inputs, weights)
+        return [context.detach(), *gradients]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_together_compute_the_attention_of_whole_sequences(case: str, size: int) -> None:
+    *inputs, weights = draw(**CASES[case])
+    for tensor in inputs:
+        tensor.requires_grad_()
+    back, ahead = CASES[case].get("sides") or (-1, -1)
+    seen = window(S, back, 0 if CASES[case].get("mask_type") is None else ahead)
+    expected = naive_attention(*inputs, seen)
+    references = [expected, *torch.autograd.grad(expected, inputs, weights.double())]
+
+    shares = run_ranks(size, attend_on_this_rank, size, CASES[case])
+
+    for parts, reference in zip(zip(*shares, strict=True), references, strict=True):
+        whole = unsplit_from_context_parallel(parts, dim=0).double()
+        assert (whole - reference).abs().max() <= TOLERANCE * reference.abs().max()
+
+
+def refuse_a_mask() -> str:
+    layout = ParallelLayout(context_parallel_size=2)
+    with groups_of(layout):
+        query, key, value, _ = draw()
+        with pytest.raises(ValueError, match="context_parallel_size=2") as caught:
+            build(layout)(query, key, value, torch.zeros(1, 1, S, S, dtype=torch.bool))
+        return str(caught.value)
+
+
+def test_a_mask_is_refused_where_a_rank_holds_only_parts_of_it() -> None:
+    sentences = run_ranks(2, refuse_a_mask)
+
+    assert len(set(sentences)) == 1
+    assert "pass None" in sentences[0]
+
+
+def both_attentions(dropout: float) -> list[list[Tensor]]:
+    """Return output and gradients of Megatron's core attention and of ours, and the state of the random stream after."""
+    with groups_of(ParallelLayout()):
+        fields = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": HEADS, "attention_dropout": dropout}
+        config = build_transformer_config({**fields, "num_query_groups": 2}, {})
+        collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        results = []
+        for attention in (DotProductAttention, TorchAttention):
+            *inputs, weights = draw(groups=2)
+            for tensor in inputs:
+                tensor.requires_grad_()
+            tracker = get_cuda_rng_tracker()
+            tracker.reset()
+            tracker.add("model-parallel-rng", 11)
+            core = attention(config, 1, AttnMaskType.causal, "self", pg_collection=collection)
+            context = core(*inputs, None, attn_mask_type=AttnMaskType.causal)
+            gradients = torch.autograd.grad(context, inputs, weights)
+            results.append([context.detach(), *gradients, tracker.get_states()["model-parallel-rng"]])
+        return results
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_megatrons_own_attention_computes_the_same_and_drops_the_same_weights(dropout: float) -> None:
+    megatron, ours = run_ranks(1, both_attentions, dropout)[0]
+
+    assert torch.equal(ours.pop(), megatron.pop())  # the random streams
+    for actual, reference in zip(ours, megatron, strict=True):
+        assert (actual - reference).abs().max() <= TOLERANCE * reference.abs().max()
