@@ -39,11 +39,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     sizes.add_argument("--vocab-size", type=int, default=1024, help="256 reads plain bytes, more trains a BPE (1024)")
     sizes.add_argument("--max-bytes", type=int, default=5_000_000, help="how much of the library to read (5000000)")
     run = parser.add_argument_group("run")
-    run.add_argument("--max-steps", type=int, default=200)
-    run.add_argument("--batch-size", type=int, default=16, help="windows of a data-parallel rank in a step (16)")
+    run.add_argument("--max-steps", type=int, default=300)
+    run.add_argument("--batch-size", type=int, default=8, help="windows of a data-parallel rank in a step (8)")
     run.add_argument("--micro-batch-size", type=int, default=4, help="windows in one pass through the pipeline (4)")
     run.add_argument("--learning-rate", type=float, default=3e-3)
-    run.add_argument("--val-every", type=int, default=50, help="steps between two validations (50)")
+    run.add_argument("--val-every", type=int, default=75, help="steps between two validations (75)")
     run.add_argument("--sample-tokens", type=int, default=120, help="tokens to generate at the end (120)")
     run.add_argument("--seed", type=int, default=1)
     run.add_argument("--output", type=Path, default=Path("outputs/pretrain_gpt"), help="folder for the files")
@@ -66,7 +66,7 @@ def build_model(options: argparse.Namespace) -> MCoreGPT:
             "add_bias_linear": False,
         },
         learning_rate=options.learning_rate,
-        warmup_steps=options.max_steps // 20,
+        warmup_steps=options.max_steps // 10,
     )
 
 
@@ -87,7 +87,7 @@ def build_trainer(options: argparse.Namespace) -> pl.Trainer:
         precision=options.precision,
         max_steps=options.max_steps,
         max_epochs=-1,
-        val_check_interval=options.val_every,
+        val_check_interval=min(options.val_every, options.max_steps),
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         gradient_clip_val=1.0,

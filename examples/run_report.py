@@ -81,9 +81,10 @@ class LossCurve(pl.Callback):
         train, val = read_curve(metrics, "train_loss"), read_curve(metrics, "val_loss")
         self.file.parent.mkdir(parents=True, exist_ok=True)
         draw_losses(self.file, train, val, trainer.strategy)
+        validated = f", val_loss {val[-1][1]:.2f}" if val else ""
         _print(
             trainer,
-            f"\ntrain_loss {train[0][1]:.2f} -> {train[-1][1]:.2f} in {train[-1][0]} steps, val_loss {val[-1][1]:.2f}",
+            f"\ntrain_loss {train[0][1]:.2f} -> {train[-1][1]:.2f} in {train[-1][0]} steps{validated}",
             f"metrics:    {metrics}",
             f"loss curve: {self.file}",
         )

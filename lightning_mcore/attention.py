@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from lightning_mcore.packing import slices_of_rank
 
@@ -233,7 +233,7 @@ def attend_once(
         [b, h, queries, d_v].
     """
     grouped = key.size(1) != query.size(1)
-    if mask is not None and query.is_cuda and not isinstance(mask, torch.nn.attention.bias.CausalBias):
+    if mask is not None and query.is_cuda and not isinstance(mask, CausalBias):
         mask = mask.contiguous()  # CUDA's kernel for masks reads them from an aligned address ...
         if grouped:  # ... and has no grouped heads
             heads = query.size(1) // key.size(1)

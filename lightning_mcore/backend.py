@@ -70,8 +70,7 @@ class TorchNorm(nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
-        if config.normalization not in _NORMS:
-            raise ValueError(f"normalization={config.normalization!r} is unknown; choose {' or '.join(_NORMS)}")
+        _check_norm(config)
         self.config = config
         self.hidden_size = hidden_size
         self.eps = eps
@@ -219,9 +218,18 @@ def _check_local(config: TransformerConfig) -> None:
             )
     if config.multi_latent_attention:
         _check_latent(config)
+    if not HAVE_TE and config.recompute_granularity == "selective" and "layernorm" in config.recompute_modules:
+        raise ValueError(
+            "recompute_modules with 'layernorm' needs TransformerEngine; choose from 'core_attn', 'mla_up_proj', "
+            "'mlp', 'moe' and 'shared_experts'"
+        )
+    _check_norm(config)
+    check_attention(config)
+
+
+def _check_norm(config: TransformerConfig) -> None:
     if config.normalization not in _NORMS:
         raise ValueError(f"normalization={config.normalization!r} is unknown; choose {' or '.join(_NORMS)}")
-    check_attention(config)
 
 
 def _check_latent(config: TransformerConfig) -> None:

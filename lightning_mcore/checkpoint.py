@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -58,10 +59,10 @@ def save_sharded(
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     dist.barrier()
-    if filesystem_async._results_queue is None:
-        # Megatron would start a process that imports the user's script again; a queue of this process does as well.
-        filesystem_async._results_queue = queue.Queue()
-    dist_checkpointing.save(_sharded_state(chunks, optimizers, is_loading=False), str(unfinished))
+    # Left to itself, Megatron starts a process for its queue, which imports the user's script again: without a main
+    # guard it would train a second time. While this save lasts, a queue of this process stands in.
+    with mock.patch.object(filesystem_async, "_results_queue", queue.Queue()):
+        dist_checkpointing.save(_sharded_state(chunks, optimizers, is_loading=False), str(unfinished))
     dist.barrier()
     if is_first:
         torch.save(lightning_state, unfinished / _META)

@@ -9,9 +9,9 @@ The strategy calls :func:`wrap_chunks` in ``setup`` and :func:`unwrap_chunks` in
 is between.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,19 +24,22 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from lightning_mcore.layout import ParallelLayout
 from lightning_mcore.module import Pipeline
 from lightning_mcore.process_groups import process_group
 
 _T = TypeVar("_T")
-_LAYOUT_FIELDS = (
+_OWNED_FIELDS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
     "sequence_parallel",
+    "bf16",
+    "fp16",
+    "params_dtype",
 )
+_OWNED_FIELDS_BETWEEN_STAGES = ("pipeline_dtype", "overlap_p2p_comm")
 
 
 @dataclass
@@ -70,7 +73,8 @@ def find_pipeline(module: nn.Module) -> Pipeline | None:
     Raises:
         ValueError: There are several, or parameters outside it need gradients.
     """
-    pipelines = [child for child in module.modules() if isinstance(child, Pipeline)]
+    # Duplicates count: pipeline() returns the model that is there, so a second one has two names.
+    pipelines = [child for _, child in module.named_modules(remove_duplicate=False) if isinstance(child, Pipeline)]
     if not pipelines:
         return None
     if len(pipelines) > 1:
@@ -92,12 +96,16 @@ def plain_config(dtype: torch.dtype) -> TransformerConfig:
     return TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1, params_dtype=dtype)
 
 
-def pipeline_config(pipeline: Pipeline, layout: ParallelLayout, dtype: torch.dtype) -> TransformerConfig:
-    """Return the config of a pipeline's chunks, checked against the layout and the precision.
+def pipeline_config(pipeline: Pipeline, owned: Mapping[str, Any]) -> TransformerConfig:
+    """Return the config of a pipeline's chunks, checked against the strategy and the precision.
+
+    Args:
+        pipeline: What ``configure_model`` built.
+        owned: The fields that belong to the strategy and the precision, as ``megatron_fields`` returns them.
 
     Raises:
         TypeError: A chunk has no TransformerConfig.
-        ValueError: Its parallel sizes or its type are not those of the strategy.
+        ValueError: One of these fields has another value in it.
     """
     config = getattr(pipeline.chunks[0], "config", None)
     if not isinstance(config, TransformerConfig):
@@ -105,18 +113,14 @@ def pipeline_config(pipeline: Pipeline, layout: ParallelLayout, dtype: torch.dty
             f"a chunk built by pipeline() must be a Megatron module with a TransformerConfig in `.config`; "
             f"{type(pipeline.chunks[0]).__name__} has {type(config).__name__}"
         )
-    for name in _LAYOUT_FIELDS:
-        given, wanted = getattr(config, name), getattr(layout, name)
+    staged = owned["pipeline_model_parallel_size"] > 1
+    for name in (*_OWNED_FIELDS, *(_OWNED_FIELDS_BETWEEN_STAGES if staged else ())):
+        given, wanted = getattr(config, name), owned[name]
         if given != wanted:
             raise ValueError(
-                f"the model's TransformerConfig has {name}={given!r}, MCoreStrategy has {name}={wanted!r}; "
-                "build it with TransformerConfig(..., **self.megatron_fields())"
+                f"the model's TransformerConfig has {name}={given!r}, MCoreStrategy and Trainer(precision=...) mean "
+                f"{name}={wanted!r}; build it with TransformerConfig(..., **self.megatron_fields())"
             )
-    if config.params_dtype != dtype:
-        raise ValueError(
-            f"the model's TransformerConfig has params_dtype={config.params_dtype}, Trainer(precision=...) means "
-            f"{dtype}; build it with TransformerConfig(..., **self.megatron_fields())"
-        )
     return config
 
 

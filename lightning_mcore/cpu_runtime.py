@@ -18,6 +18,7 @@ It is re-entrant: the outermost ``with`` patches and restores, inner ones only c
 
 import contextlib
 import importlib
+import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Self
@@ -125,8 +126,13 @@ class _CpuAutocast(torch.amp.autocast_mode.autocast):
         super().__init__("cpu" if device_type == "cuda" else device_type, dtype=dtype, enabled=enabled)
 
 
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    return None
+def _nothing() -> Callable[..., None]:
+    """Return a new function that does nothing; torch.compile refuses one function under several of its names."""
+
+    def do_nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    return do_nothing
 
 
 def _get_rng_state(device: Any = None) -> torch.Tensor:
@@ -147,15 +153,17 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     cuda = torch.cuda
     is_autocast_enabled, get_autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    latent_attention = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    has_te = importlib.util.find_spec("transformer_engine") is not None
     token_dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     return [
         # `device=torch.cuda.current_device()` in every layer, buffer and communicator
         (cuda, "current_device", lambda: _CPU),
-        (cuda, "set_device", _do_nothing),
+        (cuda, "set_device", _nothing()),
         # p2p_communication, timers, distributed_data_parallel
-        (cuda, "synchronize", _do_nothing),
+        (cuda, "synchronize", _nothing()),
         # schedules, optimizer offload
-        (cuda, "empty_cache", _do_nothing),
+        (cuda, "empty_cache", _nothing()),
         (cuda, "memory_allocated", lambda *args, **kwargs: 0),
         # param_and_grad_buffer, token_dispatcher, shared_experts, p2p_communication
         (cuda, "Stream", _Immediate),
@@ -183,10 +191,12 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (torch, "get_autocast_dtype", lambda kind: get_autocast_dtype("cpu" if kind == "cuda" else kind)),
         (torch.amp.autocast_mode, "autocast", _CpuAutocast),
         # profiling ranges
-        (cuda.nvtx, "range_push", _do_nothing),
-        (cuda.nvtx, "range_pop", _do_nothing),
+        (cuda.nvtx, "range_push", _nothing()),
+        (cuda.nvtx, "range_pop", _nothing()),
         # moe_utils.RouterGatingLinearFunction reads it unconditionally; it is unbound without TransformerEngine
         (moe_utils, "te_general_gemm", getattr(moe_utils, "te_general_gemm", None)),
+        # multi_latent_attention (0.16.1) takes TransformerEngine for installed where only its names are
+        (latent_attention, "HAVE_TE", has_te),
         # token_dispatcher: split sizes for gloo's all_to_all
         (moe_utils, "maybe_move_tensor_to_cpu", _tensor_to_cpu),
         (token_dispatcher, "maybe_move_tensor_to_cpu", _tensor_to_cpu),

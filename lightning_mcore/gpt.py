@@ -104,28 +104,39 @@ class MCoreGPT(MCoreModule):
         self.seq_length = seq_length
         self.transformer = check_transformer_fields(transformer)
         self.padded_vocab_size = -(-vocab_size // make_vocab_size_divisible_by) * make_vocab_size_divisible_by
+        self._config: TransformerConfig | None = None
         self._clock = StepClock()
         self._stepped = 0
         self._local_grad_norm: Tensor | None = None
 
-    @functools.cached_property
+    @property
     def config(self) -> TransformerConfig:
         """Megatron's config: the fields of ``transformer`` and what the strategy of this run owns."""
-        owned = self.megatron_fields()
-        if self.transformer.get("multi_latent_attention"):  # its attention rotates by itself
-            owned |= {name: self.hparams[name] for name in ("rotary_base", "rotary_percent")}
-        return build_transformer_config(self.transformer, owned)
+        if self._config is None:
+            self._config = self._build_config()
+        return self._config
+
+    def check_settings(self) -> None:
+        """Refuse what Megatron or the machine cannot do; builds no parameter and needs no process group.
+
+        Raises:
+            ValueError: Megatron finds that the model's fields and the strategy's contradict each other.
+            ModuleNotFoundError: TransformerEngine is asked for and absent.
+        """
+        self._build_config()
+        self._resolve_impl()
 
     def configure_model(self) -> None:
         """Build the chunks that this rank owns."""
+        if not hasattr(self, "model"):
+            self._config = None  # of a run that ended before a model was built
         self.model = self.pipeline(self.build_chunk)
 
     def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
         """Build one chunk: the embedding where ``pre_process``, the output layer where ``post_process``."""
-        impl = resolve_transformer_impl(self.hparams["transformer_impl"], self._device_type)
         return GPTModel(
             self.config,
-            gpt_block_spec(self.config, impl, vp_stage),
+            gpt_block_spec(self.config, self._resolve_impl(), vp_stage),
             vocab_size=self.padded_vocab_size,
             max_sequence_length=self.seq_length,
             pre_process=pre_process,
@@ -157,7 +168,7 @@ class MCoreGPT(MCoreModule):
         """Return the mean loss of a microbatch and, unless ``calculate_per_token_loss=False``, its token count."""
         losses = self._losses(batch)
         mean, num_tokens = _mean(losses, batch)
-        self.log("train_loss", mean.detach(), batch_size=num_tokens, prog_bar=True)  # type: ignore[arg-type]
+        self.log("train_loss", mean.detach(), batch_size=num_tokens, sync_dist=True, prog_bar=True)  # type: ignore[arg-type]
         if {**DEFAULTS, **self.transformer}["calculate_per_token_loss"]:
             return {"loss": mean, "num_tokens": num_tokens}
         return self.masked_mean(losses, batch["loss_mask"]) if "loss_mask" in batch else mean
@@ -207,10 +218,12 @@ class MCoreGPT(MCoreModule):
         """
         generation.check_sampling(prompt, self.vocab_size, max_new_tokens, temperature, top_k)
         generator = torch.Generator().manual_seed(seed)
+        multiple = generation.sequence_multiple(self.megatron_fields())
         tokens = list(prompt)
         with generation.evaluating(self):
             for _ in range(max_new_tokens):
-                logits = self.run_forward("next_logits", self._window(tokens))
+                window = generation.last_window(tokens, self.seq_length, multiple, self.device)
+                logits = self.run_forward("next_logits", window)
                 tokens.append(generation.sample(logits[0], temperature, top_k, generator))
         continued: list[int] = self.trainer.strategy.broadcast(tokens)  # data-parallel copies may round differently
         return continued
@@ -273,7 +286,7 @@ class MCoreGPT(MCoreModule):
         flops = tokens_per_second * self._flops_per_token / self.trainer.world_size
         self.log("tokens_per_second", tokens_per_second, prog_bar=True)
         self.log("model_tflops", flops / 1e12)
-        grad_norm = self._local_grad_norm if self._host() is None else self.trainer.optimizers[0].grad_norm
+        grad_norm = getattr(self.trainer.optimizers[0], "grad_norm", self._local_grad_norm)  # Megatron's own, or ours
         if grad_norm is not None:
             self.log("grad_norm", grad_norm)
 
@@ -286,30 +299,22 @@ class MCoreGPT(MCoreModule):
         mean, num_tokens = _mean(self._losses(batch), batch)
         self.log(name, mean, batch_size=num_tokens, sync_dist=True, prog_bar=True)  # type: ignore[arg-type]
 
-    def _window(self, tokens: list[int]) -> Batch:
-        """Return the last tokens as a batch of one row, padded to what the layout of this run can cut."""
-        fields = self.megatron_fields()
-        cp, multiple = fields.get("context_parallel_size", 1), 1
-        if cp > 1:
-            multiple = 2 * cp
-        if fields.get("sequence_parallel"):
-            multiple = math.lcm(multiple, cp * fields["tensor_model_parallel_size"])
-        window = tokens[-self.seq_length :]
-        padded = window + [0] * (-len(window) % multiple)
-        return {
-            "tokens": torch.tensor([padded], device=self.device),
-            "last": torch.tensor([len(window) - 1], device=self.device),
-        }
-
     @functools.cached_property
     def _flops_per_token(self) -> float:
         return training_flops_per_token(self.transformer, self.padded_vocab_size, self.seq_length)
 
-    @property
-    def _device_type(self) -> str:
+    def _build_config(self) -> TransformerConfig:
+        owned = self.megatron_fields()
+        if self.transformer.get("multi_latent_attention"):  # its attention rotates by itself
+            owned |= {name: self.hparams[name] for name in ("rotary_base", "rotary_percent")}
+        return build_transformer_config(self.transformer, owned)
+
+    def _resolve_impl(self) -> Literal["local", "transformer_engine"]:
         if self._trainer is not None:
-            return self._trainer.strategy.root_device.type
-        return "cuda" if torch.cuda.is_available() else "cpu"
+            device_type = self._trainer.strategy.root_device.type
+        else:
+            device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        return resolve_transformer_impl(self.hparams["transformer_impl"], device_type)
 
 
 def warmup_cosine(step: int, warmup_steps: int, total_steps: float, least: float) -> float:

@@ -18,7 +18,7 @@ Under a strategy that is not ours the model is built whole, and the class runs a
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
@@ -71,10 +71,18 @@ class Pipeline(nn.Module):
         chunks: One Megatron module for each virtual stage of this rank.
         is_last: For each chunk, whether it holds the end of the model.
         layout: The layout that the chunks were built for.
+        prepare: Called before the whole model runs outside a schedule, None where nothing is to be prepared.
     """
 
-    def __init__(self, chunks: list[nn.Module], is_last: list[bool], layout: ParallelLayout) -> None:
+    def __init__(
+        self,
+        chunks: list[nn.Module],
+        is_last: list[bool],
+        layout: ParallelLayout,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__()
+        self._prepare = prepare
         self.chunks = nn.ModuleList(chunks)
         self.is_last = is_last
         self.layout = layout
@@ -108,6 +116,8 @@ class Pipeline(nn.Module):
 
     def _whole_model(self) -> nn.Module:
         if len(self.chunks) == 1 and self.is_last[0] and self.layout.pipeline_model_parallel_size == 1:
+            if self._prepare is not None:
+                self._prepare()
             return self.chunks[0]
         raise RuntimeError(
             "self.model(...) was called outside a step, where this rank holds only a part of the model; "
@@ -139,6 +149,8 @@ class MCoreModule(pl.LightningModule):
         host = self._host()
         built: Pipeline | None = self.__dict__.get("_built_pipeline")
         layout = host.layout if host is not None else ParallelLayout()
+        if host is None:
+            self._open_session()
         if built is not None:
             if built.layout != layout:
                 raise RuntimeError(
@@ -233,8 +245,8 @@ class MCoreModule(pl.LightningModule):
 
     def _build(self, factory: ChunkFactory, layout: ParallelLayout, whole: bool) -> Pipeline:
         if whole:
-            self._open_session()
-            return Pipeline([factory(pre_process=True, post_process=True, vp_stage=None)], [True], layout)
+            chunk = factory(pre_process=True, post_process=True, vp_stage=None)
+            return Pipeline([chunk], [True], layout, prepare=self._open_session)
         chunks, is_last = [], []
         for index in range(layout.num_chunks):
             vp_stage = None if layout.virtual_pipeline_model_parallel_size is None else index
@@ -244,6 +256,8 @@ class MCoreModule(pl.LightningModule):
         return Pipeline(chunks, is_last, layout)
 
     def _open_session(self) -> None:
+        if self._host() is not None:
+            return
         if self._trainer is not None:
             SingleModelSession.attach(self._trainer)
         elif not process_groups_are_open():

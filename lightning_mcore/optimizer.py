@@ -17,39 +17,15 @@ Lightning calls ``training_step``, ``zero_grad``, ``backward``. After the schedu
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer, MegatronOptimizer
-from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
-from torch.optim import SGD, Adam, AdamW, Optimizer
-
-from lightning_mcore.process_groups import process_group
+from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
+from torch.optim import Optimizer
 
 # One of the four fields by which Megatron tells groups apart on loading; it has no other use, so it carries our index.
-_GROUP_INDEX = "is_decoupled_lr"
-
-
-@dataclass(frozen=True)
-class OptimizerSetting:
-    """How Megatron runs the optimizer.
-
-    Args:
-        inline: Lightning's own loop runs backward (plain modules), not Megatron's schedule.
-        low_precision: Parameters are bf16, the optimizer works on fp32 copies.
-        distributed: Shard optimizer state and fp32 copies over the data-parallel ranks.
-        overlap_param_gather: The sharded step leaves gathering the parameters to the next forward.
-        expert_parallel: Experts live on different ranks, so their gradients have a norm group of their own.
-    """
-
-    inline: bool
-    low_precision: bool
-    distributed: bool
-    overlap_param_gather: bool
-    expert_parallel: bool
+GROUP_INDEX = "is_decoupled_lr"
 
 
 class MCoreOptimizer(Optimizer):
@@ -252,7 +228,7 @@ class MCoreOptimizer(Optimizer):
 
     def _follow_user_groups(self) -> None:
         for group in self.megatron.param_groups:
-            user_group = self.user.param_groups[int(group[_GROUP_INDEX]) - 1]
+            user_group = self.user.param_groups[int(group[GROUP_INDEX]) - 1]
             group.update({k: v for k, v in user_group.items() if k != "params" and (k in group or k == "lr")})
 
     def _step_user(self, closure: Callable[[], Any] | None) -> Any:
@@ -280,137 +256,3 @@ class MCoreOptimizer(Optimizer):
 
 def _itself(optimizer: Optimizer) -> Optimizer:
     return optimizer
-
-
-def make_optimizer(
-    user: Optimizer, chunks: Sequence[DistributedDataParallel], setting: OptimizerSetting
-) -> MCoreOptimizer:
-    """Put Megatron's step behind a torch optimizer.
-
-    Collective over the world.
-
-    Args:
-        user: A torch optimizer over parameters of the chunks.
-        chunks: The model chunks, wrapped in Megatron's DistributedDataParallel.
-        setting: How Megatron runs it.
-
-    Returns:
-        An optimizer of the user's class.
-
-    Raises:
-        TypeError: The optimizer cannot be rebuilt where it must be.
-        ValueError: A parameter of the model needs gradients but is in no group.
-    """
-    rebuildable = _rebuilt_fields(user) is not None
-    if (setting.distributed or setting.expert_parallel) and not rebuildable:
-        need = "use_distributed_optimizer=True" if setting.distributed else "expert_model_parallel_size > 1"
-        raise TypeError(
-            f"{need} needs torch's Adam, AdamW or SGD without amsgrad, maximize, dampening or nesterov; "
-            f"got {type(user).__name__}"
-        )
-    rebuilt = setting.distributed or (rebuildable and not setting.inline)
-    parameters = [parameter for group in user.param_groups for parameter in group["params"]]
-    megatron = _rebuild(user, chunks, setting) if rebuilt else _wrap(user, setting)
-    return MCoreOptimizer(user, megatron, parameters, chunks, rebuilt=rebuilt, inline=setting.inline)
-
-
-def _rebuilt_fields(user: Optimizer) -> dict[str, Any] | None:
-    """Return the fields of Megatron's OptimizerConfig that make the same optimizer, None where there are none."""
-    d = user.defaults
-    if d.get("maximize") or d.get("amsgrad") or d.get("nesterov") or d.get("dampening"):
-        return None
-    if type(user) in (Adam, AdamW):
-        decoupled = type(user) is AdamW or bool(d.get("decoupled_weight_decay"))
-        beta1, beta2 = d["betas"]
-        return {
-            "optimizer": "adam",
-            "lr": float(d["lr"]),
-            "weight_decay": d["weight_decay"],
-            "adam_beta1": beta1,
-            "adam_beta2": beta2,
-            "adam_eps": d["eps"],
-            "decoupled_weight_decay": decoupled,
-        }
-    if type(user) is SGD:
-        return {
-            "optimizer": "sgd",
-            "lr": float(d["lr"]),
-            "weight_decay": d["weight_decay"],
-            "sgd_momentum": d["momentum"],
-        }
-    return None
-
-
-def _config(fields: dict[str, Any], setting: OptimizerSetting) -> OptimizerConfig:
-    return OptimizerConfig(
-        bf16=setting.low_precision,
-        params_dtype=torch.bfloat16 if setting.low_precision else torch.float32,
-        use_distributed_optimizer=setting.distributed,
-        overlap_param_gather=setting.overlap_param_gather,
-        clip_grad=0.0,
-        **fields,
-    )
-
-
-def _rebuild(
-    user: Optimizer, chunks: Sequence[DistributedDataParallel], setting: OptimizerSetting
-) -> MegatronOptimizer:
-    fields = _rebuilt_fields(user)
-    assert fields is not None
-    _check_every_parameter_is_grouped(user, chunks)
-    hyperparameters = (
-        ("lr", "weight_decay", "betas", "eps")
-        if fields["optimizer"] == "adam"
-        else (
-            "lr",
-            "weight_decay",
-            "momentum",
-        )
-    )
-    overrides = {}
-    for index, group in enumerate(user.param_groups, start=1):
-        key = ParamKey(with_name_predicate=_MemberOf(index, group["params"]).predicate())
-        values = {name: group[name] for name in hyperparameters}
-        overrides[key] = {_GROUP_INDEX: index, **values, "lr": float(group["lr"])}
-    return get_megatron_optimizer(
-        _config(fields, setting), list(chunks), config_overrides=overrides, use_gloo_process_groups=False
-    )
-
-
-class _MemberOf:
-    """Tells Megatron which parameters belong to a user's group."""
-
-    def __init__(self, index: int, parameters: list[torch.nn.Parameter]) -> None:
-        self._index = index
-        self._members = {id(parameter) for parameter in parameters}
-
-    def predicate(self) -> ParamWithNamePredicate:
-        return ParamWithNamePredicate(
-            name=f"group_{self._index}", fn=lambda parameter, name: id(parameter) in self._members
-        )
-
-
-def _check_every_parameter_is_grouped(user: Optimizer, chunks: Sequence[DistributedDataParallel]) -> None:
-    grouped = {id(parameter) for group in user.param_groups for parameter in group["params"]}
-    named = (pair for chunk in chunks for pair in chunk.module.named_parameters())
-    missing = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in grouped]
-    if missing:
-        raise ValueError(
-            f"{len(missing)} parameters need gradients but are in no group of the optimizer, the first is "
-            f"{missing[0]!r}; add them in configure_optimizers or freeze them with requires_grad_(False)"
-        )
-
-
-def _wrap(user: Optimizer, setting: OptimizerSetting) -> MegatronOptimizer:
-    config = _config({"optimizer": "sgd", "lr": 0.0}, setting)
-    if setting.low_precision:
-        megatron: MegatronOptimizer = Float16OptimizerWithFloat16Params(user, config, None, _no_initial_state)
-    else:
-        megatron = FP32Optimizer(user, config, _no_initial_state)
-    megatron.grad_stats_parallel_group = process_group("model")
-    megatron.tp_group = process_group("tp")
-    return megatron
-
-
-def _no_initial_state(optimizer: Optimizer, config: OptimizerConfig | None = None) -> None:
-    """Leave the state to the user's optimizer, which makes it at its first step."""

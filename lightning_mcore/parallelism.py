@@ -39,6 +39,7 @@ from lightning_mcore.process_groups import (
     process_groups_are_open,
 )
 from lightning_mcore.settings import GradientSettings
+from lightning_mcore.sizes import require_size
 
 
 class MCoreParallelism(DDPStrategy):
@@ -149,6 +150,7 @@ class MCoreParallelism(DDPStrategy):
         world_size = self.num_nodes * self.num_processes
         self.layout.validate_world(world_size)
         _check_module(model, self.layout)
+        _check_one_precision(model.trainer, self.precision_plugin)
         shape = model.model_shape() if isinstance(model, MCoreModule) else None
         if shape is not None:
             self.layout.validate_model(shape)
@@ -199,9 +201,9 @@ class MCoreParallelism(DDPStrategy):
     def _check_plain(self, module: pl.LightningModule) -> None:
         """Refuse to split, by stages or by rows, a module that built nothing with ``pipeline()``."""
         name = type(module).__name__
-        if _splits_the_model(self.layout):
+        if sizes := _sizes_that_split(self.layout):
             raise ValueError(
-                f"{name} did not build its model with self.pipeline(...), so it cannot be split over {self.layout}; "
+                f"{name} did not build its model with self.pipeline(...), so {sizes} cannot split it; "
                 "call it in configure_model, or set every model-parallel size to 1"
             )
         if self.micro_batch_size is not None:
@@ -236,6 +238,8 @@ class MCoreParallelism(DDPStrategy):
 
 
 def _resolve_overlap_p2p(given: bool | None, layout: ParallelLayout) -> bool:
+    if given is not None and not isinstance(given, bool):
+        raise TypeError(f"overlap_p2p_comm={given!r} is not a bool; give True, False or None")
     interleaved = layout.virtual_pipeline_model_parallel_size is not None
     if given and not interleaved:
         raise ValueError(
@@ -245,22 +249,35 @@ def _resolve_overlap_p2p(given: bool | None, layout: ParallelLayout) -> bool:
 
 
 def _checked_micro_batch_size(micro_batch_size: int | None) -> int | None:
-    if micro_batch_size is not None and (not isinstance(micro_batch_size, int) or micro_batch_size < 1):
-        raise ValueError(f"micro_batch_size={micro_batch_size!r} is not a number of rows; choose 1 or more, or None")
+    if micro_batch_size is not None:
+        require_size("micro_batch_size", micro_batch_size)
     return micro_batch_size
 
 
 def _check_module(module: pl.LightningModule, layout: ParallelLayout) -> None:
     """Refuse to split a module that does not say how."""
-    if _splits_the_model(layout) and not isinstance(module, MCoreModule):
+    sizes = _sizes_that_split(layout)
+    if sizes and not isinstance(module, MCoreModule):
         raise TypeError(
-            f"{type(module).__name__} cannot be split over {layout}: derive it from MCoreModule and build its model"
-            " with self.pipeline(...) in configure_model, or set every model-parallel size to 1"
+            f"{sizes} cannot split {type(module).__name__}: derive it from MCoreModule and build its model with"
+            " self.pipeline(...) in configure_model, or set every model-parallel size to 1"
         )
 
 
-def _splits_the_model(layout: ParallelLayout) -> bool:
-    return layout.model_parallel_size > 1 or layout.expert_model_parallel_size > 1
+def _check_one_precision(trainer: pl.Trainer, plugin: MCorePrecision) -> None:
+    """Refuse two precisions: Lightning takes the strategy's and forgets the trainer's."""
+    asked = trainer._accelerator_connector._precision_flag
+    if asked not in ("32-true", plugin.precision):  # "32-true" also stands where nothing was asked for
+        raise ValueError(
+            f"Trainer(precision={asked!r}) contradicts the precision_plugin of MCoreStrategy, which has"
+            f" {plugin.precision!r}; set it in one place"
+        )
+
+
+def _sizes_that_split(layout: ParallelLayout) -> str:
+    axes = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "expert_model_parallel")
+    sizes = {f"{axis}_size": getattr(layout, f"{axis}_size") for axis in axes}
+    return " and ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
 
 
 def _check_expert_tensor_parallel(layout: ParallelLayout, device: torch.device) -> None:

@@ -34,6 +34,11 @@ class GradientSettings:
 
     def __post_init__(self) -> None:
         """Check the settings against each other."""
+        if self.ddp_config is not None and not isinstance(self.ddp_config, DistributedDataParallelConfig):
+            raise TypeError(
+                f"ddp_config={self.ddp_config!r} is not a DistributedDataParallelConfig;"
+                " make one from megatron.core.distributed"
+            )
         for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
             given = getattr(self, name)
             if given is not None and not isinstance(given, bool):

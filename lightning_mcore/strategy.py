@@ -43,7 +43,8 @@ from lightning_mcore.chunks import (
 )
 from lightning_mcore.evaluation import RepeatedRows, nothing_counts
 from lightning_mcore.layout import ModelShape
-from lightning_mcore.optimizer import MCoreOptimizer, OptimizerSetting, make_optimizer
+from lightning_mcore.optimizer import MCoreOptimizer
+from lightning_mcore.optimizer_factory import OptimizerSetting, make_optimizer
 from lightning_mcore.parallelism import MCoreParallelism
 from lightning_mcore.process_groups import align_random_state, process_group
 from lightning_mcore.schedule import Microbatch, Schedule
@@ -108,7 +109,7 @@ class MCoreStrategy(MCoreParallelism):
                 "manual optimization is not available for a model built with pipeline(), whose backward is Megatron's; "
                 "set automatic_optimization = True"
             )
-        config = pipeline_config(pipeline, self.layout, precision.dtype)
+        config = pipeline_config(pipeline, self.megatron_fields())
         self.layout.validate_model(ModelShape.from_config(config))
         self._chunks = wrap_chunks(list(pipeline.chunks), config, pipeline, ddp_config)
         self._schedule = Schedule(module, self._chunks, self.layout, self.root_device)

@@ -77,7 +77,8 @@ def _attention(fields: Mapping[str, Any], keys: float) -> float:
     channels = _given(fields, "kv_channels", hidden // heads)
     queries = 3 if fields.get("attention_output_gate") else 2  # the query, the output and the gate are of one size
     projections = queries * _product(hidden, heads * channels) + 2 * _product(hidden, groups * channels)
-    return projections + 2 * keys * 2 * heads * channels
+    core = 2 * _product(1, heads * channels)  # scores, and the sum of the values
+    return projections + keys * core
 
 
 def _latent_attention(fields: Mapping[str, Any], keys: float) -> float:
@@ -93,7 +94,7 @@ def _latent_attention(fields: Mapping[str, Any], keys: float) -> float:
         projections = _product(hidden, query_latent) + _product(query_latent, query)
     projections += _product(hidden, latent + rotated) + _product(latent, heads * (plain + value))
     projections += _product(heads * value, hidden)
-    return projections + 2 * keys * (query + heads * value)
+    return projections + keys * _product(1, query + heads * value)
 
 
 def _attended_keys(seq_length: int, window_size: tuple[int, int] | list[int] | None) -> float:

@@ -77,6 +77,8 @@ def check_transformer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(fields, Mapping):
         raise TypeError(f"transformer={fields!r} is not a dict of TransformerConfig fields")
     hints = _hints(fields)
+    if fields.get("mtp_num_layers"):
+        raise ValueError("mtp_num_layers is not supported yet; remove multi-token prediction from transformer")
     for name, value in fields.items():
         _check_home(name, hints)
         _check_value(name, value, hints[name])
@@ -131,8 +133,6 @@ def _check_home(name: str, hints: Mapping[str, Any]) -> None:
         raise ValueError(f"{name} belongs to the precision, not to the model; set it through Trainer(precision=...)")
     if name in _OF_THE_SCHEDULE or name.startswith("_"):
         raise ValueError(f"{name} is filled in by the strategy while it runs the model; remove it from transformer")
-    if name == "mtp_num_layers":
-        raise ValueError("mtp_num_layers is not supported yet; remove multi-token prediction from transformer")
     if name not in hints:
         raise ValueError(_unknown(name, hints))
 

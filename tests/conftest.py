@@ -3,7 +3,7 @@
 
 * Nothing a test patches in torch survives it; process groups are closed after it and environment variables put back.
 * Tests marked ``gpu`` skip without a GPU, for one reason; with ``REQUIRE_GPU=1`` such a skip is a failure.
-* ``MIN_TESTS=n`` makes a run of fewer than n tests a failure, so that a suite that was not collected cannot pass.
+* ``MIN_TESTS=n`` makes a run of fewer than n tests a failure (``tests/suite_size.py``).
 """
 
 import os
@@ -15,13 +15,12 @@ import torch.distributed as dist
 
 from lightning_mcore.process_groups import close_process_groups
 from tests import hygiene
+from tests.suite_size import pytest_sessionfinish  # noqa: F401 - pytest finds the hook here
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test downloads nothing
 
 torch.set_num_threads(1)  # the cores belong to the ranks
-
-_OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 
 
 @pytest.fixture(autouse=True)
@@ -59,17 +58,3 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         report.outcome = "failed"
         report.longrepr = f"REQUIRE_GPU=1 is set, and the test was skipped: {reason}"
     return report
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail a run of fewer tests than ``MIN_TESTS``; under xdist only the controller sees them all."""
-    least = int(os.environ.get("MIN_TESTS", "0"))
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is None or hasattr(session.config, "workerinput") or session.config.option.collectonly:
-        return
-    reports = (report for outcome in _OUTCOMES for report in reporter.stats.get(outcome, []))
-    ran = len({report.nodeid for report in reports})
-    if ran < least:
-        reporter.write_line(f"\nMIN_TESTS={least}, but only {ran} tests ran: part of the suite was not found", red=True)
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED

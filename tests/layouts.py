@@ -6,7 +6,7 @@ CPU and GPU tests, Megatron loops and the strategy read the same table. Its id n
 ``tp2-sp-pp2-vp2-do`` is tensor 2 with sequence parallelism, pipeline 2, interleaved 2, distributed optimizer.
 
 Every row fits the tiny model of ``tests/tiny.py`` (4 layers, 8 heads, 4 query groups, 4 experts, sequences of 32) and a
-global batch of 8 sequences.
+global batch of 4 sequences.
 """
 
 from dataclasses import dataclass, field
@@ -72,7 +72,7 @@ class Layout:
             size = getattr(self, name)
             if size is True:
                 parts.append(name)
-            elif name == "etp" and size is not None or size not in (None, False, 1):
+            elif (name == "etp" and size is not None) or size not in (None, False, 1):
                 parts.append(f"{name}{size}")
         parts += [self.label] if self.split else []
         parts += [f"first{self.first}"] if self.first else []
@@ -104,7 +104,7 @@ ONE_RANK: tuple[Layout, ...] = (Layout(), Layout(tied=True), Layout(moe=True))
 LAYOUTS: tuple[Layout, ...] = (
     # one axis
     Layout(dp=2),
-    Layout(dp=8),
+    Layout(dp=4),
     Layout(tp=2),
     Layout(tp=2, sp=True),
     Layout(tp=4, sp=True),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention as it is defined: the whole matrix of scores, in double precision. What every fast path is measured against."""
+"""Attention as it is defined, the whole matrix of scores in double precision: what every fast path is measured by."""
 
 import math
 

@@ -3,7 +3,7 @@
 
 Everything here is a function of its arguments alone: the same on every rank, in every process, at every layout. A
 *recipe* says what a run computes; a layout (``tests/layouts.py``) says on how many ranks. The global batch of a step is
-the same eight sequences whatever the layout; a data-parallel rank takes its part of each microbatch row by row.
+the same sequences whatever the layout; a data-parallel rank reads its part of them.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from tests.layouts import Layout
 
 VOCAB_SIZE = 128
 SEQ_LENGTH = 32  # tokens; cp4 cuts it into 8 slices of 4
-GLOBAL_BATCH_SIZE = 8  # sequences of one optimizer step, over all data-parallel ranks and microbatches
+TEXT_SIZE = 8  # sequences there are for one optimizer step
 
 TRANSFORMER: dict[str, Any] = {
     "num_layers": 4,
@@ -59,6 +59,7 @@ class Recipe:
         mask: Which tokens count: all; every first, second or fourth, alike in two neighbouring sequences, so that each
             part of a microbatch holds a power of two and ``sum / n * n`` is exact; or a prefix of uneven length.
         steps: Optimizer steps.
+        global_batch_size: Sequences of one optimizer step, over all data-parallel ranks and microbatches; at most 8.
         micro_batch_size: Sequences of one microbatch on one data-parallel rank.
         aux_loss: ``moe_aux_loss_coeff`` of a mixture of experts.
         learning_rate: AdamW's.
@@ -71,6 +72,7 @@ class Recipe:
     token_weighted: bool = False
     mask: MaskKind = "ragged"
     steps: int = 4
+    global_batch_size: int = 8
     micro_batch_size: int = 1
     aux_loss: float = 0.0
     learning_rate: float = 1e-3
@@ -80,8 +82,8 @@ class Recipe:
 
     def num_microbatches(self, layout: Layout) -> int:
         """Microbatches of one step on one data-parallel rank."""
-        count, rest = divmod(GLOBAL_BATCH_SIZE, layout.dp * self.micro_batch_size)
-        assert count and not rest, f"{layout.id} does not divide the global batch"
+        count, rest = divmod(self.global_batch_size, layout.dp * self.micro_batch_size)
+        assert rest == 0, f"{layout.id} does not divide the global batch"
         return count
 
 
@@ -120,36 +122,34 @@ def build_gpt(
 
 
 def microbatches(recipe: Recipe, layout: Layout, dp_rank: int, step: int) -> list[Batch]:
-    """Return what data-parallel rank ``dp_rank`` reads in ``step``: whole sequences, not yet cut for context parallelism.
+    """Return what data-parallel rank ``dp_rank`` reads in ``step``, not yet cut for context parallelism.
 
     Microbatch ``m`` of all ranks together holds neighbouring sequences, so that a layout only changes who reads them.
     """
-    batch = global_batch(recipe.mask, step)
+    batch = text(recipe.mask, step)
     size = recipe.micro_batch_size
     starts = [(m * layout.dp + dp_rank) * size for m in range(recipe.num_microbatches(layout))]
     return [{name: tensor[start : start + size] for name, tensor in batch.items()} for start in starts]
 
 
-def global_batch(mask: MaskKind, step: int) -> Batch:
+def text(mask: MaskKind, step: int) -> Batch:
     """Return the ``[8, s]`` tokens, labels (shifted), loss mask and position ids of a step."""
     generator = torch.Generator().manual_seed(1000 + step)
-    text = torch.randint(0, VOCAB_SIZE, (GLOBAL_BATCH_SIZE, SEQ_LENGTH + 1), generator=generator)
+    tokens = torch.randint(0, VOCAB_SIZE, (TEXT_SIZE, SEQ_LENGTH + 1), generator=generator)
     return {
-        "tokens": text[:, :-1].contiguous(),
-        "labels": text[:, 1:].contiguous(),
+        "tokens": tokens[:, :-1].contiguous(),
+        "labels": tokens[:, 1:].contiguous(),
         "loss_mask": _loss_mask(mask, generator),
-        "position_ids": torch.arange(SEQ_LENGTH).expand(GLOBAL_BATCH_SIZE, -1).contiguous(),
+        "position_ids": torch.arange(SEQ_LENGTH).expand(TEXT_SIZE, -1).contiguous(),
     }
 
 
 def _loss_mask(mask: MaskKind, generator: torch.Generator) -> torch.Tensor:
     positions = torch.arange(SEQ_LENGTH)[None]
     if mask == "thinned":
-        strides = 2 ** torch.randint(0, 3, (GLOBAL_BATCH_SIZE // 2, 1), generator=generator)
+        strides = 2 ** torch.randint(0, 3, (TEXT_SIZE // 2, 1), generator=generator)
         return (positions % strides.repeat_interleave(2, 0) == 0).float()
     if mask == "ragged":
-        lengths = torch.randint(1, SEQ_LENGTH + 1, (GLOBAL_BATCH_SIZE, 1), generator=generator)
+        lengths = torch.randint(1, SEQ_LENGTH + 1, (TEXT_SIZE, 1), generator=generator)
         return (positions < lengths).float()
-    return torch.ones(GLOBAL_BATCH_SIZE, SEQ_LENGTH)
-
-
+    return torch.ones(TEXT_SIZE, SEQ_LENGTH)

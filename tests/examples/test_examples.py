@@ -154,11 +154,16 @@ def settings_of_trainer(trainer: Trainer) -> dict[str, object]:
     names = ("max_steps", "max_epochs", "val_check_interval", "check_val_every_n_epoch", "gradient_clip_val")
     names += ("num_devices", "accumulate_grad_batches", "precision", "log_every_n_steps", "num_sanity_val_steps")
     ours = {"LayoutTable", "LossCurve", "TextSample", "StepBar"}
-    callbacks = [callback for callback in trainer.callbacks if type(callback).__name__ in ours]  # type: ignore[attr-defined]
+    plain = {"file", "prompt", "max_new_tokens", "temperature", "top_k", "_refresh_rate"}
+    callbacks = [
+        {"name": type(callback).__name__} | {name: value for name, value in vars(callback).items() if name in plain}
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if type(callback).__name__ in ours
+    ]
     return {
         **{name: getattr(trainer, name) for name in names},
         "layout": trainer.strategy.layout,
         "micro_batch_size": trainer.strategy.micro_batch_size,
         "log_dir": Path(trainer.log_dir or ""),
-        "callbacks": [(type(callback).__name__, getattr(callback, "__dict__")) for callback in callbacks],
+        "callbacks": callbacks,
     }

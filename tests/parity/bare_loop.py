@@ -80,8 +80,10 @@ def train(layout: Layout, recipe: Recipe, keep_gradients: bool = False) -> Trace
 
 @contextlib.contextmanager
 def process_groups(layout: Layout) -> Iterator[None]:
-    """Hold Megatron's process groups open, in the CPU runtime."""
+    """Hold Megatron's process groups open, in the CPU runtime; those of an earlier run are closed first."""
     with cpu_runtime():
+        if parallel_state.is_initialized():
+            parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
@@ -133,7 +135,9 @@ def _build_chunks(config: TransformerConfig, layout: Layout, recipe: Recipe) -> 
         overlap_grad_reduce=layout.overlap,
         overlap_param_gather=layout.overlap and layout.distributed_optimizer,
     )
-    chunks = [DistributedDataParallel(config, ddp_config, model, disable_bucketing=i > 0) for i, model in enumerate(models)]
+    chunks = [
+        DistributedDataParallel(config, ddp_config, model, disable_bucketing=i > 0) for i, model in enumerate(models)
+    ]
     for chunk in chunks:
         chunk.broadcast_params()
     return chunks

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors of the whole model, seen from one rank of any layout.
 
-Megatron's ``sharded_state_dict()`` says of each local tensor which slice of which global tensor it is: that is what lets
-a checkpoint be read by another layout. Here the same metadata serves to give every layout equal weights
+Megatron's ``sharded_state_dict()`` says of each local tensor which slice of which global tensor it is: that is what
+lets a checkpoint be read by another layout. Here the same metadata serves to give every layout equal weights
 ([fill_weights][]: a global tensor is drawn from its name, and each rank copies its slice) and to bring weights and
 gradients of every layout back to the same terms ([weight_slices][], [gradient_slices][]), so that they can be compared
 with those of one rank, slice by slice, replicas included.
@@ -48,7 +48,7 @@ def fill_weights(modules: Iterable[nn.Module]) -> None:
     """Overwrite every parameter with values that do not depend on the layout.
 
     Args:
-        modules: Megatron modules, one for each chunk that this rank owns, not yet wrapped. Their process groups are open.
+        modules: Megatron modules, one for each chunk of this rank, not yet wrapped; their process groups are open.
 
     Raises:
         AssertionError: A parameter has no entry in the sharded state dict, or only a copy of it has.
@@ -64,9 +64,7 @@ def fill_weights(modules: Iterable[nn.Module]) -> None:
 
 def weight_slices(modules: Iterable[nn.Module]) -> list[Slice]:
     """Return a copy of this rank's weights; wrapped modules will do."""
-    return [
-        _as_slice(part, part.data) for module in modules for _, part in _sharded_tensors(_without_wrappers(module))
-    ]
+    return [_as_slice(part, part.data) for module in modules for _, part in _sharded_tensors(_without_wrappers(module))]
 
 
 def gradient_slices(modules: Iterable[DistributedDataParallel]) -> list[Slice]:
@@ -77,10 +75,25 @@ def gradient_slices(modules: Iterable[DistributedDataParallel]) -> list[Slice]:
     """
     slices = []
     for module in modules:
-        gradients = _whole_gradients(module)
+        gradients = whole_gradients(module)
         for part in _sharded_tensors_of(_without_wrappers(module), gradients):
             slices.append(_as_slice(part, part.data))
     return slices
+
+
+def whole_gradients(module: DistributedDataParallel) -> dict[int, torch.Tensor]:
+    """Return the finished gradient of each parameter, by the parameter's address; collective as above."""
+    gradients = {}
+    for buffer in [*module.buffers, *module.expert_parallel_buffers]:
+        for bucket in buffer.buckets:
+            data = bucket.grad_data
+            if module.ddp_config.use_distributed_optimizer:
+                data = _gather_shards(data, buffer.data_parallel_group)
+            for parameter in bucket.params_list:
+                start = buffer.param_index_map[parameter][0] - bucket.offset
+                whole = data[start : start + parameter.numel()].view(parameter.shape)
+                gradients[parameter.data_ptr()] = whole
+    return gradients
 
 
 def assemble(slices: Iterable[Slice]) -> dict[str, torch.Tensor]:
@@ -166,21 +179,6 @@ def _without_wrappers(module: nn.Module) -> nn.Module:
     while hasattr(module, "module"):
         module = module.module
     return module
-
-
-def _whole_gradients(module: DistributedDataParallel) -> dict[int, torch.Tensor]:
-    """Return the gradient of each parameter, by the parameter's address."""
-    gradients = {}
-    for buffer in [*module.buffers, *module.expert_parallel_buffers]:
-        for bucket in buffer.buckets:
-            data = bucket.grad_data
-            if module.ddp_config.use_distributed_optimizer:
-                data = _gather_shards(data, buffer.data_parallel_group)
-            for parameter in bucket.params_list:
-                start = buffer.param_index_map[parameter][0] - bucket.offset
-                whole = data[start : start + parameter.numel()].view(parameter.shape)
-                gradients[parameter.data_ptr()] = whole
-    return gradients
 
 
 def _gather_shards(data: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

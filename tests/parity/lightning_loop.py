@@ -33,26 +33,35 @@ def train(layout: Layout, recipe: Recipe, keep_gradients: bool = False, split_ro
     module = TinyGPT(layout, recipe, keep_gradients, split_rows)
     micro_batch_size = recipe.micro_batch_size if split_rows else None
     strategy = MCoreStrategy(**layout.strategy_arguments, micro_batch_size=micro_batch_size)
-    trainer = make_trainer(layout, recipe, strategy, accumulate=1 if split_rows else recipe.num_microbatches(layout))
+    accumulate = 1 if split_rows else recipe.num_microbatches(layout)
+    trainer = make_trainer(layout.world_size, strategy, accumulate, recipe.precision, recipe.clip)
     trainer.fit(module)
     assert trainer.global_step == recipe.steps
     assert module.trace is not None
-    with process_groups(layout):  # the strategy has closed its own; saying what is a slice of what needs them
+    with process_groups(layout):  # to say what is a slice of what; those of another run may be open by then
         module.trace.weights = weight_slices(module.model.chunks)
     return module.trace
 
 
-def make_trainer(layout: Layout, recipe: Recipe, strategy: Strategy | str, accumulate: int) -> pl.Trainer:
+def make_trainer(
+    world_size: int,
+    strategy: Strategy | str,
+    accumulate: int,
+    precision: Any = "32-true",
+    clip: float | None = None,
+    limit_train_batches: int | None = None,
+) -> pl.Trainer:
     """Return a quiet Trainer for one epoch on the CPU ranks that are already running."""
     return pl.Trainer(
         accelerator="cpu",
-        devices=layout.world_size,
+        devices=world_size,
         strategy=strategy,
         plugins=[LightningEnvironment()],
-        precision=recipe.precision,
+        precision=precision,
         max_epochs=1,
         accumulate_grad_batches=accumulate,
-        gradient_clip_val=recipe.clip,
+        gradient_clip_val=clip,
+        limit_train_batches=limit_train_batches,
         use_distributed_sampler=False,  # the module's loader reads its data-parallel rank's part
         logger=False,
         enable_checkpointing=False,
@@ -71,9 +80,7 @@ class TinyGPT(MCoreModule):
         whole_steps: Whether a batch of the loader holds all microbatches of a step.
     """
 
-    def __init__(
-        self, layout: Layout, recipe: Recipe, keep_gradients: bool = False, whole_steps: bool = False
-    ) -> None:
+    def __init__(self, layout: Layout, recipe: Recipe, keep_gradients: bool = False, whole_steps: bool = False) -> None:
         super().__init__()
         self.layout = layout
         self.recipe = recipe

@@ -5,8 +5,8 @@ The strategy on every layout of the table (``tests/layouts.py``) against the han
 to start with, same global batch of each step, ragged masks. Losses, the gradients of every step (before clipping, so an
 error of scale shows) and the weights after the last step are compared in global terms, every replica of every rank.
 
-The tolerance is that of the issue, 1e-5 of the largest element of each tensor. Measured over the table: gradients
-1.5e-6, weights 5e-7, losses and gradient norms 4e-7. Adam's ``eps`` is 1e-4 here, because Adam divides a gradient by
+The tolerance is 1e-5 of the largest element of each tensor. Measured over the table: gradients 1.3e-6, weights 5e-7,
+losses and gradient norms 4e-7. Adam's ``eps`` is 1e-4 here, because Adam divides a gradient by
 its own size: with 1e-8 a gradient that is a rounding error moves its weight as far as any other.
 """
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-5
 
-MEAN = Recipe(steps=3, eps=1e-4)
+MEAN = Recipe(steps=3, global_batch_size=4, eps=1e-4)
 TOKENS = replace(MEAN, token_weighted=True)
 
 TOKEN_WEIGHTED_IDS = ("dp2-do", "pp2-vp2", "cp4", "dp2-cp2-do", "tp2-sp-pp2", "moe-dp2-ep2", "moe-cp2-ep2")
@@ -76,10 +76,10 @@ def test_every_tensor_of_the_reference_is_trained(layout: Layout) -> None:
     start = assemble(before.weights)
     assert set(start) == set(reference.weights) == set(reference.gradients[0])
     for key, weight in reference.weights.items():
-        # every layer and every expert, which share a tensor
-        moved = (weight - start[key]).abs().flatten(2 if "experts" in key else 1).amax(-1)
-        assert moved.min() > 100 * TOLERANCE * weight.abs().max() or "embedding" in key, key
-        assert moved.max() > 100 * TOLERANCE * weight.abs().max(), key
+        # layers and experts share a tensor: each of them must have moved
+        shared_axes = key.startswith("decoder.layers.") + (".experts." in key)
+        moved = (weight - start[key]).abs().flatten(shared_axes).amax(-1)
+        assert moved.min() > 10 * TOLERANCE * weight.abs().max(), key
 
 
 def test_the_table_is_as_wide_as_promised() -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Level A: the strategy adds nothing to the numbers.
 
-A user's module under ``MCoreStrategy`` and a real ``Trainer`` against the hand-written Megatron loop on the same layout,
-in the same processes: the loss and the gradient norm of every step, and every weight afterwards, bit for bit.
+A user's module under ``MCoreStrategy`` and a real ``Trainer`` against the hand-written Megatron loop on the same
+layout, in the same processes: the loss and the gradient norm of every step, and every weight afterwards, bit for bit.
 """
 
 import pytest

@@ -35,7 +35,7 @@ LEVELS = [
     {"session", "step_logs", "generation"},
     {"module"},
     {"chunks", "optimizer"},
-    {"schedule", "precision", "checkpoint"},
+    {"schedule", "precision", "checkpoint", "optimizer_factory"},
     {"parallelism", "gpt"},
     {"strategy"},
     {"__init__"},

@@ -119,6 +119,22 @@ def test_layout_that_does_not_fit_is_refused_before_a_model_exists(
         ParallelLayout(**layout).validate_model(shape)
 
 
+def test_contradictory_fields_are_refused_before_a_model_exists() -> None:
+    module = gpt(transformer={**TRANSFORMER, "recompute_granularity": "full"})
+    with pytest.raises(ValueError, match=r"refuses this model: .*recompute_method"):
+        module.check_settings()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the answer depends on what is installed")
+def test_transformer_engine_on_the_cpu_is_refused_before_a_model_exists() -> None:
+    with pytest.raises(ValueError, match="transformer_impl"):
+        gpt(transformer_impl="transformer_engine").check_settings()
+
+
+def test_settings_that_fit_pass() -> None:
+    gpt().check_settings()
+
+
 def test_microbatch_shape_is_sequence_first() -> None:
     assert gpt().microbatch_shape({"tokens": torch.zeros(3, 16)}) == (16, 3)
 
@@ -239,10 +255,43 @@ def test_logits_are_those_of_the_position_asked_for_without_padding() -> None:
     assert found.tolist() == [[8.0, 9.0, 10.0], [12.0, 13.0, 14.0]]
 
 
+@pytest.mark.parametrize(
+    ("tp", "cp", "sequence_parallel", "multiple"),
+    [(2, 1, False, 1), (2, 1, True, 2), (1, 3, False, 6), (3, 2, True, 12)],
+)
+def test_window_is_padded_to_what_the_layout_cuts(tp: int, cp: int, sequence_parallel: bool, multiple: int) -> None:
+    fields = {
+        "tensor_model_parallel_size": tp,
+        "context_parallel_size": cp,
+        "sequence_parallel": sequence_parallel,
+    }
+    assert generation.sequence_multiple(fields) == multiple
+    window = generation.last_window([1, 2, 3, 4, 5], 12, multiple, torch.device("cpu"))
+    assert window["tokens"][0, :5].tolist() == [1, 2, 3, 4, 5]
+    assert window["tokens"].size(1) % multiple == 0
+    assert window["tokens"].size(1) - 5 < multiple
+    assert window["last"].tolist() == [4]
+
+
+def test_window_keeps_the_last_tokens_of_a_long_text() -> None:
+    window = generation.last_window(list(range(20)), 8, 4, torch.device("cpu"))
+    assert window["tokens"].tolist() == [list(range(12, 20))]
+    assert window["last"].tolist() == [7]
+
+
+def test_a_module_outside_a_megatron_run_pads_nothing() -> None:
+    assert generation.sequence_multiple({}) == 1
+
+
+def interrupted_evaluation(model: nn.Module) -> None:
+    with generation.evaluating(model):
+        assert not any(child.training for child in model.modules())
+        raise RuntimeError("stop")
+
+
 def test_evaluation_mode_gives_each_module_its_own_mode_back() -> None:
     model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout()))
     model[1].eval()
-    with pytest.raises(RuntimeError, match="stop"), generation.evaluating(model):
-        assert not any(child.training for child in model.modules())
-        raise RuntimeError("stop")
+    with pytest.raises(RuntimeError, match="stop"):
+        interrupted_evaluation(model)
     assert [child.training for child in model.modules()] == [True, True, False, False]

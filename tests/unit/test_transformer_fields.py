@@ -58,6 +58,7 @@ def test_fields_of_latent_attention_need_latent_attention() -> None:
 
 def test_multi_token_prediction_is_refused_by_name() -> None:
     assert "mtp_num_layers is not supported yet" in refusal(mtp_num_layers=1)
+    assert check_transformer_fields({**TINY, "mtp_num_layers": None}) == {**TINY, "mtp_num_layers": None}
 
 
 @pytest.mark.parametrize("missing", list(TINY))

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README keeps its promises: its code runs, its files exist, and its example stands near the top."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.examples.test_examples import run_example
+
+README = Path(__file__).parents[2] / "README.md"
+TEXT = README.read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+_TRAIN_NET = """
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        text = (torch.arange(17) * (index + 1)) % 256
+        return {"tokens": text[:-1], "labels": text[1:]}
+
+
+if __name__ == "__main__":
+    import sys
+
+    from lightning_mcore import MCoreStrategy
+
+    strategy = MCoreStrategy(pipeline_model_parallel_size=2) if sys.argv[1] == "mcore" else sys.argv[1]
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1 if strategy == "auto" else 2, strategy=strategy, max_steps=4,
+        accumulate_grad_batches=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    )
+    trainer.fit(Net(), torch.utils.data.DataLoader(Tokens(), batch_size=2))
+    print("trained to", float(trainer.callback_metrics["train_loss"]), "in", trainer.global_step, "steps")
+"""
+
+
+def test_the_first_example_is_complete_within_forty_lines() -> None:
+    lines = TEXT.splitlines()
+    start = lines.index("```python")
+    assert start + 1 + len(BLOCKS[0].splitlines()) < 40
+    assert "trainer.fit(" in BLOCKS[0]
+
+
+@pytest.mark.slow
+def test_the_first_example_runs(tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(BLOCKS[0])
+    output = run_example(str(script), folder=tmp_path)
+    assert "tp2 pp2" in output
+    assert "`max_steps=20` reached" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["mcore", "ddp", "auto"])
+def test_the_users_own_model_runs_under_every_strategy(strategy: str, tmp_path: Path) -> None:
+    script = tmp_path / "net.py"
+    script.write_text(BLOCKS[1] + _TRAIN_NET)
+    output = run_example(str(script), strategy, folder=tmp_path)
+    loss = float(re.findall(r"trained to (\S+) in 4 steps", output)[0])
+    assert 0 < loss < 6  # ln 256 = 5.5 before any step
+
+
+def test_every_file_that_the_readme_names_exists() -> None:
+    root = README.parent
+    named = set(re.findall(r"`((?:lightning_mcore|tests|examples|benchmarks)/[\w./]*)`", TEXT))
+    assert named
+    assert [name for name in sorted(named) if not (root / name).exists()] == []

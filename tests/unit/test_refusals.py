@@ -1,0 +1,542 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong settings are refused in one sentence, on every rank, as soon as they can be known.
+
+The tables are ordered by that moment: when the strategy is made, when the trainer is made, when the trainer meets the
+model (before process groups or parameters exist), when the model has been built, and in the first step. Two ranks walk
+through all of a table in one launch; each case is then a test of what became of it on both.
+"""
+
+import os
+import re
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+from torch import Tensor, nn
+
+from lightning_mcore import MCoreGPT, MCoreModule, MCorePrecision, MCoreStrategy
+from tests import hygiene
+from tests.ranks import RanksFailedError, run_ranks
+from tests.toy import Batch, PlainNet, StagedNet, loader, make_trainer, run_fit
+
+pytestmark = pytest.mark.distributed
+
+TP, PP, VP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+CP, EP, SP = "context_parallel_size", "expert_model_parallel_size", "sequence_parallel"
+
+
+def is_one_sentence(text: str) -> bool:
+    return "\n" not in text and 20 < len(text) < 400 and not text.endswith(".")
+
+
+# When the strategy is made
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({TP: 0}, ValueError, f"{TP}=0 is too small"),
+        ({TP: True}, TypeError, f"{TP}=True is not an int"),
+        ({CP: "2"}, TypeError, f"{CP}='2' is not an int"),
+        ({VP: 2}, ValueError, f"{VP}=2 needs {PP} of 2 or more"),
+        ({PP: 2, VP: 1}, ValueError, f"{VP}=1 interleaves nothing"),
+        ({SP: True}, ValueError, f"sequence_parallel=True needs {TP} of 2 or more"),
+        ({TP: 2, EP: 2}, ValueError, "needs sequence_parallel=True"),
+        ({PP: 2, "pipeline_model_parallel_layout": "Et|xL"}, ValueError, "holds 'x', which is no layer"),
+        ({"micro_batch_size": 0}, ValueError, "micro_batch_size=0 is too small"),
+        ({"micro_batch_size": True}, TypeError, "micro_batch_size=True is not an int"),
+        ({"micro_batch_size": 2.0}, TypeError, r"micro_batch_size=2\.0 is not an int"),
+        ({"overlap_p2p_comm": True}, ValueError, f"overlap_p2p_comm=True needs the interleaved schedule; set {VP}"),
+        ({PP: 2, VP: 2, "overlap_p2p_comm": 1}, TypeError, "overlap_p2p_comm=1 is not a bool"),
+        ({"ddp_config": {"bucket_size": 1}}, TypeError, "ddp_config=.* is not a DistributedDataParallelConfig"),
+        ({"precision_plugin": MixedPrecision("16-mixed", "cpu")}, ValueError, "'16-mixed' is not available"),
+    ],
+)
+def test_a_wrong_setting_of_the_strategy(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as refusal:
+        MCoreStrategy(**arguments)
+    assert is_one_sentence(str(refusal.value))
+
+
+def test_a_misspelt_argument_is_not_swallowed() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tensor_parallel_size'"):
+        MCoreStrategy(tensor_parallel_size=8)  # type: ignore[call-arg]
+
+
+def test_sizes_are_given_by_name() -> None:
+    with pytest.raises(TypeError, match="positional argument"):
+        MCoreStrategy(2)  # type: ignore[misc]
+
+
+# When the trainer is made
+
+
+class ForeignPrecision(Precision):
+    precision = "32-true"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"precision": "64-true"}, TypeError, "DoublePrecision is not available under MCoreStrategy"),
+        ({"precision": "16-true"}, ValueError, "precision='16-true' is not available under MCoreStrategy"),
+        ({"plugins": MixedPrecision("16-mixed", "cpu")}, ValueError, "precision='16-mixed' is not available"),
+        ({"plugins": ForeignPrecision()}, TypeError, "ForeignPrecision is not available under MCoreStrategy"),
+        ({"precision": "transformer-engine"}, ModuleNotFoundError, "transformer_engine"),
+    ],
+)
+def test_a_precision_that_is_not_ours(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as refusal:
+        pl.Trainer(accelerator="cpu", devices=1, strategy="mcore", logger=False, **arguments)
+    assert is_one_sentence(str(refusal.value)) or error is ModuleNotFoundError  # that one is Lightning's
+
+
+def test_gradients_in_fp32_contradict_a_precision_that_keeps_them_in_bf16() -> None:
+    strategy = MCoreStrategy(ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True))
+    with pytest.raises(ValueError, match='contradicts precision="bf16-true"'):
+        pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, precision="bf16-true", logger=False)
+
+
+# When the trainer meets the model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run that must be refused.
+
+    Args:
+        error: With what kind of exception.
+        message: A regular expression that its text matches.
+        strategy: Arguments of the strategy.
+        trainer: Arguments of the trainer.
+        module: Makes the module.
+        entry: The method of the trainer that is called.
+    """
+
+    error: type[Exception]
+    message: str
+    strategy: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    module: Callable[[], pl.LightningModule] = StagedNet
+    entry: str = "fit"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case on one rank."""
+
+    error: type[BaseException] | None
+    text: str
+    raised_in: str
+    opened_groups: bool
+    configured: bool
+    patched: list[str]
+
+
+def gpt(**transformer: Any) -> Callable[[], pl.LightningModule]:
+    """Return what makes a GPT with these sizes, small ones otherwise."""
+    sizes = {"num_layers": 4, "hidden_size": 48, "num_attention_heads": 6, **transformer}
+    seq_length = sizes.pop("seq_length", 16)
+    return partial(MCoreGPT, vocab_size=32, seq_length=seq_length, transformer=sizes)
+
+
+BEFORE_GROUPS: dict[str, Case] = {
+    "world": Case(strategy={TP: 3}, error=ValueError, message=f"world_size=2 is not a multiple of {TP}=3"),
+    "layers": Case(
+        strategy={PP: 2},
+        module=gpt(num_layers=3),
+        error=ValueError,
+        message=f"{PP}=2 does not divide num_layers=3; choose 1 or 3",
+    ),
+    "chunks": Case(
+        strategy={PP: 2, VP: 3},
+        trainer={"accumulate_grad_batches": 2},
+        module=gpt(),
+        error=ValueError,
+        message=f"{VP}=3 does not divide the 2 layers of each pipeline stage",
+    ),
+    "heads": Case(
+        strategy={TP: 2},
+        module=gpt(num_attention_heads=3),
+        error=ValueError,
+        message=f"{TP}=2 does not divide num_attention_heads=3; choose 1 or 3",
+    ),
+    "query-groups": Case(
+        strategy={TP: 2}, module=gpt(num_query_groups=3), error=ValueError, message=f"{TP}=2 .* num_query_groups=3"
+    ),
+    "feed-forward": Case(
+        strategy={TP: 2}, module=gpt(ffn_hidden_size=49), error=ValueError, message="ffn_hidden_size=49"
+    ),
+    "experts": Case(
+        strategy={EP: 2},
+        module=gpt(num_moe_experts=3),
+        error=ValueError,
+        message=f"{EP}=2 does not divide num_moe_experts=3; choose 1 or 3",
+    ),
+    "no-experts": Case(strategy={EP: 2}, module=gpt(), error=ValueError, message=f"{EP}=2 needs a mixture of experts"),
+    "sequence-cp": Case(
+        strategy={CP: 2}, module=gpt(seq_length=18), error=ValueError, message="seq_length=18 is not a multiple of 4"
+    ),
+    "sequence-sp": Case(
+        strategy={TP: 2, SP: True}, module=gpt(seq_length=17), error=ValueError, message="seq_length=17 .* choose 16 or"
+    ),
+    "few-microbatches": Case(
+        strategy={PP: 2, VP: 2},
+        error=ValueError,
+        message=r"num_microbatches=1 .* choose 2 through Trainer\(accumulate_grad_batches=",
+    ),
+    "odd-microbatches": Case(
+        strategy={PP: 2, VP: 2},
+        trainer={"accumulate_grad_batches": 3},
+        error=ValueError,
+        message="num_microbatches=3 .* choose 2 or 4",
+    ),
+    "plain-tp": Case(
+        strategy={TP: 2}, module=PlainNet, error=TypeError, message="cannot split PlainNet: derive it from MCoreModule"
+    ),
+    "plain-pp": Case(
+        strategy={PP: 2}, module=PlainNet, error=TypeError, message="cannot split PlainNet: derive it from MCoreModule"
+    ),
+    "plain-cp": Case(
+        strategy={CP: 2}, module=PlainNet, error=TypeError, message="cannot split PlainNet: derive it from MCoreModule"
+    ),
+    "plain-ep": Case(
+        strategy={EP: 2}, module=PlainNet, error=TypeError, message="cannot split PlainNet: derive it from MCoreModule"
+    ),
+    "plain-validate": Case(
+        strategy={PP: 2}, module=PlainNet, entry="validate", error=TypeError, message=f"{PP}=2 cannot split PlainNet"
+    ),
+    "layers-predict": Case(
+        strategy={PP: 2}, module=gpt(num_layers=3), entry="predict", error=ValueError, message="num_layers=3"
+    ),
+    "precision-twice": Case(
+        strategy={"precision_plugin": MCorePrecision("bf16-true")},
+        trainer={"precision": "bf16-mixed"},
+        error=ValueError,
+        message="precision='bf16-mixed'.* contradicts .* 'bf16-true'",
+    ),
+}
+
+
+def attempt(case: Case) -> Outcome:
+    """Run a case on this rank and tell what became of it."""
+    names, had_groups = hygiene.snapshot(), dist.is_initialized()
+    module = case.module()
+    calls: list[None] = []
+    configure = module.configure_model
+
+    def count_and_configure() -> None:
+        calls.append(None)
+        configure()
+
+    module.configure_model = count_and_configure  # type: ignore[method-assign]
+    error: BaseException | None = None
+    try:
+        trainer = make_trainer(case.strategy, **{"max_steps": 2, **case.trainer})
+        getattr(trainer, case.entry)(module, loader(8, 2))
+    except Exception as raised:
+        error = raised
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    return Outcome(
+        error=type(error) if error is not None else None,
+        text=str(error),
+        raised_in=frames[-1].filename if frames else "",
+        opened_groups=dist.is_initialized() != had_groups or (parallel_state.is_initialized() and not had_groups),
+        configured=bool(calls),
+        patched=hygiene.changes(names, hygiene.snapshot()),
+    )
+
+
+def attempt_all(table: str) -> dict[str, Outcome]:
+    """Run every case of a table on this rank, one after the other."""
+    cases: dict[str, Case] = globals()[table]
+    return {name: attempt(case) for name, case in cases.items()}
+
+
+def check(outcomes: list[dict[str, Outcome]], name: str, case: Case) -> None:
+    """What holds of every refusal: kind, text and place, the same on every rank, and nothing left patched."""
+    for outcome in (rank[name] for rank in outcomes):
+        assert outcome.error is case.error, outcome.text
+        assert re.search(case.message, outcome.text), outcome.text
+        assert is_one_sentence(outcome.text), outcome.text
+        assert f"{os.sep}lightning_mcore{os.sep}" in outcome.raised_in
+        assert outcome.text == outcomes[0][name].text
+        assert outcome.patched == []
+
+
+@pytest.fixture(scope="module")
+def before_groups() -> list[dict[str, Outcome]]:
+    return run_ranks(2, attempt_all, "BEFORE_GROUPS", open_group=False)
+
+
+@pytest.mark.parametrize("name", BEFORE_GROUPS)
+def test_refused_before_process_groups_or_parameters_exist(before_groups: Any, name: str) -> None:
+    check(before_groups, name, BEFORE_GROUPS[name])
+    assert not any(rank[name].opened_groups or rank[name].configured for rank in before_groups)
+
+
+# When the model has been built
+
+
+class Forgot(MCoreModule):
+    """Builds its model without ``pipeline()``."""
+
+    def configure_model(self) -> None:
+        self.model = nn.Linear(4, 1)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.model(batch["x"]).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class OtherConfig(StagedNet):
+    """Does not take a field of its TransformerConfig from the strategy."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__()
+        self.fields = fields
+
+    def megatron_fields(self) -> dict[str, Any]:
+        return {**super().megatron_fields(), **self.fields}
+
+
+class NoConfig(StagedNet):
+    """Builds chunks that are no Megatron modules."""
+
+    def build_chunk(self, **_: Any) -> nn.Module:
+        return nn.Linear(4, 1)
+
+
+class Manual(StagedNet):
+    """Wants to run backward itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Outside(StagedNet):
+    """Trains a parameter that no chunk holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+class Two(StagedNet):
+    """Builds two models."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.teacher = self.pipeline(self.build_chunk)
+
+
+class Partial(StagedNet):
+    """Gives the optimizer only a part of the parameters."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(list(self.parameters())[1:], lr=0.1)
+
+
+SHARDED = {"use_distributed_optimizer": True}
+
+AFTER_BUILDING: dict[str, Case] = {
+    "forgot-pp": Case(
+        strategy={PP: 2}, module=Forgot, error=ValueError, message=r"Forgot did not build its model with self.pipeline"
+    ),
+    "forgot-cp": Case(
+        strategy={CP: 2}, module=Forgot, error=ValueError, message=r"Forgot did not build its model with self.pipeline"
+    ),
+    "rows-of-a-plain-module": Case(
+        strategy={"micro_batch_size": 1}, module=PlainNet, error=ValueError, message="micro_batch_size=1 needs"
+    ),
+    "config-tp": Case(
+        module=partial(OtherConfig, tensor_model_parallel_size=2),
+        error=ValueError,
+        message=f"TransformerConfig has {TP}=2, MCoreStrategy .* mean {TP}=1",
+    ),
+    "config-pp": Case(
+        strategy={PP: 2},
+        module=partial(OtherConfig, pipeline_model_parallel_size=1),
+        error=ValueError,
+        message=f"TransformerConfig has {PP}=1, MCoreStrategy .* mean {PP}=2",
+    ),
+    "config-dtype": Case(
+        module=partial(OtherConfig, params_dtype=torch.bfloat16, bf16=True),
+        error=ValueError,
+        message="TransformerConfig has bf16=True, .* mean bf16=False",
+    ),
+    "config-bf16": Case(
+        trainer={"precision": "bf16-mixed"},
+        module=partial(OtherConfig, bf16=False),
+        error=ValueError,
+        message="TransformerConfig has bf16=False",
+    ),
+    "no-config": Case(module=NoConfig, error=TypeError, message="Linear has NoneType"),
+    "manual": Case(module=Manual, error=ValueError, message="set automatic_optimization = True"),
+    "outside": Case(module=Outside, error=ValueError, message="outside the model .* the first is 'scale'"),
+    "two-models": Case(module=Two, error=ValueError, message=r"Two .* 2 models .* pipeline\(\)"),
+    "ungrouped": Case(module=Partial, error=ValueError, message="parameters need gradients but are in no group"),
+    "lbfgs": Case(
+        strategy=SHARDED,
+        module=partial(PlainNet, torch.optim.LBFGS),
+        error=TypeError,
+        message="use_distributed_optimizer=True needs .* got LBFGS",
+    ),
+    "nesterov": Case(
+        strategy=SHARDED,
+        module=partial(PlainNet, partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)),
+        error=TypeError,
+        message="without .* nesterov; got SGD",
+    ),
+    "clip-by-value": Case(
+        trainer={"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+        error=ValueError,
+        message='gradient_clip_algorithm="value" is not available',
+    ),
+    "few-rows": Case(
+        strategy={PP: 2, VP: 2, "micro_batch_size": 2},
+        error=ValueError,
+        message=r"num_microbatches=1 .*\(micro_batch_size",
+    ),
+    "odd-rows": Case(
+        strategy={PP: 2, VP: 2, "micro_batch_size": 2},
+        trainer={"accumulate_grad_batches": 3},
+        error=ValueError,
+        message="num_microbatches=3",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def after_building() -> list[dict[str, Outcome]]:
+    return run_ranks(2, attempt_all, "AFTER_BUILDING")
+
+
+@pytest.mark.parametrize("name", AFTER_BUILDING)
+def test_refused_on_every_rank_when_the_model_has_been_built(after_building: Any, name: str) -> None:
+    check(after_building, name, AFTER_BUILDING[name])
+
+
+def _a_field_given_twice() -> None:
+    module = StagedNet(config={"sequence_parallel": False})
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'sequence_parallel'"):
+        run_fit(module, {}, loader(4, 2))
+
+
+def test_a_field_of_the_config_given_beside_those_of_the_strategy() -> None:
+    run_ranks(1, _a_field_given_twice)
+
+
+# In the first step
+
+
+class Step(StagedNet):
+    """A module whose ``training_step`` is one of those below."""
+
+    def __init__(self, step: Callable[[StagedNet, Batch], Any], **config: Any) -> None:
+        super().__init__(config=config)
+        self.step = step
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return self.step(self, batch)
+
+
+def twice(module: StagedNet, batch: Batch) -> Any:
+    return (module.predictions(batch) - module.predictions(batch)).square().mean()
+
+
+def never(module: StagedNet, batch: Batch) -> Any:
+    return batch["x"].mean()
+
+
+def with_tokens(module: StagedNet, batch: Batch) -> Any:
+    return {"loss": module.predictions(batch).mean(), "num_tokens": 3}
+
+
+def without_tokens(module: StagedNet, batch: Batch) -> Any:
+    return module.predictions(batch).mean()
+
+
+def nothing(module: StagedNet, batch: Batch) -> Any:
+    module.predictions(batch)
+
+
+def logs_a_vector(module: StagedNet, batch: Batch) -> Any:
+    predictions = module.predictions(batch)
+    module.log("vector", predictions)
+    return predictions.mean()
+
+
+def logs_with_a_function(module: StagedNet, batch: Batch) -> Any:
+    loss = module.predictions(batch).mean()
+    module.log("median", loss, reduce_fx=torch.median)
+    return loss
+
+
+def logs_over_a_group(module: StagedNet, batch: Batch) -> Any:
+    loss = module.predictions(batch).mean()
+    module.log("grouped", loss, sync_dist=True, sync_dist_group=dist.group.WORLD)
+    return loss
+
+
+IN_A_STEP: dict[str, Case] = {
+    "twice": Case(module=partial(Step, twice), error=RuntimeError, message="called the model .* 2 times"),
+    "never": Case(module=partial(Step, never), error=RuntimeError, message="called the model .* 0 times"),
+    "tokens": Case(
+        module=partial(Step, with_tokens),
+        error=ValueError,
+        message="loss with 'num_tokens', .* calculate_per_token_loss=False",
+    ),
+    "no-tokens": Case(
+        module=partial(Step, without_tokens, calculate_per_token_loss=True),
+        error=ValueError,
+        message="loss without 'num_tokens', .* calculate_per_token_loss=True",
+    ),
+    "nothing": Case(module=partial(Step, nothing), error=TypeError, message="must return a loss .* got NoneType"),
+    "vector": Case(module=partial(Step, logs_a_vector), error=ValueError, message=r"'vector'.* takes a single number"),
+    "function": Case(
+        module=partial(Step, logs_with_a_function), error=ValueError, message=r"'median'.* choose mean, sum, min or max"
+    ),
+    "group": Case(module=partial(Step, logs_over_a_group), error=ValueError, message="use sync_dist=True"),
+}
+
+
+@pytest.fixture(scope="module")
+def in_a_step() -> list[dict[str, Outcome]]:
+    return run_ranks(1, attempt_all, "IN_A_STEP")
+
+
+@pytest.mark.parametrize("name", IN_A_STEP)
+def test_a_step_that_breaks_its_contract(in_a_step: Any, name: str) -> None:
+    check(in_a_step, name, IN_A_STEP[name])
+
+
+def _fit_two_stages(step: Callable[[StagedNet, Batch], Any]) -> None:
+    run_fit(Step(step), {PP: 2}, loader(4, 2))
+
+
+def test_a_step_without_the_model_fails_on_the_first_stage() -> None:
+    with pytest.raises(
+        RanksFailedError, match=r"^rank 0 of 2 failed first: .* 0 times; a step must call it exactly once"
+    ):
+        run_ranks(2, _fit_two_stages, never)
+
+
+@pytest.mark.parametrize("step", [twice, with_tokens])
+def test_what_only_the_last_stage_can_notice_does_not_leave_the_others_hanging(step: Any) -> None:
+    message = {twice: "2 times; a step must call it", with_tokens: "returned a loss with 'num_tokens'"}[step]
+    with pytest.raises(RanksFailedError, match=f"^rank 1 of 2 failed first: .*{message}") as failure:
+        run_ranks(2, _fit_two_stages, step, grace=30.0)
+    assert failure.value.unfinished == []

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each setting of gradients and of precision has one home, and reaches Megatron's config unchanged."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from megatron.core.distributed import DistributedDataParallelConfig
+
+from lightning_mcore.precision import MCorePrecision
+from lightning_mcore.settings import GradientSettings
+
+NAMES = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+
+
+def test_nothing_asked_for_is_the_config_of_megatron() -> None:
+    assert GradientSettings().resolve() == DistributedDataParallelConfig()
+    assert not GradientSettings().distributed
+
+
+def test_arguments_reach_the_config() -> None:
+    resolved = GradientSettings(True, True, True).resolve()
+    assert all(getattr(resolved, name) for name in NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_setting_of_the_config_counts_as_if_it_were_an_argument(name: str) -> None:
+    everything = DistributedDataParallelConfig(**dict.fromkeys(NAMES, True))
+    assert getattr(GradientSettings(ddp_config=everything).resolve(), name)
+    assert GradientSettings(ddp_config=everything).distributed
+
+
+def test_what_has_no_argument_passes_through_and_the_given_config_stays_as_it_is() -> None:
+    given = DistributedDataParallelConfig(bucket_size=123, check_for_nan_in_grad=True)
+    before = dataclasses.asdict(given)
+    resolved = GradientSettings(use_distributed_optimizer=True, ddp_config=given).resolve(grad_reduce_in_fp32=True)
+    assert (resolved.bucket_size, resolved.check_for_nan_in_grad) == (123, True)
+    assert resolved.use_distributed_optimizer
+    assert resolved.grad_reduce_in_fp32
+    assert dataclasses.asdict(given) == before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_values_for_one_setting_are_refused(name: str) -> None:
+    everything = DistributedDataParallelConfig(**dict.fromkeys(NAMES, True))
+    with pytest.raises(ValueError, match=f"^{name}=False contradicts ddp_config.{name}=True; set it in one place$"):
+        GradientSettings(**{name: False}, ddp_config=everything)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_value_in_both_places_is_no_contradiction(name: str) -> None:
+    everything = DistributedDataParallelConfig(**dict.fromkeys(NAMES, True))
+    assert getattr(GradientSettings(**{name: True}, ddp_config=everything).resolve(), name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        ({}, "use_distributed_optimizer=True and overlap_grad_reduce=True"),
+        ({"use_distributed_optimizer": True}, "overlap_grad_reduce=True"),
+        ({"overlap_grad_reduce": True}, "use_distributed_optimizer=True"),
+    ],
+)
+@pytest.mark.parametrize("in_config", [False, True], ids=["argument", "config"])
+def test_an_overlap_without_what_it_needs_is_refused(arguments: dict[str, Any], missing: str, in_config: bool) -> None:
+    asked = {"overlap_param_gather": True}
+    config = {"ddp_config": DistributedDataParallelConfig(**asked)} if in_config else asked
+    with pytest.raises(ValueError, match=f"^overlap_param_gather=True needs {missing}$"):
+        GradientSettings(**arguments, **config)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_setting_is_a_bool(name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name}='yes' is not a bool; give True, False or None$"):
+        GradientSettings(**{name: "yes"})  # type: ignore[arg-type]
+
+
+# Precision
+
+
+@pytest.mark.parametrize(
+    ("plugin", "name"),
+    [
+        (Precision(), "32-true"),
+        (MixedPrecision("bf16-mixed", "cpu"), "bf16-mixed"),
+        (HalfPrecision("bf16-true"), "bf16-true"),
+        (MCorePrecision("bf16-true"), "bf16-true"),
+    ],
+)
+def test_the_plugin_of_lightning_is_translated(plugin: Precision, name: str) -> None:
+    assert MCorePrecision.from_lightning(plugin).precision == name
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "grad_reduce_in_fp32", "main_parameters", "main_parameters_of_a_plain_module"),
+    [
+        ("32-true", torch.float32, True, False, False),
+        ("bf16-mixed", torch.bfloat16, True, True, False),
+        ("bf16-true", torch.bfloat16, False, True, True),
+    ],
+)
+def test_the_table_of_precisions(
+    name: Any,
+    dtype: torch.dtype,
+    grad_reduce_in_fp32: bool,
+    main_parameters: bool,
+    main_parameters_of_a_plain_module: bool,
+) -> None:
+    precision = MCorePrecision(name)
+    assert precision.dtype == dtype
+    assert precision.grad_reduce_in_fp32 == grad_reduce_in_fp32
+    assert precision.has_low_precision_parameters(inline=False) == main_parameters
+    assert precision.has_low_precision_parameters(inline=True) == main_parameters_of_a_plain_module
+    fields = precision.megatron_fields()
+    assert fields == {"bf16": name != "32-true", "fp16": False, "params_dtype": dtype, "pipeline_dtype": dtype}
