@@ -56,7 +56,7 @@ demo: $(INSTALLED)  ## train a small GPT on four CPU ranks, tensor and pipeline 
 	$(RUN) examples/pretrain_gpt.py $(ARGS)
 
 bench: $(INSTALLED)  ## time our step against a bare Megatron loop
-	$(RUN) benchmarks/overhead.py $(ARGS)
+	$(RUN) -m benchmarks.overhead $(ARGS)
 
 clean:  ## remove caches, build products and what runs wrote; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache lightning_logs checkpoints outputs

@@ -8,8 +8,8 @@ both see the same moments of a shared machine, and the ratio of the two medians 
 
 Memory is measured apart: each loop alone in fresh processes, the peak of the largest rank.
 
-    python benchmarks/overhead.py                      # one rank, tp2 with sequence parallelism, pp2, dp2 sharded
-    python benchmarks/overhead.py --layouts pp2 --rounds 40
+    python -m benchmarks.overhead                      # one rank, tp2 with sequence parallelism, pp2, dp2 sharded
+    python -m benchmarks.overhead --layouts pp2 --rounds 40
 
 The results, with versions and commit, go to benchmarks/results/.
 """
@@ -22,16 +22,12 @@ import platform
 import resource
 import statistics
 import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Iterator
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
-
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
 
 import lightning.pytorch as pl
 import megatron.core
@@ -53,6 +49,7 @@ from lightning_mcore.backend import gpt_block_spec
 from lightning_mcore.process_groups import open_process_groups, pipeline_stage
 from tests.ranks import run_ranks
 
+REPOSITORY = Path(__file__).resolve().parent.parent
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),

@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import matplotlib
 import torch.distributed as dist
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
 
 matplotlib.use("Agg")  # draws into files; needs no display
 from matplotlib import pyplot
@@ -65,17 +66,20 @@ class LossCurve(pl.Callback):
     def __init__(self, file: str = "outputs/pretrain_gpt/loss.png") -> None:
         self.file = Path(file)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Draw the picture on the first rank.
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse a trainer without the logger whose file is drawn.
 
         Raises:
-            RuntimeError: The trainer has no ``CSVLogger``.
+            ValueError: There is no ``CSVLogger``.
         """
+        if not _csv_loggers(trainer):
+            raise ValueError("LossCurve reads what a CSVLogger writes; give the Trainer logger=CSVLogger(...)")
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Draw the picture on the first rank."""
         if not trainer.is_global_zero:
             return
-        logger = next((one for one in trainer.loggers if isinstance(one, pl.loggers.CSVLogger)), None)
-        if logger is None:
-            raise RuntimeError("LossCurve reads what a CSVLogger writes; give the Trainer logger=CSVLogger(...)")
+        logger = _csv_loggers(trainer)[0]
         logger.save()
         metrics = Path(logger.log_dir) / "metrics.csv"
         train, val = read_curve(metrics, "train_loss"), read_curve(metrics, "val_loss")
@@ -154,6 +158,10 @@ def draw_losses(file: Path, train: Curve, val: Curve, strategy: Any) -> None:
     figure.tight_layout()
     figure.savefig(file)
     pyplot.close(figure)
+
+
+def _csv_loggers(trainer: pl.Trainer) -> list[CSVLogger]:
+    return [logger for logger in trainer.loggers if isinstance(logger, CSVLogger)]
 
 
 def _count(ranks: int) -> str:

@@ -168,7 +168,10 @@ def unwrap_chunks(chunks: ModelChunks) -> None:
     for chunk in chunks.ddp:
         if chunk.use_forward_hook and chunk.remove_forward_pre_hook_handles:
             chunk.disable_forward_pre_hook(param_sync=False)
-        chunk.grad_accs.clear()  # they hold the hooks that add gradients to this wrapper's buffers
+        # The hooks that add gradients to this wrapper's buffers stand on nodes of autograd. Such a node outlives the
+        # wrapper if a graph is kept somewhere; its hook then does nothing, for it looks its parameter up here.
+        chunk.grad_accs.clear()
+        chunk.param_to_bucket_group.clear()
         for parameter in chunk.parameters():
             parameter.grad = None
             if hasattr(parameter, "main_grad"):

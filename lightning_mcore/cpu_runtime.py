@@ -109,6 +109,9 @@ class _CpuGenerators:
     def __getitem__(self, index: Any) -> torch.Generator:
         return torch.default_generator
 
+    def __iter__(self) -> Iterator[torch.Generator]:  # without it, a loop over them would never end
+        yield torch.default_generator
+
 
 class _CpuProperties:
     """Stands for the device properties that Megatron asks for."""

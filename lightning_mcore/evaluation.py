@@ -8,6 +8,8 @@ metric. So the strategy cuts them off the batch; where a whole batch is repeated
 
 import contextlib
 import copy
+import functools
+import inspect
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +20,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import Metric
+
+_LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
+_COUNTERS = ("_update_count", "_computed", "_forward_cache")
 
 
 def num_new_rows(dataloader: object, batch_idx: int) -> int | None:
@@ -49,21 +54,24 @@ class RepeatedRows:
     def __init__(self) -> None:
         self._num_batches: Counter[int] = Counter()
         self.whole_batch = False
+        self.only_batch = False
 
     def start(self) -> None:
         """Begin a run over the evaluation dataloaders."""
         self._num_batches.clear()
-        self.whole_batch = False
+        self.whole_batch = self.only_batch = False
 
     def cut(self, batch: Any, dataloader: object, dataloader_idx: int) -> Any:
         """Return the next batch of a dataloader without repeated samples.
 
-        A batch of nothing else is returned as it is, and :attr:`whole_batch` says so.
+        A batch of nothing else is returned as it is; :attr:`whole_batch` says so, and :attr:`only_batch` that this rank
+        has no other.
         """
         batch_idx = self._num_batches[dataloader_idx]
         self._num_batches[dataloader_idx] += 1
         new = num_new_rows(dataloader, batch_idx)
         self.whole_batch = new == 0
+        self.only_batch = self.whole_batch and batch_idx == 0
         if not new:
             return batch
         rows = extract_batch_size(batch)
@@ -73,12 +81,19 @@ class RepeatedRows:
 
 
 @contextlib.contextmanager
-def nothing_counts(module: pl.LightningModule) -> Iterator[None]:
-    """Drop what the module logs inside the ``with`` block, and what its torchmetrics objects learn."""
-    names = ("_update_count", "_computed", "_forward_cache")
+def nothing_counts(module: pl.LightningModule, is_only_batch: bool) -> Iterator[None]:
+    """Take the weight from what the module logs inside the ``with`` block, and forget what its metric objects learn.
+
+    The names are logged all the same: a rank with nothing but repeated samples must take part when the ranks reduce.
+
+    Args:
+        module: Whose step runs.
+        is_only_batch: Whether this rank has no other; what it does not reduce with others then keeps its weight, for
+            there is nothing to be a mean of otherwise.
+    """
     metrics = [child for child in module.modules() if isinstance(child, Metric)]
-    saved = [copy.deepcopy({**m.metric_state, **{n: getattr(m, n) for n in names}}) for m in metrics]
-    object.__setattr__(module, "log", lambda *args, **kwargs: None)
+    saved = [copy.deepcopy({**m.metric_state, **{n: getattr(m, n) for n in _COUNTERS}}) for m in metrics]
+    object.__setattr__(module, "log", functools.partial(_log_without_weight, module, is_only_batch))
     try:
         yield
     finally:
@@ -86,3 +101,18 @@ def nothing_counts(module: pl.LightningModule) -> Iterator[None]:
         for metric, state in zip(metrics, saved, strict=True):
             for name, value in state.items():
                 setattr(metric, name, value)
+
+
+def _log_without_weight(
+    module: pl.LightningModule, is_only_batch: bool, name: str, value: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Log a value so that it changes no mean and no sum; a repeated sample changes no minimum or maximum."""
+    options = dict(_LOG_SIGNATURE.bind(module, name, value, *args, **kwargs).arguments)
+    reduction = str(options.get("reduce_fx", "mean"))
+    if not isinstance(value, Metric) and (options.get("sync_dist") or not is_only_batch):
+        if reduction == "sum":
+            options["value"] = value * 0
+        elif reduction in ("mean", "avg"):
+            options["batch_size"] = options.get("batch_size", 1) * 0  # of the type that the other ranks reduce
+    options.pop("self")
+    pl.LightningModule.log(module, **options)

@@ -175,6 +175,9 @@ class MCoreModule(pl.LightningModule):
         """Return what the layout must divide, so that it is checked before process groups form; None: unknown."""
         return None
 
+    def check_settings(self) -> None:
+        """Refuse settings of the model that contradict each other or the strategy; runs before process groups form."""
+
     def microbatch_shape(self, batch: Any) -> tuple[int, int] | None:
         """Return ``(sequence length, rows)`` of a microbatch, so that pipeline stages need not exchange shapes."""
         return None

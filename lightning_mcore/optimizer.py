@@ -24,6 +24,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 from torch.optim import Optimizer
 
+from lightning_mcore.process_groups import process_group
+
 # One of the four fields by which Megatron tells groups apart on loading; it has no other use, so it carries our index.
 GROUP_INDEX = "is_decoupled_lr"
 
@@ -103,6 +105,10 @@ class MCoreOptimizer(Optimizer):
             if not owns_all and hasattr(parameter, "main_grad"):
                 parameter.main_grad.zero_()
                 parameter.grad_added_to_main_grad = False
+
+    def gradients_changed(self) -> None:
+        """Take note that backward has run; the strategy calls it."""
+        self._grads_are_ready = False
 
     def clip(self, value: float, by_value: bool) -> None:
         """Clip the gradients now if they are whole, else remember the norm for the step.
@@ -184,11 +190,18 @@ class MCoreOptimizer(Optimizer):
         """Add a group, where the user's optimizer does its own stepping on the parameters themselves.
 
         Raises:
-            RuntimeError: Megatron's optimizer has fixed its groups.
+            RuntimeError: Megatron's optimizer has fixed its groups, or a parameter has no gradient buffer.
         """
         if self.rebuilt or self._has_main_parameters:
             raise RuntimeError(
                 "parameter groups are fixed once Megatron's optimizer is made; add them in configure_optimizers"
+            )
+        added = param_group["params"]
+        frozen = [p for p in ([added] if isinstance(added, torch.Tensor) else added) if not hasattr(p, "main_grad")]
+        if frozen and process_group("dp").size() > 1:
+            raise RuntimeError(
+                f"{len(frozen)} parameters of the new group were frozen when training began, so their gradients would"
+                " not be reduced over the data-parallel ranks; train them from the start, at a learning rate of 0"
             )
         self.user.add_param_group(param_group)
 
@@ -210,8 +223,9 @@ class MCoreOptimizer(Optimizer):
 
     @property
     def _owns_every_parameter(self) -> bool:
+        # Not by requires_grad: toggle_optimizer() turns it off for the parameters of the other optimizers.
         own = {id(parameter) for parameter in self._own_parameters}
-        return all(id(p) in own for chunk in self._chunks for p in chunk.parameters() if p.requires_grad)
+        return all(id(p) in own for chunk in self._chunks for p in chunk.parameters() if hasattr(p, "main_grad"))
 
     @property
     def _has_main_parameters(self) -> bool:
@@ -237,11 +251,9 @@ class MCoreOptimizer(Optimizer):
         result = self._evaluate(closure) if closure is not None else None
         self._prepare_grads()
         self.megatron.step_with_ready_grads()
-        self._grads_are_ready = False
         return result
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        self._grads_are_ready = False
         with torch.enable_grad():
             result = closure()
         self._prepare_grads()

@@ -18,6 +18,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from lightning_mcore.optimizer import GROUP_INDEX, MCoreOptimizer
 from lightning_mcore.process_groups import process_group
 
+_NOT_IN_MEGATRON = ("amsgrad", "maximize", "dampening", "nesterov")
+
 
 @dataclass(frozen=True)
 class OptimizerSetting:
@@ -57,14 +59,18 @@ def make_optimizer(
         TypeError: The optimizer cannot be rebuilt where it must be.
         ValueError: A parameter of the model needs gradients but is in no group.
     """
-    rebuildable = _rebuilt_fields(user) is not None
-    if (setting.distributed or setting.expert_parallel) and not rebuildable:
-        need = "use_distributed_optimizer=True" if setting.distributed else "expert_model_parallel_size > 1"
+    fields = _rebuilt_fields(user)
+    if setting.distributed and (fields is None or fields["optimizer"] != "adam"):
         raise TypeError(
-            f"{need} needs torch's Adam, AdamW or SGD without amsgrad, maximize, dampening or nesterov; "
+            "use_distributed_optimizer=True needs torch's Adam or AdamW without amsgrad or maximize; "
             f"got {type(user).__name__}"
         )
-    rebuilt = setting.distributed or (rebuildable and not setting.inline)
+    if setting.expert_parallel and fields is None:
+        raise TypeError(
+            "expert_model_parallel_size > 1 needs torch's Adam, AdamW or SGD without amsgrad, maximize, dampening or "
+            f"nesterov; got {type(user).__name__}"
+        )
+    rebuilt = setting.distributed or (fields is not None and not setting.inline)
     parameters = [parameter for group in user.param_groups for parameter in group["params"]]
     megatron = _rebuild(user, chunks, setting) if rebuilt else _wrap(user, setting)
     return MCoreOptimizer(user, megatron, parameters, chunks, rebuilt=rebuilt, inline=setting.inline)
@@ -73,7 +79,7 @@ def make_optimizer(
 def _rebuilt_fields(user: Optimizer) -> dict[str, Any] | None:
     """Return the fields of Megatron's OptimizerConfig that make the same optimizer, None where there are none."""
     d = user.defaults
-    if d.get("maximize") or d.get("amsgrad") or d.get("nesterov") or d.get("dampening"):
+    if any(group.get(name) for group in user.param_groups for name in _NOT_IN_MEGATRON):
         return None
     if type(user) in (Adam, AdamW):
         decoupled = type(user) is AdamW or bool(d.get("decoupled_weight_decay"))

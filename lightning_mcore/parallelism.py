@@ -151,9 +151,11 @@ class MCoreParallelism(DDPStrategy):
         self.layout.validate_world(world_size)
         _check_module(model, self.layout)
         _check_one_precision(model.trainer, self.precision_plugin)
-        shape = model.model_shape() if isinstance(model, MCoreModule) else None
-        if shape is not None:
-            self.layout.validate_model(shape)
+        if isinstance(model, MCoreModule):
+            shape = model.model_shape()
+            if shape is not None:
+                self.layout.validate_model(shape)
+            model.check_settings()
         _check_expert_tensor_parallel(self.layout, self.root_device)
         if model.trainer.state.fn == TrainerFn.FITTING and self.micro_batch_size is None:
             self.layout.validate_microbatches(model.trainer.accumulate_grad_batches)

@@ -78,6 +78,7 @@ class MCoreStrategy(MCoreParallelism):
         assert module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._window: list[Microbatch] = []
+        self._seen_full_window = False
         self._repeated_rows = RepeatedRows()
         self._setup_chunks(module, fitting)
         if fitting:
@@ -150,8 +151,9 @@ class MCoreStrategy(MCoreParallelism):
         self._window += self._schedule.split(args[0], args[1:], self.micro_batch_size)
         if loop._should_accumulate():
             return self._last_loss if self._last_loss is not None else torch.zeros((), device=self.root_device)
-        if (loop.epoch_loop.batch_idx + 1) % num_batches == 0:  # not the short window at the end of an epoch
-            self.layout.validate_microbatches(len(self._window))
+        if not self._seen_full_window and (loop.epoch_loop.batch_idx + 1) % num_batches == 0:
+            self.layout.validate_microbatches(len(self._window))  # later ones may end with a short batch of the loader
+            self._seen_full_window = True
         return self._run_window(num_batches)
 
     def _run_window(self, num_batches: int) -> Any:
@@ -162,6 +164,7 @@ class MCoreStrategy(MCoreParallelism):
             chunk.zero_grad_buffer()
         for optimizer in self._megatron_optimizers():
             optimizer.megatron.zero_grad()
+            optimizer.gradients_changed()
         output = self._schedule.train(window, num_batches)
         self._last_loss = output["loss"] if isinstance(output, dict) else output
         return output
@@ -186,7 +189,8 @@ class MCoreStrategy(MCoreParallelism):
     def _evaluate(self, step: str, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
         assert module is not None
-        with nothing_counts(module) if self._repeated_rows.whole_batch else contextlib.nullcontext():
+        rows = self._repeated_rows
+        with nothing_counts(module, rows.only_batch) if rows.whole_batch else contextlib.nullcontext():
             if self._schedule is not None:
                 return self._schedule.evaluate(step, args[0], args[1:])
             with self.precision_plugin.forward_context():
@@ -258,6 +262,8 @@ class MCoreStrategy(MCoreParallelism):
                 for chunk in self._chunks.ddp:
                     stack.enter_context(chunk.no_sync())
             yield
+        for optimizer in self._megatron_optimizers():
+            optimizer.gradients_changed()
         if self._sync_blocked:
             return
         finalize_model_grads(self._chunks.ddp, None)

@@ -45,6 +45,7 @@ EXPERTS: dict[str, Any] = {
 }
 
 Batch = dict[str, torch.Tensor]
+Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
 MaskKind = Literal["full", "thinned", "ragged"]
 
 
@@ -68,7 +69,7 @@ class Recipe:
         clip: Greatest norm of the gradients.
     """
 
-    precision: Literal["32-true", "bf16-mixed", "bf16-true"] = "32-true"
+    precision: Precision = "32-true"
     token_weighted: bool = False
     mask: MaskKind = "ragged"
     steps: int = 4

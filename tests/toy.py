@@ -95,7 +95,8 @@ class Watch(pl.Callback):
         self.seen.batches.append(batch["index"].tolist())
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        gradients = [p.grad.flatten().clone() for p in pl_module.parameters() if p.grad is not None]
+        trained = (p for p in pl_module.parameters() if p.requires_grad)  # with toggle_optimizer, this optimizer's
+        gradients = [p.grad.flatten().clone() for p in trained if p.grad is not None]
         self.seen.gradients.append(torch.cat(gradients) if gradients else torch.zeros(0))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
@@ -166,7 +167,7 @@ class Stage(MegatronModule):
         self.input_tensor: Tensor | None = None
         if pre_process:
             self.embedding = fill(nn.Linear(FEATURES, WIDTH), seed=100)
-        self.layers = nn.ModuleList([fill(nn.Linear(WIDTH, WIDTH), seed=layer) for layer in layers])
+        self.layers = nn.ModuleDict({str(layer): fill(nn.Linear(WIDTH, WIDTH), seed=layer) for layer in layers})
         if post_process:
             self.head = fill(nn.Linear(WIDTH, 1), seed=200)
         self.to(config.params_dtype)
@@ -178,7 +179,7 @@ class Stage(MegatronModule):
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[b, s, 1]`` at the end of the model, else ``[s, b, h]``."""
         hidden = self.embedding(x).transpose(0, 1).contiguous() if self.pre_process else self.input_tensor
-        for layer in self.layers:
+        for layer in self.layers.values():
             hidden = hidden + layer(hidden).tanh()
         return self.head(hidden).transpose(0, 1) if self.post_process else hidden
 
@@ -310,12 +311,10 @@ def run_fit(module: pl.LightningModule, strategy: Any, *data: Any, ckpt_path: An
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return a copy of the parameters on this rank, by the name that they have on one rank."""
-    pipeline = getattr(module, "model", None)
-    if not isinstance(pipeline, Pipeline):
-        return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-    named = [(child, name, p) for child in pipeline.chunks for name, p in child.named_parameters()]
-    return {f"{id(child)}.{name}": parameter.detach().clone() for child, name, parameter in named}
+    """Return a copy of the parameters on this rank, by the name that they have in the whole model."""
+    model = getattr(module, "model", None)
+    parts = model.chunks if isinstance(model, Pipeline) else [module]
+    return {name: p.detach().clone() for part in parts for name, p in part.named_parameters()}
 
 
 def metrics_of(module: nn.Module) -> list[Metric]:

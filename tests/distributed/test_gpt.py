@@ -212,7 +212,7 @@ def test_half_a_sequence_on_each_of_two_ranks_learns_as_the_whole_on_one(name: s
     halves = run_ranks(2, train, run, str(tmp_path), timeout=120)[0]
     for metric in ("train_loss", "grad_norm"):
         expected, ours = ([step[metric] for step in result["steps"][:10]] for result in (whole, halves))
-        assert ours == pytest.approx(expected, rel=1e-4)
+        assert ours == pytest.approx(expected, rel=1e-5)  # measured: 3e-6
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
@@ -223,7 +223,7 @@ def test_one_rank_of_ours_learns_as_lightning_does(masked: bool, tmp_path: Any) 
     ]
     for metric in ("train_loss", "grad_norm"):
         lightning, ours = ([step[metric] for step in run["steps"]] for run in runs)
-        assert ours == pytest.approx(lightning, rel=1e-4)  # measured: 3e-6 after 40 steps
+        assert ours == pytest.approx(lightning, rel=1e-4)  # measured: 2e-5 after 40 steps
     assert runs[0]["text"] == runs[1]["text"]
 
 

@@ -113,6 +113,12 @@ def test_a_plain_lightning_module_learns_under_mcore(tmp_path: Path) -> None:
     assert float(found[1]) < 4.5  # ln 256 = 5.55 is a guess
 
 
+def test_a_loss_curve_without_its_logger_is_refused_before_training() -> None:
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    with pytest.raises(ValueError, match=r"give the Trainer logger=CSVLogger\(...\)"):
+        run_report.LossCurve().setup(trainer, None, "fit")
+
+
 def build(config: Path, monkeypatch: pytest.MonkeyPatch) -> LightningCLI:
     monkeypatch.setattr(sys, "argv", ["cli.py", "--config", str(config)])
     return cli.make_cli(run=False)

@@ -24,7 +24,6 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import nn
 
 from lightning_mcore.cpu_runtime import cpu_runtime
@@ -130,7 +129,7 @@ def _build_chunks(config: TransformerConfig, layout: Layout, recipe: Recipe) -> 
     if recipe.precision != "32-true":
         models = [Float16Module(config, model) for model in models]
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=recipe.precision != "bf16-true",
         use_distributed_optimizer=layout.distributed_optimizer,
         overlap_grad_reduce=layout.overlap,
         overlap_param_gather=layout.overlap and layout.distributed_optimizer,
@@ -171,7 +170,7 @@ def _connect(config: TransformerConfig, chunks: list[DistributedDataParallel], o
 def _forward_backward(chunks: list[DistributedDataParallel], layout: Layout, recipe: Recipe, step: int) -> float:
     """Run the schedule of one step and return its loss, on every pipeline rank."""
     batches = tiny.microbatches(recipe, layout, parallel_state.get_data_parallel_rank(), step)
-    batches = [get_batch_on_this_cp_rank(dict(batch)) for batch in batches]
+    batches = [_context_share(batch) for batch in batches]
     iterators = [iter(batches) for _ in chunks]
     outputs = get_forward_backward_func()(
         forward_step_func=_forward_step_tokens if recipe.token_weighted else _forward_step_mean,
@@ -183,6 +182,19 @@ def _forward_backward(chunks: list[DistributedDataParallel], layout: Layout, rec
         forward_only=False,
     )
     return _step_loss(outputs)
+
+
+def _context_share(batch: Batch) -> Batch:
+    """Return this context-parallel rank's tokens: of 2 cp slices the r-th and the r-th last, which balances attention.
+
+    Source: ``get_batch_on_this_cp_rank`` in megatron/core/utils.py, whose arguments differ between 0.16 and 0.19.
+    """
+    rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    shares = {}
+    for name, tensor in batch.items():
+        slices = tensor.chunk(2 * size, dim=1)
+        shares[name] = torch.cat([slices[rank], slices[2 * size - 1 - rank]], dim=1)
+    return shares
 
 
 def _step_loss(outputs: list[torch.Tensor]) -> float:

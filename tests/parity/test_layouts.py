@@ -5,8 +5,8 @@ The strategy on every layout of the table (``tests/layouts.py``) against the han
 to start with, same global batch of each step, ragged masks. Losses, the gradients of every step (before clipping, so an
 error of scale shows) and the weights after the last step are compared in global terms, every replica of every rank.
 
-The tolerance is 1e-5 of the largest element of each tensor. Measured over the table: gradients 1.3e-6, weights 5e-7,
-losses and gradient norms 4e-7. Adam's ``eps`` is 1e-4 here, because Adam divides a gradient by
+The tolerance is 1e-5 of the largest element of each tensor. Measured over the table: gradients 1.9e-6, weights 4e-7,
+gradient norms 3e-7, losses 2e-7. Adam's ``eps`` is 1e-4 here, because Adam divides a gradient by
 its own size: with 1e-8 a gradient that is a rounding error moves its weight as far as any other.
 """
 
@@ -94,13 +94,13 @@ def _check(layout: Layout, recipe: Recipe) -> None:
     worst: dict[str, float] = {}
     for step in range(recipe.steps):
         slices = [part for trace in traces for part in trace.gradients[step]]
-        worst |= {f"gradient {step} {k}": v for k, v in spread(slices, reference.gradients[step]).items()}
+        worst |= {f"gradient {key}, step {step}": v for key, v in spread(slices, reference.gradients[step]).items()}
     slices = [part for trace in traces for part in trace.weights]
     worst |= {f"weight {key}": value for key, value in spread(slices, reference.weights).items()}
-    for trace in traces:
-        worst["grad norm"] = max(worst.get("grad norm", 0.0), _relative(trace.grad_norms, reference.grad_norms))
+    worst["norm"] = max(_relative(trace.grad_norms, reference.grad_norms) for trace in traces)
     worst["loss"] = _relative(_losses(traces, layout, recipe), reference.losses)
-    print(f"{layout.id}: worst {max(worst.values()):.1e} {max(worst, key=lambda key: worst[key])}")
+    for what in ("gradient", "weight", "norm", "loss"):
+        print(f"{layout.id}: {what} {max(value for key, value in worst.items() if key.startswith(what)):.1e}")
     assert {key: value for key, value in worst.items() if not value <= TOLERANCE} == {}
 
 

@@ -12,7 +12,7 @@ from tests.layouts import Layout
 from tests.parity import bare_loop, lightning_loop
 from tests.parity.bare_loop import Trace
 from tests.ranks import run_ranks
-from tests.tiny import Recipe
+from tests.tiny import Precision, Recipe
 
 pytestmark = pytest.mark.distributed
 
@@ -35,12 +35,21 @@ LAYOUTS = (
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.id)
-def test_strategy_equals_the_bare_loop_bit_for_bit(layout: Layout, precision: str) -> None:
+def test_strategy_equals_the_bare_loop_bit_for_bit(layout: Layout, precision: Precision) -> None:
     recipes = [
         Recipe(precision=precision, token_weighted=token_weighted, mask="thinned", micro_batch_size=2, aux_loss=0.01)
         for token_weighted in (False, True)
     ]
     for differences in run_ranks(layout.world_size, _differences, layout, recipes, timeout=180):
+        assert differences == []
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(dp=2, distributed_optimizer=True), Layout(tp=2, sp=True)], ids=lambda x: x.id
+)
+def test_strategy_equals_the_bare_loop_with_gradients_in_bf16(layout: Layout) -> None:
+    recipe = Recipe(precision="bf16-true", mask="thinned", micro_batch_size=2)
+    for differences in run_ranks(2, _differences, layout, [recipe], timeout=120):
         assert differences == []
 
 

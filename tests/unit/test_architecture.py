@@ -248,3 +248,9 @@ def test_the_package_and_its_metadata_give_one_version() -> None:
     ]
     assert versions == [metadata["project"]["version"]]
     assert f"## [{versions[0]}]" in changelog
+
+
+def test_the_tour_names_every_file_of_the_package() -> None:
+    tour = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named_files = set(re.findall(r"`(\w+)\.py`", tour.partition("## A tour")[2].partition("\n## ")[0]))
+    assert {path.stem for path in PACKAGE_FILES} - {"__init__"} == named_files

@@ -107,6 +107,7 @@ def test_the_generator_of_cuda_is_that_of_the_cpu(runtime: None, module: Any) ->
     torch.cuda.manual_seed(7)
     assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(7)))
     assert torch.cuda.default_generators[5] is torch.default_generator
+    assert list(torch.cuda.default_generators) == [torch.default_generator]
 
 
 def test_the_tracker_of_megatron_forks_the_generator_and_puts_it_back(runtime: None) -> None:

@@ -9,7 +9,7 @@ through all of a table in one launch; each case is then a test of what became of
 import os
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -349,6 +349,11 @@ class Partial(StagedNet):
         return torch.optim.AdamW(list(self.parameters())[1:], lr=0.1)
 
 
+def amsgrad_in_a_group(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    first, *others = parameters
+    return torch.optim.AdamW([{"params": [first], "amsgrad": True}, {"params": others}], lr=0.1)
+
+
 SHARDED = {"use_distributed_optimizer": True}
 
 AFTER_BUILDING: dict[str, Case] = {
@@ -394,11 +399,17 @@ AFTER_BUILDING: dict[str, Case] = {
         error=TypeError,
         message="use_distributed_optimizer=True needs .* got LBFGS",
     ),
-    "nesterov": Case(
+    "sgd": Case(
         strategy=SHARDED,
-        module=partial(PlainNet, partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)),
+        module=partial(PlainNet, partial(torch.optim.SGD, lr=0.1)),
         error=TypeError,
-        message="without .* nesterov; got SGD",
+        message="use_distributed_optimizer=True needs torch's Adam or AdamW .* got SGD",
+    ),
+    "amsgrad-of-a-group": Case(
+        strategy=SHARDED,
+        module=partial(PlainNet, amsgrad_in_a_group),
+        error=TypeError,
+        message="without amsgrad .* got AdamW",
     ),
     "clip-by-value": Case(
         trainer={"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
