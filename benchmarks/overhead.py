@@ -44,8 +44,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_mcore import MCoreGPT, MCoreStrategy, cpu_runtime
+from lightning_mcore import MCoreGPT, MCoreStrategy
 from lightning_mcore.backend import gpt_block_spec
+from lightning_mcore.cpu_runtime import cpu_runtime
 from lightning_mcore.process_groups import open_process_groups, pipeline_stage
 from tests.ranks import run_ranks
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A PyTorch Lightning strategy over NVIDIA megatron-core."""
 
-from lightning_mcore.cpu_runtime import cpu_runtime
 from lightning_mcore.gpt import MCoreGPT
 from lightning_mcore.layout import ModelShape, ParallelLayout
 from lightning_mcore.module import MCoreModule
@@ -18,5 +17,4 @@ __all__ = [
     "ModelShape",
     "ParallelLayout",
     "__version__",
-    "cpu_runtime",
 ]

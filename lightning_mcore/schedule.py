@@ -25,6 +25,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -265,3 +266,22 @@ def _rows_of(rows: int, start: int, stop: int) -> Callable[[Tensor], Tensor]:
         return tensor[start:stop] if tensor.dim() > 0 and tensor.shape[0] == rows else tensor
 
     return take
+
+
+def check_backward_is_free(module: pl.LightningModule) -> None:
+    """Refuse a module that wants to run backward, or a part of it, itself.
+
+    Raises:
+        ValueError: It optimizes manually, or overrides ``backward``.
+    """
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"manual optimization is not available for a model built with pipeline(), whose backward is Megatron's; "
+            f"set automatic_optimization = True in {name}"
+        )
+    if is_overridden("backward", module):
+        raise ValueError(
+            f"{name} overrides backward(), but that of a model built with pipeline() is Megatron's and would not call "
+            "it; remove it, and scale the loss in training_step"
+        )

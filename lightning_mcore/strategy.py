@@ -47,7 +47,7 @@ from lightning_mcore.optimizer import MCoreOptimizer
 from lightning_mcore.optimizer_factory import OptimizerSetting, make_optimizer
 from lightning_mcore.parallelism import MCoreParallelism
 from lightning_mcore.process_groups import align_random_state, process_group
-from lightning_mcore.schedule import Microbatch, Schedule
+from lightning_mcore.schedule import Microbatch, Schedule, check_backward_is_free
 
 
 class MCoreStrategy(MCoreParallelism):
@@ -105,11 +105,8 @@ class MCoreStrategy(MCoreParallelism):
             precision.convert_module(module)
             self._chunks = wrap_chunks([module], plain_config(precision.dtype), None, ddp_config)
             return
-        if fitting and not module.automatic_optimization:
-            raise ValueError(
-                "manual optimization is not available for a model built with pipeline(), whose backward is Megatron's; "
-                "set automatic_optimization = True"
-            )
+        if fitting:
+            check_backward_is_free(module)
         config = pipeline_config(pipeline, self.megatron_fields())
         self.layout.validate_model(ModelShape.from_config(config))
         self._chunks = wrap_chunks(list(pipeline.chunks), config, pipeline, ddp_config)
@@ -168,6 +165,16 @@ class MCoreStrategy(MCoreParallelism):
         output = self._schedule.train(window, num_batches)
         self._last_loss = output["loss"] if isinstance(output, dict) else output
         return output
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Step; after the last step of an epoch or of the run make the parameters whole, for hooks may read them."""
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        assert self.lightning_module is not None
+        assert self._chunks is not None
+        trainer = self.lightning_module.trainer
+        if trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps:
+            synchronize_parameters(self._chunks)
+        return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step forward only."""
@@ -358,11 +365,6 @@ class MCoreStrategy(MCoreParallelism):
         """Forget batches that an interrupted run has kept."""
         self._window = []
         self._last_loss = None
-
-    def on_train_end(self) -> None:
-        """Make the parameters whole, so that what comes after training sees them."""
-        if self._chunks is not None:
-            synchronize_parameters(self._chunks)
 
     def teardown(self) -> None:
         """Take the wrappers off and leave nothing patched; the weights stay where they are."""

@@ -91,6 +91,9 @@ class Watch(pl.Callback):
         self.seen = Seen()
         self._step = 0
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._step = trainer.global_step
+
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Batch, *_: Any) -> None:
         self.seen.batches.append(batch["index"].tolist())
 

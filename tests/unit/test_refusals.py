@@ -326,6 +326,13 @@ class Manual(StagedNet):
         self.automatic_optimization = False
 
 
+class OwnBackward(StagedNet):
+    """Overrides a hook that Megatron's schedule does not have."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (2 * loss).backward()
+
+
 class Outside(StagedNet):
     """Trains a parameter that no chunk holds."""
 
@@ -390,6 +397,7 @@ AFTER_BUILDING: dict[str, Case] = {
     ),
     "no-config": Case(module=NoConfig, error=TypeError, message="Linear has NoneType"),
     "manual": Case(module=Manual, error=ValueError, message="set automatic_optimization = True"),
+    "own-backward": Case(module=OwnBackward, error=ValueError, message=r"OwnBackward overrides backward\(\)"),
     "outside": Case(module=Outside, error=ValueError, message="outside the model .* the first is 'scale'"),
     "two-models": Case(module=Two, error=ValueError, message=r"Two .* 2 models .* pipeline\(\)"),
     "ungrouped": Case(module=Partial, error=ValueError, message="parameters need gradients but are in no group"),
