@@ -174,7 +174,10 @@ class MCoreOptimizer(Optimizer):
                     "the checkpoint's optimizer state was saved in another precision or without Megatron, so it lacks"
                     " the fp32 copies of the parameters; load its weights alone, or train in the precision of the save"
                 )
-            self.megatron.load_state_dict(state_dict["megatron"])
+            if self.rebuilt:
+                self.megatron.load_state_dict(state_dict["megatron"])
+            else:
+                self._load_wrapped(state_dict["megatron"])
             for group, values in zip(self.user.param_groups, state_dict["param_groups"], strict=True):
                 group.update(values)
             return
@@ -185,6 +188,17 @@ class MCoreOptimizer(Optimizer):
                     part.optimizer.state.update(
                         {p: self.user.state[p] for p in group["params"] if p in self.user.state}
                     )
+
+    def _load_wrapped(self, state: dict[str, Any]) -> None:
+        """Do what Megatron's ``load_state_dict`` does, which wants fields in the groups that only its own have.
+
+        Source: ``Float16OptimizerWithFloat16Params.load_state_dict`` in megatron/core/optimizer (0.16).
+        """
+        self.user.load_state_dict(state["optimizer"])
+        copies = (p for group in self.megatron.fp32_from_float16_groups for p in group)
+        saved = (p for group in state["fp32_from_fp16_params"] for p in group)
+        for copy, value in zip(copies, saved, strict=True):
+            copy.data.copy_(value.data)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, where the user's optimizer does its own stepping on the parameters themselves.

@@ -219,6 +219,8 @@ class MCoreParallelism(DDPStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the data-parallel ranks; ranks of one model copy hold the same value already."""
         if isinstance(tensor, Tensor):
+            if str(reduce_op).lower() in ("mean", "avg") and not tensor.is_floating_point():
+                tensor = tensor.double()  # Lightning would cut off the fraction of a mean, as of a number of rows
             return _sync_ddp_if_available(tensor, self._or_data_parallel(group), reduce_op=reduce_op)
         return tensor
 

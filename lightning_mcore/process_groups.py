@@ -10,11 +10,13 @@ Ranks are laid out in Megatron's default order ``tp-cp-ep-dp-pp``: tensor-parall
 farthest apart.
 """
 
+import contextlib
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -145,9 +147,40 @@ def align_random_state() -> None:
         group = process_group(axis)
         if group.size() == 1:
             continue
-        state = [(random.getstate(), numpy.random.get_state(), torch.get_rng_state())]
+        state = [_random_state()]
         dist.broadcast_object_list(state, src=dist.get_global_rank(group, 0), group=group)
-        python_state, numpy_state, torch_state = state[0]
-        random.setstate(python_state)
-        numpy.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
+        _set_random_state(state[0])
+
+
+@contextlib.contextmanager
+def random_state_of_stage() -> Iterator[None]:
+    """Let each pipeline stage draw random numbers of its own inside the ``with`` block, without lasting effect.
+
+    A stage draws as often as its part of the model asks for it (dropout on the CPU, what stands behind ``self.model``
+    in a step). If that moved the common state, datasets and samplers of the stages would soon draw different numbers,
+    and inputs and labels belong to different samples. CUDA's generators are left as they are: data is not drawn there.
+    """
+    group = process_group("pp")
+    if group.size() == 1:
+        yield
+        return
+    seed = int(torch.randint(2**31, ())) + group.rank()  # the one draw from the common state, the same on every stage
+    common = _random_state()
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        _set_random_state(common)
+
+
+def _random_state() -> tuple[Any, Any, torch.Tensor]:
+    return random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+
+
+def _set_random_state(state: tuple[Any, Any, torch.Tensor]) -> None:
+    python_state, numpy_state, torch_state = state
+    random.setstate(python_state)
+    numpy.random.set_state(numpy_state)
+    torch.set_rng_state(torch_state)

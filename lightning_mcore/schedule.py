@@ -33,7 +33,7 @@ from torch import Tensor
 from lightning_mcore.chunks import ModelChunks
 from lightning_mcore.layout import ParallelLayout
 from lightning_mcore.module import MCoreModule, StageOutput
-from lightning_mcore.process_groups import process_group
+from lightning_mcore.process_groups import process_group, random_state_of_stage
 from lightning_mcore.step_logs import StepLogs
 
 
@@ -151,7 +151,7 @@ class Schedule:
         seq_length, micro_batch_size = shape or (1, 1)
         interleaved = self._layout.virtual_pipeline_model_parallel_size is not None
         iterators = [iter(filled) for _ in self._chunks.wrapped]
-        with self._logs.recording():
+        with self._logs.recording(), random_state_of_stage():
             outputs = get_forward_backward_func()(
                 forward_step_func=self._forward_step(step, len(filled), forward_only, num_batches),
                 data_iterator=iterators if interleaved else iterators[0],

@@ -161,8 +161,16 @@ class PlainNet(pl.LightningModule):
 class Stage(MegatronModule):
     """A chunk of the toy model: its share of the layers, with embedding and head where the model begins and ends."""
 
-    def __init__(self, config: TransformerConfig, layers: Iterable[int], pre_process: bool, post_process: bool) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layers: Iterable[int],
+        pre_process: bool,
+        post_process: bool,
+        vp_stage: int | None,
+    ) -> None:
         super().__init__(config)
+        self.vp_stage = vp_stage
         self.pre_process = pre_process
         self.post_process = post_process
         self.share_embeddings_and_output_weights = False
@@ -216,7 +224,7 @@ class StagedNet(MCoreModule):
         chunks = stages * (self.config.virtual_pipeline_model_parallel_size or 1)
         chunk = (vp_stage or 0) * stages + parallel_state.get_pipeline_model_parallel_rank()
         share = NUM_LAYERS // chunks
-        return Stage(self.config, range(chunk * share, (chunk + 1) * share), pre_process, post_process)
+        return Stage(self.config, range(chunk * share, (chunk + 1) * share), pre_process, post_process, vp_stage)
 
     def predictions(self, batch: Batch) -> Tensor:
         """Return ``[b, s, 1]``."""
