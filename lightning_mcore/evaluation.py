@@ -7,7 +7,6 @@ metric. So the strategy cuts them off the batch; where a whole batch is repeated
 """
 
 import contextlib
-import copy
 import functools
 import inspect
 from collections import Counter
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import Metric
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
-_COUNTERS = ("_update_count", "_computed", "_forward_cache")
 
 
 def num_new_rows(dataloader: object, batch_idx: int) -> int | None:
@@ -33,17 +32,21 @@ def num_new_rows(dataloader: object, batch_idx: int) -> int | None:
         batch_idx: Its place in the dataloader.
 
     Returns:
-        A number of rows; None where no distributed sampler repeats samples.
+        A number of rows, of batches where the dataset holds batches; None where no distributed sampler repeats samples.
 
     Source: ``DistributedSampler.__iter__`` in torch.utils.data (2.13): the repeated samples come last.
     """
-    if not isinstance(dataloader, DataLoader) or dataloader.batch_size is None:
+    if not isinstance(dataloader, DataLoader):
         return None
-    sampler = dataloader.sampler
+    sampler, batch_size = dataloader.sampler, dataloader.batch_size
     if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
         return None
-    first = batch_idx * dataloader.batch_size
-    places = range(first, min(first + dataloader.batch_size, len(sampler)))
+    if batch_size is None:
+        if dataloader.batch_sampler is not None:  # the user's own, which may form batches in any way
+            return None
+        batch_size = 1  # the sampler chooses whole batches
+    first = batch_idx * batch_size
+    places = range(first, min(first + batch_size, len(sampler)))
     num_samples = len(sampler.dataset)  # type: ignore[arg-type]
     return sum(place * sampler.num_replicas + sampler.rank < num_samples for place in places)
 
@@ -61,23 +64,51 @@ class RepeatedRows:
         self._num_batches.clear()
         self.whole_batch = self.only_batch = False
 
-    def cut(self, batch: Any, dataloader: object, dataloader_idx: int) -> Any:
+    def cut(self, batch: Any, loaders: CombinedLoader | None, dataloader_idx: int) -> Any:
         """Return the next batch of a dataloader without repeated samples.
 
         A batch of nothing else is returned as it is; :attr:`whole_batch` says so, and :attr:`only_batch` that this rank
-        has no other.
+        has no other. Where several loaders are read side by side, each batch is left as it is.
+
+        Args:
+            batch: The batch, on the device.
+            loaders: The dataloaders of the run.
+            dataloader_idx: Which of them it comes from.
         """
+        assert loaders is not None, "evaluation runs over dataloaders"
         batch_idx = self._num_batches[dataloader_idx]
         self._num_batches[dataloader_idx] += 1
-        new = num_new_rows(dataloader, batch_idx)
+        dataloader = loaders.flattened[dataloader_idx]
+        new = num_new_rows(dataloader, batch_idx) if loaders._mode == "sequential" else None
         self.whole_batch = new == 0
         self.only_batch = self.whole_batch and batch_idx == 0
-        if not new:
+        if not new or dataloader.batch_size is None:
             return batch
         rows = extract_batch_size(batch)
         if new >= rows:
             return batch
         return apply_to_collection(batch, Tensor, lambda t: t[:new] if t.dim() > 0 and t.shape[0] == rows else t)
+
+
+@contextlib.contextmanager
+def metrics_forget(module: pl.LightningModule) -> Iterator[None]:
+    """Undo what the torchmetrics objects of a module learn inside the ``with`` block."""
+    metrics = [child for child in module.modules() if isinstance(child, Metric)]
+    states = [{name: _copy(value) for name, value in metric.metric_state.items()} for metric in metrics]
+    counters = [(metric._update_count, metric._forward_cache) for metric in metrics]
+    try:
+        yield
+    finally:
+        for metric, state, (update_count, forward_cache) in zip(metrics, states, counters, strict=True):
+            for name, value in state.items():
+                setattr(metric, name, value)
+            metric._update_count, metric._forward_cache = update_count, forward_cache
+            metric._computed = None  # also where it was known: the other ranks ask each other anew
+
+
+def _copy(state: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
+    """Return a copy that stays as it is when the metric adds to its tensor in place or appends to its list."""
+    return state.clone() if isinstance(state, Tensor) else list(state)
 
 
 @contextlib.contextmanager
@@ -91,16 +122,12 @@ def nothing_counts(module: pl.LightningModule, is_only_batch: bool) -> Iterator[
         is_only_batch: Whether this rank has no other; what it does not reduce with others then keeps its weight, for
             there is nothing to be a mean of otherwise.
     """
-    metrics = [child for child in module.modules() if isinstance(child, Metric)]
-    saved = [copy.deepcopy({**m.metric_state, **{n: getattr(m, n) for n in _COUNTERS}}) for m in metrics]
     object.__setattr__(module, "log", functools.partial(_log_without_weight, module, is_only_batch))
     try:
-        yield
+        with metrics_forget(module):
+            yield
     finally:
         object.__delattr__(module, "log")
-        for metric, state in zip(metrics, saved, strict=True):
-            for name, value in state.items():
-                setattr(metric, name, value)
 
 
 def _log_without_weight(

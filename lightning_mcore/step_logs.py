@@ -29,6 +29,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_mcore.evaluation import metrics_forget
 from lightning_mcore.process_groups import process_group
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
@@ -77,10 +78,11 @@ class StepLogs:
 
     @contextlib.contextmanager
     def microbatch(self, batch: Any, muted: bool) -> Iterator[None]:
-        """Say which microbatch runs; a muted one, which only fills up a schedule, leaves no values."""
+        """Say which microbatch runs; a muted one, which only fills up a schedule, leaves no trace in logs or metrics."""
         self._batch, self._muted = batch, muted
         try:
-            yield
+            with metrics_forget(self._module) if muted else contextlib.nullcontext():
+                yield
         finally:
             self._batch, self._muted = None, False
 

@@ -209,10 +209,7 @@ class MCoreStrategy(MCoreParallelism):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if trainer.validating or trainer.sanity_checking or trainer.testing:
-            loop = trainer._evaluation_loop
-            assert loop._combined_loader is not None
-            loader = loop._combined_loader.flattened[dataloader_idx]
-            batch = self._repeated_rows.cut(batch, loader, dataloader_idx)
+            batch = self._repeated_rows.cut(batch, trainer._evaluation_loop._combined_loader, dataloader_idx)
         return batch
 
     def on_validation_start(self) -> None:

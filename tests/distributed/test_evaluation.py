@@ -1,82 +1,224 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation sets that the ranks do not divide: every sample counts once, and nothing hangs."""
+"""Validation, test and prediction on data that the ranks do not divide: nothing hangs, every sample counts once.
+
+What is logged is compared with the same numbers over the samples themselves, computed here without a trainer.
+"""
 
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from tests.ranks import run_ranks
-from tests.toy import Batch, PlainNet, StagedNet, fill, loader, make_trainer
+from tests.toy import (
+    FEATURES,
+    NUM_LAYERS,
+    WIDTH,
+    Batch,
+    PlainNet,
+    Samples,
+    StagedNet,
+    fill,
+    loader,
+    make_trainer,
+)
 
-SIZES = (1, 2, 3, 5, 8)
+pytestmark = pytest.mark.distributed
+
+PP2 = {"pipeline_model_parallel_size": 2}
+VP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+SIZES = range(1, 10)
 BATCH_SIZES = (1, 2, 4)
-PIPELINE = {"pipeline_model_parallel_size": 2}
 
 
-def evaluate(staged: bool, strategy: Any) -> dict[str, tuple[float, float, int]]:
-    """Rank function: for each size and batch size the logged loss, the metric object's value and how many it saw."""
+def errors_by_hand(staged: bool) -> Tensor:
+    """Return the error of each of 16 samples under the weights that the toy modules start with."""
+    samples = Samples(16)
+    if not staged:
+        predicted = PlainNet().net(samples.x)
+    else:
+        hidden = fill(nn.Linear(FEATURES, WIDTH), seed=100)(samples.x)
+        for layer in range(NUM_LAYERS):
+            hidden = hidden + fill(nn.Linear(WIDTH, WIDTH), seed=layer)(hidden).tanh()
+        predicted = fill(nn.Linear(WIDTH, 1), seed=200)(hidden)
+    return (predicted - samples.y).square().mean((1, 2)).detach().double()
+
+
+def evaluate(module: Any, name: str, batch: Batch) -> None:
+    """Log errors in every way there is: means, sums and extremes, by Lightning and by torchmetrics."""
+    errors = (module.predictions(batch).float() - batch["y"]).square().mean((1, 2))
+    module.log(f"{name}_loss", errors.mean(), sync_dist=True)
+    module.log_dict({f"{name}_min": errors.min(), f"{name}_other": 0.0}, reduce_fx="min", sync_dist=True)
+    module.log(f"{name}_max", errors.max(), reduce_fx="max", sync_dist=True)
+    module.log(f"{name}_rows", float(len(errors)), reduce_fx="sum", sync_dist=True)
+    module.error.update(errors)
+    module.indices.update(batch["index"])
+    module.log(f"{name}_metric", module.error)
+
+
+class Plain(PlainNet):
+    evaluate = evaluate
+
+
+class Staged(StagedNet):
+    evaluate = evaluate
+
+
+def evaluate_every_size(staged: bool, strategy: Any) -> dict[tuple[str, int, int], tuple[dict[str, float], list[int]]]:
+    """Return what was logged and which samples were counted, for each way, size and batch size."""
+    module = Staged() if staged else Plain()
     found = {}
     for size in SIZES:
         for batch_size in BATCH_SIZES:
-            module = StagedNet() if staged else PlainNet()
-            trainer = make_trainer(strategy)
-            trainer.validate(module, loader(size, batch_size), verbose=False)
-            values = trainer.callback_metrics
-            indices = module.indices.compute().flatten()
-            found[f"{size}/{batch_size}"] = (float(values["val_loss"]), float(values["val_metric"]), len(indices))
-            assert sorted(indices.tolist()) == list(range(size)), f"{size} samples in batches of {batch_size}"
+            for way in ("validate", "test") if batch_size == 2 else ("validate",):
+                trainer = make_trainer(strategy)
+                getattr(trainer, way)(module, loader(size, batch_size), verbose=False)
+                logged = {name.split("_")[1]: float(value) for name, value in trainer.callback_metrics.items()}
+                found[way, size, batch_size] = logged, sorted(module.indices.compute().flatten().long().tolist())
+                module.indices.reset()
     return found
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("staged", "world_size", "strategy"),
-    [(False, 2, {}), (True, 2, {}), (True, 2, PIPELINE), (True, 4, PIPELINE)],
-    ids=["plain-dp2", "staged-dp2", "pp2", "dp2-pp2"],
+    [(False, 2, {}), (True, 2, {}), (True, 2, PP2), (True, 4, PP2), (True, 4, VP2), (True, 4, CP2)],
+    ids=["plain-dp2", "staged-dp2", "pp2", "pp2-dp2", "pp2-vp2-dp2", "cp2-dp2"],
 )
-def test_uneven_sets_give_the_metric_of_one_process(staged: bool, world_size: int, strategy: dict[str, Any]) -> None:
-    [expected] = run_ranks(1, evaluate, staged, {}, timeout=120)
-    for result in run_ranks(world_size, evaluate, staged, strategy, timeout=240):
-        for case, (loss, metric, count) in expected.items():
-            assert result[case] == (pytest.approx(loss, rel=1e-6), pytest.approx(metric, rel=1e-6), count), case
+def test_every_sample_counts_once_whatever_the_size(staged: bool, world_size: int, strategy: dict[str, Any]) -> None:
+    errors = errors_by_hand(staged)
+    for rank in run_ranks(world_size, evaluate_every_size, staged, strategy, timeout=180):
+        assert len(rank) == len(SIZES) * (len(BATCH_SIZES) + 1)
+        for (way, size, batch_size), (logged, indices) in rank.items():
+            known, case = errors[:size], f"{way}: {size} samples in batches of {batch_size}"
+            parts = strategy.get("context_parallel_size", 1)  # ranks that have a part of each sequence and count it
+            assert indices == sorted([*range(size)] * parts), case
+            assert logged["rows"] == size * parts, case
+            for name in ("loss", "metric"):
+                assert logged[name] == pytest.approx(known.mean().item(), rel=1e-6), f"{name} of {case}"
+            if strategy is not CP2:  # there a rank has the error of a part of the sequence
+                assert logged["min"] == pytest.approx(known.min().item(), rel=1e-6), case
+                assert logged["max"] == pytest.approx(known.max().item(), rel=1e-6), case
 
 
-class Mean(PlainNet):
-    """Counts validation steps in a torchmetrics object, as some users do."""
-
-    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        super().validation_step(batch, batch_idx, dataloader_idx)
-        self.log("rows", float(len(batch["x"])), reduce_fx="sum", sync_dist=True)
+# Several loaders, loaders of the user's own, the sanity check
 
 
-def fit_with_two_sets(strategy: Any) -> dict[str, float]:
-    """Rank function: fit with a sanity check and two validation sets of uneven size."""
-    module = Mean()
+def own_loaders() -> dict[str, Any]:
+    """Return loaders of five samples in which something is not as usual."""
+    samples = Samples(9)
+    subset = SubsetRandomSampler([8, 1, 3, 6, 5], generator=torch.Generator().manual_seed(0))
+    return {
+        "several": [loader(5, 2), loader(3, 2), loader(1, 4)],
+        "sampler": DataLoader(samples, batch_size=2, sampler=subset),
+        "not-batched": DataLoader([{k: v[None] for k, v in samples[i].items()} for i in range(5)], batch_size=None),
+        "drop-last": DataLoader(Samples(5), batch_size=2, drop_last=True),
+        "workers": DataLoader(Samples(5), batch_size=2, num_workers=2, persistent_workers=True),
+        "at-once": CombinedLoader({"a": loader(5, 2), "b": loader(9, 2)}, "max_size"),
+    }
+
+
+class Counting(Staged):
+    """Counts the samples of each loader; takes two loaders at once too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: dict[int, list[int]] = {}
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if "a" in batch:
+            batch = batch["b"]
+        self.evaluate("val", batch)
+
+    def on_validation_epoch_end(self) -> None:
+        self.counted = {len(self.counted): sorted(self.indices.compute().flatten().long().tolist())}
+        self.indices.reset()
+
+
+def validate_own_loaders(strategy: Any) -> dict[str, Any]:
+    """Return for each loader what was logged and counted."""
+    found = {}
+    for name, data in own_loaders().items():
+        module = Counting()
+        trainer = make_trainer(strategy)
+        results = trainer.validate(module, data, verbose=False)
+        found[name] = [{k.split("/")[0]: v for k, v in result.items()} for result in results], module.counted[0]
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "strategy"), [(2, {}), (4, PP2)], ids=["dp2", "pp2-dp2"])
+def test_loaders_of_the_user(world_size: int, strategy: dict[str, Any]) -> None:
+    errors = errors_by_hand(staged=True)
+    for rank in run_ranks(world_size, validate_own_loaders, strategy, timeout=120):
+        for name, samples in {
+            "sampler": [1, 3, 5, 6, 8],
+            "not-batched": list(range(5)),
+            "drop-last": list(range(4)),
+            "workers": list(range(5)),
+        }.items():
+            [logged], counted = rank[name]
+            assert counted == samples, name
+            assert logged["val_rows"] == len(samples), name
+            for metric in ("val_loss", "val_metric"):
+                assert logged[metric] == pytest.approx(errors[samples].mean().item(), rel=1e-6), name
+        each, counted = rank["several"]
+        assert counted == [0, 0, 0, 1, 1, 2, 2, 3, 4]
+        for logged, size in zip(each, (5, 3, 1), strict=True):
+            assert logged["val_rows"] == size
+            assert logged["val_loss"] == pytest.approx(errors[:size].mean().item(), rel=1e-6)
+        assert set(rank["at-once"][1]) == set(range(9))  # Lightning's own count where loaders are read side by side
+
+
+def fit_and_validate(strategy: Any) -> list[dict[str, float]]:
+    """Fit with a sanity check and validation within the epoch; return what was logged after each validation."""
+    logged: list[dict[str, float]] = []
+
+    class Keep(Staged):
+        def on_validation_epoch_end(self) -> None:
+            metrics = self.trainer.callback_metrics
+            logged.append({name: float(value) for name, value in metrics.items() if "rows" in name})
+
+    module = Keep()
     trainer = make_trainer(strategy, num_sanity_val_steps=2, val_check_interval=2)
-    trainer.fit(module, loader(8, 2), [loader(5, 2), loader(3, 2)])
-    return {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("rows")}
+    trainer.fit(module, loader(16, 2), [loader(5, 2), loader(3, 2)])
+    trainer.validate(module, [loader(5, 2), loader(3, 2)], verbose=False)
+    return [{name: float(v) for name, v in trainer.callback_metrics.items() if "rows" in name}, *logged[-1:]]
 
 
-@pytest.mark.distributed
-def test_several_sets_and_the_sanity_check_count_each_sample_once() -> None:
-    for counts in run_ranks(2, fit_with_two_sets, {}):
-        assert counts == {"rows/dataloader_idx_0": 5.0, "rows/dataloader_idx_1": 3.0}
+def test_the_sanity_check_and_validation_within_an_epoch_leave_no_trace_in_each_other() -> None:
+    for strategy, world_size in (({}, 2), (PP2, 4)):
+        for rank in run_ranks(world_size, fit_and_validate, strategy, timeout=120):
+            assert rank[0] == {"val_rows/dataloader_idx_0": 5.0, "val_rows/dataloader_idx_1": 3.0}
 
 
-def predict(strategy: Any) -> list[int]:
-    """Rank function: the samples whose predictions this rank got, checked against the model itself."""
-    module = PlainNet()
-    fill(module.net, seed=3)
-    outputs = make_trainer(strategy).predict(module, loader(7, 2))
-    assert outputs is not None
-    for output in outputs:
-        inputs = torch.stack([loader(7, 1).dataset[i]["x"] for i in output["index"].tolist()])
-        assert torch.equal(output["y"], module.net(inputs))
-    return [index for output in outputs for index in output["index"].tolist()]
+# Prediction
 
 
-@pytest.mark.distributed
-def test_predict_returns_each_sample_once_over_the_data_parallel_ranks() -> None:
-    first, second = run_ranks(2, predict, {})
-    assert sorted(first + second) == list(range(7))
+def predict(staged: bool, strategy: Any) -> dict[int, list[tuple[int, Tensor]]]:
+    """Return the samples whose predictions this rank got, with the predictions, for several sizes."""
+    module, found = Staged() if staged else Plain(), {}
+    for size in (2, 5, 7):
+        outputs = make_trainer(strategy).predict(module, loader(size, 2))
+        assert outputs is not None
+        pairs = [pair for output in outputs for pair in zip(output["index"].tolist(), output["y"], strict=True)]
+        found[size] = pairs
+    return found
+
+
+@pytest.mark.parametrize(
+    ("staged", "world_size", "strategy"), [(False, 2, {}), (True, 4, PP2)], ids=["plain-dp2", "pp2-dp2"]
+)
+def test_predict_gives_each_sample_once_and_alike_on_every_stage(staged: bool, world_size: int, strategy: Any) -> None:
+    errors, samples = errors_by_hand(staged), Samples(16)
+    ranks = run_ranks(world_size, predict, staged, strategy)
+    for size in (2, 5, 7):
+        pairs = [*ranks[0][size], *ranks[1][size]]
+        assert sorted(index for index, _ in pairs) == list(range(size))
+        for index, predicted in pairs:
+            error = (predicted - samples.y[index]).square().mean().item()
+            assert error == pytest.approx(errors[index].item(), rel=1e-5)
+        for rank, other in zip(ranks[:2], ranks[2:], strict=False):
+            assert str(rank[size]) == str(other[size])
