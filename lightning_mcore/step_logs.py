@@ -78,7 +78,7 @@ class StepLogs:
 
     @contextlib.contextmanager
     def microbatch(self, batch: Any, muted: bool) -> Iterator[None]:
-        """Say which microbatch runs; a muted one, which only fills up a schedule, leaves no trace in logs or metrics."""
+        """Say which microbatch runs; a muted one only fills up a schedule, and leaves no trace in logs or metrics."""
         self._batch, self._muted = batch, muted
         try:
             with metrics_forget(self._module) if muted else contextlib.nullcontext():

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``self.log`` in a step that runs as a pipeline: every rank holds the value, and the value is about the whole step.
+
+The expected numbers are computed here from the samples that each step read.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from torch import Tensor
+from torchmetrics import MetricCollection
+from torchmetrics.aggregation import MaxMetric, MeanMetric, SumMetric
+
+from tests.ranks import run_ranks
+from tests.toy import Batch, Memory, Samples, StagedNet, Watch, loader, make_trainer, run_fit
+
+pytestmark = pytest.mark.distributed
+
+PP2 = {"pipeline_model_parallel_size": 2}
+VP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+TP2 = {"tensor_model_parallel_size": 2}
+
+
+class Talkative(StagedNet):
+    """Logs numbers of its inputs in every way there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+        self.collection = MetricCollection({"all_sum": SumMetric(), "all_max": MaxMetric()})
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        x = batch["x"]
+        self.log("before_sum", x.sum(), reduce_fx="sum")  # this line runs on every stage
+        self.mean.update(x)
+        loss = (self.predictions(batch).float() - batch["y"]).square().mean()
+        self.log("mean", x.mean(), prog_bar=True)
+        self.log("positive", x[x > 0].mean(), batch_size=(x > 0).sum())  # type: ignore[arg-type]
+        self.log_dict({"sum": x.sum(), "twice": 2 * x.sum()}, reduce_fx="sum")
+        self.log("min", x.min(), reduce_fx="min")
+        self.log("max", x.max().item(), reduce_fx=max)
+        self.log("both", x.mean(), on_step=True, on_epoch=True)
+        self.log("epoch", x.mean(), on_step=False, on_epoch=True)
+        self.log("synced", x.mean(), sync_dist=True)
+        if self.trainer.global_step % 2:
+            self.log("sometimes", x.mean())
+        self.log("metric", self.mean, on_step=False, on_epoch=True)
+        self.collection.update(x)
+        self.log_dict(self.collection, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        predictions = self.predictions(batch)
+        self.log("val_rows", len(predictions), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("val_both", batch["x"].mean(), on_step=True, on_epoch=True)
+
+
+def train(strategy: dict[str, Any], size: int, batch_size: int, accumulate: int) -> dict[str, Any]:
+    """Train one epoch; return what a logger on this rank got."""
+    memory, watch = Memory(), Watch()
+    trainer = make_trainer(
+        strategy,
+        logger=memory,
+        callbacks=[watch, LearningRateMonitor()],
+        accumulate_grad_batches=accumulate,
+        use_distributed_sampler="copies" in strategy,
+    )
+    trainer.fit(Talkative(), loader(size, batch_size), loader(4, 2))
+    bar = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+    return {"rows": memory.rows, "batches": watch.seen.batches, "bar": bar, "last": trainer.callback_metrics}
+
+
+RUNS: dict[str, tuple[int, dict[str, Any], int, int, int]] = {  # ranks, strategy, samples, rows of a batch, batches
+    "one": (1, {}, 13, 2, 3),
+    "pp2": (2, PP2, 13, 2, 3),
+    "pp2-at-once": (2, PP2, 13, 2, 1),
+    "pp2-rows": (2, {**PP2, "micro_batch_size": 2}, 14, 5, 2),
+    "pp2-vp2": (2, VP2, 14, 2, 2),
+    "pp2-vp2-short-window": (2, VP2, 13, 2, 4),
+    "cp2": (2, CP2, 13, 2, 3),
+    "tp2": (2, TP2, 13, 2, 3),
+    "cp2-pp2": (4, {**PP2, **CP2}, 13, 2, 3),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_value_is_about_the_whole_step_and_every_rank_has_it(name: str) -> None:
+    world_size, strategy, size, batch_size, accumulate = RUNS[name]
+    for rank in run_ranks(world_size, train, strategy, size, batch_size, accumulate):
+        batches = rank["batches"]
+        assert batches == [[*range(i, min(i + batch_size, size))] for i in range(0, size, batch_size)]
+        windows = [batches[i : i + accumulate] for i in range(0, len(batches), accumulate)]
+        rows = [row for row in rank["rows"] if "mean" in row]
+        assert len(rows) == len(windows)
+        for step, (row, window) in enumerate(zip(rows, windows, strict=True)):
+            x = Samples(size).x[[index for batch in window for index in batch]].double()
+            expected = {
+                "mean": x.mean(),
+                "both_step": x.mean(),
+                "synced": x.mean(),
+                "positive": x[x > 0].mean(),
+                "sum": x.sum(),
+                "before_sum": x.sum(),
+                "twice": 2 * x.sum(),
+                "min": x.min(),
+                "max": x.max(),
+            }
+            for key, value in expected.items():
+                assert row[key] == pytest.approx(value.item(), rel=1e-5, abs=1e-6), f"{key} at step {step}"
+            assert ("sometimes" in row) == bool(step % 2)
+            assert "epoch" not in row
+        check_the_epoch(rank, Samples(size).x.double())
+
+
+def check_the_epoch(rank: dict[str, Any], x: Tensor) -> None:
+    """What is logged at the end of the epoch is about all of its samples."""
+    epoch = {name: value for row in rank["rows"] if "epoch" in row for name, value in row.items()}
+    for key in ("epoch", "both_epoch", "metric"):
+        assert epoch[key] == pytest.approx(x.mean().item(), rel=1e-5, abs=1e-6), key
+    assert epoch["all_sum"] == pytest.approx(x.sum().item(), rel=1e-5)
+    assert epoch["all_max"] == pytest.approx(x.max().item(), rel=1e-6)
+    assert rank["bar"]["mean"] == pytest.approx(float(rank["last"]["mean"]))
+    rates = [row["lr-AdamW"] for row in rank["rows"] if "lr-AdamW" in row]
+    assert set(rates) == {0.01}
+    validation = {name: value for row in rank["rows"] if "val_rows" in row for name, value in row.items()}
+    assert validation["val_rows"] in (4.0, 8.0)  # twice where context-parallel ranks count their part of a sequence
+    assert validation["val_both_epoch"] == pytest.approx(Samples(4).x.mean().item(), rel=1e-5, abs=1e-6)
+
+
+def log_apart(strategy: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what two model copies with different samples log."""
+    memory, watch = Memory(), Watch()
+    trainer = make_trainer(strategy, logger=memory, callbacks=[watch], accumulate_grad_batches=2)
+    trainer.fit(Talkative(), loader(16, 2), loader(4, 2))
+    return [memory.rows, watch.seen.batches]
+
+
+def test_sync_dist_is_the_mean_over_model_copies_and_nothing_else_is() -> None:
+    ranks = run_ranks(4, log_apart, PP2)
+    for rank in (0, 1):
+        rows, batches = ranks[rank]
+        other_rows, other = ranks[1 - rank]
+        assert rows == ranks[rank + 2][0], "the stages of one copy hold different values"
+        assert batches == ranks[rank + 2][1]
+        assert batches != other
+        for step, row in enumerate(row for row in rows if "synced" in row):
+            own, both = (Samples(16).x[sum(b[2 * step : 2 * step + 2], [])] for b in (batches, other))  # noqa: RUF017
+            assert row["mean"] == pytest.approx(own.mean().item(), rel=1e-5, abs=1e-6)
+            assert row["synced"] == pytest.approx((own.mean().item() + both.mean().item()) / 2, rel=1e-5, abs=1e-6)
+
+
+# Decisions of callbacks
+
+
+class Judged(StagedNet):
+    """Logs a score that it reads from a list, where the last stage alone gets to."""
+
+    train_scores = (5.0, 4.0, 3.0, 2.0, 1.0, 0.0)
+    val_scores = (3.0, 1.0, 2.0, 2.0, 2.0, 2.0)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = (self.predictions(batch).float() - batch["y"]).square().mean()
+        self.log("train_score", self.train_scores[self.current_epoch], on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.predictions(batch)
+        self.log("val_score", self.val_scores[self.current_epoch], sync_dist=True)
+
+
+def train_until_stopped(strategy: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Train with callbacks that watch a score; return what they decided."""
+    stopping = EarlyStopping("val_score", patience=2)
+    best_val = ModelCheckpoint(folder, monitor="val_score", filename="val-{epoch}", save_weights_only=True)
+    best_train = ModelCheckpoint(folder, monitor="train_score", filename="train-{epoch}", save_top_k=2)
+    trainer = make_trainer(
+        strategy,
+        max_epochs=6,
+        callbacks=[stopping, best_val, best_train],
+        enable_checkpointing=True,
+        accumulate_grad_batches=2,
+    )
+    trainer.fit(Judged(), loader(8, 2), loader(4, 2))
+    return {
+        "epochs": trainer.current_epoch,
+        "stopped": stopping.stopped_epoch,
+        "best": [Path(best_val.best_model_path).name, float(best_val.best_model_score or -1)],
+        "kept": sorted(Path(path).name for path in best_train.best_k_models),
+        "scores": {name: float(value) for name, value in trainer.callback_metrics.items()},
+    }
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy"), [(2, PP2), (2, VP2), (4, PP2), (2, {})], ids=["pp2", "pp2-vp2", "pp2-dp2", "dp2"]
+)
+def test_early_stopping_and_checkpoints_follow_the_score_alike_on_every_rank(
+    world_size: int, strategy: dict[str, Any], tmp_path: Path
+) -> None:
+    for rank in run_ranks(world_size, train_until_stopped, strategy, str(tmp_path)):
+        assert rank == {
+            "epochs": 4,
+            "stopped": 3,
+            "best": ["val-epoch=1.ckpt", 1.0],
+            "kept": ["train-epoch=2.ckpt", "train-epoch=3.ckpt"],
+            "scores": {"train_score": 2.0, "val_score": 2.0},
+        }
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "train-epoch=2.ckpt",
+        "train-epoch=3.ckpt",
+        "val-epoch=1.ckpt",
+    ]
+
+
+# Two modules of one process do not disturb each other
+
+
+def log_twice() -> list[bool]:
+    """Fit twice in one process; return whether the names of the first are gone and ``log`` is Lightning's again."""
+    first, second = Talkative(), Judged()
+    run_fit(first, PP2, loader(4, 2))
+    trainer = make_trainer(PP2)
+    trainer.fit(second, loader(4, 2), loader(4, 2))
+    own = [type(module).log is pl.LightningModule.log and "log" not in vars(module) for module in (first, second)]
+    return [set(trainer.callback_metrics) == {"train_score", "val_score"}, *own]
+
+
+def test_a_second_module_logs_its_own_names() -> None:
+    assert run_ranks(2, log_twice) == [[True, True, True]] * 2
