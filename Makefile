@@ -18,7 +18,7 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.13; do \
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
 PYTEST_ARGS ?=
-MIN_TESTS ?= $(if $(PYTEST_ARGS),0,600)
+MIN_TESTS ?= $(if $(PYTEST_ARGS),0,950)
 ARGS ?=
 
 .DEFAULT_GOAL := help

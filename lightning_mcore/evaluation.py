@@ -10,10 +10,11 @@ import contextlib
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -22,6 +23,24 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import Metric
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
+_FUNCTIONS = {
+    torch.mean: "mean",
+    torch.sum: "sum",
+    sum: "sum",
+    torch.min: "min",
+    min: "min",
+    torch.max: "max",
+    max: "max",
+}
+_NAMES = {"mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max": "max"}
+
+
+def reduction_name(reduce_fx: Any) -> str | None:
+    """Return which of mean, sum, min and max the ``reduce_fx`` of ``self.log`` stands for, None for anything else.
+
+    Source: ``_Metadata`` in lightning/pytorch/trainer/connectors/logger_connector/result.py (2.6).
+    """
+    return _NAMES.get(reduce_fx.lower()) if isinstance(reduce_fx, str) else _FUNCTIONS.get(reduce_fx)
 
 
 def num_new_rows(dataloader: object, batch_idx: int) -> int | None:
@@ -91,9 +110,8 @@ class RepeatedRows:
 
 
 @contextlib.contextmanager
-def metrics_forget(module: pl.LightningModule) -> Iterator[None]:
-    """Undo what the torchmetrics objects of a module learn inside the ``with`` block."""
-    metrics = [child for child in module.modules() if isinstance(child, Metric)]
+def metrics_forget(metrics: Sequence[Metric]) -> Iterator[None]:
+    """Undo what torchmetrics objects learn inside the ``with`` block."""
     states = [{name: _copy(value) for name, value in metric.metric_state.items()} for metric in metrics]
     counters = [(metric._update_count, metric._forward_cache) for metric in metrics]
     try:
@@ -124,7 +142,7 @@ def nothing_counts(module: pl.LightningModule, is_only_batch: bool) -> Iterator[
     """
     object.__setattr__(module, "log", functools.partial(_log_without_weight, module, is_only_batch))
     try:
-        with metrics_forget(module):
+        with metrics_forget([child for child in module.modules() if isinstance(child, Metric)]):
             yield
     finally:
         object.__delattr__(module, "log")
@@ -135,11 +153,11 @@ def _log_without_weight(
 ) -> None:
     """Log a value so that it changes no mean and no sum; a repeated sample changes no minimum or maximum."""
     options = dict(_LOG_SIGNATURE.bind(module, name, value, *args, **kwargs).arguments)
-    reduction = str(options.get("reduce_fx", "mean"))
+    reduction = reduction_name(options.get("reduce_fx", "mean"))
     if not isinstance(value, Metric) and (options.get("sync_dist") or not is_only_batch):
         if reduction == "sum":
             options["value"] = value * 0
-        elif reduction in ("mean", "avg"):
+        elif reduction == "mean":
             options["batch_size"] = options.get("batch_size", 1) * 0  # of the type that the other ranks reduce
     options.pop("self")
     pl.LightningModule.log(module, **options)

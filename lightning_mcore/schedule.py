@@ -206,7 +206,8 @@ class Schedule:
     def _call(self, step: str, microbatch: Microbatch, chunk: Any) -> Any:
         is_last = self._chunks.is_last[self._chunks.wrapped.index(chunk)]
         calls = self._pipeline.num_calls
-        with self._logs.microbatch(microbatch.batch, microbatch.filler), self._pipeline.activate(chunk, is_last):
+        muted = microbatch.filler or not is_last
+        with self._logs.microbatch(microbatch.batch, muted), self._pipeline.activate(chunk, is_last):
             output = getattr(self._module, step)(microbatch.batch, *microbatch.arguments)
         if self._pipeline.num_calls != calls + 1:
             raise RuntimeError(

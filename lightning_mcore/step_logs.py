@@ -29,12 +29,11 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_mcore.evaluation import metrics_forget
+from lightning_mcore.evaluation import metrics_forget, reduction_name
 from lightning_mcore.process_groups import process_group
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
 _LOSS = "loss that the step returns"
-_REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max": "max"}
 
 
 @dataclass
@@ -61,6 +60,7 @@ class StepLogs:
         self._entries: dict[str, _Entry] = {}
         self._batch: Any = None
         self._muted = False
+        self._metrics = {path: child for path, child in module.named_modules() if isinstance(child, Metric)}
         self._known_schema: dict[str, list[tuple[str, dict[str, Any], str]]] = {}
 
     @contextlib.contextmanager
@@ -78,10 +78,14 @@ class StepLogs:
 
     @contextlib.contextmanager
     def microbatch(self, batch: Any, muted: bool) -> Iterator[None]:
-        """Say which microbatch runs; a muted one only fills up a schedule, and leaves no trace in logs or metrics."""
+        """Say which microbatch runs; a muted run of a step leaves no trace in logs and metrics.
+
+        Muted are runs for a chunk that is not the last, where only what stands before ``self.model`` runs, and
+        microbatches that only fill up a schedule.
+        """
         self._batch, self._muted = batch, muted
         try:
-            with metrics_forget(self._module) if muted else contextlib.nullcontext():
+            with metrics_forget(list(self._metrics.values())) if muted else contextlib.nullcontext():
                 yield
         finally:
             self._batch, self._muted = None, False
@@ -123,14 +127,15 @@ class StepLogs:
                 f"self.log({name!r}, sync_dist_group=...) is not available with pipeline(); use sync_dist=True"
             )
         if isinstance(value, Metric):
-            attribute = next(path for path, child in self._module.named_modules() if child is value)
+            attribute = next(path for path, child in self._metrics.items() if child is value)
             self._add(name, {**options, "metric_attribute": attribute}, "metric", 0.0, 1.0)
             return
-        reduction = _REDUCTIONS.get(str(options.get("reduce_fx", "mean")))
+        reduction = reduction_name(options.get("reduce_fx", "mean"))
         if reduction is None:
             raise ValueError(
                 f"self.log({name!r}, reduce_fx={options['reduce_fx']!r}) is not available; choose mean, sum, min or max"
             )
+        options["reduce_fx"] = reduction
         weight = options.pop("batch_size", None)
         self._add(name, options, reduction, value, extract_batch_size(self._batch) if weight is None else weight)
 
@@ -204,7 +209,7 @@ class StepLogs:
         return box[0], packed
 
     def _send_metrics(self) -> None:
-        metrics = {path: child for path, child in self._module.named_modules() if isinstance(child, Metric)}
+        metrics = self._metrics
         if not metrics:
             return
         group = process_group("pp")
