@@ -4,11 +4,9 @@
 Imported before Megatron. Nothing about the run itself is hidden.
 """
 
-import logging
 import warnings
 
 for _message in (
-    ".*(Transformer Engine|Apex).*not installed.*",  # megatron-core: the CPU needs neither
     ".*CUDA_DEVICE_MAX_CONNECTIONS.*",  # megatron-core: concerns GPUs
     ".*cuda_graph_scope.*",  # megatron-core: warns of its own default
     ".*grad attribute of a Tensor that is not a leaf.*",  # megatron-core: its optimizer's fp32 shards are views
@@ -17,6 +15,3 @@ for _message in (
     ".*does not have many workers.*",  # Lightning: the windows lie in memory, workers would compete with the ranks
 ):
     warnings.filterwarnings("ignore", message=_message)
-
-# Megatron warns when initialisation draws from the CPU's generator, which on the CPU is the one it should draw from.
-logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A PyTorch Lightning strategy over NVIDIA megatron-core."""
 
-from lightning_mcore.gpt import MCoreGPT
-from lightning_mcore.layout import ModelShape, ParallelLayout
-from lightning_mcore.module import MCoreModule
-from lightning_mcore.precision import MCorePrecision
-from lightning_mcore.strategy import MCoreStrategy
+import warnings
+
+with warnings.catch_warnings():
+    # megatron-core says so several times while it is imported; transformer_impl="auto" does what can be done about it
+    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*not installed", category=UserWarning)
+    from lightning_mcore.gpt import MCoreGPT
+    from lightning_mcore.layout import ModelShape, ParallelLayout
+    from lightning_mcore.module import MCoreModule
+    from lightning_mcore.precision import MCorePrecision
+    from lightning_mcore.strategy import MCoreStrategy
 
 __version__ = "0.1.0"
 
