@@ -7,9 +7,11 @@ A model that is not split is saved as Lightning saves it: one file, interchangea
     last.ckpt/
         .metadata, __0_0.distcp, ...   tensors, written by every rank (megatron.core.dist_checkpointing)
         common.pt, metadata.json       what Megatron keeps beside them
-        meta.pt                        Lightning's own state: loops, callbacks, hyper-parameters, LR schedulers
+        meta.pt                        Lightning's own state: loops, callbacks, hyper-parameters, LR schedulers,
+                                       and what the module holds beside its chunks
 
-It is written under a temporary name and renamed when it is whole. It is read on the layout that wrote it.
+It is written under a temporary name and renamed when it is whole. It is read on the layout that wrote it; any other is
+refused.
 """
 
 import os
@@ -29,10 +31,12 @@ from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
 from lightning_mcore.chunks import ModelChunks
+from lightning_mcore.module import Pipeline
 from lightning_mcore.optimizer import MCoreOptimizer
 from lightning_mcore.process_groups import process_group
 
 _META = "meta.pt"
+_WRITTEN_BY = "written_by"
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
@@ -42,7 +46,11 @@ def is_sharded(path: str | Path) -> bool:
 
 
 def save_sharded(
-    path: str, chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer], lightning_state: dict[str, Any]
+    path: str,
+    chunks: ModelChunks,
+    optimizers: Sequence[MCoreOptimizer],
+    lightning_state: dict[str, Any],
+    written_by: dict[str, Any],
 ) -> None:
     """Write a directory checkpoint; collective over the world.
 
@@ -50,7 +58,8 @@ def save_sharded(
         path: The directory; what stands there is replaced once the new one is whole.
         chunks: The wrapped model.
         optimizers: The optimizers whose state is saved; empty for weights alone.
-        lightning_state: Lightning's checkpoint without weights and optimizer state.
+        lightning_state: Lightning's checkpoint without the state that is in the shards.
+        written_by: The settings that decide how the shards are cut.
     """
     final = Path(path)
     unfinished = final.with_name(final.name + ".unfinished")
@@ -65,7 +74,7 @@ def save_sharded(
         dist_checkpointing.save(_sharded_state(chunks, optimizers, is_loading=False), str(unfinished))
     dist.barrier()
     if is_first:
-        torch.save(lightning_state, unfinished / _META)
+        torch.save({**lightning_state, _WRITTEN_BY: written_by}, unfinished / _META)
         if final.is_symlink() or final.is_file():
             final.unlink()
         elif final.exists():
@@ -74,17 +83,38 @@ def save_sharded(
     dist.barrier()
 
 
-def load_lightning_state(path: str, weights_only: bool | None) -> dict[str, Any]:
+def load_lightning_state(path: str, weights_only: bool | None, read_by: dict[str, Any]) -> dict[str, Any]:
     """Read Lightning's part of a directory checkpoint.
+
+    Args:
+        path: The directory.
+        weights_only: As ``torch.load`` takes it.
+        read_by: The settings of this run, of those that decide how shards are cut.
 
     Raises:
         FileNotFoundError: The directory is not such a checkpoint.
+        ValueError: It was written with other settings.
     """
     meta = Path(path) / _META
     if not meta.is_file():
         raise FileNotFoundError(f"{path} is a directory without {_META}, so it is not a checkpoint of MCoreStrategy")
     state: dict[str, Any] = torch.load(meta, map_location="cpu", weights_only=weights_only)
+    written_by = state.pop(_WRITTEN_BY)
+    other = [name for name, value in read_by.items() if written_by[name] != value]
+    if other:
+        written, read = (" and ".join(f"{name}={of[name]!r}" for name in other) for of in (written_by, read_by))
+        raise ValueError(
+            f"{path} was written with {written}, this run has {read}; read it with the settings of the save"
+        )
     return state
+
+
+def state_outside_chunks(module: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return what of a module's ``state_dict`` is in no shard: buffers and frozen parameters beside the pipeline."""
+    paths = [path for path, child in module.named_modules() if isinstance(child, Pipeline)]
+    if not paths:
+        return {}
+    return {name: value for name, value in state_dict.items() if not name.startswith(f"{paths[0]}.")}
 
 
 def load_sharded(path: str, chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer], strict: bool) -> None:
@@ -110,16 +140,10 @@ def _sharded_state(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer], is
 
 def _named_chunks(chunks: ModelChunks) -> list[tuple[str, nn.Module]]:
     """Return the bare chunks under the keys that Megatron's optimizer expects: ``model``, or ``model0``, ``model1``."""
-    modules = [_unwrapped(chunk) for chunk in chunks.wrapped]
+    modules = chunks.bare
     if len(modules) == 1:
         return [("model", modules[0])]
     return [(f"model{index}", module) for index, module in enumerate(modules)]
-
-
-def _unwrapped(chunk: nn.Module) -> nn.Module:
-    while hasattr(chunk, "module") and isinstance(chunk.module, nn.Module):
-        chunk = chunk.module
-    return chunk
 
 
 def _sharded_chunk(key: str, chunk: nn.Module) -> dict[str, Any]:
@@ -152,9 +176,12 @@ def _load_optimizer(optimizer: MCoreOptimizer, state: dict[Any, Any]) -> None:
 
 
 def _allocate_state(optimizer: MCoreOptimizer) -> None:
-    """Make the state that Adam makes at its first step: Megatron reads into it, and fails where there is none."""
+    """Make the state that the optimizer makes at its first step: Megatron reads into it, and fails where none is."""
     for part in getattr(optimizer.megatron, "chained_optimizers", [optimizer.megatron]):
-        if part.is_stub_optimizer or not isinstance(part.optimizer, torch.optim.Adam):
+        if part.is_stub_optimizer:
+            continue
+        if not isinstance(part.optimizer, torch.optim.Adam):
+            _step_without_effect(part.optimizer)
             continue
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
@@ -164,3 +191,18 @@ def _allocate_state(optimizer: MCoreOptimizer) -> None:
                         "exp_avg": torch.zeros_like(parameter),
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
+
+
+def _step_without_effect(optimizer: torch.optim.Optimizer) -> None:
+    """Step with gradients and a learning rate of zero; what it may move nevertheless is about to be read."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter in parameters:
+        parameter.grad = None

@@ -62,9 +62,20 @@ class ModelChunks:
         return [chunk for chunk in self.wrapped if isinstance(chunk, DistributedDataParallel)]
 
     @property
+    def bare(self) -> list[nn.Module]:
+        """The chunks without their wrappers."""
+        return [_unwrapped(chunk) for chunk in self.wrapped]
+
+    @property
     def is_last(self) -> list[bool]:
         """For each chunk, whether it holds the end of the model."""
         return self.pipeline.is_last if self.pipeline is not None else [True]
+
+
+def _unwrapped(chunk: nn.Module) -> nn.Module:
+    while isinstance(chunk, DistributedDataParallel | Float16Module):
+        chunk = chunk.module
+    return chunk
 
 
 def find_pipeline(module: nn.Module) -> Pipeline | None:
@@ -160,14 +171,16 @@ def wrap_chunks(
     return ModelChunks(config, list(ddp), pipeline)
 
 
-def unwrap_chunks(chunks: ModelChunks) -> None:
+def unwrap_chunks(chunks: ModelChunks) -> ModelChunks:
     """Take the hooks and gradient buffers off the parameters, so that another wrapper can take them.
 
     Not collective: it also runs after an exception.
+
+    Returns:
+        The same chunks without wrappers.
     """
     for chunk in chunks.ddp:
-        if chunk.use_forward_hook and chunk.remove_forward_pre_hook_handles:
-            chunk.disable_forward_pre_hook(param_sync=False)
+        _remove_forward_hooks(chunk)
         # The hooks that add gradients to this wrapper's buffers stand on nodes of autograd. Such a node outlives the
         # wrapper if a graph is kept somewhere; its hook then does nothing, for it looks its parameter up here.
         chunk.grad_accs.clear()
@@ -178,14 +191,29 @@ def unwrap_chunks(chunks: ModelChunks) -> None:
                 del parameter.main_grad
     for name in ("finalize_model_grads_func", "no_sync_func", "param_sync_func", "grad_scale_func"):
         setattr(chunks.config, name, None)
+    return ModelChunks(chunks.config, chunks.bare, chunks.pipeline)
 
 
 def synchronize_parameters(chunks: ModelChunks) -> None:
     """Gather the parameters that an overlapped step has left scattered; collective over the data-parallel ranks."""
     for chunk in chunks.ddp:
-        if chunk.use_forward_hook and chunk.remove_forward_pre_hook_handles:
-            chunk.disable_forward_pre_hook(param_sync=True)
+        if chunk.use_forward_hook:
+            _remove_forward_hooks(chunk)
+            with torch.no_grad():
+                chunk.start_param_sync(force_sync=True)
             chunk.enable_forward_pre_hook()
+
+
+def _remove_forward_hooks(chunk: DistributedDataParallel) -> None:
+    """Do what Megatron's ``disable_forward_pre_hook`` does, for modules of all kinds.
+
+    Megatron looks each module up by its hash, and that of a torchmetrics object changes with its state.
+
+    Source: ``DistributedDataParallel.disable_forward_pre_hook`` (0.16).
+    """
+    for handle in chunk.remove_forward_pre_hook_handles.values():
+        handle.remove()
+    chunk.remove_forward_pre_hook_handles.clear()
 
 
 def _connect(

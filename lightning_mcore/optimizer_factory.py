@@ -4,7 +4,7 @@
 The strategy calls :func:`make_optimizer` in ``setup`` for each optimizer that ``configure_optimizers`` returned.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,17 +27,22 @@ class OptimizerSetting:
 
     Args:
         inline: Lightning's own loop runs backward (plain modules), not Megatron's schedule.
-        low_precision: Parameters are bf16, the optimizer works on fp32 copies.
+        precision: The fields of Megatron's ``OptimizerConfig`` that the precision owns.
         distributed: Shard optimizer state and fp32 copies over the data-parallel ranks.
         overlap_param_gather: The sharded step leaves gathering the parameters to the next forward.
         expert_parallel: Experts live on different ranks, so their gradients have a norm group of their own.
     """
 
     inline: bool
-    low_precision: bool
+    precision: Mapping[str, Any]
     distributed: bool
     overlap_param_gather: bool
     expert_parallel: bool
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether the optimizer works on fp32 copies of the parameters."""
+        return bool(self.precision.get("bf16") or self.precision.get("fp16"))
 
 
 def make_optimizer(
@@ -105,11 +110,10 @@ def _rebuilt_fields(user: Optimizer) -> dict[str, Any] | None:
 
 def _config(fields: dict[str, Any], setting: OptimizerSetting) -> OptimizerConfig:
     return OptimizerConfig(
-        bf16=setting.low_precision,
-        params_dtype=torch.bfloat16 if setting.low_precision else torch.float32,
         use_distributed_optimizer=setting.distributed,
         overlap_param_gather=setting.overlap_param_gather,
         clip_grad=0.0,
+        **setting.precision,
         **fields,
     )
 
@@ -120,23 +124,20 @@ def _rebuild(
     fields = _rebuilt_fields(user)
     assert fields is not None
     _check_every_parameter_is_grouped(user, chunks)
-    hyperparameters = (
-        ("lr", "weight_decay", "betas", "eps")
-        if fields["optimizer"] == "adam"
-        else (
-            "lr",
-            "weight_decay",
-            "momentum",
-        )
-    )
+    own = ("betas", "eps") if fields["optimizer"] == "adam" else ("momentum",)
+    hyperparameters = ("lr", "weight_decay", *own)
     overrides = {}
     for index, group in enumerate(user.param_groups, start=1):
         key = ParamKey(with_name_predicate=_MemberOf(index, group["params"]).predicate())
         values = {name: group[name] for name in hyperparameters}
         overrides[key] = {GROUP_INDEX: index, **values, "lr": float(group["lr"])}
-    return get_megatron_optimizer(
+    megatron = get_megatron_optimizer(
         _config(fields, setting), list(chunks), config_overrides=overrides, use_gloo_process_groups=False
     )
+    for part in getattr(megatron, "chained_optimizers", [megatron]):
+        if getattr(part, "init_state_fn", _no_initial_state) is None:  # SGD's; Megatron calls it to load a checkpoint
+            part.init_state_fn = _no_initial_state
+    return megatron
 
 
 class _MemberOf:
@@ -165,6 +166,9 @@ def _check_every_parameter_is_grouped(user: Optimizer, chunks: Sequence[Distribu
 
 def _wrap(user: Optimizer, setting: OptimizerSetting) -> MegatronOptimizer:
     config = _config({"optimizer": "sgd", "lr": 0.0}, setting)
+    if not setting.inline:
+        for index, group in enumerate(user.param_groups, start=1):  # what Megatron tells groups apart by on loading
+            group |= {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, GROUP_INDEX: index}
     if setting.low_precision:
         megatron: MegatronOptimizer = Float16OptimizerWithFloat16Params(user, config, None, _no_initial_state)
     else:

@@ -132,7 +132,7 @@ class MCoreParallelism(DDPStrategy):
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = MCorePrecision.from_lightning(plugin) if plugin is not None else None
         if self._precision_plugin is not None:
-            self.gradients.resolve(self._precision_plugin.grad_reduce_in_fp32)
+            self.gradients.resolve(self._precision_plugin.ddp_fields())
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -157,15 +157,22 @@ class MCoreParallelism(DDPStrategy):
                 self.layout.validate_model(shape)
             model.check_settings()
         _check_expert_tensor_parallel(self.layout, self.root_device)
+        if self._layer_sync is not None and self.root_device.type == "cpu" and not isinstance(model, MCoreModule):
+            raise ValueError(
+                "sync_batchnorm=True needs GPUs, which torch's SyncBatchNorm runs on alone; set it to False"
+            )
         if model.trainer.state.fn == TrainerFn.FITTING and self.micro_batch_size is None:
             self.layout.validate_microbatches(model.trainer.accumulate_grad_batches)
         super().connect(model)
 
     def setup_environment(self) -> None:
         """Open the process groups, on the CPU inside the CPU runtime."""
-        if self.root_device.type == "cpu":
-            self._runtime.enter_context(cpu_runtime())
+        self._runtime.enter_context(self.runtime())
         super().setup_environment()
+
+    def runtime(self) -> contextlib.AbstractContextManager[None]:
+        """Return what Megatron's code runs in: the CPU runtime on the CPU. It may be entered again inside itself."""
+        return cpu_runtime() if self.root_device.type == "cpu" else contextlib.nullcontext()
 
     def setup_distributed(self) -> None:
         """Let Lightning open the default group, then open Megatron's and make random states agree."""

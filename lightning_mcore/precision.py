@@ -88,11 +88,6 @@ class MCorePrecision(Precision):
         """The type of parameters and activations of a model built with ``pipeline()``."""
         return torch.float32 if self.precision == "32-true" else torch.bfloat16
 
-    @property
-    def grad_reduce_in_fp32(self) -> bool:
-        """Whether gradients are summed over microbatches and ranks in fp32."""
-        return self.precision != "bf16-true"
-
     def megatron_fields(self) -> dict[str, Any]:
         """Return the ``TransformerConfig`` fields of this precision."""
         return {
@@ -102,9 +97,14 @@ class MCorePrecision(Precision):
             "pipeline_dtype": self.dtype,
         }
 
-    def has_low_precision_parameters(self, inline: bool) -> bool:
-        """Whether the optimizer needs fp32 copies of the parameters."""
-        return self.precision == "bf16-true" or (self.precision == "bf16-mixed" and not inline)
+    def ddp_fields(self) -> dict[str, Any]:
+        """Return the ``DistributedDataParallelConfig`` fields of this precision."""
+        return {"grad_reduce_in_fp32": self.precision != "bf16-true"}
+
+    def optimizer_fields(self, inline: bool) -> dict[str, Any]:
+        """Return the ``OptimizerConfig`` fields of this precision; under autocast parameters stay fp32."""
+        low_precision = self.precision == "bf16-true" or (self.precision == "bf16-mixed" and not inline)
+        return {"bf16": low_precision, "params_dtype": torch.bfloat16 if low_precision else torch.float32}
 
     def convert_module(self, module: Module) -> Module:
         """Cast a plain module for ``bf16-true``; Megatron's chunks are cast where they are wrapped."""

@@ -6,7 +6,9 @@ and takes the whole config for the rest; a setting given in both places with two
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron.core.distributed import DistributedDataParallelConfig
 
@@ -54,25 +56,26 @@ class GradientSettings:
         """Whether the optimizer state is sharded."""
         return bool(self.resolve().use_distributed_optimizer)
 
-    def resolve(self, grad_reduce_in_fp32: bool | None = None) -> DistributedDataParallelConfig:
+    def resolve(self, owned: Mapping[str, Any] | None = None) -> DistributedDataParallelConfig:
         """Return Megatron's config with the strategy's arguments and the precision filled in.
 
         Args:
-            grad_reduce_in_fp32: What the precision wants; None leaves it as it is.
+            owned: The fields that the precision owns, as ``MCorePrecision.ddp_fields`` returns them.
 
         Raises:
-            ValueError: ``ddp_config`` asks for fp32 gradients where the precision keeps them in bf16.
+            ValueError: ``ddp_config`` has another value for one of these.
         """
         config = self.ddp_config or _DEFAULTS
         names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
         values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if grad_reduce_in_fp32 is not None:
-            if config.grad_reduce_in_fp32 and not grad_reduce_in_fp32:
+        for name, value in (owned or {}).items():
+            given = getattr(config, name)
+            if given != getattr(_DEFAULTS, name) and given != value:
                 raise ValueError(
-                    'ddp_config.grad_reduce_in_fp32=True contradicts precision="bf16-true", which reduces gradients in '
-                    'bf16; choose precision="bf16-mixed"'
+                    f"ddp_config.{name}={given} contradicts Trainer(precision=...), which means {name}={value}; "
+                    "set it through the precision"
                 )
-            values["grad_reduce_in_fp32"] = grad_reduce_in_fp32
+            values[name] = value
         return dataclasses.replace(config, **values)
 
     def _check_one_value(self, name: str, given: bool | None) -> None:

@@ -17,23 +17,20 @@ Two ways to run a step:
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_mcore import checkpoint as sharded
 from lightning_mcore.chunks import (
-    ModelChunks,
     find_pipeline,
     pipeline_config,
     plain_config,
@@ -43,25 +40,24 @@ from lightning_mcore.chunks import (
 )
 from lightning_mcore.evaluation import RepeatedRows, nothing_counts
 from lightning_mcore.layout import ModelShape
-from lightning_mcore.optimizer import MCoreOptimizer
 from lightning_mcore.optimizer_factory import OptimizerSetting, make_optimizer
-from lightning_mcore.parallelism import MCoreParallelism
+from lightning_mcore.persistence import MCorePersistence
 from lightning_mcore.process_groups import align_random_state, process_group
 from lightning_mcore.schedule import Microbatch, Schedule, check_backward_is_free
 
 
-class MCoreStrategy(MCoreParallelism):
-    """Train a LightningModule on every parallel axis of megatron-core; :class:`MCoreParallelism` has the arguments.
+class MCoreStrategy(MCorePersistence):
+    """Train a LightningModule on every parallel axis of megatron-core.
+
+    :class:`~lightning_mcore.parallelism.MCoreParallelism` has the arguments.
 
     Use it as ``Trainer(strategy=MCoreStrategy(tensor_model_parallel_size=2))`` or, with every size 1, as
     ``Trainer(strategy="mcore")``.
     """
 
-    _chunks: ModelChunks | None = None
     _schedule: Schedule | None = None
     _last_loss: Tensor | None = None
     _sync_blocked = False
-    _pending_checkpoint: tuple[str, bool] | None = None
 
     # ---- building
 
@@ -99,12 +95,16 @@ class MCoreStrategy(MCoreParallelism):
         precision.runner = self
         self._schedule = None
         module.to(self.root_device)
-        ddp_config = self.gradients.resolve(precision.grad_reduce_in_fp32) if fitting else None
+        ddp_config = self.gradients.resolve(precision.ddp_fields()) if fitting else None
         if pipeline is None:
             self._check_plain(module)
+            if fitting and self._layer_sync is not None:
+                self._layer_sync.apply(module)
             precision.convert_module(module)
             self._chunks = wrap_chunks([module], plain_config(precision.dtype), None, ddp_config)
             return
+        if self._layer_sync is not None:
+            raise ValueError("sync_batchnorm=True is not available for a model built with pipeline(); set it to False")
         if fitting:
             check_backward_is_free(module)
         config = pipeline_config(pipeline, self.megatron_fields())
@@ -121,7 +121,7 @@ class MCoreStrategy(MCoreParallelism):
         resolved = self.gradients.resolve()
         setting = OptimizerSetting(
             inline=self.inline,
-            low_precision=self.precision_plugin.has_low_precision_parameters(self.inline),
+            precision=self.precision_plugin.optimizer_fields(self.inline),
             distributed=resolved.use_distributed_optimizer,
             overlap_param_gather=resolved.overlap_param_gather,
             expert_parallel=self.layout.expert_model_parallel_size > 1,
@@ -279,83 +279,6 @@ class MCoreStrategy(MCoreParallelism):
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Do nothing: there is no torch DDP to prepare."""
 
-    def _megatron_optimizers(self) -> list[MCoreOptimizer]:
-        return [optimizer for optimizer in self.optimizers if isinstance(optimizer, MCoreOptimizer)]
-
-    # ---- checkpoints
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Lightning reads its own part before ``setup``; shards are read at the end of it."""
-        return False
-
-    @property
-    def _saves_one_file(self) -> bool:
-        sizes = (
-            self.layout.tensor_model_parallel_size,
-            self.layout.pipeline_model_parallel_size,
-            self.layout.expert_model_parallel_size,
-        )
-        return max(sizes) == 1 and not self.gradients.distributed
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights for a one-file checkpoint; shards are written apart."""
-        return super().lightning_module_state_dict() if self._saves_one_file else {}
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state of the optimizer; beside shards only what LR schedulers read back."""
-        owner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if self._saves_one_file:
-            state: dict[str, Any] = owner.state_dict()
-            return state
-        return {"param_groups": [{k: v for k, v in group.items() if k != "params"} for group in owner.param_groups]}
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load what :meth:`optimizer_state` returned; the state itself, if it is in shards, is there already."""
-        for optimizer, saved in zip(self._megatron_optimizers(), checkpoint["optimizer_states"], strict=True):
-            if "state" in saved or "megatron" in saved:
-                optimizer.load_state_dict(saved)
-                continue
-            for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-                group.update(values)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write one file, or a directory where the model is split; collective over the world."""
-        assert self._chunks is not None
-        synchronize_parameters(self._chunks)
-        if self._saves_one_file:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        checkpoint.pop("state_dict", None)
-        optimizers = self._megatron_optimizers() if "optimizer_states" in checkpoint else []
-        sharded.save_sharded(self.broadcast(str(filepath)), self._chunks, optimizers, checkpoint)
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a file, or Lightning's part of a directory, whose shards follow in ``setup``."""
-        path = self.broadcast(str(checkpoint_path))  # not a Path, which breaks "http://"
-        if not sharded.is_sharded(path):
-            return super().load_checkpoint(path, weights_only)
-        state = sharded.load_lightning_state(path, weights_only)
-        self._pending_checkpoint = (path, "optimizer_states" in state)
-        return state
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights of a one-file checkpoint."""
-        if self._pending_checkpoint is None:
-            super().load_model_state_dict(checkpoint, strict)
-
-    def _load_pending(self, fitting: bool) -> None:
-        if self._pending_checkpoint is None:
-            return
-        (path, has_optimizers), self._pending_checkpoint = self._pending_checkpoint, None
-        assert self._chunks is not None
-        assert self.lightning_module is not None
-        optimizers = self._megatron_optimizers() if fitting and has_optimizers else []
-        sharded.load_sharded(path, self._chunks, optimizers, strict=self.lightning_module.strict_loading)
-        if not optimizers:
-            for optimizer in self._megatron_optimizers():
-                optimizer.megatron.reload_model_params()
-
     # ---- the end
 
     def on_train_start(self) -> None:
@@ -366,8 +289,10 @@ class MCoreStrategy(MCoreParallelism):
     def teardown(self) -> None:
         """Take the wrappers off and leave nothing patched; the weights stay where they are."""
         if self._chunks is not None:
-            unwrap_chunks(self._chunks)
-        self._chunks = self._schedule = None
+            self._finished_chunks = unwrap_chunks(self._chunks)
+            if self._layer_sync is not None and self.lightning_module is not None:
+                self._layer_sync.revert(self.lightning_module)
+        self._chunks = self._schedule = self._pending_checkpoint = None
         self._window = []
         self.precision_plugin.runner = None
         assert self.cluster_environment is not None
@@ -382,7 +307,13 @@ class MCoreStrategy(MCoreParallelism):
         """Leave out what belongs to this process: wrappers, groups and Megatron's optimizers."""
         state = super().__getstate__()
         optimizers = [getattr(optimizer, "user", optimizer) for optimizer in state["_optimizers"]]
-        own: dict[str, Any] = {"_chunks": None, "_schedule": None, "_window": [], "_runtime": None}
+        own: dict[str, Any] = {
+            "_chunks": None,
+            "_finished_chunks": None,
+            "_schedule": None,
+            "_window": [],
+            "_runtime": None,
+        }
         return {**state, **own, "_optimizers": optimizers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -37,6 +37,7 @@ LEVELS = [
     {"chunks", "optimizer"},
     {"schedule", "precision", "checkpoint", "optimizer_factory"},
     {"parallelism", "gpt"},
+    {"persistence"},
     {"strategy"},
     {"__init__"},
 ]

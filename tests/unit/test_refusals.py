@@ -102,7 +102,7 @@ def test_a_precision_that_is_not_ours(arguments: dict[str, Any], error: type[Exc
 
 def test_gradients_in_fp32_contradict_a_precision_that_keeps_them_in_bf16() -> None:
     strategy = MCoreStrategy(ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True))
-    with pytest.raises(ValueError, match='contradicts precision="bf16-true"'):
+    with pytest.raises(ValueError, match=r"contradicts Trainer\(precision"):
         pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, precision="bf16-true", logger=False)
 
 
@@ -223,6 +223,9 @@ BEFORE_GROUPS: dict[str, Case] = {
         trainer={"precision": "bf16-mixed"},
         error=ValueError,
         message="precision='bf16-mixed'.* contradicts .* 'bf16-true'",
+    ),
+    "shared batch norm": Case(
+        module=PlainNet, trainer={"sync_batchnorm": True}, error=ValueError, message="sync_batchnorm=True needs GPUs"
     ),
 }
 
@@ -423,6 +426,9 @@ AFTER_BUILDING: dict[str, Case] = {
         trainer={"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
         error=ValueError,
         message='gradient_clip_algorithm="value" is not available',
+    ),
+    "sync-batchnorm": Case(
+        trainer={"sync_batchnorm": True}, error=ValueError, message="sync_batchnorm=True is not available for a model"
     ),
     "few-rows": Case(
         strategy={PP: 2, VP: 2, "micro_batch_size": 2},

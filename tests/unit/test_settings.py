@@ -35,7 +35,7 @@ def test_a_setting_of_the_config_counts_as_if_it_were_an_argument(name: str) -> 
 def test_what_has_no_argument_passes_through_and_the_given_config_stays_as_it_is() -> None:
     given = DistributedDataParallelConfig(bucket_size=123, check_for_nan_in_grad=True)
     before = dataclasses.asdict(given)
-    resolved = GradientSettings(use_distributed_optimizer=True, ddp_config=given).resolve(grad_reduce_in_fp32=True)
+    resolved = GradientSettings(use_distributed_optimizer=True, ddp_config=given).resolve({"grad_reduce_in_fp32": True})
     assert (resolved.bucket_size, resolved.check_for_nan_in_grad) == (123, True)
     assert resolved.use_distributed_optimizer
     assert resolved.grad_reduce_in_fp32
@@ -110,8 +110,8 @@ def test_the_table_of_precisions(
 ) -> None:
     precision = MCorePrecision(name)
     assert precision.dtype == dtype
-    assert precision.grad_reduce_in_fp32 == grad_reduce_in_fp32
-    assert precision.has_low_precision_parameters(inline=False) == main_parameters
-    assert precision.has_low_precision_parameters(inline=True) == main_parameters_of_a_plain_module
+    assert precision.ddp_fields() == {"grad_reduce_in_fp32": grad_reduce_in_fp32}
+    assert precision.optimizer_fields(inline=False)["bf16"] == main_parameters
+    assert precision.optimizer_fields(inline=True)["bf16"] == main_parameters_of_a_plain_module
     fields = precision.megatron_fields()
     assert fields == {"bf16": name != "32-true", "fp16": False, "params_dtype": dtype, "pipeline_dtype": dtype}
