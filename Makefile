@@ -5,8 +5,10 @@
 #   TORCH         what pip installs first; "torch==2.13.0+cu130" and the like for a certain GPU build
 #   WORKERS       test processes of pytest-xdist; each test may start up to 8 ranks of its own
 #   PYTEST_ARGS   more arguments for pytest, as in: make test PYTEST_ARGS="-k layout"
+#   MCORE_LATEST  the release of megatron-core that "make test-mcore-latest" runs the tests on
+#   LIGHTNING     a checkout of Lightning's repository, whose own tests "make test-lightning" runs
 #   MIN_TESTS     fewer tests than this are a failure; not applied to a part chosen by PYTEST_ARGS
-#   ARGS          arguments of the demo or the benchmark
+#   ARGS          arguments of the demo, the benchmark, Lightning's tests or the walk over random settings
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -18,14 +20,16 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.13; do \
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
 PYTEST_ARGS ?=
-MIN_TESTS ?= $(if $(PYTEST_ARGS),0,950)
+MCORE_LATEST ?= 0.19.2
+MIN_TESTS ?= $(if $(PYTEST_ARGS),0,1650)
 ARGS ?=
+LIGHTNING ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install check format test demo bench clean
+.PHONY: help install check format test test-lightning test-mcore-latest fuzz demo bench clean
 
 help:  ## list the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 install: $(INSTALLED)  ## make .venv and install the package and its tools into it
 
@@ -51,6 +55,45 @@ format: $(INSTALLED)  ## mend what the linter can mend, and format
 
 test: $(INSTALLED)  ## run all tests
 	MIN_TESTS=$(MIN_TESTS) $(RUN) -m pytest --numprocesses $(WORKERS) $(PYTEST_ARGS)
+
+# Python 3.11 installs megatron-core 0.16.1; later releases ask for 3.12, yet all that is used of them runs on 3.11.
+# So their wheel is unpacked beside .venv and comes first on the path.
+LATEST := .mcore-$(MCORE_LATEST)
+
+$(LATEST)/.unpacked: $(INSTALLED)
+	rm -rf $(LATEST)
+	$(RUN) -m pip download --quiet --no-deps --dest $(LATEST)/wheels --only-binary=:all: --python-version 3.12 \
+		--platform manylinux_2_28_$$(uname -m) --platform manylinux_2_24_$$(uname -m) megatron-core==$(MCORE_LATEST)
+	$(RUN) -m pip download --quiet --no-deps --dest $(LATEST)/wheels --only-binary=:all: triton
+	for wheel in $(LATEST)/wheels/*.whl; do $(RUN) -m zipfile -e "$$wheel" $(LATEST)/site; done
+	rm -r $(LATEST)/wheels
+	@touch $@
+
+test-mcore-latest: $(LATEST)/.unpacked  ## run all tests on the newest megatron-core that is supported
+	PYTHONPATH=$(CURDIR)/$(LATEST)/site MEGATRON_CORE_VERSION=$(MCORE_LATEST) MIN_TESTS=$(MIN_TESTS) \
+		$(RUN) -m pytest --numprocesses $(WORKERS) $(PYTEST_ARGS)
+
+# Lightning's tests import packages of their own. They go into an environment that borrows all the rest from .venv, so
+# that our own tests run without them.
+SUITE := $(VENV)/lightning-suite
+BORROWED := import sysconfig; print(sysconfig.get_paths()["purelib"])
+
+$(SUITE)/.installed: $(INSTALLED) tests/lightning_suite/requirements.txt
+	$(RUN) -m venv --clear $(SUITE)
+	{ echo "$(CURDIR)"; $(RUN) -c '$(BORROWED)'; } > "$$($(SUITE)/bin/python -c '$(BORROWED)')/borrowed.pth"
+	$(SUITE)/bin/python -m pip install --quiet --requirement tests/lightning_suite/requirements.txt
+	@touch $@
+
+test-lightning:  ## run Lightning's own tests as they are, with ddp and with this strategy, and compare
+	@test -d "$(LIGHTNING)/tests/tests_pytorch" || { \
+		echo "LIGHTNING='$(LIGHTNING)' is no checkout of Lightning with its tests; get one with: git clone --depth 1" \
+			"--branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning, and name it:" \
+			"make test-lightning LIGHTNING=/path/to/pytorch-lightning" >&2; exit 1; }
+	@$(MAKE) --no-print-directory $(SUITE)/.installed
+	$(SUITE)/bin/python -m tests.lightning_suite --source "$(LIGHTNING)" $(ARGS)
+
+fuzz: $(INSTALLED)  ## validate thousands of random settings and train a sample of them
+	$(RUN) -m tests.fuzz $(ARGS)
 
 demo: $(INSTALLED)  ## train a small GPT on four CPU ranks, tensor and pipeline parallel
 	$(RUN) examples/pretrain_gpt.py $(ARGS)

@@ -4,7 +4,8 @@
 Megatron describes a model by a *spec*, a tree of classes. Its local spec, for machines without TransformerEngine, has a
 norm that refuses sequence parallelism and a core attention that refuses context parallelism. :func:`gpt_block_spec`
 takes that spec and puts :class:`TorchNorm` and :class:`~lightning_mcore.core_attention.TorchAttention` in their places;
-every projection, expert and router stays Megatron's. Where TransformerEngine is chosen, its spec is returned as it is.
+every projection and expert stays Megatron's. Where TransformerEngine is chosen, its spec is returned. In both, experts
+get the router of ``moe_router.py``.
 
 Weights are named in checkpoints as TransformerEngine names them, so that what one backend saved the other loads.
 
@@ -16,10 +17,11 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -28,25 +30,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_mcore.core_attention import TorchAttention, check_attention
+from lightning_mcore.field_support import check_fields
+from lightning_mcore.moe_router import ExactRouter, scale_gradient
 
 __all__ = ["TorchAttention", "TorchNorm", "TransformerImpl", "gpt_block_spec", "resolve_transformer_impl"]
 
 TransformerImpl: TypeAlias = Literal["auto", "local", "transformer_engine"]
 
-# Fields that only TransformerEngine, or kernels that come with it, can honour, and the value that asks for nothing.
-_NEEDS_TRANSFORMER_ENGINE: dict[str, Any] = {
-    "experimental_attention_variant": None,
-    "fp4": None,
-    "fp8": None,
-    "fused_residual_rmsnorm": False,
-    "log_max_attention_logit": False,
-    "memory_efficient_layer_norm": False,
-    "moe_grouped_gemm": False,
-    "persist_layer_norm": False,
-    "qk_clip": False,
-    "use_kitchen": False,
-    "use_te_activation_func": False,
-}
 _NORMS = ("LayerNorm", "RMSNorm")
 
 
@@ -89,14 +79,16 @@ class TorchNorm(nn.Module):
             hidden_states: [..., hidden_size].
 
         Returns:
-            The same shape and dtype.
+            The same shape, in the dtype of the weights; with ``fp32_residual_connection`` the input has another.
         """
         weight, bias = self._weights()
+        dtype, computed = weight.dtype, hidden_states.dtype
         if self.config.layernorm_zero_centered_gamma:
             weight = weight + 1
+        weight = weight.to(computed)
         if bias is None:
-            return functional.rms_norm(hidden_states, (self.hidden_size,), weight, self.eps)
-        return functional.layer_norm(hidden_states, (self.hidden_size,), weight, bias, self.eps)
+            return functional.rms_norm(hidden_states, (self.hidden_size,), weight, self.eps).to(dtype)
+        return functional.layer_norm(hidden_states, (self.hidden_size,), weight, bias.to(computed), self.eps).to(dtype)
 
     def _weights(self) -> tuple[Tensor, Tensor | None]:
         return self.weight, self.bias
@@ -119,26 +111,8 @@ class _LatentQueryNorm(TorchNorm):
         ranks = self.config.tensor_model_parallel_size
         if ranks == 1 or self.config.sequence_parallel:
             return super()._weights()
-        bias = self.bias if self.bias is None else _scale_gradient(self.bias, 1 / ranks)
-        return _scale_gradient(self.weight, 1 / ranks), bias
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """Passes a tensor on and scales its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] * ctx.factor, None
-
-
-def _scale_gradient(tensor: Tensor, factor: float) -> Tensor:
-    scaled: Tensor = _ScaleGradient.apply(tensor, factor)  # type: ignore[no-untyped-call]
-    return scaled
+        bias = self.bias if self.bias is None else scale_gradient(self.bias, 1 / ranks)
+        return scale_gradient(self.weight, 1 / ranks), bias
 
 
 def resolve_transformer_impl(choice: TransformerImpl, device_type: str) -> Literal["local", "transformer_engine"]:
@@ -190,10 +164,9 @@ def gpt_block_spec(
         vp_stage: Which of this rank's virtual stages; None without an interleaved pipeline.
 
     Raises:
-        ValueError: The torch backend is chosen and the config asks for what only TransformerEngine has.
+        ValueError: The config asks for what these layers do not have.
     """
-    if transformer_impl == "local":
-        _check_local(config)
+    check_backend(config, transformer_impl)
     block = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=transformer_impl == "transformer_engine",
@@ -202,22 +175,42 @@ def gpt_block_spec(
     )
     if transformer_impl == "local":
         block.layer_norm = TorchNorm
-        for layer in block.layer_specs:
-            _use_torch_modules(layer, config)
+    for layer in block.layer_specs:
+        _use_our_modules(layer, config, transformer_impl)
     return block
 
 
-def _check_local(config: TransformerConfig) -> None:
-    """Refuse what the torch backend cannot honour, before a module is built."""
-    for field, nothing in _NEEDS_TRANSFORMER_ENGINE.items():
-        value = getattr(config, field, nothing)  # not every version has every field
-        if value != nothing:
-            raise ValueError(
-                f"{field}={value!r} needs TransformerEngine; choose {nothing!r}, "
-                'or transformer_impl="transformer_engine" on CUDA'
-            )
+def last_layer_spec(
+    config: TransformerConfig, transformer_impl: Literal["local", "transformer_engine"]
+) -> TransformerBlockSubmodules:
+    """Return the last layer of the whole model, wherever in a pipeline it is, as a block of one layer."""
+    layers = get_gpt_decoder_layer_specs(
+        config,
+        use_transformer_engine=transformer_impl == "transformer_engine",
+        qk_l2_norm=getattr(config, "qk_l2_norm", False),
+    )
+    _use_our_modules(layers[-1], config, transformer_impl)
+    return TransformerBlockSubmodules(layer_specs=[layers[-1]])
+
+
+def check_backend(
+    config: TransformerConfig, transformer_impl: Literal["local", "transformer_engine"], device_type: str | None = None
+) -> None:
+    """Refuse what these layers cannot honour, before a module is built.
+
+    Args:
+        config: The transformer's config.
+        transformer_impl: Whose modules.
+        device_type: ``torch.device.type`` of the device the model trains on; None for unknown.
+
+    Raises:
+        ValueError: The config asks for something that would be ignored, or would fail later.
+    """
+    check_fields(config, transformer_impl, device_type)
+    if transformer_impl == "transformer_engine":
+        return
     if config.multi_latent_attention:
-        _check_latent(config)
+        _check_latent(config, device_type)
     if not HAVE_TE and config.recompute_granularity == "selective" and "layernorm" in config.recompute_modules:
         raise ValueError(
             "recompute_modules with 'layernorm' needs TransformerEngine; choose from 'core_attn', 'mla_up_proj', "
@@ -232,9 +225,10 @@ def _check_norm(config: TransformerConfig) -> None:
         raise ValueError(f"normalization={config.normalization!r} is unknown; choose {' or '.join(_NORMS)}")
 
 
-def _check_latent(config: TransformerConfig) -> None:
+def _check_latent(config: TransformerConfig, device_type: str | None) -> None:
     """Refuse multi-latent attention that the installed megatron-core cannot build from its local layers."""
-    if multi_latent_attention.HAVE_TE and not HAVE_TE:  # 0.16 takes its stand-in for TransformerEngine for the real one
+    # 0.16 takes its stand-in for TransformerEngine for the real one; the CPU runtime, once entered, puts that right.
+    if device_type != "cpu" and multi_latent_attention.HAVE_TE and not HAVE_TE:
         raise ValueError(
             "multi_latent_attention=True needs TransformerEngine in megatron-core 0.16; install lightning-mcore[te], "
             "or a later megatron-core"
@@ -247,9 +241,16 @@ def _check_latent(config: TransformerConfig) -> None:
         )
 
 
-def _use_torch_modules(layer: ModuleSpec, config: TransformerConfig) -> None:
-    """Put our norms and core attention into Megatron's spec of a layer, in place; a second time changes nothing."""
+def _use_our_modules(
+    layer: ModuleSpec, config: TransformerConfig, transformer_impl: Literal["local", "transformer_engine"]
+) -> None:
+    """Put our router, norms and core attention into Megatron's spec, in place; a second time changes nothing."""
     submodules = layer.submodules
+    experts = _submodules_of_experts(submodules.mlp)
+    if experts is not None and experts.router is TopKRouter:
+        experts.router = ExactRouter
+    if transformer_impl == "transformer_engine":
+        return
     attention = submodules.self_attention.submodules
     attention.core_attention = TorchAttention
     _replace_norm(submodules, "input_layernorm", TorchNorm)
@@ -278,7 +279,13 @@ def _names_in_checkpoints(layer: ModuleSpec, config: TransformerConfig) -> dict[
         }
     else:
         names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    mlp = layer.submodules.mlp  # a spec in 0.16, a partial constructor in 0.19
-    if (mlp.module if isinstance(mlp, ModuleSpec) else mlp.func) is not MoELayer:
+    if _submodules_of_experts(layer.submodules.mlp) is None:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return names
+
+
+def _submodules_of_experts(mlp: Any) -> MoESubmodules | None:
+    """Return what a layer with experts is built from, None for a dense one."""
+    if isinstance(mlp, ModuleSpec):  # in 0.16; a partial constructor in 0.19
+        return mlp.submodules if mlp.module is MoELayer else None
+    return mlp.keywords["submodules"] if mlp.func is MoELayer else None

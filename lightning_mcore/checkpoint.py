@@ -14,10 +14,11 @@ It is written under a temporary name and renamed when it is whole. It is read on
 refused.
 """
 
+import contextlib
 import os
 import queue
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +29,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import nn
 
 from lightning_mcore.chunks import ModelChunks
@@ -37,6 +39,7 @@ from lightning_mcore.process_groups import process_group
 
 _META = "meta.pt"
 _WRITTEN_BY = "written_by"
+_NO_PARAMETER = "no parameter"
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
@@ -61,6 +64,8 @@ def save_sharded(
         lightning_state: Lightning's checkpoint without the state that is in the shards.
         written_by: The settings that decide how the shards are cut.
     """
+    for optimizer in optimizers:
+        _allocate_adam_state(optimizer)  # there is none before the first step, or while fp16 skips every step
     final = Path(path)
     unfinished = final.with_name(final.name + ".unfinished")
     is_first = dist.get_rank() == 0
@@ -132,10 +137,35 @@ def _sharded_state(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer], is
     state: dict[str, Any] = {key: _sharded_chunk(key, chunk) for key, chunk in _named_chunks(chunks)}
     model_state = dict(state)
     for index, optimizer in enumerate(optimizers):
-        state[f"optimizer{index}"] = optimizer.megatron.sharded_state_dict(
-            model_state, is_loading=is_loading, metadata=dict(_SHARDING)
-        )
+        with _step_on_every_rank(optimizer):
+            state[f"optimizer{index}"] = optimizer.megatron.sharded_state_dict(
+                model_state, is_loading=is_loading, metadata=dict(_SHARDING)
+            )
     return state
+
+
+@contextlib.contextmanager
+def _step_on_every_rank(optimizer: MCoreOptimizer) -> Iterator[None]:
+    """Let ranks that step no parameter know the number of steps; collective over the world.
+
+    Megatron saves one number for all, as the first rank has it, and asserts that its distributed optimizer has it on
+    every rank. A pipeline stage that is frozen as a whole has no state to take it from.
+    """
+    filled = []
+    for part in getattr(optimizer.megatron, "chained_optimizers", [optimizer.megatron]):
+        states = part.optimizer.state if not part.is_stub_optimizer else {}
+        mine = next((float(values["step"]) for values in states.values() if "step" in values), None)
+        steps: list[float | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(steps, mine)
+        known = [step for step in steps if step is not None]
+        if mine is None and known and not part.is_stub_optimizer:
+            states[_NO_PARAMETER] = {"step": torch.tensor(max(known))}
+            filled.append(states)
+    try:
+        yield
+    finally:
+        for states in filled:
+            del states[_NO_PARAMETER]
 
 
 def _named_chunks(chunks: ModelChunks) -> list[tuple[str, nn.Module]]:
@@ -149,7 +179,8 @@ def _named_chunks(chunks: ModelChunks) -> list[tuple[str, nn.Module]]:
 def _sharded_chunk(key: str, chunk: nn.Module) -> dict[str, Any]:
     method = getattr(type(chunk), "sharded_state_dict", None)
     if method is not None and method is not MegatronModule.sharded_state_dict:
-        state: dict[str, Any] = chunk.sharded_state_dict()  # type: ignore[operator]
+        metadata = ensure_metadata_has_dp_cp_group(None)  # Megatron's own default fails with multi-token prediction
+        state: dict[str, Any] = chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
         return state
     stage = f"stage{process_group('pp').rank()}.{key}."
     replica = (0, process_group("tp").rank(), process_group("dp_cp").rank())
@@ -164,6 +195,10 @@ def _load_optimizer(optimizer: MCoreOptimizer, state: dict[Any, Any]) -> None:
     states = [state] if len(parts) == 1 else [state[index] for index in range(len(parts))]
     for part, part_state in zip(parts, states, strict=True):
         shards = part_state.pop("param_state", None)
+        if isinstance(part.optimizer, torch.optim.Adam):
+            for values in part_state.get("optimizer", {}).get("state", {}).values():
+                if isinstance(values, dict):
+                    values.setdefault("step", torch.zeros(()))  # Megatron does not save a step of zero
         part.load_state_dict(part_state)
         if shards is None:
             continue
@@ -178,10 +213,15 @@ def _load_optimizer(optimizer: MCoreOptimizer, state: dict[Any, Any]) -> None:
 def _allocate_state(optimizer: MCoreOptimizer) -> None:
     """Make the state that the optimizer makes at its first step: Megatron reads into it, and fails where none is."""
     for part in getattr(optimizer.megatron, "chained_optimizers", [optimizer.megatron]):
-        if part.is_stub_optimizer:
-            continue
-        if not isinstance(part.optimizer, torch.optim.Adam):
+        if not part.is_stub_optimizer and not isinstance(part.optimizer, torch.optim.Adam):
             _step_without_effect(part.optimizer)
+    _allocate_adam_state(optimizer)
+
+
+def _allocate_adam_state(optimizer: MCoreOptimizer) -> None:
+    """Make the state of torch's Adam where there is none, as its first step would."""
+    for part in getattr(optimizer.megatron, "chained_optimizers", [optimizer.megatron]):
+        if part.is_stub_optimizer or not isinstance(part.optimizer, torch.optim.Adam):
             continue
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model chunks, wrapped as Megatron wants them.
 
-A chunk is one virtual pipeline stage. For training each is wrapped in ``Float16Module`` (where parameters are bf16)
+A chunk is one virtual pipeline stage. For training each is wrapped in ``Float16Module`` (where parameters have 16 bits)
 and in Megatron's ``DistributedDataParallel``, in the order of Megatron-LM's ``get_model``; for evaluation the second
 wrapper is left out. A LightningModule without ``pipeline()`` is one chunk as a whole, and keeps its own types.
 
@@ -10,7 +10,7 @@ is between.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import torch
@@ -20,10 +20,13 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.fp8_utils import correct_amax_history_if_needed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from lightning_mcore.field_support import check_fields
+from lightning_mcore.fp8 import TRANSFORMER_FIELDS as FP8_FIELDS
 from lightning_mcore.module import Pipeline
 from lightning_mcore.process_groups import process_group
 
@@ -39,7 +42,14 @@ _OWNED_FIELDS = (
     "fp16",
     "params_dtype",
 )
-_OWNED_FIELDS_BETWEEN_STAGES = ("pipeline_dtype", "overlap_p2p_comm")
+_OWNED_FIELDS_BETWEEN_STAGES = (
+    "pipeline_dtype",
+    "overlap_p2p_comm",
+    "batch_p2p_comm",
+    "overlap_p2p_comm_warmup_flush",
+    "deallocate_pipeline_outputs",
+    "microbatch_group_size_per_vp_stage",
+)
 
 
 @dataclass
@@ -116,7 +126,7 @@ def pipeline_config(pipeline: Pipeline, owned: Mapping[str, Any]) -> Transformer
 
     Raises:
         TypeError: A chunk has no TransformerConfig.
-        ValueError: One of these fields has another value in it.
+        ValueError: One of these fields has another value in it, or a field is one that nobody would carry out.
     """
     config = getattr(pipeline.chunks[0], "config", None)
     if not isinstance(config, TransformerConfig):
@@ -125,13 +135,17 @@ def pipeline_config(pipeline: Pipeline, owned: Mapping[str, Any]) -> Transformer
             f"{type(pipeline.chunks[0]).__name__} has {type(config).__name__}"
         )
     staged = owned["pipeline_model_parallel_size"] > 1
-    for name in (*_OWNED_FIELDS, *(_OWNED_FIELDS_BETWEEN_STAGES if staged else ())):
-        given, wanted = getattr(config, name), owned[name]
+    defaults = {field.name: field.default for field in fields(TransformerConfig) if field.name in FP8_FIELDS}
+    wanted_values = {**defaults, **owned}
+    for name in (*_OWNED_FIELDS, *FP8_FIELDS, *(_OWNED_FIELDS_BETWEEN_STAGES if staged else ())):
+        given, wanted = getattr(config, name), wanted_values[name]
         if given != wanted:
             raise ValueError(
                 f"the model's TransformerConfig has {name}={given!r}, MCoreStrategy and Trainer(precision=...) mean "
                 f"{name}={wanted!r}; build it with TransformerConfig(..., **self.megatron_fields())"
             )
+    parameter = next(pipeline.parameters(), None)
+    check_fields(config, device_type=None if parameter is None else parameter.device.type)
     return config
 
 
@@ -152,15 +166,25 @@ def wrap_chunks(
     Returns:
         The wrapped chunks, with ``config`` connected to them.
 
+    Raises:
+        ValueError: ``ddp_config`` averages gradients where the loss is weighted by tokens.
+
     Source: ``get_model`` and ``train`` in megatron/training/training.py (0.16).
     """
     wrapped: list[nn.Module] = list(modules)
-    if pipeline is not None and config.bf16:
+    if pipeline is not None and (config.bf16 or config.fp16):
         wrapped = [Float16Module(config, module) for module in wrapped]
+        if config.fp8_param:
+            correct_amax_history_if_needed(wrapped)  # what casting has put there, before TransformerEngine 2
     if ddp_config is None:
         for module in wrapped:
             _broadcast_parameters(module)
         return ModelChunks(config, wrapped, pipeline)
+    if ddp_config.average_in_collective and config.calculate_per_token_loss:
+        raise ValueError(
+            "ddp_config.average_in_collective=True averages over ranks, and calculate_per_token_loss=True of the model"
+            " asks for a sum over tokens; set one of them to False"
+        )
     ddp = [
         DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
         for index, module in enumerate(wrapped)
@@ -202,6 +226,28 @@ def synchronize_parameters(chunks: ModelChunks) -> None:
             with torch.no_grad():
                 chunk.start_param_sync(force_sync=True)
             chunk.enable_forward_pre_hook()
+
+
+def check_gradients(chunks: ModelChunks) -> None:
+    """Refuse gradients that hold a NaN or an infinity; collective over the world, once they are summed.
+
+    Raises:
+        RuntimeError: There is one on some rank; raised on every rank.
+    """
+    buffers = [buffer for chunk in chunks.ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    finite = torch.stack([buffer.grad_data.isfinite().all() for buffer in buffers]) if buffers else torch.ones(1)
+    wrong = (~finite.bool()).any().int()
+    wrong = wrong.to(buffers[0].grad_data.device) if buffers else wrong
+    dist.all_reduce(wrong, op=dist.ReduceOp.MAX)
+    if not wrong:
+        return
+    named = (pair for chunk in chunks.ddp for pair in chunk.module.named_parameters())
+    names = [name for name, p in named if hasattr(p, "main_grad") and not p.main_grad.isfinite().all()]
+    here = f"of this rank in {names[0]!r} and {len(names) - 1} others" if names else "of another rank"
+    raise RuntimeError(
+        f"the gradients hold a NaN or an infinity, {here}; lower the learning rate, clip, or look at the data"
+        " (ddp_config.check_for_nan_in_grad=True asked for this check)"
+    )
 
 
 def _remove_forward_hooks(chunk: DistributedDataParallel) -> None:

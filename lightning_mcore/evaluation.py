@@ -71,16 +71,24 @@ def num_new_rows(dataloader: object, batch_idx: int) -> int | None:
 
 
 class RepeatedRows:
-    """Follows an evaluation run batch by batch and cuts off repeated samples."""
+    """Follows an evaluation run batch by batch and cuts off repeated samples.
+
+    Attributes:
+        place: The number of the batch that was cut last, and that of its dataloader.
+        whole_batch: Whether that batch holds repeated samples alone.
+        only_batch: Whether it does and this rank has no other.
+    """
 
     def __init__(self) -> None:
         self._num_batches: Counter[int] = Counter()
+        self.place = (0, 0)
         self.whole_batch = False
         self.only_batch = False
 
     def start(self) -> None:
         """Begin a run over the evaluation dataloaders."""
         self._num_batches.clear()
+        self.place = (0, 0)
         self.whole_batch = self.only_batch = False
 
     def cut(self, batch: Any, loaders: CombinedLoader | None, dataloader_idx: int) -> Any:
@@ -97,6 +105,7 @@ class RepeatedRows:
         assert loaders is not None, "evaluation runs over dataloaders"
         batch_idx = self._num_batches[dataloader_idx]
         self._num_batches[dataloader_idx] += 1
+        self.place = (batch_idx, dataloader_idx)
         dataloader = loaders.flattened[dataloader_idx]
         new = num_new_rows(dataloader, batch_idx) if loaders._mode == "sequential" else None
         self.whole_batch = new == 0

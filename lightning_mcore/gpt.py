@@ -7,14 +7,15 @@ to ``Trainer(precision=...)``. The steps below say nothing about ranks or stages
 a module of your own: build in ``configure_model``, call ``self.model(...)`` once in each step.
 
 A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted: ``labels[i]`` is to be predicted at
-``tokens[i]``) and, optionally, ``loss_mask`` (1 where a token counts, 0 elsewhere) and ``position_ids``.
+``tokens[i]``) and, optionally, ``loss_mask`` (1 where a token counts, 0 elsewhere) and ``position_ids`` (of learned
+positions; rotary ones count from the start of the row).
 """
 
 import functools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
@@ -25,15 +26,16 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_mcore import generation
-from lightning_mcore.backend import TransformerImpl, gpt_block_spec, resolve_transformer_impl
+from lightning_mcore.backend import TransformerImpl, check_backend, gpt_block_spec, resolve_transformer_impl
 from lightning_mcore.model_shape import ModelShape
 from lightning_mcore.module import MCoreModule
+from lightning_mcore.multi_token import MultiTokenGPT, check_multi_token, gpt_mtp_block_spec
+from lightning_mcore.positions import PositionEmbedding, check_positions, gpt_arguments, set_yarn
 from lightning_mcore.process_groups import process_group
 from lightning_mcore.sizes import require_size
 from lightning_mcore.throughput import StepClock, training_flops_per_token
 from lightning_mcore.transformer_fields import DEFAULTS, build_transformer_config, check_transformer_fields
 
-PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 Batch = dict[str, Tensor]
 
 
@@ -42,7 +44,8 @@ class MCoreGPT(MCoreModule):
 
     Logs ``train_loss``, ``val_loss`` and ``test_loss`` (means over tokens), and at each optimizer step ``grad_norm``
     (before clipping), ``tokens_per_second`` (of all ranks together, validation time left out) and ``model_tflops``
-    (of one device, in TFLOP/s; see ``throughput.py`` for what is counted).
+    (of one device, in TFLOP/s; see ``throughput.py`` for what is counted). The strategy adds the losses of routers and
+    of multi-token prediction (``auxiliary_logs.py``).
 
     Args:
         vocab_size: Tokens that exist. The embedding is padded, see ``make_vocab_size_divisible_by``.
@@ -56,9 +59,14 @@ class MCoreGPT(MCoreModule):
         weight_decay: Of matrices; biases and norms, which have one dimension, have none.
         betas: AdamW's.
         warmup_steps: Optimizer steps over which the learning rate rises.
-        position_embedding_type: Rotary, a learned embedding for each position, or none.
+        position_embedding_type: Rotary, rotary stretched as in YaRN, a learned embedding for each position, or none.
         rotary_percent: Share of a head's channels that is rotated.
         rotary_base: Base of the rotary wavelengths.
+        rope_scaling: Stretch long wavelengths as Llama 3 does, from 8192 positions.
+        rope_scaling_factor: By how much.
+        seq_len_interpolation_factor: Divides all positions; None for 1.
+        yarn: With ``position_embedding_type="yarn"``: ``rotary_scaling_factor``, and what is to differ from
+            ``positions.YARN_DEFAULTS``.
         share_embeddings_and_output_weights: Whether the output layer is the embedding's transpose.
         make_vocab_size_divisible_by: The embedding has a multiple of this many rows, whatever the layout, so that the
             numbers are the same on all of them. ``tensor_model_parallel_size`` must divide the padded size.
@@ -83,6 +91,10 @@ class MCoreGPT(MCoreModule):
         position_embedding_type: PositionEmbedding = "rope",
         rotary_percent: float = 1.0,
         rotary_base: int = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        seq_len_interpolation_factor: float | None = None,
+        yarn: dict[str, Any] | None = None,
         share_embeddings_and_output_weights: bool = False,
         make_vocab_size_divisible_by: int = 128,
         transformer_impl: TransformerImpl = "auto",
@@ -96,13 +108,10 @@ class MCoreGPT(MCoreModule):
             raise ValueError(
                 f"min_learning_rate={min_learning_rate} is not between 0 and learning_rate={learning_rate}; choose one"
             )
-        if position_embedding_type not in ("rope", "learned_absolute", "none"):
-            raise ValueError(
-                f"position_embedding_type={position_embedding_type!r}; choose 'rope', 'learned_absolute' or 'none'"
-            )
         self.vocab_size = vocab_size
         self.seq_length = seq_length
         self.transformer = check_transformer_fields(transformer)
+        check_positions(self.hparams, self.transformer)
         self.padded_vocab_size = -(-vocab_size // make_vocab_size_divisible_by) * make_vocab_size_divisible_by
         self._config: TransformerConfig | None = None
         self._clock = StepClock()
@@ -120,11 +129,14 @@ class MCoreGPT(MCoreModule):
         """Refuse what Megatron or the machine cannot do; builds no parameter and needs no process group.
 
         Raises:
-            ValueError: Megatron finds that the model's fields and the strategy's contradict each other.
+            ValueError: Megatron finds that the model's fields and the strategy's contradict each other, or a field asks
+                for what these layers or this device do not have.
             ModuleNotFoundError: TransformerEngine is asked for and absent.
         """
-        self._build_config()
-        self._resolve_impl()
+        config = self._build_config()
+        device_type = self._device_type()
+        check_backend(config, resolve_transformer_impl(self.hparams["transformer_impl"], device_type), device_type)
+        check_multi_token(config, self.hparams["share_embeddings_and_output_weights"])
 
     def configure_model(self) -> None:
         """Build the chunks that this rank owns."""
@@ -134,19 +146,19 @@ class MCoreGPT(MCoreModule):
 
     def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
         """Build one chunk: the embedding where ``pre_process``, the output layer where ``post_process``."""
-        return GPTModel(
+        impl = resolve_transformer_impl(self.hparams["transformer_impl"], self._device_type())
+        return MultiTokenGPT(
             self.config,
-            gpt_block_spec(self.config, self._resolve_impl(), vp_stage),
+            gpt_block_spec(self.config, impl, vp_stage),
             vocab_size=self.padded_vocab_size,
             max_sequence_length=self.seq_length,
             pre_process=pre_process,
             post_process=post_process,
             parallel_output=True,
             share_embeddings_and_output_weights=self.hparams["share_embeddings_and_output_weights"],
-            position_embedding_type=self.hparams["position_embedding_type"],
-            rotary_percent=self.hparams["rotary_percent"],
-            rotary_base=self.hparams["rotary_base"],
+            mtp_block_spec=gpt_mtp_block_spec(self.config, impl, vp_stage),
             vp_stage=vp_stage,
+            **gpt_arguments(self.hparams),
         )
 
     def model_shape(self) -> ModelShape:
@@ -292,7 +304,8 @@ class MCoreGPT(MCoreModule):
 
     def _losses(self, batch: Batch) -> Tensor:
         """Return the cross entropy of each token, [b, s / cp]; vocabulary-parallel inside Megatron."""
-        losses: Tensor = self.model(batch["tokens"], _position_ids(batch), None, labels=batch["labels"])
+        more = {"loss_mask": batch["loss_mask"]} if self.config.mtp_num_layers and "loss_mask" in batch else {}
+        losses: Tensor = self.model(batch["tokens"], _position_ids(batch), None, labels=batch["labels"], **more)
         return losses
 
     def _log_loss(self, name: str, batch: Batch) -> None:
@@ -307,14 +320,15 @@ class MCoreGPT(MCoreModule):
         owned = self.megatron_fields()
         if self.transformer.get("multi_latent_attention"):  # its attention rotates by itself
             owned |= {name: self.hparams[name] for name in ("rotary_base", "rotary_percent")}
-        return build_transformer_config(self.transformer, owned)
+        config = build_transformer_config(self.transformer, owned)
+        set_yarn(config, self.hparams["yarn"])
+        return config
 
-    def _resolve_impl(self) -> Literal["local", "transformer_engine"]:
+    def _device_type(self) -> str:
         if self._trainer is not None:
-            device_type = self._trainer.strategy.root_device.type
-        else:
-            device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        return resolve_transformer_impl(self.hparams["transformer_impl"], device_type)
+            device_type: str = self._trainer.strategy.root_device.type
+            return device_type
+        return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def warmup_cosine(step: int, warmup_steps: int, total_steps: float, least: float) -> float:

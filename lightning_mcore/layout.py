@@ -199,6 +199,14 @@ class ParallelLayout:
                 " Trainer(accumulate_grad_batches=...) or MCoreStrategy(micro_batch_size=...)"
             )
 
+    def microbatch_group_size(self, num_microbatches: int, wanted: int) -> int:
+        """Return the group size that a run of the interleaved schedule can have: ``wanted``, or the pipeline size.
+
+        The number of microbatches may be too small for ``wanted`` at the end of an epoch and while evaluating.
+        """
+        pp = self.pipeline_model_parallel_size
+        return wanted if _fills_groups(num_microbatches, wanted, pp) else pp
+
     def coordinates(self, rank: int, world_size: int) -> Coordinates:
         """Return where ``rank`` stands on every axis.
 

@@ -13,6 +13,9 @@ but whose ``step`` is Megatron's. There are two kinds:
 
 Lightning calls ``training_step``, ``zero_grad``, ``backward``. After the schedule, which has run backward inside
 ``training_step``, that ``zero_grad`` must not touch the gradients; the schedule zeroes the buffers before it starts.
+
+Under fp16 the gradients are those of the scaled loss. Megatron's mixed-precision optimizers divide them by the scale
+and skip the step if one is inf or nan; where the parameters are fp32 (a plain module under autocast) that is done here.
 """
 
 from collections import defaultdict
@@ -24,10 +27,15 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 from torch.optim import Optimizer
 
+from lightning_mcore.loss_scale import AgreedGradScaler
 from lightning_mcore.process_groups import process_group
 
 # One of the four fields by which Megatron tells groups apart on loading; it has no other use, so it carries our index.
 GROUP_INDEX = "is_decoupled_lr"
+# Others of these fields (megatron-core 0.19), whose names torch's LR schedulers use in the user's groups for their own.
+_IDENTIFY = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult")
+# What a group says of how it is computed and not what; an offloaded optimizer has choices of its own for each device.
+_OF_IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")
 
 
 class MCoreOptimizer(Optimizer):
@@ -40,6 +48,7 @@ class MCoreOptimizer(Optimizer):
         chunks: The wrapped model chunks, whose gradient buffers it zeroes.
         rebuilt: Whether ``megatron`` has groups of its own that follow the user's.
         inline: Whether ``zero_grad`` also zeroes the gradient buffers.
+        scaler: The loss scale under fp16, None in other precisions.
     """
 
     def __init__(
@@ -50,17 +59,22 @@ class MCoreOptimizer(Optimizer):
         chunks: Sequence[DistributedDataParallel],
         rebuilt: bool,
         inline: bool,
+        scaler: AgreedGradScaler | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: groups, defaults and hooks are the user's optimizer's own.
         self.user = user
         self.megatron = megatron
         self.rebuilt = rebuilt
         self.grad_norm: float | None = None
+        self.num_zeros_in_grad: float | None = None
         self.step_skipped = False
         self._chunks = chunks
         self._inline = inline
         self._clip_value = 0.0
+        self._clip_by_value = False
         self._grads_are_ready = False
+        self._overflow = False
+        self._scaler = scaler
         self._parameters = list(parameters)
         self.__class__ = type(f"MCore{type(user).__name__}", (MCoreOptimizer, type(user)), {})
 
@@ -90,10 +104,21 @@ class MCoreOptimizer(Optimizer):
             return self.user.state
         return {p: s for part in self._parts for p, s in part.optimizer.state.items()}
 
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of the next step is multiplied by; 1 without loss scaling."""
+        return float(self._scaler.scale) if self._scaler is not None else 1.0
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps of this run that were skipped because a gradient was inf or nan."""
+        return self._scaler.num_skipped_steps if self._scaler is not None else 0
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, except those that the schedule has just made (see the module's text)."""
         if not self._inline:
             return
+        self.user.zero_grad(set_to_none)  # which may be a method of the user's own
         self.megatron.zero_grad(set_to_none)
         self._grads_are_ready = False
         owns_all = self._owns_every_parameter
@@ -107,49 +132,60 @@ class MCoreOptimizer(Optimizer):
                 parameter.grad_added_to_main_grad = False
 
     def gradients_changed(self) -> None:
-        """Take note that backward has run; the strategy calls it."""
+        """Take note that backward has run, or is about to under a schedule; the strategy calls it."""
         self._grads_are_ready = False
+        if self._scaler is not None:
+            self._scaler.remember_scale()
+
+    def unscale(self) -> None:
+        """Divide the gradients by the loss scale now, where hooks and clipping are shown the ones that are stepped."""
+        if self._scaler is not None and isinstance(self.megatron, FP32Optimizer):
+            self._prepare_grads()
 
     def clip(self, value: float, by_value: bool) -> None:
-        """Clip the gradients now if they are whole, else remember the norm for the step.
+        """Clip the gradients now if they are whole, else remember the value for the step.
 
         Args:
             value: The largest norm, or with ``by_value`` the largest element; 0 for no clipping.
             by_value: Clip each element instead of the norm of all.
-
-        Raises:
-            ValueError: ``by_value`` where Megatron's optimizer owns the gradients.
         """
         if value <= 0:
             return
-        if self.rebuilt and by_value:
-            raise ValueError('gradient_clip_algorithm="value" is not available with Megatron\'s optimizer; use "norm"')
         if self.rebuilt:
-            self._clip_value = value
+            self._clip_value, self._clip_by_value = value, by_value
             return
         self._prepare_grads()
+        if self._overflow:
+            return
         if by_value:
             torch.nn.utils.clip_grad_value_(self.megatron.get_parameters(), value)
         else:
             self.grad_norm = self.megatron.clip_grad_norm(value)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """Run the closure (forward and backward), then step.
 
         Args:
             closure: What Lightning passes; evaluated once, before the step.
+            arguments: For the ``step`` of the user's optimizer, where it does its own stepping.
 
         Returns:
             What the closure returned.
+
+        Raises:
+            TypeError: There are arguments for a step that is Megatron's.
         """
+        if closure is not None and self.stepped_by_user:  # LBFGS evaluates it several times
+            return self.user.step(closure=lambda: self._evaluate(closure), **arguments)
+        if arguments:
+            raise TypeError(
+                f"step({', '.join(arguments)}) is not available, for the step is Megatron's; leave them out"
+            )
         if not self.rebuilt:
             return self._step_user(closure)
         result = closure() if closure is not None else None
         self._follow_user_groups()
-        for part in self._parts:
-            part.config.clip_grad = self._clip_value
-        self._clip_value = 0.0
-        succeeded, self.grad_norm, _ = self.megatron.step()
+        succeeded, self.grad_norm, self.num_zeros_in_grad = self._step_megatron()
         self.step_skipped = not succeeded
         self.user._opt_called = True  # type: ignore[attr-defined]  # what an LR scheduler looks for
         return result
@@ -255,29 +291,102 @@ class MCoreOptimizer(Optimizer):
         return [part for part in parts if not part.is_stub_optimizer]
 
     def _follow_user_groups(self) -> None:
+        own = ("params", *_IDENTIFY, *(_OF_IMPLEMENTATION if self.megatron.config.optimizer_cpu_offload else ()))
         for group in self.megatron.param_groups:
             user_group = self.user.param_groups[int(group[GROUP_INDEX]) - 1]
-            group.update({k: v for k, v in user_group.items() if k != "params" and (k in group or k == "lr")})
+            group.update({k: _plain(v) for k, v in user_group.items() if k not in own and (k in group or k == "lr")})
+
+    def _step_megatron(self) -> tuple[bool, float | None, float | None]:
+        """Clip and step Megatron's optimizer.
+
+        Returns:
+            Whether the step was made, the norm of the gradients before clipping, and the number of zeros in them.
+        """
+        value, by_value = self._clip_value, self._clip_by_value
+        self._clip_value, self._clip_by_value = 0.0, False
+        for part in self._parts:
+            part.config.clip_grad = 0.0 if by_value else value
+        if not by_value:
+            result: tuple[bool, float | None, float | None] = self.megatron.step()
+            return result
+        if self.megatron.prepare_grads():
+            return False, None, None
+        norm = self.megatron.get_grad_norm()
+        for part in self._parts:
+            _clamp_grads(part, value)
+        return self.megatron.step_with_ready_grads(), norm, self._count_zeros()
+
+    def _count_zeros(self) -> float | None:
+        zeros: float | None = self.megatron.count_zeros() if self.megatron.config.log_num_zeros_in_grad else None
+        return zeros
 
     def _step_user(self, closure: Callable[[], Any] | None) -> Any:
-        if isinstance(self.megatron, FP32Optimizer) and closure is not None:
-            return self.user.step(closure=lambda: self._evaluate(closure))  # LBFGS evaluates it several times
         result = self._evaluate(closure) if closure is not None else None
         self._prepare_grads()
+        self.step_skipped = self._overflow
+        if self.step_skipped:
+            self.grad_norm = self.num_zeros_in_grad = None
+            return result
+        self.num_zeros_in_grad = self._count_zeros()
         self.megatron.step_with_ready_grads()
         return result
+
+    @property
+    def stepped_by_user(self) -> bool:
+        """Whether the user's optimizer steps the model's own parameters, with the gradients as they are."""
+        return not self.rebuilt and isinstance(self.megatron, FP32Optimizer) and self._scaler is None
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         with torch.enable_grad():
             result = closure()
         self._prepare_grads()
+        self.num_zeros_in_grad = self._count_zeros()
         return result
 
     def _prepare_grads(self) -> None:
         """Hand Megatron's gradients to the parameters that are stepped, once: a second time would undo clipping."""
-        if not self._grads_are_ready:
-            self.megatron.prepare_grads()
-            self._grads_are_ready = True
+        if self._grads_are_ready:
+            return
+        if self._inline and not self.rebuilt:
+            self._prepare_shown_grads()
+        else:
+            self._overflow = self.megatron.prepare_grads()
+        if self._scaler is not None and isinstance(self.megatron, FP32Optimizer):
+            gradients = [p.grad for p in self.megatron.get_parameters() if p.grad is not None]
+            self._overflow = self._scaler.unscale(gradients, process_group("dp_cp"))
+        self._grads_are_ready = True
+
+    def _prepare_shown_grads(self) -> None:
+        """Prepare the gradients of a plain module, whose hooks may have put another in the place of the one shown."""
+        buffered = [p for p in self._own_parameters if hasattr(p, "main_grad")]
+        if isinstance(self.megatron, FP32Optimizer) and all(p.main_grad.dtype == p.dtype for p in buffered):
+            self._overflow = False  # the parameters are stepped with the gradients that they show, or with none
+            return
+        shown = [p for p in buffered if p.grad is not None]
+        for parameter in shown:
+            if parameter.grad is not parameter.main_grad:
+                parameter.main_grad.copy_(parameter.grad)
+        self._overflow = self.megatron.prepare_grads()
+        for parameter in shown:
+            parameter.grad = parameter.main_grad
+
+
+def _plain(value: Any) -> Any:
+    """Return a hyperparameter as Megatron takes it: a torch optimizer may hold its learning rate in a tensor."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _clamp_grads(part: MegatronOptimizer, value: float) -> None:
+    """Clip each element of the gradients that ``part`` steps with; on a rank's share of them it is as exact."""
+    for parameter in part.get_parameters():
+        for name in ("grad", "decoupled_grad"):  # the second where Megatron's optimizer is aware of precision
+            if (gradient := getattr(parameter, name, None)) is not None:
+                gradient.clamp_(-value, value)
+
+
+def optimizer_after_run(optimizer: Optimizer) -> Optimizer:
+    """Return the user's optimizer where it needs Megatron no more: it stepped the model's own parameters itself."""
+    return optimizer.user if isinstance(optimizer, MCoreOptimizer) and optimizer.stepped_by_user else optimizer
 
 
 def _itself(optimizer: Optimizer) -> Optimizer:

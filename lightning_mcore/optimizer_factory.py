@@ -4,21 +4,26 @@
 The strategy calls :func:`make_optimizer` in ``setup`` for each optimizer that ``configure_optimizers`` returned.
 """
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
+from lightning_mcore.loss_scale import LossScaler
 from lightning_mcore.optimizer import GROUP_INDEX, MCoreOptimizer
+from lightning_mcore.optimizer_kinds import check_kind, megatron_fields
+from lightning_mcore.optimizer_options import check_options
 from lightning_mcore.process_groups import process_group
 
-_NOT_IN_MEGATRON = ("amsgrad", "maximize", "dampening", "nesterov")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -30,19 +35,54 @@ class OptimizerSetting:
         precision: The fields of Megatron's ``OptimizerConfig`` that the precision owns.
         distributed: Shard optimizer state and fp32 copies over the data-parallel ranks.
         overlap_param_gather: The sharded step leaves gathering the parameters to the next forward.
-        expert_parallel: Experts live on different ranks, so their gradients have a norm group of their own.
+        tensor_parallel_size: Ranks that share each matrix, those of experts included.
+        expert_model_parallel_size: Ranks that share the experts, whose gradients then have a norm group of their own.
+        saves_shards: Whether a checkpoint is a directory of shards.
+        config: Megatron's config for everything else, None for its defaults.
+        scaler: The loss scale of the run under fp16, None in other precisions.
     """
 
     inline: bool
     precision: Mapping[str, Any]
     distributed: bool
     overlap_param_gather: bool
-    expert_parallel: bool
+    tensor_parallel_size: int
+    expert_model_parallel_size: int
+    saves_shards: bool
+    config: OptimizerConfig | None = None
+    scaler: LossScaler | None = None
 
     @property
     def low_precision(self) -> bool:
         """Whether the optimizer works on fp32 copies of the parameters."""
-        return bool(self.precision.get("bf16") or self.precision.get("fp16"))
+        return bool(self.precision["params_dtype"] != torch.float32)
+
+
+def on_every_rank(configure: Callable[[], _T]) -> _T:
+    """Return what ``configure`` returns; if it fails on some rank, fail on all.
+
+    A pipeline stage whose parameters are all frozen may give torch's optimizer an empty list, which it refuses; the
+    other ranks would wait for this one for ever. Collective over the world.
+
+    Raises:
+        RuntimeError: It failed on another rank; on that one, its own error is raised.
+    """
+    failure: Exception | None = None
+    try:
+        result = configure()
+    except Exception as error:
+        failure = error
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, f"{type(failure).__name__}: {failure}" if failure is not None else None)
+    if failure is not None:
+        raise failure
+    for rank, message in enumerate(failures):
+        if message is not None:
+            raise RuntimeError(
+                f"configure_optimizers failed on rank {rank} with {message!r}; it must succeed on every rank, so give"
+                " the optimizer all parameters of the stage, frozen ones too"
+            )
+    return result
 
 
 def make_optimizer(
@@ -62,54 +102,29 @@ def make_optimizer(
 
     Raises:
         TypeError: The optimizer cannot be rebuilt where it must be.
-        ValueError: A parameter of the model needs gradients but is in no group.
+        ValueError: ``setting.config`` asks for what this optimizer has not, or a parameter of the model needs
+            gradients but is in no group.
     """
-    fields = _rebuilt_fields(user)
-    if setting.distributed and (fields is None or fields["optimizer"] != "adam"):
-        raise TypeError(
-            "use_distributed_optimizer=True needs torch's Adam or AdamW without amsgrad or maximize; "
-            f"got {type(user).__name__}"
-        )
-    if setting.expert_parallel and fields is None:
-        raise TypeError(
-            "expert_model_parallel_size > 1 needs torch's Adam, AdamW or SGD without amsgrad, maximize, dampening or "
-            f"nesterov; got {type(user).__name__}"
-        )
-    rebuilt = setting.distributed or (fields is not None and not setting.inline)
+    check_kind(
+        user,
+        inline=setting.inline,
+        distributed=setting.distributed,
+        tensor_parallel_size=setting.tensor_parallel_size,
+        expert_model_parallel_size=setting.expert_model_parallel_size,
+        saves_shards=setting.saves_shards,
+        may_skip_steps=setting.scaler is not None,
+    )
+    rebuilt = setting.distributed or (megatron_fields(user) is not None and not setting.inline)
+    check_options(setting.config, megatron_fields(user) if rebuilt else None, type(user).__name__)
     parameters = [parameter for group in user.param_groups for parameter in group["params"]]
     megatron = _rebuild(user, chunks, setting) if rebuilt else _wrap(user, setting)
-    return MCoreOptimizer(user, megatron, parameters, chunks, rebuilt=rebuilt, inline=setting.inline)
-
-
-def _rebuilt_fields(user: Optimizer) -> dict[str, Any] | None:
-    """Return the fields of Megatron's OptimizerConfig that make the same optimizer, None where there are none."""
-    d = user.defaults
-    if any(group.get(name) for group in user.param_groups for name in _NOT_IN_MEGATRON):
-        return None
-    if type(user) in (Adam, AdamW):
-        decoupled = type(user) is AdamW or bool(d.get("decoupled_weight_decay"))
-        beta1, beta2 = d["betas"]
-        return {
-            "optimizer": "adam",
-            "lr": float(d["lr"]),
-            "weight_decay": d["weight_decay"],
-            "adam_beta1": beta1,
-            "adam_beta2": beta2,
-            "adam_eps": d["eps"],
-            "decoupled_weight_decay": decoupled,
-        }
-    if type(user) is SGD:
-        return {
-            "optimizer": "sgd",
-            "lr": float(d["lr"]),
-            "weight_decay": d["weight_decay"],
-            "sgd_momentum": d["momentum"],
-        }
-    return None
+    scaler = setting.scaler.attach(megatron) if setting.scaler is not None else None
+    return MCoreOptimizer(user, megatron, parameters, chunks, rebuilt=rebuilt, inline=setting.inline, scaler=scaler)
 
 
 def _config(fields: dict[str, Any], setting: OptimizerSetting) -> OptimizerConfig:
-    return OptimizerConfig(
+    return dataclasses.replace(
+        setting.config or OptimizerConfig(),
         use_distributed_optimizer=setting.distributed,
         overlap_param_gather=setting.overlap_param_gather,
         clip_grad=0.0,
@@ -121,7 +136,7 @@ def _config(fields: dict[str, Any], setting: OptimizerSetting) -> OptimizerConfi
 def _rebuild(
     user: Optimizer, chunks: Sequence[DistributedDataParallel], setting: OptimizerSetting
 ) -> MegatronOptimizer:
-    fields = _rebuilt_fields(user)
+    fields = megatron_fields(user)
     assert fields is not None
     _check_every_parameter_is_grouped(user, chunks)
     own = ("betas", "eps") if fields["optimizer"] == "adam" else ("momentum",)
@@ -170,7 +185,8 @@ def _wrap(user: Optimizer, setting: OptimizerSetting) -> MegatronOptimizer:
         for index, group in enumerate(user.param_groups, start=1):  # what Megatron tells groups apart by on loading
             group |= {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, GROUP_INDEX: index}
     if setting.low_precision:
-        megatron: MegatronOptimizer = Float16OptimizerWithFloat16Params(user, config, None, _no_initial_state)
+        scaler = setting.scaler.megatron if setting.scaler is not None else None
+        megatron: MegatronOptimizer = Float16OptimizerWithFloat16Params(user, config, scaler, _no_initial_state)
     else:
         megatron = FP32Optimizer(user, config, _no_initial_state)
     megatron.grad_stats_parallel_group = process_group("model")

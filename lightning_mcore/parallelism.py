@@ -25,12 +25,18 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_mcore.averaging import check_averaging
+from lightning_mcore.communication import CommunicationOptions
 from lightning_mcore.cpu_runtime import cpu_runtime
+from lightning_mcore.fp8_checks import FP8Machine
+from lightning_mcore.fp8_checks import check_run as check_fp8
 from lightning_mcore.layout import ParallelLayout
 from lightning_mcore.module import MCoreModule
+from lightning_mcore.optimizer_options import check_optimizer_config, check_optimizer_device
 from lightning_mcore.precision import MCorePrecision
 from lightning_mcore.process_groups import (
     align_random_state,
@@ -38,8 +44,10 @@ from lightning_mcore.process_groups import (
     process_group,
     process_groups_are_open,
 )
-from lightning_mcore.settings import GradientSettings
+from lightning_mcore.settings import GradientSettings, reduce_scatter_restored
 from lightning_mcore.sizes import require_size
+from lightning_mcore.step_logs import ALREADY_MERGED
+from lightning_mcore.tensor_overlap import TensorParallelOverlap
 
 
 class MCoreParallelism(DDPStrategy):
@@ -58,8 +66,16 @@ class MCoreParallelism(DDPStrategy):
         overlap_grad_reduce: Reduce gradients while backward still runs.
         overlap_param_gather: Gather updated parameters while the next forward runs; needs both of the above.
         overlap_p2p_comm: Send between stages while computing; None turns it on for the interleaved schedule.
+        microbatch_group_size_per_vp_stage: Microbatches that the interleaved schedule runs through one chunk before it
+            turns to the next; None for the pipeline size.
+        tp_comm_overlap: Send parts of a tensor-parallel layer's result while it computes the next; needs CUDA,
+            TransformerEngine and sequence parallelism.
+        tp_comm_overlap_cfg: A YAML file that says how each layer does it; None for TransformerEngine's defaults.
         micro_batch_size: Rows of a microbatch; cuts each DataLoader batch. None: a DataLoader batch is one microbatch.
         ddp_config: Megatron's config for gradients, for what has no argument here.
+        optimizer_config: Megatron's config for its optimizers, for what has no other home: offload to the host, types
+            of the optimizer's state, counting zeros. Learning rates and the like are the torch optimizer's.
+        communication: Rarely used options of process groups and of the traffic between pipeline stages.
         cluster_environment: Where ranks and addresses come from; None lets Lightning find out.
         checkpoint_io: How one-file checkpoints are written.
         precision_plugin: An :class:`MCorePrecision`; usually ``Trainer(precision=...)`` says it.
@@ -86,8 +102,13 @@ class MCoreParallelism(DDPStrategy):
         overlap_grad_reduce: bool | None = None,
         overlap_param_gather: bool | None = None,
         overlap_p2p_comm: bool | None = None,
+        microbatch_group_size_per_vp_stage: int | None = None,
+        tp_comm_overlap: bool = False,
+        tp_comm_overlap_cfg: str | None = None,
         micro_batch_size: int | None = None,
         ddp_config: DistributedDataParallelConfig | None = None,
+        optimizer_config: OptimizerConfig | None = None,
+        communication: CommunicationOptions | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -107,7 +128,14 @@ class MCoreParallelism(DDPStrategy):
         self.gradients = GradientSettings(
             use_distributed_optimizer, overlap_grad_reduce, overlap_param_gather, ddp_config
         )
+        check_optimizer_config(optimizer_config, self.gradients)
+        self.optimizer_config = optimizer_config
         self.overlap_p2p_comm = _resolve_overlap_p2p(overlap_p2p_comm, self.layout)
+        self.microbatch_group_size = _checked_group_size(microbatch_group_size_per_vp_stage, self.layout)
+        self.communication = communication or CommunicationOptions()
+        self.communication.check_layout(self.layout, self.overlap_p2p_comm, self.gradients.num_instances)
+        self.tensor_overlap = TensorParallelOverlap(tp_comm_overlap, tp_comm_overlap_cfg, self.layout)
+        _check_align_param_gather(self.gradients, self.layout)
         self.micro_batch_size = _checked_micro_batch_size(micro_batch_size)
         self._runtime = contextlib.ExitStack()
         super().__init__(
@@ -150,24 +178,43 @@ class MCoreParallelism(DDPStrategy):
         world_size = self.num_nodes * self.num_processes
         self.layout.validate_world(world_size)
         _check_module(model, self.layout)
-        _check_one_precision(model.trainer, self.precision_plugin)
+        self.precision_plugin.builds_plain_module = not isinstance(model, MCoreModule)
+        ddp_config = self.gradients.resolve(self.precision_plugin.ddp_fields())
+        machine = FP8Machine.of(self.root_device)
+        settings = (self.layout, ddp_config, self.optimizer_config, machine, self.micro_batch_size)
+        check_fp8(self.precision_plugin.fp8, model, *settings)
         if isinstance(model, MCoreModule):
             shape = model.model_shape()
             if shape is not None:
                 self.layout.validate_model(shape)
             model.check_settings()
         _check_expert_tensor_parallel(self.layout, self.root_device)
+        self._check_device(world_size)
         if self._layer_sync is not None and self.root_device.type == "cpu" and not isinstance(model, MCoreModule):
             raise ValueError(
                 "sync_batchnorm=True needs GPUs, which torch's SyncBatchNorm runs on alone; set it to False"
             )
-        if model.trainer.state.fn == TrainerFn.FITTING and self.micro_batch_size is None:
-            self.layout.validate_microbatches(model.trainer.accumulate_grad_batches)
+        if model._trainer is not None:  # Trainer(...).strategy.connect(model) is a way to save a model before any run
+            _check_one_precision(model.trainer, self.precision_plugin)
+            if model.trainer.state.fn == TrainerFn.FITTING:
+                self._check_fit(model)
         super().connect(model)
+
+    def _check_device(self, world_size: int) -> None:
+        self.gradients.check_run(self.layout, world_size, self.root_device)
+        self.communication.check_device(self.root_device)
+        self.tensor_overlap.check_device(self.root_device)
+        check_optimizer_device(self.optimizer_config, self.root_device, self.precision_plugin.ddp_fields())
+
+    def _check_fit(self, model: pl.LightningModule) -> None:
+        if self.micro_batch_size is None:
+            self.layout.validate_microbatches(model.trainer.accumulate_grad_batches, self.microbatch_group_size)
+        check_averaging(model, self.gradients.distributed)
 
     def setup_environment(self) -> None:
         """Open the process groups, on the CPU inside the CPU runtime."""
         self._runtime.enter_context(self.runtime())
+        self._runtime.enter_context(reduce_scatter_restored())
         super().setup_environment()
 
     def runtime(self) -> contextlib.AbstractContextManager[None]:
@@ -178,7 +225,11 @@ class MCoreParallelism(DDPStrategy):
         """Let Lightning open the default group, then open Megatron's and make random states agree."""
         super().setup_distributed()
         seed = os.environ.get("PL_GLOBAL_SEED") or self.broadcast(torch.initial_seed())
-        open_process_groups(self.layout, seed=int(seed) % 2**31, timeout=self._timeout or timedelta(minutes=30))
+        options = {
+            "num_distributed_optimizer_instances": self.gradients.num_instances,
+            **self.communication.group_arguments(),
+        }
+        open_process_groups(self.layout, int(seed) % 2**31, self._timeout or timedelta(minutes=30), options)
         align_random_state()
         world_size = dist.get_world_size()
         rank_zero_info(f"MCoreStrategy: {self.layout.describe(world_size)}")
@@ -203,7 +254,9 @@ class MCoreParallelism(DDPStrategy):
             "expert_tensor_parallel_size": layout.expert_tensor_parallel_size,
             "sequence_parallel": layout.sequence_parallel,
             "overlap_p2p_comm": self.overlap_p2p_comm,
-            "batch_p2p_comm": not self.overlap_p2p_comm,
+            "microbatch_group_size_per_vp_stage": self.microbatch_group_size or layout.pipeline_model_parallel_size,
+            "tp_comm_overlap": self.tensor_overlap.enabled,
+            **self.communication.megatron_fields(layout, self.overlap_p2p_comm, self.root_device),
             **self.precision_plugin.megatron_fields(),
         }
 
@@ -225,6 +278,8 @@ class MCoreParallelism(DDPStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the data-parallel ranks; ranks of one model copy hold the same value already."""
+        if group == ALREADY_MERGED:
+            return tensor
         if isinstance(tensor, Tensor):
             if str(reduce_op).lower() in ("mean", "avg") and not tensor.is_floating_point():
                 tensor = tensor.double()  # Lightning would cut off the fraction of a mean, as of a number of rows
@@ -257,6 +312,27 @@ def _resolve_overlap_p2p(given: bool | None, layout: ParallelLayout) -> bool:
             "overlap_p2p_comm=True needs the interleaved schedule; set virtual_pipeline_model_parallel_size=2 or more"
         )
     return interleaved if given is None else given
+
+
+def _checked_group_size(given: int | None, layout: ParallelLayout) -> int | None:
+    if given is None:
+        return None
+    require_size("microbatch_group_size_per_vp_stage", given)
+    if layout.virtual_pipeline_model_parallel_size is None:
+        raise ValueError(
+            f"microbatch_group_size_per_vp_stage={given} needs the interleaved schedule; set"
+            " virtual_pipeline_model_parallel_size=2 or more, or leave it None"
+        )
+    layout.validate_microbatches(given, given)
+    return given
+
+
+def _check_align_param_gather(gradients: GradientSettings, layout: ParallelLayout) -> None:
+    if gradients.resolve().align_param_gather and layout.virtual_pipeline_model_parallel_size is None:
+        raise ValueError(
+            "ddp_config.align_param_gather=True acts in the interleaved schedule alone; set"
+            " virtual_pipeline_model_parallel_size=2 or more, or leave it out"
+        )
 
 
 def _checked_micro_batch_size(micro_batch_size: int | None) -> int | None:

@@ -64,8 +64,18 @@ class MCorePersistence(MCoreParallelism):
         return {"param_groups": [{k: v for k, v in group.items() if k != "params"} for group in owner.param_groups]}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load what :meth:`optimizer_state` returned; the state itself, if it is in shards, is there already."""
-        for optimizer, saved in zip(self._megatron_optimizers(), checkpoint["optimizer_states"], strict=True):
+        """Load what :meth:`optimizer_state` returned; the state itself, if it is in shards, is there already.
+
+        Raises:
+            ValueError: The checkpoint holds the states of another number of optimizers, and not of none.
+        """
+        optimizers, states = self.optimizers, checkpoint["optimizer_states"]
+        if len(states) not in (0, len(optimizers)):
+            raise ValueError(
+                f"the checkpoint holds the states of {len(states)} optimizers and configure_optimizers returned"
+                f" {len(optimizers)}; resume with the optimizers of the run that saved it"
+            )
+        for optimizer, saved in zip(optimizers, states, strict=False):
             if "state" in saved or "megatron" in saved:
                 optimizer.load_state_dict(saved)
                 continue
@@ -78,15 +88,16 @@ class MCorePersistence(MCoreParallelism):
         Works during a run and after it, as ``trainer.save_checkpoint`` does.
 
         Raises:
-            RuntimeError: There has been no run yet.
+            RuntimeError: There has been no run yet, and a run may split the model.
         """
         chunks = self._chunks or self._finished_chunks
-        if chunks is None:
-            raise RuntimeError("there is no model to save before the first run; call fit() or validate() first")
-        synchronize_parameters(chunks)
+        if chunks is not None:
+            synchronize_parameters(chunks)
         if self._saves_one_file:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        if chunks is None:
+            raise RuntimeError("there is no model to save before the first run; call fit() or validate() first")
         optimizers = self._megatron_optimizers() if "optimizer_states" in checkpoint else []
         with self.runtime():
             sharded.save_sharded(
@@ -122,6 +133,8 @@ class MCorePersistence(MCoreParallelism):
             return
         assert self.lightning_module is not None
         self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
+        if self._chunks is not None:  # in the middle of a run, as after a search for a learning rate
+            self._load_pending(self.lightning_module.trainer.state.fn == TrainerFn.FITTING)
 
     def _load_pending(self, fitting: bool) -> None:
         if self._pending_checkpoint is None:

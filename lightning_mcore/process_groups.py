@@ -13,7 +13,7 @@ farthest apart.
 import contextlib
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -41,33 +41,43 @@ _GROUP_OF_AXIS = {
 
 @dataclass
 class _Opened:
-    """What the open groups were made for; both None while there are none."""
+    """What the open groups were made for; None while there are none."""
 
     layout: ParallelLayout | None = None
+    arguments: Mapping[str, Any] | None = None
     world: dist.ProcessGroup | None = None
 
 
 _opened = _Opened()
 
 
-def open_process_groups(layout: ParallelLayout, seed: int, timeout: timedelta) -> None:
+def open_process_groups(
+    layout: ParallelLayout, seed: int, timeout: timedelta, options: Mapping[str, Any] | None = None
+) -> None:
     """Open Megatron's groups for ``layout`` over the whole world and seed its random number tracker.
 
     Collective: every rank of the default group calls it with the same arguments. Like the default group, the groups
-    outlive the run: a second run with the same layout takes them over, one with another layout replaces them. The state
+    outlive the run: a second run with the same layout and options takes them over, another one replaces them. The state
     of the CPU's own generator is left as it was.
 
     Args:
         layout: Sizes of the parallel axes; must divide the world (``layout.validate_world``).
         seed: Seed of Megatron's tracker, which draws the weights of tensor-parallel layers and their dropout.
         timeout: How long a collective of these groups may wait, in whole minutes, rounded up.
+        options: More arguments of ``initialize_model_parallel``.
 
     Raises:
         RuntimeError: The default process group is not initialised.
     """
     if not dist.is_initialized():
         raise RuntimeError("the default process group of torch.distributed must be open before Megatron's groups")
-    if not (process_groups_are_open() and _opened.layout == layout and _opened.world is dist.group.WORLD):
+    arguments = {
+        "create_gloo_process_groups": False,
+        "distributed_timeout_minutes": max(1, math.ceil(timeout.total_seconds() / 60)),
+        **(options or {}),
+    }
+    ours = _opened.layout == layout and _opened.arguments == arguments and _opened.world is dist.group.WORLD
+    if not (process_groups_are_open() and ours):
         close_process_groups()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor_model_parallel_size,
@@ -76,10 +86,9 @@ def open_process_groups(layout: ParallelLayout, seed: int, timeout: timedelta) -
             context_parallel_size=layout.context_parallel_size,
             expert_model_parallel_size=layout.expert_model_parallel_size,
             expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
-            distributed_timeout_minutes=max(1, math.ceil(timeout.total_seconds() / 60)),
-            create_gloo_process_groups=False,
+            **arguments,
         )
-        _opened.layout, _opened.world = layout, dist.group.WORLD
+        _opened.layout, _opened.arguments, _opened.world = layout, arguments, dist.group.WORLD
     _seed_tracker(seed)
 
 
@@ -87,7 +96,7 @@ def close_process_groups() -> None:
     """Forget Megatron's groups; nothing happens where there are none. The default process group stays."""
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
-    _opened.layout = _opened.world = None
+    _opened.layout = _opened.arguments = _opened.world = None
 
 
 def process_groups_are_open() -> bool:

@@ -17,6 +17,7 @@ What a loss means. The step returns
 The value that is differentiated is always this rank's own part; only detached copies are reduced, for the logs.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +27,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
+from lightning_mcore.auxiliary_logs import AuxiliaryLogs
 from lightning_mcore.chunks import ModelChunks
 from lightning_mcore.layout import ParallelLayout
 from lightning_mcore.module import MCoreModule, StageOutput
@@ -64,18 +69,28 @@ class Schedule:
         chunks: Its wrapped chunks.
         layout: The parallel layout.
         device: This rank's device.
+        prepare: Called before each run with the shape (sequence length, rows) of its microbatches, None where they
+            differ, and the model's config.
     """
 
     def __init__(
-        self, module: pl.LightningModule, chunks: ModelChunks, layout: ParallelLayout, device: torch.device
+        self,
+        module: pl.LightningModule,
+        chunks: ModelChunks,
+        layout: ParallelLayout,
+        device: torch.device,
+        prepare: Callable[[tuple[int, int] | None, TransformerConfig], None] | None = None,
     ) -> None:
         assert chunks.pipeline is not None
+        _check_steps_take_batches(module)
         self._module = module
         self._chunks = chunks
         self._pipeline = chunks.pipeline
         self._layout = layout
         self._device = device
+        self._prepare = prepare
         self._logs = StepLogs(module, device)
+        self._auxiliary_logs = AuxiliaryLogs(module, chunks.config, device)
 
     def split(self, batch: Any, arguments: tuple[Any, ...], micro_batch_size: int | None) -> list[Microbatch]:
         """Cut a DataLoader batch into microbatches and take this context-parallel rank's share of each.
@@ -110,7 +125,9 @@ class Schedule:
             The loss of the step on every rank, detached; on the last stage with what else ``training_step`` returned
             for the last microbatch.
         """
+        self._auxiliary_logs.start()
         outputs, loss = self._run("training_step", microbatches, forward_only=False, num_batches=num_batches)
+        self._auxiliary_logs.finish(len(microbatches))
         assert loss is not None
         last = outputs[len(microbatches) - 1] if outputs else None
         if isinstance(last, dict):
@@ -147,11 +164,13 @@ class Schedule:
         config = self._chunks.config
         shapes = {microbatch.shape for microbatch in filled}
         shape = shapes.pop() if len(shapes) == 1 else None
+        if self._prepare is not None:
+            self._prepare(shape, config)
         config.variable_seq_lengths = shape is None
         seq_length, micro_batch_size = shape or (1, 1)
         interleaved = self._layout.virtual_pipeline_model_parallel_size is not None
         iterators = [iter(filled) for _ in self._chunks.wrapped]
-        with self._logs.recording(), random_state_of_stage():
+        with self._logs.recording(), random_state_of_stage(), self._groups_of(len(filled)):
             outputs = get_forward_backward_func()(
                 forward_step_func=self._forward_step(step, len(filled), forward_only, num_batches),
                 data_iterator=iterators if interleaved else iterators[0],
@@ -161,21 +180,34 @@ class Schedule:
                 micro_batch_size=micro_batch_size,
                 forward_only=forward_only,
             )
-        return outputs, self._logs.finish(step)
+        return outputs, self._logs.finish(step, over_copies=not forward_only)
+
+    @contextlib.contextmanager
+    def _groups_of(self, num_microbatches: int) -> Iterator[None]:
+        """Let the interleaved schedule have groups that these microbatches fill."""
+        config = self._chunks.config
+        wanted = config.microbatch_group_size_per_vp_stage
+        config.microbatch_group_size_per_vp_stage = self._layout.microbatch_group_size(num_microbatches, wanted)
+        try:
+            yield
+        finally:
+            config.microbatch_group_size_per_vp_stage = wanted
 
     def _fill_up(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """Repeat the last microbatch, counting for nothing, until an interleaved schedule has whole groups.
 
         Raises:
-            RuntimeError: The model has experts, whose balancing loss a repeated microbatch would change.
+            RuntimeError: The model has experts or predicts more tokens; a repeated microbatch would change that loss.
         """
         missing = 0
         if self._layout.virtual_pipeline_model_parallel_size is not None:
             missing = -len(microbatches) % self._layout.pipeline_model_parallel_size
-        if missing and self._chunks.config.num_moe_experts and torch.is_grad_enabled():
+        config = self._chunks.config
+        if missing and (config.num_moe_experts or config.mtp_num_layers) and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{len(microbatches)} microbatches are left at the end of the epoch, the interleaved schedule needs a"
-                f" multiple of pipeline_model_parallel_size={self._layout.pipeline_model_parallel_size} with experts;"
+                f" multiple of pipeline_model_parallel_size={self._layout.pipeline_model_parallel_size} with experts or"
+                " multi-token prediction;"
                 " set limit_train_batches or drop_last so that accumulate_grad_batches divides the epoch"
             )
         last = microbatches[-1]
@@ -193,7 +225,7 @@ class Schedule:
             try:
                 output = self._call(step, microbatch, chunk)
             except StageOutput as stage:
-                return stage.value, None
+                return make_viewless_tensor(stage.value, stage.value.requires_grad, keep_graph=True), None
             if forward_only:
                 nothing = torch.zeros((), device=self._device)
                 return nothing, lambda tensor: (tensor.clone(), output)
@@ -267,6 +299,20 @@ def _rows_of(rows: int, start: int, stop: int) -> Callable[[Tensor], Tensor]:
         return tensor[start:stop] if tensor.dim() > 0 and tensor.shape[0] == rows else tensor
 
     return take
+
+
+def _check_steps_take_batches(module: pl.LightningModule) -> None:
+    """Refuse steps that draw their batches themselves: every chunk's call would draw another one.
+
+    Raises:
+        TypeError: A step takes ``dataloader_iter``.
+    """
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+            raise TypeError(
+                f"{type(module).__name__}.{step}(dataloader_iter) is not available for a model built with pipeline(),"
+                f" whose schedule hands out the batches; define {step}(batch, batch_idx)"
+            )
 
 
 def check_backward_is_free(module: pl.LightningModule) -> None:

@@ -5,15 +5,25 @@ A module built with ``pipeline()`` may run under ``strategy="auto"`` or ``"ddp"`
 process groups and, on the CPU, for ``torch.cuda``. :class:`SingleModelSession` is a callback that the module adds to
 the trainer for that run: it opens groups in which nothing is split, and closes all it opened when the run is over,
 also when it ends in an exception.
+
+Layers that add losses of their own to the gradient, of experts and of multi-token prediction, expect Megatron's loop
+around them. Under Lightning's the loss is the mean over a batch, divided by ``accumulate_grad_batches``, so the session
+makes theirs the same, whatever ``calculate_per_token_loss`` says. They are not logged there.
 """
 
 import contextlib
+import inspect
 from datetime import timedelta
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from lightning_mcore.cpu_runtime import cpu_runtime
 from lightning_mcore.layout import ParallelLayout
@@ -25,6 +35,8 @@ class SingleModelSession(Callback):
 
     def __init__(self) -> None:
         self._open = contextlib.ExitStack()
+        self._auxiliary_scale = torch.ones(())
+        self._mtp_tokens: int | torch.Tensor = 1
 
     @classmethod
     def attach(cls, trainer: "pl.Trainer") -> None:
@@ -46,6 +58,30 @@ class SingleModelSession(Callback):
     def _leave(self, trainer: "pl.Trainer") -> None:
         self._open.close()
         trainer.callbacks = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Let the layers' own losses be means; undone when the run is over."""
+        for child in pl_module.modules():
+            if isinstance(child, TopKRouter):
+                for name in ("weighs_tokens", "calculate_per_token_loss"):
+                    if getattr(child, name, False):
+                        setattr(child, name, False)
+                        self._open.callback(setattr, child, name, True)
+            if isinstance(child, GPTModel) and child.mtp_process and child.config.calculate_per_token_loss:
+                self._open.callback(child.register_forward_pre_hook(self._count, with_kwargs=True).remove)
+        self._auxiliary_scale = torch.tensor(1 / trainer.accumulate_grad_batches, device=pl_module.device)
+
+    def _count(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count the tokens by which Megatron's loop would divide the losses of multi-token prediction."""
+        given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        counted = given.get("loss_mask", given.get("labels"))
+        if counted is not None:
+            self._mtp_tokens = counted.sum().clamp(min=1) if "loss_mask" in given else counted.numel()
+
+    def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: torch.Tensor) -> None:
+        """Divide the layers' own losses as Lightning has divided the loss."""
+        MoEAuxLossAutoScaler.set_loss_scale(self._auxiliary_scale)
+        MTPLossAutoScaler.set_loss_scale(self._auxiliary_scale / self._mtp_tokens)
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Close what was opened, at the end of ``fit``, ``validate``, ``test`` or ``predict``."""

@@ -2,17 +2,41 @@
 """How gradients and parameters travel between data-parallel ranks: one home for each setting.
 
 Megatron keeps these settings in its ``DistributedDataParallelConfig``. The strategy offers the common ones as arguments
-and takes the whole config for the rest; a setting given in both places with two values is refused.
+and takes the whole config for the rest; a setting given in both places with two values is refused. So is one that would
+do nothing, or that Megatron rejects: some of these it rejects late, on one rank, while the others wait for it.
+
+``check_for_nan_in_grad`` is carried out here and not by Megatron, which looks before the gradients are summed and
+raises on the rank that has one: the strategy looks after the sum and raises on all (``GradientSettings.check_nan``).
 """
 
 import dataclasses
+import importlib.util
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
-from megatron.core.distributed import DistributedDataParallelConfig
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig, param_and_grad_buffer
+
+from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.sizes import require_size
 
 _DEFAULTS = DistributedDataParallelConfig()
+_FSDP = "it belongs to Megatron FSDP, which MCoreStrategy does not run yet"
+_NOT_AVAILABLE = {
+    "use_megatron_fsdp": _FSDP,
+    "use_custom_fsdp": _FSDP,
+    "data_parallel_sharding_strategy": _FSDP,
+    "outer_dp_sharding_strategy": _FSDP,
+    "suggested_communication_unit_size": _FSDP,
+    "preserve_fp32_weights": _FSDP,
+    "keep_fp8_transpose_cache": _FSDP,
+    "gradient_reduce_div_fusion": _FSDP,
+    "check_for_large_grads": "Megatron's rerun machine judges them, and it cannot run steps of Lightning again",
+    "delay_wgrad_compute": "it needs a schedule that computes weight gradients apart, which MCoreStrategy has not yet",
+}
 
 
 @dataclass(frozen=True)
@@ -46,10 +70,21 @@ class GradientSettings:
             if given is not None and not isinstance(given, bool):
                 raise TypeError(f"{name}={given!r} is not a bool; give True, False or None")
             self._check_one_value(name, given)
+        self._check_options(self.ddp_config or _DEFAULTS)
         resolved = self.resolve()
         missing = [n for n in ("use_distributed_optimizer", "overlap_grad_reduce") if not getattr(resolved, n)]
         if resolved.overlap_param_gather and missing:
             raise ValueError(f"overlap_param_gather=True needs {' and '.join(f'{name}=True' for name in missing)}")
+
+    @property
+    def check_nan(self) -> bool:
+        """Whether a NaN or an infinity in the summed gradients ends the run, on every rank."""
+        return self.ddp_config is not None and self.ddp_config.check_for_nan_in_grad
+
+    @property
+    def num_instances(self) -> int:
+        """Distributed-optimizer instances: groups of data-parallel ranks, each of which holds a whole state."""
+        return self.ddp_config.num_distributed_optimizer_instances if self.ddp_config is not None else 1
 
     @property
     def distributed(self) -> bool:
@@ -76,7 +111,7 @@ class GradientSettings:
                     "set it through the precision"
                 )
             values[name] = value
-        return dataclasses.replace(config, **values)
+        return dataclasses.replace(config, **{**values, "check_for_nan_in_grad": False})
 
     def _check_one_value(self, name: str, given: bool | None) -> None:
         if self.ddp_config is None or given is None:
@@ -84,3 +119,77 @@ class GradientSettings:
         other = getattr(self.ddp_config, name)
         if other != getattr(_DEFAULTS, name) and other != given:
             raise ValueError(f"{name}={given} contradicts ddp_config.{name}={other}; set it in one place")
+
+    def _check_options(self, config: DistributedDataParallelConfig) -> None:
+        """Refuse what is not available, what would do nothing and what Megatron's wrapper asserts against."""
+        for name in vars(config):
+            reason = _FSDP if "fsdp" in name else _NOT_AVAILABLE.get(name)
+            given = getattr(config, name)
+            if reason is not None and given != getattr(_DEFAULTS, name):
+                raise ValueError(f"ddp_config.{name}={given!r} is not available: {reason}; leave it out")
+        require_size("ddp_config.num_distributed_optimizer_instances", config.num_distributed_optimizer_instances)
+        if config.bucket_size is not None:
+            require_size("ddp_config.bucket_size", config.bucket_size)
+        resolved = self.resolve()
+        needs = {
+            "num_distributed_optimizer_instances": "use_distributed_optimizer",
+            "reduce_scatter_with_fp32_accumulation": "use_distributed_optimizer",
+            "align_param_gather": "overlap_param_gather",
+            "disable_symmetric_registration": "nccl_ub",
+        }
+        for name, needed in needs.items():
+            if getattr(config, name) != getattr(_DEFAULTS, name) and not getattr(resolved, needed):
+                raise ValueError(f"ddp_config.{name}={getattr(config, name)} needs {needed}=True; set both")
+        for name in ("average_in_collective", "num_distributed_optimizer_instances"):
+            if config.reduce_scatter_with_fp32_accumulation and getattr(config, name) != getattr(_DEFAULTS, name):
+                raise ValueError(
+                    f"ddp_config.{name}={getattr(config, name)} contradicts reduce_scatter_with_fp32_accumulation=True,"
+                    " which sums over all data-parallel ranks; set one of them"
+                )
+
+    def check_run(self, layout: ParallelLayout, world_size: int, device: torch.device) -> None:
+        """Refuse what layout, world or device cannot do; called before process groups form.
+
+        Args:
+            layout: The strategy's layout.
+            world_size: Number of ranks.
+            device: Where the model will be.
+
+        Raises:
+            ValueError: The instances do not divide the data-parallel ranks, or gloo lacks what the option needs.
+            ModuleNotFoundError: Megatron needs a package for the option.
+        """
+        config, instances = self.ddp_config or _DEFAULTS, self.num_instances
+        replicas = layout.data_parallel_size(world_size) * layout.context_parallel_size
+        for name, size in (
+            ("data-parallel times context-parallel size", replicas),
+            ("expert data-parallel size", layout.expert_data_parallel_size(world_size)),
+        ):
+            if size % instances:
+                raise ValueError(
+                    f"ddp_config.num_distributed_optimizer_instances={instances} does not divide the {name}, which is"
+                    f" {size}; choose one of its divisors"
+                )
+        if instances > 1 and importlib.util.find_spec("einops") is None:
+            raise ModuleNotFoundError(
+                f"ddp_config.num_distributed_optimizer_instances={instances} needs the package einops, with which"
+                " Megatron makes the groups; install it, or leave the option out"
+            )
+        if device.type == "cuda":
+            return
+        for name in ("average_in_collective", "nccl_ub"):
+            if getattr(config, name):
+                raise ValueError(
+                    f"ddp_config.{name}=True is an option of NCCL, but this run is on {device.type!r}, whose groups are"
+                    " gloo; leave it out"
+                )
+
+
+def reduce_scatter_restored() -> AbstractContextManager[Any]:
+    """Put Megatron's reduce-scatter back at the end of the ``with`` block.
+
+    ``reduce_scatter_with_fp32_accumulation`` leaves another in a global of its module. A later run of the process,
+    without the option, would reduce with it; overlapped, it would never collect what that one sends.
+    """
+    name = "dist_reduce_scatter_func"
+    return mock.patch.object(param_and_grad_buffer, name, getattr(param_and_grad_buffer, name))

@@ -5,26 +5,32 @@ Under a schedule the part of ``training_step`` that logs runs on the last pipeli
 microbatch. Calling Lightning's ``log`` there would leave rank 0 without values, and ``sync_dist`` would hang. So while
 the schedule runs, ``log`` is replaced by a recorder. Afterwards
 
-1. the values of one name are merged over the microbatches of the step, weighted by ``batch_size``;
-2. then over the context-parallel ranks, each of which has seen a part of every sequence;
-3. the last stage sends them to the other stages in one small tensor (names and options travel only when they change);
-4. every rank replays them through Lightning's own ``log``.
+1. the ranks that recorded agree on the names, for a step may log a name on some batches only;
+2. the values of one name are merged over the microbatches of the step, weighted by ``batch_size``;
+3. then over the context-parallel ranks, each of which has seen a part of every sequence, and in training, where the
+   name has ``sync_dist=True``, over the model copies too;
+4. the last stage sends them to the other stages in one small tensor (names and options travel only when they change);
+5. every rank replays them through Lightning's own ``log``.
 
 So a value logged in a step is about the step, whatever the layout: the mean (or sum, minimum, maximum) of its
-microbatches. Averaging over data-parallel ranks stays what it is in Lightning: ``sync_dist=True``.
+microbatches. A name that only some ranks logged is known to all that merge it, and nobody waits for a value that never
+comes. In evaluation model copies may have different numbers of batches, so there Lightning itself merges over them, at
+the end of the run.
 
 torchmetrics objects are updated on the last stage; their state is sent to the other stages after each step.
 """
 
 import contextlib
 import inspect
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torchmetrics import Metric
@@ -34,14 +40,29 @@ from lightning_mcore.process_groups import process_group
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
 _LOSS = "loss that the step returns"
+ALREADY_MERGED = "merged by step_logs"
+"""A ``sync_dist_group`` for values that every rank holds alike; ``MCoreStrategy.reduce`` returns them as they are."""
+
+
+class _Name(NamedTuple):
+    """A logged name with all that decides how its values merge and how they are replayed."""
+
+    name: str
+    options: dict[str, Any]
+    reduction: str
+    dtype: torch.dtype
+
+    @property
+    def is_synced(self) -> bool:
+        """Whether model copies share it: a metric object asks them for its state at the end of the epoch."""
+        return bool(self.options.get("sync_dist")) or self.reduction == "metric"
 
 
 @dataclass
 class _Entry:
-    """One logged name: its options, how its values merge, and the values so far."""
+    """One name and its values in this step."""
 
-    options: dict[str, Any]
-    reduction: str
+    name: _Name
     values: list[Tensor] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
 
@@ -61,12 +82,13 @@ class StepLogs:
         self._batch: Any = None
         self._muted = False
         self._metrics = {path: child for path, child in module.named_modules() if isinstance(child, Metric)}
-        self._known_schema: dict[str, list[tuple[str, dict[str, Any], str]]] = {}
+        self._known: dict[str, list[_Name]] = {}
+        self._error: str | None = None
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Replace ``module.log`` by the recorder inside the ``with`` block."""
-        self._entries = {}
+        self._entries, self._error = {}, None
         outer = vars(self._module).get("log")
         object.__setattr__(self._module, "log", self._record)
         try:
@@ -92,121 +114,179 @@ class StepLogs:
 
     def add_loss(self, loss: Tensor, weight: Tensor | float) -> None:
         """Record the loss of a microbatch with its share in the loss of the step."""
-        self._add(_LOSS, {}, "mean", loss, weight)
+        self._add(_Name(_LOSS, {}, "mean", torch.float32), loss, weight)
 
-    def finish(self, step: str) -> Tensor | None:
+    def finish(self, step: str, over_copies: bool) -> Tensor | None:
         """Merge the values, send them to every stage and log them; return the loss of the step if there is one.
 
-        Collective over the context- and pipeline-parallel ranks.
+        Collective over the context- and pipeline-parallel ranks, with ``over_copies`` also over the data-parallel ones.
 
         Args:
             step: Name of the step; names and options are remembered for each.
+            over_copies: Whether names with ``sync_dist=True`` are merged over the model copies too.
+
+        Raises:
+            ValueError: A name has different options on different batches or ranks.
         """
-        schema = [(name, entry.options, entry.reduction) for name, entry in self._entries.items()]
-        packed = self._merge()
-        if process_group("pp").size() > 1:
-            schema, packed = self._send(step, schema, packed)
-            self._send_metrics()
+        group = process_group("dp_cp" if over_copies else "cp")
+        stages = process_group("pp")
+        num_known = len(self._known.get(step, []))
+        packed = None
+        if stages.rank() == stages.size() - 1:
+            self._agree_on_names(step, group)
+            packed = self._merge(self._known.get(step, []), group)
         self._entries = {}
+        if stages.size() > 1:
+            packed = self._send(step, packed, num_known)
+        if self._error is not None:
+            raise ValueError(self._error)
+        if stages.size() > 1:
+            self._send_metrics()
+        assert packed is not None
         loss = None
-        for (name, options, reduction), (value, weight) in zip(schema, packed, strict=True):
-            if name == _LOSS:
+        was_logged = (packed[:, 2] > 0).tolist()
+        for name, (value, weight, _), is_here in zip(self._known.get(step, []), packed, was_logged, strict=True):
+            if not is_here:
+                continue
+            if name.name == _LOSS:
                 loss = value.float()
             else:
-                self._replay(name, options, reduction, value, weight)
+                self._replay(name, value, weight, is_merged=over_copies)
         return loss
 
     def _record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if self._muted:
             return
-        options = dict(_LOG_SIGNATURE.bind(self._module, name, value, *args, **kwargs).arguments)
-        for known in ("self", "name", "value"):
-            options.pop(known)
-        if options.get("sync_dist_group") is not None:
+        try:
+            self._read(name, value, *args, **kwargs)
+        except (ValueError, MisconfigurationException) as error:
+            # Raised at the end of the step, on every rank: one alone would leave the others waiting.
+            self._error = self._error or str(error)
+
+    def _read(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        bound = _LOG_SIGNATURE.bind(self._module, name, value, *args, **kwargs)
+        bound.apply_defaults()
+        options = {key: option for key, option in bound.arguments.items() if key not in ("self", "name", "value")}
+        weight = options.pop("batch_size")
+        if options.pop("sync_dist_group") is not None:
             raise ValueError(
                 f"self.log({name!r}, sync_dist_group=...) is not available with pipeline(); use sync_dist=True"
             )
         if isinstance(value, Metric):
-            attribute = next(path for path, child in self._metrics.items() if child is value)
-            self._add(name, {**options, "metric_attribute": attribute}, "metric", 0.0, 1.0)
+            options["metric_attribute"] = self._attribute_of(name, value, options["metric_attribute"])
+            self._add(_Name(name, options, "metric", torch.float32), 0.0, 1.0)
             return
-        reduction = reduction_name(options.get("reduce_fx", "mean"))
+        reduction = reduction_name(options["reduce_fx"])
         if reduction is None:
             raise ValueError(
                 f"self.log({name!r}, reduce_fx={options['reduce_fx']!r}) is not available; choose mean, sum, min or max"
             )
         options["reduce_fx"] = reduction
-        weight = options.pop("batch_size", None)
-        self._add(name, options, reduction, value, extract_batch_size(self._batch) if weight is None else weight)
+        is_double = isinstance(value, Tensor) and value.dtype == torch.float64
+        dtype = torch.float64 if is_double else torch.float32
+        if weight is None:
+            weight = extract_batch_size(self._batch) if reduction == "mean" else 1.0
+        self._add(_Name(name, options, reduction, dtype), value, weight)
 
-    def _add(self, name: str, options: dict[str, Any], reduction: str, value: Any, weight: Any) -> None:
-        entry = self._entries.setdefault(name, _Entry(options, reduction))
-        number = self._number(name, value)
-        weight = self._number(name, weight)
-        entry.values.append(number * weight if reduction == "mean" else number)
+    def _attribute_of(self, name: str, metric: Metric, attribute: str | None) -> str:
+        found = next((path for path, child in self._metrics.items() if child is metric), attribute)
+        if found is None:
+            raise ValueError(
+                f"self.log({name!r}, {type(metric).__name__}(...)) takes a metric that is an attribute of the module, "
+                "so that every stage has it; set it in __init__ or configure_model"
+            )
+        return found
+
+    def _add(self, name: _Name, value: Any, weight: Any) -> None:
+        number = self._number(name.name, value)
+        weight = self._number(name.name, weight)
+        entry = self._entries.setdefault(name.name, _Entry(name))
+        _check_same_options(entry.name, name)
+        if name.reduction == "mean":
+            number = torch.where(weight == 0, weight, number * weight)  # the mean of no rows is nan, and counts nothing
+        entry.values.append(number)
         entry.weights.append(weight)
 
     def _number(self, name: str, value: Any) -> Tensor:
-        tensor = torch.as_tensor(value, dtype=torch.float64, device=self._device).detach()
+        try:
+            tensor = torch.as_tensor(value, dtype=torch.float64, device=self._device).detach()
+        except (TypeError, RuntimeError) as error:
+            raise ValueError(f"self.log({name!r}, ...) takes a single number, got {type(value).__name__}") from error
         if tensor.numel() != 1:
             raise ValueError(
                 f"self.log({name!r}, ...) takes a single number, got a tensor of shape {tuple(tensor.shape)}"
             )
         return tensor.reshape(())
 
-    def _merge(self) -> Tensor:
-        """Return [names, 2]: for each name its merged value and its weight."""
-        if not self._entries:
-            return torch.zeros(0, 2, dtype=torch.float64, device=self._device)
-        rows = []
-        for entry in self._entries.values():
-            values = torch.stack(entry.values)
-            merged = {"min": values.amin, "max": values.amax}.get(entry.reduction, values.sum)()
-            rows.append(torch.stack([merged, torch.stack(entry.weights).sum()]))
-        packed = torch.stack(rows)
-        self._merge_context_parallel(packed)
-        mean = torch.tensor([entry.reduction == "mean" for entry in self._entries.values()], device=self._device)
-        packed[:, 0] = torch.where(
-            mean, packed[:, 0] / packed[:, 1].clamp(min=torch.finfo(torch.float64).tiny), packed[:, 0]
-        )
+    def _agree_on_names(self, step: str, group: dist.ProcessGroup) -> None:
+        """Learn the names that a rank of ``group`` logs for the first time, and what is wrong on any."""
+        known = {name.name: name for name in self._known.get(step, [])}
+        new = [entry.name for entry in self._entries.values() if not _is_known(entry.name, known)]
+        found: list[tuple[list[_Name], str | None]] = [(new, self._error)]
+        if group.size() > 1:
+            is_news = torch.tensor(float(bool(new) or self._error is not None), device=self._device)
+            dist.all_reduce(is_news, op=dist.ReduceOp.MAX, group=group)
+            if is_news == 0:
+                return
+            found = found * group.size()
+            dist.all_gather_object(found, (new, self._error), group=group)
+        self._error = next((error for _, error in found if error is not None), None)
+        for name in (name for names, _ in found for name in names):
+            try:
+                _check_same_options(known.setdefault(name.name, name), name)
+            except ValueError as error:
+                self._error = self._error or str(error)
+        self._known[step] = list(known.values())
+
+    def _merge(self, names: list[_Name], group: dist.ProcessGroup) -> Tensor:
+        """Return [names, 3]: for each name its merged value, its weight, and how often it was logged."""
+        if not names:
+            return torch.zeros(0, 3, dtype=torch.float64, device=self._device)
+        packed = torch.stack([self._packed(name) for name in names])
+        synced = [row for row, name in enumerate(names) if name.is_synced]
+        apart = [row for row, name in enumerate(names) if not name.is_synced]
+        for rows, ranks in ((synced, group), (apart, process_group("cp"))):
+            if rows and ranks.size() > 1:
+                packed[rows] = _reduced(packed[rows], [names[row].reduction for row in rows], ranks)
+        means = [row for row, name in enumerate(names) if name.reduction == "mean"]
+        packed[means, 0] /= packed[means, 1].clamp(min=torch.finfo(torch.float64).tiny)
         return packed
 
-    def _merge_context_parallel(self, packed: Tensor) -> None:
-        group = process_group("cp")
-        if group.size() == 1:
-            return
-        operations = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-        chosen = [operations.get(entry.reduction, dist.ReduceOp.SUM) for entry in self._entries.values()]
-        for operation in dict.fromkeys(chosen):
-            rows = torch.tensor([i for i, of in enumerate(chosen) if of == operation], device=self._device)
-            part = packed[rows]
-            dist.all_reduce(part, op=operation, group=group)
-            packed[rows] = part
+    def _packed(self, name: _Name) -> Tensor:
+        entry = self._entries.get(name.name)
+        if entry is None:
+            nothing = {"min": math.inf, "max": -math.inf}.get(name.reduction, 0.0)
+            return torch.tensor([nothing, 0.0, 0.0], dtype=torch.float64, device=self._device)
+        values = torch.stack(entry.values)
+        merged = {"min": values.amin, "max": values.amax}.get(name.reduction, values.sum)()
+        return torch.stack([merged, torch.stack(entry.weights).sum(), torch.full_like(merged, len(values))])
 
-    def _send(
-        self, step: str, schema: list[tuple[str, dict[str, Any], str]], packed: Tensor
-    ) -> tuple[list[tuple[str, dict[str, Any], str]], Tensor]:
-        """Broadcast from the last stage: one tensor if the names are those of the last time, else the names too."""
+    def _send(self, step: str, packed: Tensor | None, num_known: int) -> Tensor:
+        """Broadcast from the last stage: one tensor if the names are those of the last time, else the names too.
+
+        Args:
+            step: Name of the step.
+            packed: [names, 3] on the last stage, None on the others.
+            num_known: How many names every stage knew before this step.
+        """
         group = process_group("pp")
         source = dist.get_global_rank(group, group.size() - 1)
-        is_source = group.rank() == group.size() - 1
-        known = self._known_schema.get(step, [])
-        message = torch.zeros(1 + 2 * len(known), dtype=torch.float64, device=self._device)
-        if is_source:
-            if schema == known:
+        message = torch.zeros(1 + 3 * num_known, dtype=torch.float64, device=self._device)
+        if packed is not None:
+            if len(packed) == num_known and self._error is None:
                 message[1:] = packed.flatten()
             else:
                 message[0] = 1
         dist.broadcast(message, src=source, group=group)
         if message[0] == 0:
-            return known, message[1:].view(-1, 2)
-        box = [schema]
+            return message[1:].view(-1, 3)
+        box: list[Any] = [self._known.get(step, []), self._error]
         dist.broadcast_object_list(box, src=source, group=group, device=self._device)
-        self._known_schema[step] = box[0]
-        if not is_source:
-            packed = torch.zeros(len(box[0]), 2, dtype=torch.float64, device=self._device)
+        self._known[step], self._error = box
+        if packed is None:
+            packed = torch.zeros(len(self._known[step]), 3, dtype=torch.float64, device=self._device)
         dist.broadcast(packed, src=source, group=group)
-        return box[0], packed
+        return packed
 
     def _send_metrics(self) -> None:
         metrics = self._metrics
@@ -224,11 +304,41 @@ class StepLogs:
                 setattr(metrics[path], name, value)
             metrics[path].to(self._device)
 
-    def _replay(self, name: str, options: dict[str, Any], reduction: str, value: Tensor, weight: Tensor) -> None:
-        if reduction == "metric":
+    def _replay(self, name: _Name, value: Tensor, weight: Tensor, is_merged: bool) -> None:
+        options = dict(name.options)
+        if name.reduction == "metric":
             metric = self._module.get_submodule(options["metric_attribute"])
             assert isinstance(metric, Metric)
-            self._module.log(name, metric, **options)
+            self._module.log(name.name, metric, **options)
             return
-        batch_size: Any = weight.float() if reduction == "mean" else 1
-        self._module.log(name, value.float(), batch_size=batch_size, **options)
+        if is_merged and options["sync_dist"]:
+            options["sync_dist_group"] = ALREADY_MERGED
+        batch_size: Any = weight if name.reduction == "mean" else 1
+        self._module.log(name.name, value.to(name.dtype), batch_size=batch_size, **options)
+
+
+def _is_known(name: _Name, known: dict[str, _Name]) -> bool:
+    return name.name in known and known[name.name][1:3] == name[1:3]
+
+
+def _check_same_options(first: _Name, second: _Name) -> None:
+    if first[1:3] != second[1:3]:
+        different = [key for key, option in first.options.items() if second.options.get(key) != option]
+        raise ValueError(
+            f"self.log({first.name!r}, ...) was called with different arguments on another batch or rank:"
+            f" {', '.join(different) or 'a number and a metric'}; give one name the same arguments everywhere"
+        )
+
+
+def _reduced(rows: Tensor, reductions: list[str], group: dist.ProcessGroup) -> Tensor:
+    """Return [rows, 3] over the ranks of a group: values by their reduction, weights and counts summed."""
+    result = rows.clone()
+    extremes = {of: [row for row, reduction in enumerate(reductions) if reduction == of] for of in ("min", "max")}
+    result[extremes["min"] + extremes["max"], 0] = 0
+    dist.all_reduce(result, group=group)
+    for of, operation in (("min", dist.ReduceOp.MIN), ("max", dist.ReduceOp.MAX)):
+        if extremes[of]:
+            values = rows[extremes[of], 0]
+            dist.all_reduce(values, op=operation, group=group)
+            result[extremes[of], 0] = values
+    return result

@@ -18,6 +18,7 @@ Two ways to run a step:
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,10 +28,13 @@ from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_mcore import fp8_checks
 from lightning_mcore.chunks import (
+    check_gradients,
     find_pipeline,
     pipeline_config,
     plain_config,
@@ -40,8 +44,12 @@ from lightning_mcore.chunks import (
 )
 from lightning_mcore.evaluation import RepeatedRows, nothing_counts
 from lightning_mcore.layout import ModelShape
-from lightning_mcore.optimizer_factory import OptimizerSetting, make_optimizer
+from lightning_mcore.log_names import EvaluationNames, agree_on_names, ends_the_epoch
+from lightning_mcore.optimizer import optimizer_after_run
+from lightning_mcore.optimizer_factory import OptimizerSetting, make_optimizer, on_every_rank
+from lightning_mcore.optimizer_kinds import check_number
 from lightning_mcore.persistence import MCorePersistence
+from lightning_mcore.plateau import agree_on_plateaus
 from lightning_mcore.process_groups import align_random_state, process_group
 from lightning_mcore.schedule import Microbatch, Schedule, check_backward_is_free
 
@@ -75,15 +83,18 @@ class MCoreStrategy(MCorePersistence):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._window: list[Microbatch] = []
         self._seen_full_window = False
+        self._gradients_are_shown = False
         self._repeated_rows = RepeatedRows()
+        self._evaluation_names = EvaluationNames()
         self._setup_chunks(module, fitting)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self._load_pending(fitting)
-        for metric in module.modules():
-            if isinstance(metric, Metric):
-                metric.process_group = process_group("dp_cp")
+        if process_group("dp_cp").size() < dist.get_world_size():  # else it is the same, and a group cannot be copied
+            for metric in module.modules():
+                if isinstance(metric, Metric):
+                    metric.process_group = process_group("dp_cp")
         fit_validate = trainer.fit_loop.epoch_loop.val_loop
         for loop in (fit_validate, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False  # Megatron caches tensors; made under inference mode, they break training
@@ -110,23 +121,37 @@ class MCoreStrategy(MCorePersistence):
         config = pipeline_config(pipeline, self.megatron_fields())
         self.layout.validate_model(ModelShape.from_config(config))
         self._chunks = wrap_chunks(list(pipeline.chunks), config, pipeline, ddp_config)
-        self._schedule = Schedule(module, self._chunks, self.layout, self.root_device)
+        fp8_checks.check_chunks(precision.fp8, self._chunks.bare)
+        self._schedule = Schedule(module, self._chunks, self.layout, self.root_device, self._prepare_schedule)
+
+    def _prepare_schedule(self, shape: tuple[int, int] | None, config: TransformerConfig) -> None:
+        fp8_checks.check_microbatch(self.precision_plugin.fp8, shape, self.layout)
+        self.tensor_overlap.open(shape, config)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Put Megatron's step behind the optimizers of ``configure_optimizers``."""
         assert self._chunks is not None
         self._reset_optimizers_and_schedulers()
         assert self.lightning_module is not None
-        optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(self.lightning_module)
+        configure = partial(_init_optimizers_and_lr_schedulers, self.lightning_module)
+        optimizers, self.lr_scheduler_configs = on_every_rank(configure)
+        agree_on_plateaus(self.lr_scheduler_configs, self.root_device)
+        check_number(optimizers, inline=self.inline, distributed=self.gradients.distributed)
         resolved = self.gradients.resolve()
         setting = OptimizerSetting(
             inline=self.inline,
             precision=self.precision_plugin.optimizer_fields(self.inline),
             distributed=resolved.use_distributed_optimizer,
             overlap_param_gather=resolved.overlap_param_gather,
-            expert_parallel=self.layout.expert_model_parallel_size > 1,
+            tensor_parallel_size=max(self.layout.tensor_model_parallel_size, self.layout.expert_tensor_size),
+            expert_model_parallel_size=self.layout.expert_model_parallel_size,
+            saves_shards=not self._saves_one_file,
+            config=self.optimizer_config,
+            scaler=self.precision_plugin.make_scaler(),
         )
         self.optimizers = [make_optimizer(optimizer, self._chunks.ddp, setting) for optimizer in optimizers]
+        if setting.scaler is not None and not self.inline:
+            self._chunks.config.grad_scale_func = self._megatron_optimizers()[0].megatron.scale_loss
 
     # ---- steps
 
@@ -140,7 +165,10 @@ class MCoreStrategy(MCorePersistence):
         assert module is not None
         if self._schedule is None:
             with self.precision_plugin.train_step_context():
-                return module.training_step(*args, **kwargs)
+                output = module.training_step(*args, **kwargs)
+            if ends_the_epoch(module.trainer):
+                agree_on_names(module)
+            return output
         loop = module.trainer.fit_loop
         num_batches = module.trainer.accumulate_grad_batches
         if loop.epoch_loop.batch_idx % num_batches == 0:
@@ -149,7 +177,8 @@ class MCoreStrategy(MCorePersistence):
         if loop._should_accumulate():
             return self._last_loss if self._last_loss is not None else torch.zeros((), device=self.root_device)
         if not self._seen_full_window and (loop.epoch_loop.batch_idx + 1) % num_batches == 0:
-            self.layout.validate_microbatches(len(self._window))  # later ones may end with a short batch of the loader
+            # Only the first: later ones may end with a short batch of the loader.
+            self.layout.validate_microbatches(len(self._window), self.microbatch_group_size)
             self._seen_full_window = True
         return self._run_window(num_batches)
 
@@ -163,6 +192,7 @@ class MCoreStrategy(MCorePersistence):
             optimizer.megatron.zero_grad()
             optimizer.gradients_changed()
         output = self._schedule.train(window, num_batches)
+        self._check_gradients()
         self._last_loss = output["loss"] if isinstance(output, dict) else output
         return output
 
@@ -170,19 +200,20 @@ class MCoreStrategy(MCorePersistence):
         """Step; after the last step of an epoch or of the run make the parameters whole, for hooks may read them."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self.lightning_module is not None
-        assert self._chunks is not None
         trainer = self.lightning_module.trainer
+        if self._chunks is None:
+            return result  # after a run
         if trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps:
             synchronize_parameters(self._chunks)
         return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step forward only."""
-        return self._evaluate("validation_step", *args, **kwargs)
+        return self._evaluate_and_log("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step forward only."""
-        return self._evaluate("test_step", *args, **kwargs)
+        return self._evaluate_and_log("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step forward only; its result is on every rank of the pipeline."""
@@ -192,6 +223,20 @@ class MCoreStrategy(MCorePersistence):
         """Run a method of the module on a batch without gradients, through the pipeline if there is one."""
         with torch.no_grad():
             return self._evaluate(step, super().batch_to_device(batch, self.root_device), 0)
+
+    def _evaluate_and_log(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        output = self._evaluate(step, *args, **kwargs)
+        module = self.lightning_module
+        assert module is not None
+        self._evaluation_names.end_of_batch(module, *self._repeated_rows.place)
+        return output
+
+    def _start_evaluation(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        self._repeated_rows.start()
+        loop = module.trainer._evaluation_loop
+        self._evaluation_names.start(loop.max_batches if loop._is_sequential else [], self.root_device)
 
     def _evaluate(self, step: str, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
@@ -214,11 +259,11 @@ class MCoreStrategy(MCorePersistence):
 
     def on_validation_start(self) -> None:
         """Count batches anew."""
-        self._repeated_rows.start()
+        self._start_evaluation()
 
     def on_test_start(self) -> None:
         """Count batches anew."""
-        self._repeated_rows.start()
+        self._start_evaluation()
 
     def on_predict_start(self) -> None:
         """Refuse a set that leaves ranks which share experts with different numbers of batches: they would hang."""
@@ -257,10 +302,13 @@ class MCoreStrategy(MCorePersistence):
     def around_backward(self) -> Iterator[None]:
         """Reduce the gradients after the last batch of a window, and show them to hooks where they are whole."""
         assert self._chunks is not None
-        parameters = [p for chunk in self._chunks.ddp for p in chunk.parameters() if hasattr(p, "main_grad")]
+        parameters = self._parameters_with_visible_gradients()
         for parameter in parameters:
-            if parameter.grad is not None and parameter.grad is parameter.main_grad:
-                parameter.grad = None  # what hooks were shown; autograd would add to it
+            if parameter.grad is None and self._gradients_are_shown:
+                parameter.main_grad.zero_()  # by module.zero_grad(), which knows nothing of the buffer
+            elif parameter.grad is not None and parameter.grad is not parameter.main_grad:
+                parameter.main_grad.copy_(parameter.grad)  # a hook has put another in its place
+            parameter.grad = None  # autograd would add to it
         with contextlib.ExitStack() as stack:
             if self._sync_blocked:  # entered here, not earlier: zeroing the buffers in between would undo it
                 for chunk in self._chunks.ddp:
@@ -268,13 +316,25 @@ class MCoreStrategy(MCorePersistence):
             yield
         for optimizer in self._megatron_optimizers():
             optimizer.gradients_changed()
-        if self._sync_blocked:
-            return
-        finalize_model_grads(self._chunks.ddp, None)
-        if not self.gradients.distributed:
-            for parameter in parameters:
-                if parameter.main_grad.dtype == parameter.dtype:
-                    parameter.grad = parameter.main_grad
+        if not self._sync_blocked:
+            finalize_model_grads(self._chunks.ddp, None)
+        self._check_gradients()
+        for parameter in parameters:
+            parameter.grad = parameter.main_grad
+        self._gradients_are_shown = True
+
+    def _parameters_with_visible_gradients(self) -> list[Any]:
+        """Return those whose gradient buffer can stand as their ``grad``: whole on this rank and of their own type."""
+        if self.gradients.distributed:
+            return []
+        assert self._chunks is not None
+        parameters = [p for chunk in self._chunks.ddp for p in chunk.parameters() if hasattr(p, "main_grad")]
+        return [p for p in parameters if p.main_grad.dtype == p.dtype]
+
+    def _check_gradients(self) -> None:
+        if self.gradients.check_nan:
+            assert self._chunks is not None
+            check_gradients(self._chunks)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Do nothing: there is no torch DDP to prepare."""
@@ -289,11 +349,14 @@ class MCoreStrategy(MCorePersistence):
     def teardown(self) -> None:
         """Take the wrappers off and leave nothing patched; the weights stay where they are."""
         if self._chunks is not None:
+            if self._saves_one_file:  # shards are written through Megatron's optimizers, also after the run
+                self.optimizers = [optimizer_after_run(optimizer) for optimizer in self.optimizers]
             self._finished_chunks = unwrap_chunks(self._chunks)
             if self._layer_sync is not None and self.lightning_module is not None:
                 self._layer_sync.revert(self.lightning_module)
         self._chunks = self._schedule = self._pending_checkpoint = None
         self._window = []
+        self.tensor_overlap.close()
         self.precision_plugin.runner = None
         assert self.cluster_environment is not None
         self.cluster_environment.teardown()

@@ -21,7 +21,8 @@ def training_flops_per_token(fields: Mapping[str, Any], vocab_size: int, seq_len
     Matrix products only, a multiplication and an addition counted as two; norms, activations and the embedding
     look-up are left out. Causal attention is counted as the half of the matrix that is used. Source:
     ``num_floating_point_operations`` of megatron.training 0.19.2, whose convention this is; it leaves out the router
-    too, and every layer has full attention there. Multi-token prediction and linear attention are not counted here.
+    too, and every layer has full attention there. A layer of multi-token prediction costs as much as the last one, plus
+    the projection before it and another output layer. Linear attention is not counted here.
 
     Args:
         fields: Fields of ``TransformerConfig`` by name; an absent one has Megatron's default.
@@ -32,12 +33,15 @@ def training_flops_per_token(fields: Mapping[str, Any], vocab_size: int, seq_len
         Operations for one token, averaged over the positions of a sequence.
     """
     windows = _windowed_layers(fields)
-    forward = sum(
+    layers = [
         _attention(fields, _attended_keys(seq_length, fields.get("window_size") if windowed else None))
         + (_moe(fields) if is_moe else _mlp(fields, _ffn_hidden_size(fields)))
         for is_moe, windowed in zip(moe_layers(fields), windows, strict=True)
-    )
-    return _FORWARD_AND_BACKWARD * (forward + _product(fields["hidden_size"], vocab_size))
+    ]
+    width = fields["hidden_size"]
+    ahead = fields.get("mtp_num_layers") or 0
+    forward = sum(layers) + ahead * (layers[-1] + _product(2 * width, width))
+    return _FORWARD_AND_BACKWARD * (forward + (1 + ahead) * _product(width, vocab_size))
 
 
 def moe_layers(fields: Mapping[str, Any]) -> list[bool]:

@@ -22,6 +22,7 @@ from typing import Any, Literal, Union
 from megatron.core import __version__ as megatron_version
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from lightning_mcore.fp8 import TRANSFORMER_FIELDS as FP8_FIELDS
 from lightning_mcore.layout import ParallelLayout
 
 DEFAULTS: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "calculate_per_token_loss": True}
@@ -37,11 +38,15 @@ _SHORT_NAMES = {
     "squared_relu": "megatron.core.activations.squared_relu",
 }
 
-_OF_THE_STRATEGY = {field.name for field in dataclass_fields(ParallelLayout)} | {"overlap_p2p_comm"}
+_OF_THE_STRATEGY = {field.name for field in dataclass_fields(ParallelLayout)} | {
+    "overlap_p2p_comm",
+    "overlap_p2p_comm_warmup_flush",
+    "deallocate_pipeline_outputs",
+    "microbatch_group_size_per_vp_stage",
+    "tp_comm_overlap",
+}
 _OF_THE_PRECISION = {"fp16", "bf16", "params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype"} | {
-    "fp8",
-    "fp8_recipe",
-    "fp8_param",
+    *FP8_FIELDS,
     "fp4",
     "fp4_recipe",
     "fp4_param",
@@ -53,6 +58,9 @@ _OF_THE_SCHEDULE = {"batch_p2p_comm", "variable_seq_lengths", "timers", "finaliz
     "param_sync_func",
 }
 _OF_THE_MODULE = {"transformer_impl", "rotary_base", "rotary_percent", "position_embedding_type", "vocab_size"} | {
+    "rope_scaling",
+    "rope_scaling_factor",
+    "seq_len_interpolation_factor",
     "seq_length",
     "share_embeddings_and_output_weights",
     "make_vocab_size_divisible_by",
@@ -77,8 +85,6 @@ def check_transformer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(fields, Mapping):
         raise TypeError(f"transformer={fields!r} is not a dict of TransformerConfig fields")
     hints = _hints(fields)
-    if fields.get("mtp_num_layers"):
-        raise ValueError("mtp_num_layers is not supported yet; remove multi-token prediction from transformer")
     for name, value in fields.items():
         _check_home(name, hints)
         _check_value(name, value, hints[name])
@@ -111,7 +117,7 @@ def build_transformer_config(fields: Mapping[str, Any], owned: Mapping[str, Any]
         warnings.filterwarnings("ignore", message="full scope is deprecated")  # Megatron's own default causes it
         try:
             return config_class(**{**DEFAULTS, **given, **owned})
-        except (AssertionError, ValueError) as error:
+        except (AssertionError, NotImplementedError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"megatron-core {megatron_version} refuses this model: {reason}") from error
 

@@ -3,12 +3,14 @@
 
 * Nothing a test patches in torch survives it; process groups are closed after it and environment variables put back.
 * Tests marked ``gpu`` skip without a GPU, for one reason; with ``REQUIRE_GPU=1`` such a skip is a failure.
+* ``MEGATRON_CORE_VERSION=x`` makes a run on another release of megatron-core an error.
 * ``MIN_TESTS=n`` makes a run of fewer than n tests a failure (``tests/suite_size.py``).
 """
 
 import os
 from collections.abc import Generator, Iterator
 
+import megatron.core
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,6 +39,18 @@ def leaves_nothing_behind() -> Iterator[None]:
     os.environ.update(environment)
     if changed:
         pytest.fail(f"the test left these changed: {', '.join(changed)}", pytrace=False)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Refuse to test another megatron-core than the one that was asked for."""
+    wanted = os.environ.get("MEGATRON_CORE_VERSION", megatron.core.__version__)
+    if megatron.core.__version__ != wanted:
+        pytest.exit(f"MEGATRON_CORE_VERSION={wanted}, but {megatron.core.__version__} is imported", returncode=1)
+
+
+def pytest_report_header() -> str:
+    """Say which releases are tested."""
+    return f"torch {torch.__version__}, megatron-core {megatron.core.__version__}"
 
 
 def _gpu_is_required() -> bool:

@@ -22,6 +22,7 @@ class Layout:
         tp: ``tensor_model_parallel_size``.
         pp: ``pipeline_model_parallel_size``.
         vp: ``virtual_pipeline_model_parallel_size``, chunks for each rank.
+        group: ``microbatch_group_size_per_vp_stage``; ``None`` follows ``pp`` as in Megatron.
         cp: ``context_parallel_size``.
         ep: ``expert_model_parallel_size``; more than 1 makes the model a mixture of experts.
         etp: ``expert_tensor_parallel_size``; ``None`` follows ``tp`` as in Megatron.
@@ -40,6 +41,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     vp: int | None = None
+    group: int | None = None
     cp: int = 1
     ep: int = 1
     etp: int | None = None
@@ -68,7 +70,7 @@ class Layout:
         """A short name, unique in the table."""
         parts = ["moe"] if self.moe else []
         parts += ["tied"] if self.tied else []
-        for name in ("dp", "tp", "sp", "pp", "vp", "cp", "ep", "etp"):
+        for name in ("dp", "tp", "sp", "pp", "vp", "group", "cp", "ep", "etp"):
             size = getattr(self, name)
             if size is True:
                 parts.append(name)
@@ -88,6 +90,7 @@ class Layout:
             "tensor_model_parallel_size": self.tp,
             "pipeline_model_parallel_size": self.pp,
             "virtual_pipeline_model_parallel_size": self.vp,
+            "microbatch_group_size_per_vp_stage": self.group,
             "pipeline_model_parallel_layout": self.split,
             "context_parallel_size": self.cp,
             "expert_model_parallel_size": self.ep,
@@ -111,6 +114,7 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(pp=2),
     Layout(pp=4),
     Layout(pp=2, vp=2),
+    Layout(pp=2, vp=2, group=4),
     Layout(cp=2),
     Layout(cp=4),
     Layout(dp=2, distributed_optimizer=True),

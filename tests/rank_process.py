@@ -22,7 +22,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-STACK_SIGNAL = signal.SIGUSR2  # asks for the stacks; SIGUSR1 belongs to Lightning
+# Asks for the stacks. Not SIGUSR1, which belongs to Lightning, nor another signal with a name where there are more: at
+# the end of a run Lightning puts the handlers of all of those back, and takes faulthandler's for none.
+STACK_SIGNAL = signal.SIGRTMIN + 1 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 _CONSEQUENCES = ("connection closed by peer", "connection reset by peer", "broken pipe", "connect error")
 
 

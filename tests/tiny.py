@@ -11,10 +11,12 @@ from typing import Any, Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch.nn import functional
 
 from lightning_mcore.backend import gpt_block_spec
+from lightning_mcore.multi_token import gpt_mtp_block_spec
+from lightning_mcore.positions import set_yarn
 from tests.layouts import Layout
 
 VOCAB_SIZE = 128
@@ -45,7 +47,7 @@ EXPERTS: dict[str, Any] = {
 }
 
 Batch = dict[str, torch.Tensor]
-Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
+Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
 MaskKind = Literal["full", "thinned", "ragged"]
 
 
@@ -67,6 +69,10 @@ class Recipe:
         eps: AdamW's. It bounds how far a rounding error of a tiny gradient moves a weight.
         weight_decay: AdamW's, for every parameter.
         clip: Greatest norm of the gradients.
+        initial_loss_scale: Where the loss scale of fp16 starts.
+        loss_scale_window: Steps without overflow after which it doubles.
+        options: Fields of the TransformerConfig that make another model of it, as items; a tuple stands for a list.
+        model_options: Arguments of GPTModel, as items.
     """
 
     precision: Precision = "32-true"
@@ -80,6 +86,10 @@ class Recipe:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: float = 1.0
+    initial_loss_scale: float = 2.0**16
+    loss_scale_window: int = 1000
+    options: tuple[tuple[str, Any], ...] = ()
+    model_options: tuple[tuple[str, Any], ...] = ()
 
     def num_microbatches(self, layout: Layout) -> int:
         """Microbatches of one step on one data-parallel rank."""
@@ -102,24 +112,48 @@ def transformer_fields(layout: Layout, recipe: Recipe) -> dict[str, Any]:
         fields["num_layers_in_last_pipeline_stage"] = layout.last
     if recipe.token_weighted:
         fields["calculate_per_token_loss"] = True
-    return fields
+    return fields | {name: list(value) if isinstance(value, tuple) else value for name, value in recipe.options}
+
+
+def make_config(fields: dict[str, Any]) -> TransformerConfig:
+    """Return Megatron's config for these fields."""
+    return (MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig)(**fields)
 
 
 def build_gpt(
-    config: TransformerConfig, tied: bool, pre_process: bool, post_process: bool, vp_stage: int | None
+    config: TransformerConfig,
+    layout: Layout,
+    recipe: Recipe,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
 ) -> GPTModel:
     """Build the chunk of the tiny model that holds the layers of ``vp_stage`` on this pipeline rank."""
+    block = gpt_block_spec(config, "local", vp_stage=vp_stage)
+    arguments: dict[str, Any] = {"position_embedding_type": "rope"} | dict(recipe.model_options)
+    if "yarn" in arguments:
+        set_yarn(config, dict(arguments.pop("yarn")))
+    if config.mtp_num_layers:
+        arguments["mtp_block_spec"] = gpt_mtp_block_spec(config, "local", vp_stage=vp_stage)
     return GPTModel(
         config,
-        gpt_block_spec(config, "local", vp_stage=vp_stage),
+        block,
         vocab_size=VOCAB_SIZE,
         max_sequence_length=SEQ_LENGTH,
         pre_process=pre_process,
         post_process=post_process,
-        share_embeddings_and_output_weights=tied,
-        position_embedding_type="rope",
+        share_embeddings_and_output_weights=layout.tied,
         vp_stage=vp_stage,
+        **arguments,
     )
+
+
+def model_arguments(batch: Batch, config: TransformerConfig) -> dict[str, torch.Tensor | None]:
+    """Return what the model is called with: the mask only where its own losses want it."""
+    arguments = {"input_ids": batch["tokens"], "position_ids": batch["position_ids"], "labels": batch["labels"]}
+    if config.mtp_num_layers:
+        arguments["loss_mask"] = batch["loss_mask"]
+    return {**arguments, "attention_mask": None}
 
 
 def microbatches(recipe: Recipe, layout: Layout, dp_rank: int, step: int) -> list[Batch]:

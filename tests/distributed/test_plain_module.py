@@ -6,9 +6,11 @@ torch's DistributedDataParallel the numbers are the same bit for bit; where it d
 beside the tolerance.
 """
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -109,6 +111,23 @@ class Adversaries(PlainNet):
         return self.make_optimizer(self.net.parameters()), torch.optim.SGD(self.rival.parameters(), lr=0.05)
 
 
+class Surgeon(PlainNet):
+    """Puts gradients of its own in the place of those that it is shown."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        first, *_, last = (layer for layer in self.net if isinstance(layer, nn.Linear))
+        first.weight.grad = first.weight.grad * 0.5
+        last.bias.grad = None  # it is not stepped this time, nor does it decay
+
+
+class Forgetful(PlainNet):
+    """Forgets some of the gradients while they accumulate."""
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        if batch_idx % 3 == 2:
+            self.zero_grad()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """A run to compare.
@@ -133,7 +152,6 @@ class Run:
 
 
 AT_ONCE = {"accumulate_grad_batches": 1}
-BY_HAND = {**AT_ONCE, "limit_val_batches": 0}  # before validation Lightning forgets gradients that wait for a step
 RUNS: dict[str, Run] = {
     "sgd": Run(optimizer=SGD),
     "nesterov": Run(optimizer=NESTEROV),
@@ -145,6 +163,8 @@ RUNS: dict[str, Run] = {
     "at-once": Run(trainer=AT_ONCE),
     "scheduled": Run(module=Scheduled),
     "frozen": Run(module=Frozen),
+    "surgeon": Run(module=Surgeon),
+    "forgetful": Run(module=Forgetful),
     "by-value-sgd": Run(optimizer=SGD, trainer=BY_VALUE),
     "by-value-adamw": Run(trainer=BY_VALUE),
     # Megatron sums the squares of a norm in another order; measured: 1.2e-7.
@@ -157,6 +177,7 @@ RUNS: dict[str, Run] = {
     "sharded-adam": Run(optimizer=ADAM, strategy=SHARDED),
     "sharded-groups": Run(optimizer=two_groups, strategy=SHARDED),
     "sharded-scheduled": Run(module=Scheduled, strategy=SHARDED),
+    "sharded-by-value": Run(strategy=SHARDED, trainer=BY_VALUE),
     "sharded-by-norm": Run(strategy=SHARDED, trainer=BY_NORM, spread=5e-7),
     "sharded-frozen": Run(module=Frozen, strategy=SHARDED),
     "sharded-mixed": Run(precision="bf16-mixed", strategy=SHARDED),
@@ -164,7 +185,7 @@ RUNS: dict[str, Run] = {
     "overlapped": Run(strategy=OVERLAPPED),
     "overlapped-at-once": Run(strategy=OVERLAPPED, trainer=AT_ONCE),
     "overlapped-groups": Run(optimizer=two_groups, strategy=OVERLAPPED),
-    "manual": Run(module=Adversaries, trainer=BY_HAND, reference="ddp_find_unused_parameters_true", spread=5e-7),
+    "manual": Run(module=Adversaries, trainer=AT_ONCE, reference="ddp_find_unused_parameters_true", spread=5e-7),
 }
 
 
@@ -410,3 +431,133 @@ def a_second_fit() -> list[bool]:
 
 def test_one_module_goes_from_strategy_to_strategy() -> None:
     assert run_ranks(2, a_second_fit) == [[True] * 6] * 2
+
+
+class Sparing(PlainNet):
+    """Learns from every other batch only."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        return super().training_step(batch, batch_idx) if batch_idx % 2 else None
+
+
+class Counting(torch.optim.SGD):
+    """Knows how often it was called, and with what."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.notes: list[str] = []
+        self.num_zeroed = 0
+
+    def step(self, closure: Any = None, note: str = "") -> Any:
+        self.notes.append(note)
+        return super().step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.num_zeroed += 1
+        super().zero_grad(set_to_none)
+
+
+class Noting(PlainNet):
+    """Tells its optimizer something at each step."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure, note=f"batch {batch_idx}")
+
+
+class Typed(PlainNet):
+    """Knows of what type tensors are that are made without saying so."""
+
+    def __init__(self) -> None:
+        super().__init__(SGD)
+        self.types: list[torch.dtype] = []
+
+    def configure_model(self) -> None:
+        self.types.append(nn.Linear(1, 1).weight.dtype)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.types.append(torch.zeros(1).dtype)
+        return super().training_step(batch, batch_idx)
+
+
+class Copying(pl.Callback):
+    """Copies the module while the run is on, as weight averaging does."""
+
+    copied: Any = None
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.copied = copy.deepcopy(pl_module)
+
+
+def one_rank(strategy: Any) -> dict[str, Any]:
+    """Return what becomes of modules that do as a user of one process may."""
+    sparing = Sparing()
+    in_order = {"use_distributed_sampler": False}  # which shuffles
+    run_fit(sparing, strategy, loader(28, 2), **in_order)
+    typed = Typed()
+    run_fit(typed, strategy, loader(4, 2), precision="bf16-true")
+    noting, copying = Noting(Counting), Copying()
+    trainer = make_trainer(strategy, callbacks=[copying], **in_order)
+    trainer.fit(noting, loader(8, 2))
+    (optimizer,) = trainer.optimizers
+    counted = (type(optimizer), list(optimizer.notes), optimizer.num_zeroed)
+    optimizer.zero_grad()
+    noting.predictions(next(iter(loader(8, 2)))).square().mean().backward()
+    optimizer.step()  # the run is over; it goes on by hand
+    return {
+        "weights without a loss": weights(sparing),
+        "types": typed.types,
+        "calls": counted,
+        "weights of a copy": weights(copying.copied),
+        "weights after the run": weights(noting),
+    }
+
+
+def one_rank_twice() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Compare Lightning's own strategy of one device with ours."""
+    return one_rank("auto"), one_rank({})
+
+
+def test_what_a_user_of_one_process_does_has_the_effect_that_it_has_without_a_strategy() -> None:
+    ((expected, ours),) = run_ranks(1, one_rank_twice)
+    assert ours["types"] == expected["types"] == [torch.bfloat16] * 3
+    assert ours["calls"] == expected["calls"]
+    assert expected["calls"][1] == [f"batch {index}" for index in range(4)]
+    for name in ("weights without a loss", "weights of a copy", "weights after the run"):
+        assert ours[name].keys() == expected[name].keys()
+        for parameter, value in ours[name].items():
+            assert torch.equal(value, expected[name][parameter]), f"{name}: {parameter}"
+
+
+def save_before_a_run(folder: str) -> dict[str, Tensor]:
+    """Save a module that no run has seen; return the weights in the file."""
+    trainer = make_trainer({})
+    trainer.strategy.connect(PlainNet())
+    trainer.save_checkpoint(f"{folder}/model.ckpt")
+    loaded: dict[str, Tensor] = torch.load(f"{folder}/model.ckpt", weights_only=True)["state_dict"]
+    return loaded
+
+
+def test_a_module_is_saved_before_any_run(tmp_path: Path) -> None:
+    (loaded,) = run_ranks(1, save_before_a_run, str(tmp_path))
+    assert all(torch.equal(value, loaded[name]) for name, value in weights(PlainNet()).items())
+
+
+def resume_with_other_optimizers(folder: str) -> str:
+    """Resume from a checkpoint with no state of an optimizer, then with two; return how the second is refused."""
+    path = f"{folder}/model.ckpt"
+    trainer = make_trainer({})
+    trainer.fit(PlainNet(), loader(8, 2))
+    trainer.save_checkpoint(path)
+    checkpoint = torch.load(path, weights_only=True)
+    (state,) = checkpoint["optimizer_states"]
+    torch.save({**checkpoint, "optimizer_states": []}, path)
+    run_fit(PlainNet(), {}, loader(8, 2), max_epochs=2, ckpt_path=path)
+    torch.save({**checkpoint, "optimizer_states": [state, state]}, path)
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011 - the message is looked at below
+        run_fit(PlainNet(), {}, loader(8, 2), max_epochs=2, ckpt_path=path)
+    return str(refusal.value)
+
+
+def test_a_checkpoint_of_another_number_of_optimizers_is_refused(tmp_path: Path) -> None:
+    (message,) = run_ranks(1, resume_with_other_optimizers, str(tmp_path))
+    assert "holds the states of 2 optimizers and configure_optimizers returned 1" in message

@@ -24,6 +24,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_model_config
 from torch import nn
 
 from lightning_mcore.cpu_runtime import cpu_runtime
@@ -31,6 +32,8 @@ from tests import tiny
 from tests.layouts import Layout
 from tests.parity.global_tensors import Slice, fill_weights, gradient_slices, weight_slices
 from tests.tiny import Batch, Recipe
+
+DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}  # by the first word of a precision
 
 
 @dataclass
@@ -40,14 +43,16 @@ class Trace:
     Attributes:
         dp_rank: Which part of the global batch it read.
         losses: For each step the loss over what this model copy read, rounded to fp32; on every rank.
-        grad_norms: Norm of the whole model's gradient before clipping, for each step.
+        grad_norms: Norm of the whole model's gradient before clipping, for each step; None for one that was skipped.
+        loss_scales: The loss scale after each step; 1 without loss scaling.
         gradients: For each step this rank's slices of the gradients before clipping; empty unless asked for.
         weights: This rank's slices of the weights after the last step.
     """
 
     dp_rank: int
     losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
+    grad_norms: list[float | None] = field(default_factory=list)
+    loss_scales: list[float] = field(default_factory=list)
     gradients: list[list[Slice]] = field(default_factory=list)
     weights: list[Slice] = field(default_factory=list)
 
@@ -55,7 +60,7 @@ class Trace:
 def train(layout: Layout, recipe: Recipe, keep_gradients: bool = False) -> Trace:
     """Train the tiny GPT on this rank of ``layout``; the default process group is open and stays so."""
     with process_groups(layout):
-        config = TransformerConfig(**tiny.transformer_fields(layout, recipe), **_parallel_fields(layout, recipe))
+        config = tiny.make_config({**tiny.transformer_fields(layout, recipe), **_parallel_fields(layout, recipe)})
         chunks = _build_chunks(config, layout, recipe)
         optimizer = _build_optimizer(chunks, layout, recipe)
         _connect(config, chunks, optimizer)
@@ -68,8 +73,9 @@ def train(layout: Layout, recipe: Recipe, keep_gradients: bool = False) -> Trace
             if keep_gradients:
                 trace.gradients.append(gradient_slices(chunks))
             succeeded, grad_norm, _ = optimizer.step()
-            assert succeeded
+            assert succeeded or recipe.precision.startswith("16-")
             trace.grad_norms.append(grad_norm)
+            trace.loss_scales.append(optimizer.get_loss_scale().item())
         if layout.overlap and layout.distributed_optimizer:  # the last step's parameters are still to be gathered
             for chunk in chunks:
                 chunk.disable_forward_pre_hook(param_sync=True)
@@ -100,8 +106,7 @@ def process_groups(layout: Layout) -> Iterator[None]:
 
 
 def _parallel_fields(layout: Layout, recipe: Recipe) -> dict[str, Any]:
-    bf16 = recipe.precision != "32-true"
-    dtype = torch.bfloat16 if bf16 else torch.float32
+    dtype = DTYPES[recipe.precision.split("-")[0]]
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -111,9 +116,11 @@ def _parallel_fields(layout: Layout, recipe: Recipe) -> dict[str, Any]:
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         "sequence_parallel": layout.sp,
+        "microbatch_group_size_per_vp_stage": layout.group or layout.pp,
         "overlap_p2p_comm": layout.vp is not None,
         "batch_p2p_comm": layout.vp is None,
-        "bf16": bf16,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
     }
@@ -124,12 +131,12 @@ def _build_chunks(config: TransformerConfig, layout: Layout, recipe: Recipe) -> 
     for vp_stage in range(layout.vp) if layout.vp else [None]:
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        models.append(tiny.build_gpt(config, layout.tied, first, last, vp_stage))
+        models.append(tiny.build_gpt(config, layout, recipe, first, last, vp_stage))
     fill_weights(models)
     if recipe.precision != "32-true":
         models = [Float16Module(config, model) for model in models]
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=recipe.precision != "bf16-true",
+        grad_reduce_in_fp32=recipe.precision not in ("bf16-true", "16-true"),
         use_distributed_optimizer=layout.distributed_optimizer,
         overlap_grad_reduce=layout.overlap,
         overlap_param_gather=layout.overlap and layout.distributed_optimizer,
@@ -143,6 +150,7 @@ def _build_chunks(config: TransformerConfig, layout: Layout, recipe: Recipe) -> 
 
 
 def _build_optimizer(chunks: list[DistributedDataParallel], layout: Layout, recipe: Recipe) -> MegatronOptimizer:
+    dtype = DTYPES[recipe.precision.split("-")[0]]
     config = OptimizerConfig(
         optimizer="adam",
         lr=recipe.learning_rate,
@@ -151,8 +159,11 @@ def _build_optimizer(chunks: list[DistributedDataParallel], layout: Layout, reci
         adam_beta2=0.95,
         adam_eps=recipe.eps,
         clip_grad=recipe.clip,
-        bf16=recipe.precision != "32-true",
-        params_dtype=torch.float32 if recipe.precision == "32-true" else torch.bfloat16,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        initial_loss_scale=recipe.initial_loss_scale,
+        loss_scale_window=recipe.loss_scale_window,
+        params_dtype=dtype,
         use_distributed_optimizer=layout.distributed_optimizer,
         overlap_param_gather=layout.overlap and layout.distributed_optimizer,
     )
@@ -217,7 +228,7 @@ def _forward_step_tokens(iterator: Iterator[Batch], model: nn.Module) -> tuple[t
 
 def _call(iterator: Iterator[Batch], model: nn.Module) -> tuple[Batch, torch.Tensor]:
     batch = next(iterator)
-    return batch, model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return batch, model(**tiny.model_arguments(batch, get_model_config(model)))
 
 
 def _mean(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import nn
 
 Index = tuple[int | tuple[int, int], ...]
@@ -144,7 +145,7 @@ def _as_slice(part: ShardedTensor, data: torch.Tensor) -> Slice:
 
 def _sharded_tensors(module: nn.Module) -> Iterator[tuple[torch.Tensor, ShardedTensor]]:
     """Yield ``(whole local tensor, a part of it)``; the parts of a gated layer's weight are its two halves."""
-    for entry in module.sharded_state_dict().values():
+    for entry in module.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group(None)).values():
         if isinstance(entry, ShardedTensor):
             yield entry.data, entry
         elif isinstance(entry, ShardedTensorFactory):
@@ -154,7 +155,7 @@ def _sharded_tensors(module: nn.Module) -> Iterator[tuple[torch.Tensor, ShardedT
 
 def _sharded_tensors_of(module: nn.Module, values: Mapping[int, torch.Tensor]) -> Iterator[ShardedTensor]:
     """Yield the parts with the data of another tensor of the same shape, looked up by the parameter's address."""
-    for entry in module.sharded_state_dict().values():
+    for entry in module.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group(None)).values():
         if isinstance(entry, ShardedTensor | ShardedTensorFactory) and entry.data.data_ptr() in values:
             value = values[entry.data.data_ptr()].to(entry.data.dtype)
             if isinstance(entry, ShardedTensor):

@@ -9,10 +9,10 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import Strategy
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer import TransformerConfig
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreModule, MCoreStrategy
+from lightning_mcore.precision import MCorePrecision
 from tests import tiny
 from tests.layouts import Layout
 from tests.parity.bare_loop import Trace, process_groups
@@ -32,7 +32,9 @@ def train(layout: Layout, recipe: Recipe, keep_gradients: bool = False, split_ro
     """
     module = TinyGPT(layout, recipe, keep_gradients, split_rows)
     micro_batch_size = recipe.micro_batch_size if split_rows else None
-    strategy = MCoreStrategy(**layout.strategy_arguments, micro_batch_size=micro_batch_size)
+    strategy = MCoreStrategy(
+        **layout.strategy_arguments, micro_batch_size=micro_batch_size, precision_plugin=_precision(recipe)
+    )
     accumulate = 1 if split_rows else recipe.num_microbatches(layout)
     trainer = make_trainer(layout.world_size, strategy, accumulate, recipe.precision, recipe.clip)
     trainer.fit(module)
@@ -91,13 +93,13 @@ class TinyGPT(MCoreModule):
     def configure_model(self) -> None:
         """Build the chunks of this rank and give them the weights that every layout starts from."""
         fields = tiny.transformer_fields(self.layout, self.recipe)
-        self.config = TransformerConfig(**fields, **self.megatron_fields())
+        self.config = tiny.make_config({**fields, **self.megatron_fields()})
         self.model = self.pipeline(self.build_chunk)
         fill_weights(self.model.chunks)
 
     def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
         """Build one chunk."""
-        return tiny.build_gpt(self.config, self.layout.tied, pre_process, post_process, vp_stage)
+        return tiny.build_gpt(self.config, self.layout, self.recipe, pre_process, post_process, vp_stage)
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """Read this data-parallel rank's microbatches of all steps."""
@@ -112,7 +114,7 @@ class TinyGPT(MCoreModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         """Return the mean, or the mean and the number of its tokens."""
-        losses = self.model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        losses = self.model(**tiny.model_arguments(batch, self.config))
         if not self.recipe.token_weighted:
             return self.masked_mean(losses, batch["loss_mask"])
         count = batch["loss_mask"].sum()
@@ -144,6 +146,17 @@ class TinyGPT(MCoreModule):
         if (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
             self.trace.losses.append(outputs["loss"].item() * self.trainer.accumulate_grad_batches)
             self.trace.grad_norms.append(getattr(self.trainer.optimizers[0], "grad_norm", None))
+            self.trace.loss_scales.append(getattr(self.trainer.optimizers[0], "loss_scale", 1.0))
+
+
+def _precision(recipe: Recipe) -> MCorePrecision | None:
+    if recipe.precision.startswith("16-"):
+        return MCorePrecision(
+            recipe.precision,
+            initial_loss_scale=recipe.initial_loss_scale,
+            loss_scale_window=recipe.loss_scale_window,
+        )
+    return None
 
 
 def _join(batches: list[Batch]) -> Batch:

@@ -22,6 +22,7 @@ LAYOUTS = (
     Layout(tp=2, sp=True),
     Layout(pp=2),
     Layout(pp=2, vp=2),
+    Layout(pp=2, vp=2, group=4),
     Layout(cp=2),
     Layout(dp=2, distributed_optimizer=True, overlap=True),
     Layout(tied=True, pp=2),
@@ -67,7 +68,7 @@ def _differences(layout: Layout, recipes: list[Recipe], split_rows: bool = False
         ours = lightning_loop.train(layout, recipe, split_rows=split_rows)
         _check_it_trains(bare, recipe)
         weighting = "tokens" if recipe.token_weighted else "mean"
-        differences += [f"{weighting}: {line}" for line in _compare(bare, ours)]
+        differences += [f"{weighting}: {line}" for line in compare(bare, ours)]
     return differences
 
 
@@ -77,7 +78,8 @@ def _check_it_trains(trace: Trace, recipe: Recipe) -> None:
     assert max(trace.grad_norms) > recipe.clip, "clipping is not exercised"
 
 
-def _compare(bare: Trace, ours: Trace) -> list[str]:
+def compare(bare: Trace, ours: Trace) -> list[str]:
+    """Return what is not equal between two runs on the same rank."""
     lines = []
     if ours.losses != bare.losses:
         lines.append(f"losses {ours.losses}, the bare loop has {bare.losses}")

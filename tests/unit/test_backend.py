@@ -68,6 +68,18 @@ def test_norm_and_its_gradients(kind: str, centred: bool, dtype: torch.dtype, to
         assert (value.double() - reference).abs().max() <= tolerance * reference.abs().max()
 
 
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_a_stream_kept_in_fp32_is_normalised_there_and_rounded_once(kind: str) -> None:
+    config = config_of(normalization=kind, params_dtype=torch.bfloat16, fp32_residual_connection=True)
+    norm = TorchNorm(config, 32)
+    hidden = torch.randn(7, 2, 32, generator=torch.Generator().manual_seed(1))
+
+    actual, exact = norm(hidden), reference_norm(hidden, norm, centred=False)
+
+    assert actual.dtype is torch.bfloat16
+    assert (actual.double() - exact).abs().max() <= 2**-8 * exact.abs().max()  # half a unit of the last of 8 bits
+
+
 @pytest.mark.parametrize("centred", [False, True])
 def test_a_fresh_norm_only_normalises(centred: bool) -> None:
     norm = TorchNorm(config_of(layernorm_zero_centered_gamma=centred), 32)
@@ -300,7 +312,7 @@ def test_the_spec_of_transformer_engine_is_handed_on_as_it_is(monkeypatch: pytes
         ("memory_efficient_layer_norm", True, "memory_efficient_layer_norm=True needs TransformerEngine"),
         ("qk_clip", True, "qk_clip=True needs TransformerEngine"),
         ("fp8", "hybrid", "fp8='hybrid' needs TransformerEngine; choose None"),
-        ("fused_residual_rmsnorm", True, "fused_residual_rmsnorm=True needs TransformerEngine"),
+        ("apply_rope_fusion", True, "apply_rope_fusion=True needs TransformerEngine; choose False"),
         ("experimental_attention_variant", "dsa", "experimental_attention_variant='dsa' needs TransformerEngine"),
         ("normalization", "L2Norm", "normalization='L2Norm' is unknown; choose LayerNorm or RMSNorm"),
         ("recompute_modules", ["layernorm"], "recompute_modules with 'layernorm' needs TransformerEngine; choose from"),

@@ -23,6 +23,7 @@ TRANSFORMER: dict[str, Any] = {
     "activation_func": "silu",
     "gated_linear_unit": True,
 }
+EXPERTS: dict[str, Any] = {"num_moe_experts": 4, "moe_ffn_hidden_size": 16}
 
 
 def gpt(**arguments: Any) -> MCoreGPT:
@@ -61,6 +62,23 @@ ONE_RANK = cast(dist.ProcessGroup, OneRank())
 def test_constructor_refuses_in_one_sentence(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         gpt(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"moe_grouped_gemm": True, **EXPERTS}, "moe_grouped_gemm=True needs TransformerEngine"),
+        ({"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}, "needs CUDA, and this run is"),
+        ({"moe_token_dispatcher_type": "flex", **EXPERTS}, "moe_token_dispatcher_type='flex' needs CUDA"),
+        ({"softmax_type": "learnable"}, "softmax_type='learnable' needs TransformerEngine"),
+        ({"cuda_graph_impl": "local"}, "cuda_graph_impl='local' is not available"),
+        ({"cpu_offloading": True, "cpu_offloading_num_layers": 1}, "cpu_offloading=True needs TransformerEngine"),
+    ],
+)
+def test_what_these_layers_cannot_do_is_refused_before_a_run(fields: dict[str, Any], message: str) -> None:
+    module = gpt(transformer={**TRANSFORMER, "add_bias_linear": False, **fields}, transformer_impl="local")
+    with pytest.raises(ValueError, match=message):
+        module.check_settings()
 
 
 def test_constructor_refuses_a_size_that_is_no_int() -> None:

@@ -18,12 +18,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor, nn
 
-from lightning_mcore import MCoreGPT, MCoreModule, MCorePrecision, MCoreStrategy
+from lightning_mcore import CommunicationOptions, MCoreGPT, MCoreModule, MCorePrecision, MCoreStrategy
 from tests import hygiene
 from tests.ranks import RanksFailedError, run_ranks
 from tests.toy import Batch, PlainNet, StagedNet, loader, make_trainer, run_fit
@@ -31,6 +32,7 @@ from tests.toy import Batch, PlainNet, StagedNet, loader, make_trainer, run_fit
 pytestmark = pytest.mark.distributed
 
 TP, PP, VP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+OWN_SCALER = torch.amp.GradScaler("cpu", init_scale=8.0)
 CP, EP, SP = "context_parallel_size", "expert_model_parallel_size", "sequence_parallel"
 
 
@@ -58,7 +60,7 @@ def is_one_sentence(text: str) -> bool:
         ({"overlap_p2p_comm": True}, ValueError, f"overlap_p2p_comm=True needs the interleaved schedule; set {VP}"),
         ({PP: 2, VP: 2, "overlap_p2p_comm": 1}, TypeError, "overlap_p2p_comm=1 is not a bool"),
         ({"ddp_config": {"bucket_size": 1}}, TypeError, "ddp_config=.* is not a DistributedDataParallelConfig"),
-        ({"precision_plugin": MixedPrecision("16-mixed", "cpu")}, ValueError, "'16-mixed' is not available"),
+        ({"precision_plugin": MixedPrecision("16-mixed", "cpu", OWN_SCALER)}, ValueError, "a GradScaler with settings"),
     ],
 )
 def test_a_wrong_setting_of_the_strategy(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -88,8 +90,7 @@ class ForeignPrecision(Precision):
     ("arguments", "error", "message"),
     [
         ({"precision": "64-true"}, TypeError, "DoublePrecision is not available under MCoreStrategy"),
-        ({"precision": "16-true"}, ValueError, "precision='16-true' is not available under MCoreStrategy"),
-        ({"plugins": MixedPrecision("16-mixed", "cpu")}, ValueError, "precision='16-mixed' is not available"),
+        ({"plugins": MixedPrecision("16-mixed", "cpu", OWN_SCALER)}, ValueError, "a GradScaler with settings of its"),
         ({"plugins": ForeignPrecision()}, TypeError, "ForeignPrecision is not available under MCoreStrategy"),
         ({"precision": "transformer-engine"}, ModuleNotFoundError, "transformer_engine"),
     ],
@@ -223,6 +224,63 @@ BEFORE_GROUPS: dict[str, Case] = {
         trainer={"precision": "bf16-mixed"},
         error=ValueError,
         message="precision='bf16-mixed'.* contradicts .* 'bf16-true'",
+    ),
+    "groups-of-nccl": Case(
+        strategy={"communication": CommunicationOptions(use_sharp=True)},
+        error=ValueError,
+        message="use_sharp=True is an option of NCCL",
+    ),
+    "average-in-gloo": Case(
+        strategy={"ddp_config": DistributedDataParallelConfig(average_in_collective=True)},
+        error=ValueError,
+        message="average_in_collective=True is an option of NCCL",
+    ),
+    "overlap-without-cuda": Case(
+        strategy={TP: 2, SP: True, "tp_comm_overlap": True},
+        error=ValueError,
+        message="tp_comm_overlap=True needs CUDA and TransformerEngine",
+    ),
+    "half-a-group": Case(
+        strategy={PP: 2, VP: 2, "microbatch_group_size_per_vp_stage": 4},
+        trainer={"accumulate_grad_batches": 2},
+        error=ValueError,
+        message="num_microbatches=2 does not fill groups of 4",
+    ),
+    "ema-of-a-pipeline": Case(
+        trainer={"callbacks": [EMAWeightAveraging()]},
+        error=ValueError,
+        message="EMAWeightAveraging copies the whole module before its model is built",
+    ),
+    "swa-of-a-pipeline": Case(
+        trainer={"callbacks": [StochasticWeightAveraging(swa_lrs=0.1)]},
+        error=ValueError,
+        message="StochasticWeightAveraging copies the whole module",
+    ),
+    "ema-of-shards": Case(
+        strategy={"use_distributed_optimizer": True},
+        module=PlainNet,
+        trainer={"callbacks": [EMAWeightAveraging()]},
+        error=ValueError,
+        message="EMAWeightAveraging writes its average into one-file checkpoints",
+    ),
+    "fp8-on-cpu": Case(
+        strategy={"precision_plugin": MCorePrecision("bf16-mixed", fp8_recipe="tensorwise")},
+        error=ValueError,
+        message="FP8 needs a CUDA device, and this run is on 'cpu'",
+    ),
+    "fp8-of-a-plain-module": Case(
+        strategy={"precision_plugin": MCorePrecision("bf16-mixed", fp8="e4m3")},
+        module=PlainNet,
+        error=ValueError,
+        message="fp8_recipe='delayed' reaches layers of TransformerEngine alone, and PlainNet builds no Megatron model",
+    ),
+    "nan-check-of-fp16": Case(
+        strategy={
+            "ddp_config": DistributedDataParallelConfig(check_for_nan_in_grad=True),
+            "precision_plugin": MCorePrecision("16-mixed"),
+        },
+        error=ValueError,
+        message=r"check_for_nan_in_grad=True contradicts Trainer\(precision",
     ),
     "shared batch norm": Case(
         module=PlainNet, trainer={"sync_batchnorm": True}, error=ValueError, message="sync_batchnorm=True needs GPUs"
@@ -364,6 +422,21 @@ def amsgrad_in_a_group(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimi
     return torch.optim.AdamW([{"params": [first], "amsgrad": True}, {"params": others}], lr=0.1)
 
 
+class TwoOptimizers(PlainNet):
+    """Has an optimizer for each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(layer.parameters()) for layer in (self.net[0], self.net[2])]
+
+
+def muon(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.1)
+
+
 SHARDED = {"use_distributed_optimizer": True}
 
 AFTER_BUILDING: dict[str, Case] = {
@@ -422,10 +495,35 @@ AFTER_BUILDING: dict[str, Case] = {
         error=TypeError,
         message="without amsgrad .* got AdamW",
     ),
-    "clip-by-value": Case(
-        trainer={"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
-        error=ValueError,
-        message='gradient_clip_algorithm="value" is not available',
+    "muon-of-split-matrices": Case(
+        strategy={TP: 2},
+        module=partial(StagedNet, muon),
+        error=TypeError,
+        message=f"Muon looks at whole matrices, and {TP}=2 leaves each rank a part",
+    ),
+    "adafactor-of-split-matrices": Case(
+        strategy={TP: 2},
+        module=partial(StagedNet, torch.optim.Adafactor),
+        error=TypeError,
+        message=f"Adafactor looks at whole matrices, and {TP}=2 leaves each rank a part",
+    ),
+    "two-optimizers-of-shards": Case(
+        strategy=SHARDED,
+        module=TwoOptimizers,
+        error=TypeError,
+        message="returned 2 optimizers, and use_distributed_optimizer=True needs one",
+    ),
+    "nadam-in-shards": Case(
+        strategy={PP: 2},
+        module=partial(StagedNet, torch.optim.NAdam),
+        error=TypeError,
+        message="NAdam keeps state that is not shaped like its parameters",
+    ),
+    "lbfgs-of-a-pipeline": Case(
+        strategy={PP: 2},
+        module=partial(StagedNet, torch.optim.LBFGS),
+        error=TypeError,
+        message="LBFGS evaluates the step several times",
     ),
     "sync-batchnorm": Case(
         trainer={"sync_batchnorm": True}, error=ValueError, message="sync_batchnorm=True is not available for a model"

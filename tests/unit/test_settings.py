@@ -36,10 +36,18 @@ def test_what_has_no_argument_passes_through_and_the_given_config_stays_as_it_is
     given = DistributedDataParallelConfig(bucket_size=123, check_for_nan_in_grad=True)
     before = dataclasses.asdict(given)
     resolved = GradientSettings(use_distributed_optimizer=True, ddp_config=given).resolve({"grad_reduce_in_fp32": True})
-    assert (resolved.bucket_size, resolved.check_for_nan_in_grad) == (123, True)
+    assert resolved.bucket_size == 123
     assert resolved.use_distributed_optimizer
     assert resolved.grad_reduce_in_fp32
     assert dataclasses.asdict(given) == before
+
+
+def test_the_check_for_nan_is_the_strategys_and_not_megatrons() -> None:
+    """Megatron's raises on the rank that has one, while the others wait for it."""
+    settings = GradientSettings(ddp_config=DistributedDataParallelConfig(check_for_nan_in_grad=True))
+    assert settings.check_nan
+    assert not settings.resolve().check_for_nan_in_grad
+    assert not GradientSettings().check_nan
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -86,6 +94,8 @@ def test_a_setting_is_a_bool(name: str) -> None:
         (Precision(), "32-true"),
         (MixedPrecision("bf16-mixed", "cpu"), "bf16-mixed"),
         (HalfPrecision("bf16-true"), "bf16-true"),
+        (HalfPrecision("16-true"), "16-true"),
+        (MixedPrecision("16-mixed", "cpu"), "16-mixed"),
         (MCorePrecision("bf16-true"), "bf16-true"),
     ],
 )
@@ -99,6 +109,8 @@ def test_the_plugin_of_lightning_is_translated(plugin: Precision, name: str) -> 
         ("32-true", torch.float32, True, False, False),
         ("bf16-mixed", torch.bfloat16, True, True, False),
         ("bf16-true", torch.bfloat16, False, True, True),
+        ("16-mixed", torch.float16, True, True, False),
+        ("16-true", torch.float16, False, True, True),
     ],
 )
 def test_the_table_of_precisions(
@@ -110,8 +122,14 @@ def test_the_table_of_precisions(
 ) -> None:
     precision = MCorePrecision(name)
     assert precision.dtype == dtype
-    assert precision.ddp_fields() == {"grad_reduce_in_fp32": grad_reduce_in_fp32}
-    assert precision.optimizer_fields(inline=False)["bf16"] == main_parameters
-    assert precision.optimizer_fields(inline=True)["bf16"] == main_parameters_of_a_plain_module
+    kind = {torch.float32: "", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    check_nan = {"check_for_nan_in_grad": False} if kind == "fp16" else {}  # an overflow only skips a step
+    assert precision.ddp_fields() == {"grad_reduce_in_fp32": grad_reduce_in_fp32, **check_nan}
+    for inline, copies in ((False, main_parameters), (True, main_parameters_of_a_plain_module)):
+        fields = precision.optimizer_fields(inline)
+        assert fields["params_dtype"] == (dtype if copies else torch.float32)
+        assert fields["bf16"] == (kind == "bf16" and copies)
+        assert fields.get("fp16", False) == (kind == "fp16")
     fields = precision.megatron_fields()
-    assert fields == {"bf16": name != "32-true", "fp16": False, "params_dtype": dtype, "pipeline_dtype": dtype}
+    dtypes = {"params_dtype": dtype, "pipeline_dtype": dtype}
+    assert fields == {"bf16": kind == "bf16", "fp16": kind == "fp16", **dtypes}

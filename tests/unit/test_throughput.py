@@ -34,6 +34,11 @@ def test_output_gate_adds_a_projection_as_wide_as_the_queries() -> None:
     assert flops(attention_output_gate=True) - flops() == 3 * 2 * SQUARE
 
 
+def test_another_token_ahead_costs_a_layer_a_projection_and_an_output_layer() -> None:
+    more = flops(mtp_num_layers=2) - flops()
+    assert more == 2 * (flops(num_layers=3) - flops() + 3 * (2 * 16 * 8 + OUTPUT))
+
+
 def test_gated_mlp_has_a_third_matrix() -> None:
     assert flops(gated_linear_unit=True, ffn_hidden_size=24) - flops(ffn_hidden_size=24) == 3 * 2 * (2 * 8 * 24)
 

@@ -56,11 +56,6 @@ def test_fields_of_latent_attention_need_latent_attention() -> None:
     assert check_transformer_fields({**TINY, "multi_latent_attention": True, "kv_lora_rank": 8})["kv_lora_rank"] == 8
 
 
-def test_multi_token_prediction_is_refused_by_name() -> None:
-    assert "mtp_num_layers is not supported yet" in refusal(mtp_num_layers=1)
-    assert check_transformer_fields({**TINY, "mtp_num_layers": None}) == {**TINY, "mtp_num_layers": None}
-
-
 @pytest.mark.parametrize("missing", list(TINY))
 def test_required_fields_are_named(missing: str) -> None:
     fields = {name: value for name, value in TINY.items() if name != missing}

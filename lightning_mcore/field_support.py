@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which fields of ``TransformerConfig`` are carried out by whom, so that none is silently ignored.
+
+Megatron's config names some 320 options. Some only TransformerEngine's layers read, some need CUDA, some need a
+training loop that this package is not. A field that nobody would carry out is refused unless it has its default. The
+tables below are data; a field that is in none of them works wherever Megatron accepts it.
+
+``backend.gpt_block_spec`` and ``MCoreGPT.check_settings`` call :func:`check_fields` before a model is built, and
+``chunks.pipeline_config`` for the config of any other model.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, fields
+from typing import Any, Literal
+
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+NEEDS_TRANSFORMER_ENGINE: Collection[str] = (
+    # attention
+    "experimental_attention_variant",
+    "fused_single_qkv_rope",
+    "kitchen_attention_backend",
+    "log_max_attention_logit",
+    "mla_down_proj_fusion",
+    "qk_clip",
+    "use_kitchen_attention",
+    # layers
+    "apply_rope_fusion",
+    "batch_invariant_mode",
+    "delay_wgrad_compute",
+    "disable_parameter_transpose_cache",
+    "fused_residual_rmsnorm",
+    "memory_efficient_layer_norm",
+    "persist_layer_norm",
+    "quant_recipe",
+    "symmetric_ar_type",
+    "use_kitchen",
+    "use_te_activation_func",
+    "use_transformer_engine_op_fuser",
+    # number formats
+    "activation_func_fp8_input_store",
+    "fp4",
+    "fp8",
+    # experts
+    "moe_grouped_gemm",
+    "moe_latent_size",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "moe_router_padding_for_quantization",
+    "moe_single_grouped_bias",
+    "moe_single_grouped_weight",
+    "overlap_dispatch_backward_with_experts_wgrad",
+    "use_grouped_gemm_for_dense_mlp",
+    "use_grouped_gemm_for_shared_expert",
+    # memory
+    "cpu_offloading",
+)
+"""Read by TransformerEngine's layers, or by kernels that come with it; refused with the torch backend."""
+
+NEEDS_CUDA: Collection[str] = (
+    "defer_embedding_wgrad_compute",
+    "disable_bf16_reduced_precision_matmul",
+    "fine_grained_activation_offloading",
+    "gradient_accumulation_fusion",
+    "moe_hybridep_num_sms",
+    "moe_paged_stash",
+    "moe_permute_fusion_into_hybridep",
+)
+"""Refused on any other device."""
+
+TORCH_BACKEND_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "attention_backend": (("auto", "local"), "its attention is PyTorch's, which chooses its kernel itself"),
+    "attention_softmax_in_fp32": ((True,), "its softmax is computed in fp32"),
+    "cp_comm_type": ((None, "all_gather"), "it gathers keys and values over the context-parallel ranks"),
+    "deterministic_mode": ((False,), "Trainer(deterministic=True) is what it follows"),
+    "flash_attention_version": ((None,), "its attention is PyTorch's, which chooses its kernel itself"),
+    "masked_softmax_fusion": ((False,), "its attention has no softmax of its own to fuse"),
+}
+"""What the torch backend can do where Megatron leaves a choice, and why not the others."""
+
+NOT_CARRIED_OUT: Mapping[str, str] = {
+    "cuda_graph_impl": "capturing CUDA graphs belongs to Megatron-LM's training loop",
+    "enable_cuda_graph": "capturing CUDA graphs belongs to Megatron-LM's training loop",
+    "external_cuda_graph": "capturing CUDA graphs belongs to Megatron-LM's training loop",
+    "ep_overlap_early_attn_memory_release": "it is a part of overlap_moe_expert_parallel_comm",
+    "expert_gtp_weight_remat_size": "its process groups are not opened",
+    "flash_decode": "it is for Megatron's inference engine",
+    "gtp_weight_remat_size": "its process groups are not opened",
+    "heterogeneous_block_specs": "it belongs to Megatron's HeterogeneousTransformerConfig",
+    "hierarchical_context_parallel_sizes": "its process groups are not opened",
+    "hybrid_context_parallel": "it needs the data loader of Megatron-LM",
+    "inference_rng_tracker": "it is for Megatron's inference engine",
+    "init_model_with_meta_device": "nothing would give the parameters their values",
+    "max_seqlen_per_dp_cp_rank": "it is a part of hybrid_context_parallel",
+    "moe_enable_routing_replay": "nothing would record and replay",
+    "moe_extended_tp": "megatron-core has retired it; set expert_tensor_parallel_size in MCoreStrategy",
+    "moe_token_dropping": "megatron-core does not read it; set moe_expert_capacity_factor",
+    "num_microbatches_with_partial_activation_checkpoints": "a training_step does not know of microbatches",
+    "overlap_moe_expert_parallel_comm": "it needs the schedule plans of Megatron-LM",
+    "use_inference_optimized_layers": "it is for Megatron's inference engine",
+    "use_mup": "the optimizer would not scale its learning rates along",
+    "use_ring_exchange_p2p": "it needs a build of PyTorch that is not public",
+    "use_te_rng_tracker": "random states are PyTorch's, so that every layout draws alike",
+}
+"""Needs something around the model that is not there; the reason, as the end of a sentence."""
+
+NOT_OF_A_GPT: Collection[str] = (
+    "is_hybrid_model",
+    "linear_attention_freq",
+    "mamba_num_heads",
+    "mrope_section",
+    "mtp_hybrid_override_pattern",
+)
+"""Fields of Megatron's other models."""
+
+
+def check_fields(
+    config: TransformerConfig,
+    transformer_impl: Literal["local", "transformer_engine"] | None = None,
+    device_type: str | None = None,
+) -> None:
+    """Refuse fields that nobody would carry out.
+
+    Args:
+        config: The config of a model.
+        transformer_impl: Whose layers a GPT has; None where the model is not ours to know.
+        device_type: ``torch.device.type`` of the device the model trains on; None for unknown.
+
+    Raises:
+        ValueError: A field has a value that would be ignored, or would fail later.
+    """
+    defaults = {field.name: field.default for field in fields(config) if field.default is not MISSING}
+    given = {name: value for name, value in vars(config).items() if name in defaults and value != defaults[name]}
+    for name, reason in NOT_CARRIED_OUT.items():
+        if name in given:
+            raise ValueError(f"{name}={given[name]!r} is not available: {reason}; leave it out")
+    for name in NEEDS_CUDA:
+        if name in given and device_type not in ("cuda", None):
+            raise ValueError(f"{name}={given[name]!r} needs CUDA, and this run is on {device_type!r}; leave it out")
+    if config.moe_token_dispatcher_type == "flex" and device_type not in ("cuda", None):
+        raise ValueError(
+            f"moe_token_dispatcher_type='flex' needs CUDA, and this run is on {device_type!r}; "
+            "choose 'alltoall' or 'allgather'"
+        )
+    _check_combinations(config)
+    if transformer_impl is not None:
+        for name in NOT_OF_A_GPT:
+            if name in given:
+                raise ValueError(f"{name}={given[name]!r} belongs to another model than a GPT; leave it out")
+    if transformer_impl == "local":
+        _check_torch_backend(config, given, defaults)
+
+
+def _check_torch_backend(config: TransformerConfig, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    for name in NEEDS_TRANSFORMER_ENGINE:
+        if name in given:
+            raise ValueError(
+                f"{name}={given[name]!r} needs TransformerEngine; choose {defaults[name]!r}, "
+                'or transformer_impl="transformer_engine" on CUDA'
+            )
+    for name, (allowed, reason) in TORCH_BACKEND_VALUES.items():
+        value = getattr(config, name, None)
+        value = getattr(value, "name", value)  # a member of an enum
+        if name in given and value not in allowed:
+            raise ValueError(
+                f"{name}={value!r} is not for the torch backend, for {reason}; choose "
+                f'{" or ".join(map(repr, allowed))}, or transformer_impl="transformer_engine" on CUDA'
+            )
+    if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te":
+        raise ValueError(
+            "cross_entropy_fusion_impl='te' needs TransformerEngine; choose 'native' or cross_entropy_loss_fusion=False"
+        )
+
+
+def _check_combinations(config: TransformerConfig) -> None:
+    """Refuse what Megatron accepts and computes wrongly."""
+    etp, ep = config.expert_tensor_parallel_size, config.expert_model_parallel_size
+    if config.num_moe_experts and ep == 1 and etp not in (None, config.tensor_model_parallel_size):
+        # Megatron's layers reduce the gradients of experts over other ranks than the rest only where ep > 1.
+        raise ValueError(
+            f"expert_tensor_parallel_size={etp} with tensor_model_parallel_size={config.tensor_model_parallel_size} "
+            "needs expert_model_parallel_size > 1, for else megatron-core lets the copies of an expert drift apart; "
+            f"choose expert_tensor_parallel_size={config.tensor_model_parallel_size} or more expert parallelism"
+        )
+    selected = (config.recompute_modules or ()) if config.recompute_granularity == "selective" else ()
+    if "mlp" in selected and config.add_bias_linear:
+        # Megatron's checkpoint returns the bias, a parameter, as an output, which makes it a node of its own graph.
+        raise ValueError(
+            "recompute_modules with 'mlp' needs add_bias_linear=False, for else the backward pass of megatron-core"
+            " calls itself without end; set it, or leave 'mlp' out"
+        )
+    if config.recompute_granularity == "full" and config.recompute_method == "uniform":
+        _check_uniform_recompute(config)
+    staged = config.pipeline_model_parallel_size > 1
+    halved = config.pipeline_dtype is not None and config.pipeline_dtype.itemsize < 4
+    if config.fp32_residual_connection and staged and halved:
+        raise ValueError(
+            f"fp32_residual_connection=True with pipeline_model_parallel_size={config.pipeline_model_parallel_size}"
+            f" would send fp32 where {config.pipeline_dtype} is expected; choose 32-true or one stage"
+        )
+
+
+def _check_uniform_recompute(config: TransformerConfig) -> None:
+    group = config.recompute_num_layers
+    uneven = sorted(layers for layers in _layers_of_chunks(config) if layers % group)
+    if uneven:
+        raise ValueError(
+            f"recompute_num_layers={group} with recompute_method='uniform' does not divide the {uneven[0]} layers of a "
+            "pipeline stage's chunk; choose a divisor, or recompute_method='block'"
+        )
+
+
+def _layers_of_chunks(config: TransformerConfig) -> set[int]:
+    """Return how many layers the chunks of the stages have."""
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        return {chunk.count(LayerType.decoder) for stage in layout.layout for chunk in stage}
+    chunks = range(config.virtual_pipeline_model_parallel_size or 1)
+    interleaved = config.virtual_pipeline_model_parallel_size is not None
+    return {
+        get_num_layers_to_build(config, vp_stage=chunk if interleaved else None, pp_rank=rank)
+        for rank in range(config.pipeline_model_parallel_size)
+        for chunk in chunks
+    }

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What FP8 needs of the machine, of the strategy's settings and of the model's sizes; what lacks it is refused.
+
+The checks are functions of plain values, so that they are tested without a GPU. :func:`check_run` calls those that can
+be made when the strategy meets the module, before anything is allocated; :func:`check_chunks` when the model is built;
+:func:`check_microbatch` before each run of the schedule, with the shape of its microbatches.
+
+Sources: ``get_fp8_recipe`` and ``get_fp8_align_size`` of megatron-core (0.16.1); ``check_fp8_support`` and its kin of
+TransformerEngine (2.x), and its "datatype and hardware support matrix".
+"""
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from packaging.version import Version
+from torch import nn
+
+from lightning_mcore.fp8 import FP8Settings
+from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.model_shape import ModelShape
+from lightning_mcore.module import MCoreModule
+
+_TRANSFORMER_ENGINE = {"delayed": "1.0", "tensorwise": "2.2", "blockwise": "2.3", "mxfp8": "2.1"}
+_CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+_NO_MXFP8_FROM = (12, 0)
+_BLOCKWISE_CUDA = "12.9"
+
+
+def check_run(
+    settings: FP8Settings,
+    module: nn.Module,
+    layout: ParallelLayout,
+    ddp_config: DistributedDataParallelConfig,
+    optimizer_config: OptimizerConfig | None,
+    machine: "FP8Machine",
+    micro_batch_size: int | None,
+) -> None:
+    """Refuse FP8 where module, settings or machine cannot do it; nothing happens without FP8.
+
+    Args:
+        settings: What was asked for.
+        module: The user's module.
+        layout: The strategy's layout.
+        ddp_config: The strategy's settings of gradients and parameters.
+        optimizer_config: The strategy's settings of Megatron's optimizer.
+        machine: Where the model will be.
+        micro_batch_size: Rows of a microbatch; None where the DataLoader says.
+
+    Raises:
+        ModuleNotFoundError: TransformerEngine is not installed.
+        ValueError: Anything else that FP8 needs is missing.
+    """
+    if not settings.is_on:
+        return
+    if not isinstance(module, MCoreModule):
+        raise ValueError(
+            f"fp8_recipe={settings.recipe!r} reaches layers of TransformerEngine alone, and {type(module).__name__}"
+            " builds no Megatron model; derive it from MCoreModule, or leave fp8_recipe out"
+        )
+    check_machine(settings, machine)
+    check_optimizer(settings, ddp_config, optimizer_config)
+    shape = module.model_shape()
+    if shape is None:
+        return
+    check_model(settings, shape, layout.tensor_model_parallel_size, layout.expert_tensor_size)
+    if shape.num_layers is not None:
+        check_layers(settings, shape.num_layers, layout.pipeline_model_parallel_size)
+    if shape.seq_length is not None and micro_batch_size is not None:
+        check_microbatch(settings, (shape.seq_length, micro_batch_size), layout)
+
+
+@dataclass(frozen=True)
+class FP8Machine:
+    """What the checks need to know of the machine.
+
+    Args:
+        type: Of the torch device.
+        capability: Compute capability of the GPU.
+        cuda: CUDA version that torch was built with.
+        transformer_engine: Version of TransformerEngine; None where it is not installed.
+    """
+
+    type: str
+    capability: tuple[int, int] = (0, 0)
+    cuda: str = "0"
+    transformer_engine: str | None = None
+
+    @classmethod
+    def of(cls, device: torch.device) -> "FP8Machine":
+        """Look at a device of this machine."""
+        if device.type != "cuda":
+            return cls(device.type)
+        version = None
+        if importlib.util.find_spec("transformer_engine") is not None:
+            version = importlib.metadata.version("transformer-engine")
+        return cls("cuda", torch.cuda.get_device_capability(device), torch.version.cuda or "0", version)
+
+
+def check_machine(settings: FP8Settings, machine: FP8Machine) -> None:
+    """Refuse what the machine cannot do.
+
+    Raises:
+        ModuleNotFoundError: TransformerEngine is not installed.
+        ValueError: No CUDA device, or one that is too old or too new for the recipe, or software that is too old.
+    """
+    recipe = settings.recipe
+    if machine.type != "cuda":
+        raise ValueError(
+            f"FP8 needs a CUDA device, and this run is on {machine.type!r}; leave fp8_recipe={recipe!r} out, "
+            'or run with accelerator="gpu"'
+        )
+    if machine.transformer_engine is None:
+        raise ModuleNotFoundError(
+            f"fp8_recipe={recipe!r} needs TransformerEngine, which is not installed; install the extra [te], "
+            "or leave fp8_recipe out"
+        )
+    least = _TRANSFORMER_ENGINE[recipe]
+    if Version(machine.transformer_engine) < Version(f"{least}.dev0"):
+        raise ValueError(
+            f"fp8_recipe={recipe!r} needs TransformerEngine {least} or newer, and {machine.transformer_engine} is "
+            "installed; update it, or choose another recipe"
+        )
+    have = ".".join(map(str, machine.capability))
+    if machine.capability < _CAPABILITY[recipe]:
+        need = ".".join(map(str, _CAPABILITY[recipe]))
+        raise ValueError(
+            f"fp8_recipe={recipe!r} needs a GPU of compute capability {need} or higher, and this one has {have}; "
+            f"{_other_recipe(machine.capability)}"
+        )
+    if recipe == "mxfp8" and machine.capability >= _NO_MXFP8_FROM:
+        raise ValueError(
+            f"fp8_recipe='mxfp8' is not supported by TransformerEngine on GPUs of compute capability 12.0 and higher, "
+            f"and this one has {have}; {_other_recipe(machine.capability)}"
+        )
+    if recipe == "blockwise" and Version(machine.cuda) < Version(_BLOCKWISE_CUDA):
+        raise ValueError(
+            f"fp8_recipe='blockwise' needs CUDA {_BLOCKWISE_CUDA} or newer, and torch was built with {machine.cuda}; "
+            "choose 'tensorwise', or another build"
+        )
+
+
+def _other_recipe(capability: tuple[int, int]) -> str:
+    return "choose 'tensorwise' or 'delayed'" if capability >= _CAPABILITY["tensorwise"] else "train in bf16"
+
+
+def check_optimizer(
+    settings: FP8Settings, ddp_config: DistributedDataParallelConfig, optimizer_config: OptimizerConfig | None = None
+) -> None:
+    """Refuse FP8 weights where the strategy's optimizer cannot keep them.
+
+    Raises:
+        ValueError: The optimizer is not sharded, is offloaded to the host with another recipe than the delayed one, or
+            MXFP8 weights are to be gathered during the forward pass.
+
+    Source: ``validate_args`` in megatron/training/arguments.py (0.19).
+    """
+    offloads = optimizer_config is not None and optimizer_config.optimizer_cpu_offload
+    if settings.fp8_param and offloads and settings.recipe != "delayed":
+        raise ValueError(
+            f"fp8_param=True with fp8_recipe={settings.recipe!r} is not available with"
+            " optimizer_config.optimizer_cpu_offload=True; choose fp8_recipe='delayed', or leave one of them out"
+        )
+    if settings.fp8_param and not ddp_config.use_distributed_optimizer:
+        raise ValueError(
+            "fp8_param=True needs the distributed optimizer, which keeps the fp32 copies of FP8 weights; set"
+            " MCoreStrategy(use_distributed_optimizer=True)"
+        )
+    if settings.reuse_grad_buf_for_mxfp8_param_ag and ddp_config.overlap_param_gather:
+        raise ValueError(
+            "reuse_grad_buf_for_mxfp8_param_ag=True with overlap_param_gather=True is not available: the gradients are"
+            " zeroed while the weights still wait in their buffer; set overlap_param_gather=False"
+        )
+
+
+def check_model(settings: FP8Settings, shape: ModelShape, tensor_parallel_size: int, expert_tensor_size: int) -> None:
+    """Refuse matrices whose sizes, on each rank, the recipe cannot cut into blocks.
+
+    Args:
+        settings: What was asked for.
+        shape: The model's sizes; those that are unknown are not checked.
+        tensor_parallel_size: Ranks that share a matrix.
+        expert_tensor_size: Ranks that share a matrix of an expert.
+
+    Raises:
+        ValueError: A size is not a multiple of the recipe's alignment.
+    """
+    heads, head_size = shape.num_attention_heads, shape.head_size
+    groups = shape.num_query_groups or heads
+    sizes: list[tuple[str, int | None, int]] = [("hidden_size", shape.hidden_size, 1)]
+    if heads is not None and groups is not None and head_size is not None:
+        sizes.append(("num_attention_heads * kv_channels", heads * head_size, tensor_parallel_size))
+        qkv = (heads + 2 * groups) * head_size
+        sizes.append(("(num_attention_heads + 2 * num_query_groups) * kv_channels", qkv, tensor_parallel_size))
+    if shape.has_dense_layers:
+        sizes.append(("ffn_hidden_size", shape.feed_forward_size, tensor_parallel_size))
+    if shape.num_moe_experts is not None:
+        expert_size = shape.moe_ffn_hidden_size or shape.feed_forward_size
+        sizes.append(("moe_ffn_hidden_size", expert_size, expert_tensor_size))
+        shared = shape.moe_shared_expert_intermediate_size
+        sizes.append(("moe_shared_expert_intermediate_size", shared, tensor_parallel_size))
+    for name, size, ranks in sizes:
+        if size is not None and size % (ranks * settings.alignment):
+            shared_by = f" / {ranks} tensor-parallel ranks" if ranks > 1 else ""
+            raise ValueError(
+                f"fp8_recipe={settings.recipe!r} needs multiples of {settings.alignment}, and {name}={size}{shared_by} "
+                f"is none; make it a multiple of {ranks * settings.alignment}"
+            )
+
+
+def check_layers(settings: FP8Settings, num_layers: int, pipeline_model_parallel_size: int) -> None:
+    """Refuse more layers in bf16 at an end than a pipeline stage holds, as ``TransformerConfig`` does.
+
+    Raises:
+        ValueError: There are more.
+    """
+    most = num_layers // pipeline_model_parallel_size
+    for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+        count = getattr(settings, name)
+        if settings.first_last_layers_bf16 and count > most:
+            raise ValueError(
+                f"{name}={count} is more than the {most} layers of a pipeline stage; choose at most {most}"
+            )
+
+
+def check_microbatch(settings: FP8Settings, shape: tuple[int, int] | None, layout: ParallelLayout) -> None:
+    """Refuse microbatches whose number of tokens, on each rank, the recipe cannot cut into blocks.
+
+    Args:
+        settings: What was asked for.
+        shape: (sequence length, rows), before any rank takes its share; None where it is not known.
+        layout: The strategy's layout.
+
+    Raises:
+        ValueError: The number is not a multiple of the recipe's alignment.
+    """
+    if not settings.is_on or shape is None:
+        return
+    ranks = layout.context_parallel_size * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
+    seq_length, rows = shape
+    if seq_length * rows % (ranks * settings.alignment):
+        raise ValueError(
+            f"fp8_recipe={settings.recipe!r} needs a multiple of {settings.alignment} tokens in each microbatch on each"
+            f" rank, and seq_length={seq_length} * {rows} rows / {ranks} ranks is none; make the tokens of a"
+            f" microbatch, with padding, a multiple of {ranks * settings.alignment}"
+        )
+
+
+def check_chunks(settings: FP8Settings, chunks: Sequence[nn.Module]) -> None:
+    """Refuse a model without layers of TransformerEngine, which FP8 would not reach; collective over the world.
+
+    Args:
+        settings: What was asked for; nothing happens without FP8.
+        chunks: The chunks of this rank.
+
+    Raises:
+        ValueError: No rank has such a layer; raised on every rank.
+    """
+    if not settings.is_on:
+        return
+    modules = (type(module) for chunk in chunks for module in chunk.modules())
+    found = any(parent.__module__.startswith("transformer_engine") for kind in modules for parent in kind.__mro__)
+    device = next((parameter.device for chunk in chunks for parameter in chunk.parameters()), torch.device("cpu"))
+    reached = torch.tensor(int(found), device=device)
+    dist.all_reduce(reached, op=dist.ReduceOp.MAX)
+    if not reached:
+        raise ValueError(
+            f"fp8_recipe={settings.recipe!r} reaches layers of TransformerEngine alone, and the model has none; build"
+            " it from Megatron's TransformerEngine spec, or leave fp8_recipe out"
+        )

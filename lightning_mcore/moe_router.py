@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's router of experts, whose extra losses weigh the same on every layout.
+
+A router adds balancing losses and a z-loss to the gradient. With ``calculate_per_token_loss`` Megatron divides every
+gradient by the tokens of the whole step at the end, so such a loss is to be multiplied by the tokens of its microbatch
+first. megatron-core 0.16 takes the tokens of this rank alone: with sequence or context parallelism the losses weigh
+less than they should, by the number of ranks that share a sequence, and the loss of sequences by the rows of a
+microbatch as well. 0.19 has mended that. :class:`ExactRouter` does the multiplication itself, so that it is right in
+every version. The loss over all model copies is a sum of their parts, and Megatron averages gradients over the copies:
+in every version it weighs less by their number, which is made up for. What is counted stays in fp32: as bf16, a count
+stops at 256.
+
+``backend.gpt_block_spec`` puts it into every layer with experts.
+
+Source: ``TopKRouter`` (megatron.core.transformer.moe.router, 0.16.1 and 0.19.2).
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+_COUNTERS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
+
+
+class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no type information
+    """Routes tokens to experts; takes what ``TopKRouter`` takes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.weighs_tokens: bool = self.config.calculate_per_token_loss
+        self.calculate_per_token_loss = False  # Megatron's multiplication
+        self.num_tokens: Tensor | int = 1
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Choose the experts of each token.
+
+        Args:
+            logits: [s / cp / tp, b, experts], tp with sequence parallelism.
+            padding_mask: [s / cp / tp, b], True where a token counts for nothing.
+
+        Returns:
+            Weights and choice, both [tokens, experts].
+        """
+        if self.weighs_tokens:
+            tokens = logits.shape[0] * logits.shape[1] if padding_mask is None else (~padding_mask).sum()
+            self.num_tokens = tokens * self.tp_cp_group.size()
+        routed: tuple[Tensor, Tensor] = super().routing(logits, padding_mask=padding_mask)
+        return routed
+
+    def attach_and_log_load_balancing_loss(
+        self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, aux_loss_name: str, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Attach a balancing loss to the gradient of ``activation``, and log it."""
+        if aux_loss_name == "global_load_balancing_loss":
+            aux_loss = scale_gradient(aux_loss, self.tp_dp_cp_group.size() / self.tp_cp_group.size())
+        if self.weighs_tokens:
+            aux_loss = scale_gradient(aux_loss, self.num_tokens)
+        attached: Tensor = super().attach_and_log_load_balancing_loss(
+            activation, aux_loss_coeff, aux_loss, aux_loss_name, *args, **kwargs
+        )
+        return attached
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Attach the z-loss to the gradient of ``logits``, [tokens, experts], and log it."""
+        if not self.weighs_tokens:
+            attached: Tensor = super().apply_z_loss(logits, padding_mask=padding_mask)
+            return attached
+        aside = super().apply_z_loss(scale_gradient(logits, self.num_tokens), padding_mask=padding_mask)
+        joined: Tensor = _Join.apply(logits, aside)  # type: ignore[no-untyped-call]
+        return joined
+
+    def _maintain_float32_expert_bias(self) -> None:
+        super()._maintain_float32_expert_bias()
+        for name in _COUNTERS:
+            counter = getattr(self, name, None)
+            if counter is not None and counter.dtype != torch.float32:
+                counter.data = counter.data.float()
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """Passes a tensor on and scales its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: Tensor | float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.factor, None
+
+
+class _Join(torch.autograd.Function):
+    """Passes the first tensor on; the second has a gradient of zero, which still runs what is attached to it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, aside: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0], torch.zeros_like(gradients[0])
+
+
+def scale_gradient(tensor: Tensor, factor: Tensor | float) -> Tensor:
+    """Return the tensor; in backward its gradient is multiplied by ``factor``."""
+    scaled: Tensor = _ScaleGradient.apply(tensor, factor)  # type: ignore[no-untyped-call]
+    return scaled

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-token prediction: layers after the last one that guess the tokens behind the next one.
+
+Megatron builds them from a spec of their own and computes their losses inside ``GPTModel``, with the loss mask that it
+is called with. They live on the last pipeline stage, which then has a copy of the embedding. :func:`gpt_mtp_block_spec`
+is Megatron's spec with our norms in it, as ``backend.gpt_block_spec`` is for the layers before;
+:class:`MultiTokenGPT` is ``GPTModel`` that also runs without labels. ``MCoreGPT`` uses both, and a module of your own
+may. Their losses are logged by ``auxiliary_logs.py``.
+"""
+
+from typing import Any, Literal
+
+from megatron.core import __version__ as megatron_version
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+from megatron.core.transformer import multi_token_prediction
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from lightning_mcore.backend import TorchNorm, last_layer_spec
+
+
+class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no type information
+    """``GPTModel`` that leaves multi-token prediction out where there are no labels, so that it also predicts.
+
+    Source: ``GPTModel._postprocess`` (0.16.1 needs labels with ``mtp_num_layers``; 0.19.2 makes some up).
+    """
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Tensor:
+        if labels is not None or not self.config.mtp_num_layers or not self.post_process:
+            return super()._postprocess(hidden_states, *args, labels=labels, **kwargs)  # type: ignore[no-any-return]
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _ = self.output_layer(hidden_states, weight=weight)  # [s, b, v / tp]
+        transposed: Tensor = logits.transpose(0, 1).contiguous()
+        return transposed
+
+
+def gpt_mtp_block_spec(
+    config: TransformerConfig,
+    transformer_impl: Literal["local", "transformer_engine"],
+    vp_stage: int | None = None,
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """Return the layers of multi-token prediction in one chunk, for ``GPTModel(mtp_block_spec=...)``.
+
+    Each of them is a layer like the last one of the model.
+
+    Args:
+        config: The transformer's config.
+        transformer_impl: Whose modules, as in ``gpt_block_spec``.
+        vp_stage: Which of this rank's virtual stages; None without an interleaved pipeline.
+
+    Returns:
+        None where the config has no such layers, or this chunk does not hold them.
+
+    Raises:
+        ValueError: The gradients would not be those of the whole batch; see :func:`check_multi_token`.
+    """
+    if not config.mtp_num_layers:
+        return None
+    check_multi_token(config)
+    block = get_gpt_mtp_block_spec(
+        config,
+        last_layer_spec(config, transformer_impl),
+        use_transformer_engine=transformer_impl == "transformer_engine",
+        vp_stage=vp_stage,
+    )
+    if block is not None and transformer_impl == "local":
+        for layer in block.layer_specs:
+            for name in ("enorm", "hnorm", "layer_norm"):
+                setattr(layer.submodules, name, TorchNorm)
+    return block
+
+
+def check_multi_token(config: TransformerConfig, tied: bool = False) -> None:
+    """Refuse layouts on which Megatron's losses of multi-token prediction are not those of the whole batch.
+
+    Args:
+        config: The transformer's config.
+        tied: Whether the output layer is the embedding's transpose.
+
+    Raises:
+        ValueError: A rank would divide by tokens of its own, which differ between the ranks that share a sequence, or
+            by zero.
+    """
+    layers = config.mtp_num_layers
+    if not layers:
+        return
+    counts_own_tokens = hasattr(multi_token_prediction, "process_mtp_loss")  # since 0.17
+    if config.context_parallel_size > 1 and (counts_own_tokens or not config.calculate_per_token_loss):
+        raise ValueError(
+            f"mtp_num_layers={layers} with context_parallel_size={config.context_parallel_size}: in megatron-core "
+            f"{megatron_version} each rank divides that loss by its own tokens; choose context_parallel_size=1"
+        )
+    if not counts_own_tokens and not config.calculate_per_token_loss:
+        raise ValueError(
+            f"mtp_num_layers={layers} with calculate_per_token_loss=False: megatron-core {megatron_version} divides by "
+            "zero where a mask leaves a microbatch no tokens; set calculate_per_token_loss=True"
+        )
+    for name in ("no_rope_freq", "window_attn_skip_freq"):
+        if isinstance(getattr(config, name), list):
+            raise ValueError(
+                f"mtp_num_layers={layers} with {name}: megatron-core looks up the layers of multi-token prediction in "
+                "that pattern too, which ends with num_layers; leave out one of the two"
+            )
+    if tied and config.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            f"share_embeddings_and_output_weights=True with mtp_num_layers={layers} and "
+            f"pipeline_model_parallel_size={config.pipeline_model_parallel_size}: megatron-core {megatron_version} "
+            "gives the last stage an output weight that it neither uses nor saves; choose one of the three"
+        )

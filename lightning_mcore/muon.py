@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Muon for the matrices of a model and AdamW for the rest of it, as one torch optimizer.
+
+Muon is meant for hidden matrices; embeddings, output layers, norms and biases are trained by AdamW beside it. torch has
+both, as two optimizers, and Lightning's automatic optimization takes one. :class:`MuonWithAdamW` is an ordinary torch
+optimizer made of them, which runs under ``"auto"``, ``"ddp"`` and ``MCoreStrategy`` with data, pipeline and context
+parallelism. It looks at whole matrices, so ``optimizer_kinds.py`` refuses it where tensor parallelism splits them and
+where the distributed optimizer shards them.
+
+Megatron's own Muon, which does both, needs the package ``emerging_optimizers`` and is not used here.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW, Muon, Optimizer
+
+Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
+
+_KIND = "trained_by"
+
+
+class MuonWithAdamW(Optimizer):
+    """Muon for matrices, AdamW for everything else.
+
+    ``MuonWithAdamW(hidden, others, lr=0.02, adamw_lr=3e-4)`` in ``configure_optimizers``; a pipeline stage may leave
+    either list empty. Each parameter is one matrix, Megatron's joint query, key and value weight too.
+
+    Args:
+        matrices: Parameters of two dimensions, or groups of them with values of their own.
+        others: All other parameters, or groups of them.
+        lr: Learning rate of Muon.
+        weight_decay: Decoupled weight decay of Muon.
+        momentum: Momentum of Muon.
+        nesterov: Whether that is Nesterov's.
+        ns_steps: Newton-Schulz iterations.
+        adjust_lr_fn: ``"original"`` or ``"match_rms_adamw"``; None for torch's default.
+        adamw_lr: Learning rate of AdamW.
+        adamw_betas: Betas of AdamW.
+        adamw_eps: Added to AdamW's denominator.
+        adamw_weight_decay: Decoupled weight decay of AdamW.
+
+    Raises:
+        ValueError: A matrix has not two dimensions, or a value is out of its range.
+    """
+
+    def __init__(
+        self,
+        matrices: Parameters,
+        others: Parameters,
+        *,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        adamw_lr: float = 3e-4,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        adamw_weight_decay: float = 0.1,
+    ) -> None:
+        muon = Muon(
+            _groups(matrices, "muon"),
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
+        )
+        adamw = AdamW(
+            _groups(others, "adamw"),
+            lr=adamw_lr,
+            betas=adamw_betas,
+            eps=adamw_eps,
+            weight_decay=adamw_weight_decay,
+        )
+        self._by_kind: dict[str, Optimizer] = {"muon": muon, "adamw": adamw}
+        super().__init__([*muon.param_groups, *adamw.param_groups], {"lr": lr, _KIND: "adamw"})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run the closure, then step both.
+
+        Returns:
+            What the closure returned.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        for kind, optimizer in self._by_kind.items():
+            # Anew each time: loading a state replaces the groups and the state of this optimizer.
+            optimizer.param_groups = [group for group in self.param_groups if group[_KIND] == kind]
+            optimizer.state = self.state
+            optimizer.step()
+        return result
+
+
+def _groups(parameters: Parameters, kind: str) -> list[dict[str, Any]]:
+    given: list[Any] = list(parameters)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    return [{**group, _KIND: kind} for group in groups]

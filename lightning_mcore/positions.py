@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How ``MCoreGPT`` tells positions: checked here, and turned into what Megatron's ``GPTModel`` takes.
+
+Megatron spreads these settings over arguments of ``GPTModel`` and attributes of its config, and ignores some in the
+presence of others; such pairs are refused. Multi-latent attention rotates by itself, with fields of its own config.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+PositionEmbedding: TypeAlias = Literal["rope", "yarn", "learned_absolute", "none"]
+
+YARN_DEFAULTS: dict[str, Any] = {
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+    "correction_range_round_to_int": True,
+}
+"""Of ``yarn``, which has to give ``rotary_scaling_factor``; names and values are Megatron's, without ``yarn_``."""
+
+_ROTARY_DEFAULTS = {"rotary_percent": 1.0, "rope_scaling": False, "seq_len_interpolation_factor": None}
+
+
+def check_positions(settings: Mapping[str, Any], transformer: Mapping[str, Any]) -> None:
+    """Refuse settings of positions that do not fit together.
+
+    Args:
+        settings: The arguments of ``MCoreGPT``.
+        transformer: Its fields of ``TransformerConfig``.
+
+    Raises:
+        ValueError: A value is unknown, or Megatron would ignore one in the presence of another.
+    """
+    kind = settings["position_embedding_type"]
+    if kind not in ("rope", "yarn", "learned_absolute", "none"):
+        raise ValueError(f"position_embedding_type={kind!r}; choose 'rope', 'yarn', 'learned_absolute' or 'none'")
+    latent = transformer.get("multi_latent_attention", False)
+    if latent and kind == "yarn":
+        raise ValueError(
+            "position_embedding_type='yarn' with multi_latent_attention; set rope_type='yarn' in transformer"
+        )
+    for name, nothing in _ROTARY_DEFAULTS.items():
+        ignored = kind != "rope" or (latent and name != "rotary_percent")
+        if settings[name] != nothing and ignored:
+            where = "multi_latent_attention" if latent else f"position_embedding_type={kind!r}"
+            raise ValueError(f"{name}={settings[name]!r} has no meaning with {where}; leave it out")
+    if kind == "yarn" and transformer.get("rotary_interleaved"):
+        raise ValueError("rotary_interleaved=True is not available with position_embedding_type='yarn'; leave it out")
+    factor = settings["seq_len_interpolation_factor"]
+    if factor is not None and factor <= 1:
+        raise ValueError(f"seq_len_interpolation_factor={factor!r} is not above 1; choose by how much to stretch")
+    _check_yarn(kind, settings["yarn"])
+
+
+def _check_yarn(kind: str, yarn: Mapping[str, Any] | None) -> None:
+    if (kind == "yarn") != (yarn is not None):
+        raise ValueError("position_embedding_type='yarn' and yarn={'rotary_scaling_factor': ...} need each other")
+    known = ["rotary_scaling_factor", *YARN_DEFAULTS]
+    for name in yarn or ():
+        if name not in known:
+            raise ValueError(f"yarn has no setting {name!r}; choose from {', '.join(known)}")
+    if yarn is not None and "rotary_scaling_factor" not in yarn:
+        raise ValueError("yarn lacks rotary_scaling_factor, by which the original positions are stretched; give it")
+
+
+def gpt_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``GPTModel`` that are about positions."""
+    names = ("position_embedding_type", "rotary_base", "rope_scaling_factor", *_ROTARY_DEFAULTS)
+    return {name: settings[name] for name in names}
+
+
+def set_yarn(config: TransformerConfig, yarn: Mapping[str, Any] | None) -> None:
+    """Give the config the attributes that ``GPTModel`` looks for with ``position_embedding_type="yarn"``."""
+    for name, value in ({**YARN_DEFAULTS, **yarn} if yarn is not None else {}).items():
+        setattr(config, f"yarn_{name}", value)

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The short walk over random settings; ``make fuzz`` is the long one."""
+
+import pytest
+
+from tests.fuzz.draw import draw
+from tests.fuzz.walk import train_all, validate, wrong_refusal
+
+VALIDATED = 400
+TRAINED = 12
+
+
+def test_a_draw_depends_on_its_number_alone() -> None:
+    assert draw(7) == draw(7) != draw(8)
+
+
+def test_what_is_refused_is_refused_by_us_in_a_sentence() -> None:
+    verdicts = list(validate(range(VALIDATED)))
+    assert [str(defect) for pair in verdicts if (defect := wrong_refusal(*pair))] == []
+    accepted = sum(verdict.accepted for _, verdict in verdicts)
+    assert VALIDATED / 4 < accepted < 3 * VALIDATED / 4  # a walk past refusals alone, or past none, shows nothing
+
+
+@pytest.mark.distributed
+def test_what_validation_accepts_trains() -> None:
+    # The first of a seed range of its own: the numbers that a longer walk begins with are trained there.
+    accepted = [settings for settings, verdict in validate(range(10_000, 10_100)) if verdict.accepted][:TRAINED]
+    assert len(accepted) == TRAINED
+    assert [str(defect) for defect in train_all(accepted)] == []

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Levels A and B for the model's options: routers and dispatchers of experts, attention, positions, norms, MTP.
+
+``test_layouts.py`` and ``test_loop.py`` cut one model in every way; here a few cuts meet many models. A row of the
+table is an option, as fields of ``TransformerConfig`` or arguments of ``GPTModel``, and the layouts it is trained on.
+On each the strategy equals the bare Megatron loop bit for bit, and its losses, gradients and weights agree with one
+rank within the tolerance of ``test_layouts.py``; measured over the table: 2.2e-6.
+
+An option whose arithmetic is about the tokens of one rank, as a capacity is, has layouts that leave sequences whole.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.activations import squared_relu
+from megatron.core.transformer import multi_token_prediction
+
+from tests.layouts import LAYOUTS, Layout
+from tests.parity import bare_loop, lightning_loop
+from tests.parity.bare_loop import Trace
+from tests.parity.global_tensors import assemble, spread
+from tests.parity.test_loop import compare as differences
+from tests.ranks import run_ranks
+from tests.tiny import Recipe
+
+pytestmark = pytest.mark.distributed
+
+TOLERANCE = 1e-5
+
+MEAN = Recipe(steps=3, global_batch_size=4, eps=1e-4, mask="thinned", aux_loss=0.02)
+TOKENS = replace(MEAN, token_weighted=True)
+
+TP2 = Layout(tp=2, sp=True)
+PP2 = Layout(pp=2)
+VP2 = Layout(pp=2, vp=2)
+CP2 = Layout(cp=2)
+DO2 = Layout(dp=2, distributed_optimizer=True)
+TIED_PP2 = Layout(tied=True, pp=2)
+EP2 = Layout(moe=True, dp=2, ep=2)
+MOE_TP2 = Layout(moe=True, tp=2, sp=True)
+MOE_PP2 = Layout(moe=True, pp=2)
+MOE_CP2 = Layout(moe=True, cp=2, ep=2)
+
+
+@dataclass(frozen=True)
+class Option:
+    """A model, and where it is trained.
+
+    Args:
+        name: A short name.
+        fields: Fields of the ``TransformerConfig``; a tuple stands for a list.
+        layouts: Where.
+        model: Arguments of ``GPTModel``.
+        recipe: How losses are weighted.
+    """
+
+    name: str
+    fields: Mapping[str, Any]
+    layouts: tuple[Layout, ...]
+    model: Mapping[str, Any] | None = None
+    recipe: Recipe = MEAN
+
+    @property
+    def full_recipe(self) -> Recipe:
+        """The recipe of this model."""
+        return replace(self.recipe, options=tuple(self.fields.items()), model_options=tuple((self.model or {}).items()))
+
+
+SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+NO_BALANCE = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
+LATENT = {"multi_latent_attention": True, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4} | {
+    "v_head_dim": 8,
+    "kv_channels": None,
+    "num_query_groups": None,
+}
+MTP_CP2 = () if hasattr(multi_token_prediction, "process_mtp_loss") else (CP2,)  # refused by us since 0.17
+
+OPTIONS = (
+    # experts: who goes where
+    Option("sigmoid-with-bias", SIGMOID | NO_BALANCE, (MOE_TP2, EP2, Layout(moe=True, pp=2, cp=2, ep=2))),
+    Option("aux-and-z-loss", {"moe_z_loss_coeff": 0.02}, (MOE_TP2, MOE_CP2, EP2, MOE_PP2)),
+    Option("aux-and-z-loss-by-tokens", {"moe_z_loss_coeff": 0.02}, (MOE_TP2, MOE_CP2, MOE_PP2), recipe=TOKENS),
+    Option(
+        "sequence-loss-by-tokens",
+        {"moe_router_load_balancing_type": "seq_aux_loss"},
+        (MOE_TP2, MOE_CP2),
+        recipe=TOKENS,
+    ),
+    Option(
+        "three-losses",
+        {
+            "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss"),
+            "moe_aux_loss_coeff": (0.02, 0.02, 0.02),
+        },
+        (MOE_TP2, MOE_CP2, MOE_PP2),
+    ),
+    Option("softmax-before-top-k", {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.5}, (EP2,)),
+    Option("groups", {"moe_router_num_groups": 2, "moe_router_group_topk": 1}, (EP2, MOE_TP2)),
+    Option("router-in-fp64", {"moe_router_dtype": "fp64"}, (MOE_TP2,)),
+    Option("sinkhorn", {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}, (EP2, MOE_PP2)),
+    Option("allgather", {"moe_token_dispatcher_type": "allgather"}, (EP2, MOE_TP2, MOE_CP2)),
+    Option("capacity", {"moe_expert_capacity_factor": 1.0}, (EP2, MOE_PP2)),
+    Option(
+        "capacity-padded-by-position",
+        {
+            "moe_expert_capacity_factor": 1.25,
+            "moe_pad_expert_input_to_capacity": True,
+            "moe_token_drop_policy": "position",
+        },
+        (EP2, MOE_PP2),
+    ),
+    # experts: what they are
+    Option("shared-expert", {"moe_shared_expert_intermediate_size": 32}, (MOE_TP2, EP2)),
+    Option(
+        "shared-expert-with-gate",
+        {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True},
+        (MOE_TP2,),
+    ),
+    Option(
+        "shared-expert-overlapped",
+        {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_overlap": True},
+        (EP2, MOE_TP2),
+    ),
+    Option("experts-every-second-layer", {"moe_layer_freq": 2}, (MOE_PP2, EP2)),
+    Option(
+        "experts-on-the-last-stage-only",
+        {"moe_layer_freq": (0, 0, 1, 1), "moe_z_loss_coeff": 0.02},
+        (MOE_PP2, Layout(moe=True, dp=2, pp=2, ep=2, distributed_optimizer=True)),
+    ),
+    Option("experts-in-three-layers", {"moe_layer_freq": (0, 1, 1, 1)}, (Layout(moe=True, pp=2, vp=2),)),
+    Option(
+        "one-expert-weighed-first",
+        {"moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+        (EP2, MOE_TP2),
+    ),
+    # attention
+    Option("norms-of-queries-and-keys", {"qk_layernorm": True}, (TP2, Layout(tp=2), PP2)),
+    Option("l2-norms-of-queries-and-keys", {"qk_l2_norm": True}, (TP2,)),
+    Option("window-in-every-second-layer", {"window_size": (8, 0), "window_attn_skip_freq": 2}, (CP2, VP2)),
+    Option("windows-by-layer", {"window_size": (4, 0), "window_attn_skip_freq": (1, 0, 0, 1)}, (PP2,)),
+    Option("one-key-head", {"num_query_groups": 1}, (CP2, PP2)),
+    Option("softmax-scale", {"softmax_scale": 0.2}, (TP2, CP2)),
+    Option("gate-behind-attention", {"attention_output_gate": True}, (TP2, CP2)),
+    Option("bias-of-queries-keys-values", {"add_qkv_bias": True}, (TP2,)),
+    Option("latent-attention", LATENT | {"q_lora_rank": 16}, (TP2, PP2, CP2, DO2)),
+    Option("latent-attention-with-rope", LATENT | {"q_lora_rank": None, "rope_type": "rope"}, (TP2, CP2)),
+    Option("latent-attention-normed", LATENT | {"q_lora_rank": 16, "qk_layernorm": True, "mscale": 0.7}, (TP2, PP2)),
+    # positions
+    Option("interleaved-half-of-the-head", {"rotary_interleaved": True}, (CP2,), {"rotary_percent": 0.5}),
+    Option("llama-3-scaling", {}, (CP2, TP2), {"rope_scaling": True, "rope_scaling_factor": 4.0, "rotary_base": 500}),
+    Option(
+        "yarn",
+        {},
+        (CP2, TP2),
+        {
+            "position_embedding_type": "yarn",
+            "yarn": (("rotary_scaling_factor", 4.0), ("original_max_position_embeddings", 16), ("beta_fast", 4.0)),
+        },
+    ),
+    Option("interpolated-positions", {}, (CP2,), {"seq_len_interpolation_factor": 4.0}),
+    Option("no-rotation-in-every-second-layer", {"no_rope_freq": 2}, (VP2, CP2)),
+    Option("learned-positions", {}, (CP2, TP2, PP2), {"position_embedding_type": "learned_absolute"}),
+    Option("no-positions", {}, (TIED_PP2,), {"position_embedding_type": "none"}),
+    # layers
+    Option(
+        "gelu-with-biases",
+        {
+            "gated_linear_unit": False,
+            "activation_func": torch.nn.functional.gelu,
+            "add_bias_linear": True,
+            "normalization": "LayerNorm",
+        },
+        (TP2, Layout(tp=2, pp=2, sp=True)),
+    ),
+    Option("norms-around-zero", {"layernorm_zero_centered_gamma": True, "normalization": "LayerNorm"}, (TP2, PP2)),
+    Option("residual-after-the-norm", {"apply_residual_connection_post_layernorm": True}, (TP2,)),
+    Option("squared-relu", {"gated_linear_unit": False, "activation_func": squared_relu, "add_qkv_bias": True}, (PP2,)),
+    Option("fused-cross-entropy", {"cross_entropy_loss_fusion": True}, (TP2,)),
+    Option("clamped-units", {"activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0}, (TP2,)),
+    # more tokens at once
+    Option(
+        "two-tokens-ahead",
+        {"mtp_num_layers": 1},
+        (TP2, PP2, DO2, Layout(tied=True, tp=2, sp=True), *MTP_CP2),
+        recipe=TOKENS,
+    ),
+    Option("three-tokens-ahead", {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}, (VP2,), recipe=TOKENS),
+    Option(
+        "two-tokens-ahead-with-experts",
+        {"mtp_num_layers": 1, "moe_layer_freq": (0, 1, 1, 1)},
+        (EP2, MOE_PP2),
+        recipe=TOKENS,
+    ),
+    Option(
+        "two-tokens-ahead-in-a-layout",
+        {"mtp_num_layers": 1},
+        (Layout(pp=2, split="Et*3|tmL", label="splitm"),),
+        recipe=TOKENS,
+    ),
+)
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_option_equals_the_bare_loop_and_one_rank(option: Option) -> None:
+    unequal, worst = check(option)
+    for layout_id, value in worst.items():
+        print(f"{option.name}, {layout_id}: {value:.1e}")
+    assert unequal == []
+    assert {layout_id: value for layout_id, value in worst.items() if not value <= TOLERANCE} == {}
+
+
+def test_at_least_sixty_combinations_of_layout_and_option_are_trained() -> None:
+    assert len({option.name for option in OPTIONS}) == len(OPTIONS)
+    combinations = {(option.name, layout.id) for option in OPTIONS for layout in option.layouts}
+    assert len(combinations) >= 60
+    assert len(combinations) + len(LAYOUTS) >= 110
+
+
+def check(option: Option) -> tuple[list[str], dict[str, float]]:
+    """Return what differs from the bare loop, and how far each layout is from one rank."""
+    recipe = option.full_recipe
+    one_rank = list({layout.one_rank: None for layout in option.layouts})
+    (references,) = run_ranks(1, _train_bare, one_rank, recipe, timeout=120)
+    unequal: list[str] = []
+    worst: dict[str, float] = {}
+    for world_size in sorted({layout.world_size for layout in option.layouts}):
+        layouts = [layout for layout in option.layouts if layout.world_size == world_size]
+        ranks = run_ranks(world_size, _train_both, layouts, recipe, timeout=60 + 60 * len(layouts))
+        for index, layout in enumerate(layouts):
+            ours = [rank[index].ours for rank in ranks]
+            unequal += [f"{layout.id}: {line}" for rank in ranks for line in rank[index].differences]
+            worst[layout.id] = _distance(ours, references[one_rank.index(layout.one_rank)], recipe.steps)
+    return unequal, worst
+
+
+@dataclass
+class Pair:
+    """A run through Lightning on one rank, and in what it differs from the bare loop there."""
+
+    ours: Trace
+    differences: list[str]
+
+
+def _train_bare(layouts: Sequence[Layout], recipe: Recipe) -> list[Trace]:
+    return [bare_loop.train(layout, recipe, keep_gradients=True) for layout in layouts]
+
+
+def _train_both(layouts: Sequence[Layout], recipe: Recipe) -> list[Pair]:
+    pairs = []
+    for layout in layouts:
+        bare = bare_loop.train(layout, recipe)
+        ours = lightning_loop.train(layout, recipe, keep_gradients=True)
+        pairs.append(Pair(ours, differences(bare, ours)))
+    return pairs
+
+
+def _distance(traces: Sequence[Trace], reference: Trace, steps: int) -> float:
+    """Return how far gradients, weights and gradient norms of all ranks are from those of one, at most."""
+    worst = 0.0
+    for step in range(steps):
+        slices = [part for trace in traces for part in trace.gradients[step]]
+        worst = max(worst, *spread(slices, assemble(reference.gradients[step])).values())
+    slices = [part for trace in traces for part in trace.weights]
+    worst = max(worst, *spread(slices, assemble(reference.weights)).values())
+    norms = [zip(trace.grad_norms, reference.grad_norms, strict=True) for trace in traces]
+    return max(worst, *(abs(norm - wanted) / wanted for pairs in norms for norm, wanted in pairs))

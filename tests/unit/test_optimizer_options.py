@@ -1,0 +1,512 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's options for optimizers, gradients and communication: what is taken, and what is refused by name."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jsonargparse
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from torch import nn
+
+from lightning_mcore import CommunicationOptions, MCoreStrategy, MuonWithAdamW, ParallelLayout, process_groups
+from lightning_mcore.chunks import wrap_chunks
+from lightning_mcore.optimizer_kinds import check_kind, megatron_fields
+from lightning_mcore.optimizer_options import check_optimizer_config, check_optimizer_device, check_options
+from lightning_mcore.settings import GradientSettings
+from lightning_mcore.tensor_overlap import TensorParallelOverlap, user_buffer_arguments
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+TP, PP, VP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+
+
+def is_one_sentence(text: str) -> bool:
+    return "\n" not in text and 20 < len(text) < 400 and not text.endswith(".")
+
+
+def config(**fields: Any) -> OptimizerConfig:
+    """Return a config whose own checks, some of which import TransformerEngine, have not run."""
+    made = OptimizerConfig()
+    for name, value in fields.items():
+        assert name in OptimizerConfig.__dataclass_fields__
+        setattr(made, name, value)
+    return made
+
+
+# OptimizerConfig
+
+USER, PRECISION = "configure_optimizers", "precision"
+HOMES = {
+    "lr": (0.1, USER),
+    "min_lr": (0.1, USER),
+    "decoupled_lr": (0.1, USER),
+    "weight_decay": (0.5, USER),
+    "apply_wd_to_qk_layernorm": (True, USER),
+    "adam_beta1": (0.5, USER),
+    "adam_eps": (1.0, USER),
+    "decoupled_weight_decay": (False, USER),
+    "sgd_momentum": (0.5, USER),
+    "optimizer": ("sgd", USER),
+    "muon_momentum": (0.5, USER),
+    "clip_grad": (0.5, "gradient_clip_val"),
+    "bf16": (True, PRECISION),
+    "fp16": (True, PRECISION),
+    "params_dtype": (torch.bfloat16, PRECISION),
+    "fp8_recipe": ("delayed", PRECISION),
+    "reuse_grad_buf_for_mxfp8_param_ag": (True, PRECISION),
+    "loss_scale": (8.0, PRECISION),
+    "initial_loss_scale": (8.0, PRECISION),
+    "hysteresis": (3, PRECISION),
+    "overlap_param_gather": (True, "overlap_param_gather"),
+    "use_distributed_optimizer": (True, "use_distributed_optimizer=True"),
+    "timers": (print, "profiler"),
+    "barrier_with_L1_time": (True, "profilers"),
+    "overlap_param_gather_with_optimizer_step": (True, "sharded checkpoints"),
+}
+
+
+@pytest.mark.parametrize("name", HOMES)
+def test_a_field_of_the_optimizer_that_has_another_home_is_refused_by_name(name: str) -> None:
+    value, home = HOMES[name]
+    with pytest.raises(ValueError, match=rf"^optimizer_config\.{name}=") as refusal:
+        MCoreStrategy(optimizer_config=config(**{name: value}))
+    assert home in str(refusal.value)
+    assert is_one_sentence(str(refusal.value))
+
+
+OFFLOAD = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "use_precision_aware_optimizer": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({**OFFLOAD, "optimizer_offload_fraction": 0.0}, "offloads nothing; choose more than 0"),
+        ({**OFFLOAD, "optimizer_offload_fraction": 1.5}, "is no fraction"),
+        ({**OFFLOAD, "use_precision_aware_optimizer": False}, "needs use_precision_aware_optimizer=True"),
+        ({"optimizer_offload_fraction": 0.5}, "does nothing without optimizer_cpu_offload=True"),
+        ({"overlap_cpu_optimizer_d2h_h2d": True}, "does nothing without optimizer_cpu_offload=True"),
+        ({"pin_cpu_grads": False}, "does nothing without optimizer_cpu_offload=True"),
+    ],
+)
+def test_an_offload_that_does_nothing_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refusal:
+        check_optimizer_config(config(**fields), GradientSettings(use_distributed_optimizer=True))
+    assert is_one_sentence(str(refusal.value))
+
+
+@pytest.mark.parametrize(
+    ("fields", "device", "precision", "message"),
+    [
+        (OFFLOAD, CPU, {}, "moves optimizer state from a GPU"),
+        ({"use_precision_aware_optimizer": True}, CPU, {}, "needs the FusedAdam of TransformerEngine"),
+        (
+            {"use_precision_aware_optimizer": True, "main_grads_dtype": torch.bfloat16},
+            CUDA,
+            {"grad_reduce_in_fp32": True},
+            "main_grads_dtype=torch.bfloat16 contradicts Trainer",
+        ),
+    ],
+)
+def test_what_the_device_or_the_precision_cannot_do(
+    fields: dict[str, Any], device: torch.device, precision: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as refusal:
+        check_optimizer_device(config(**fields), device, precision)
+    assert is_one_sentence(str(refusal.value))
+    check_optimizer_device(None, device, precision)
+    check_optimizer_device(config(**OFFLOAD), CUDA, {})
+
+
+def adamw(*, decoupled: bool = True) -> torch.optim.Optimizer:
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    return kind([nn.Parameter(torch.zeros(2, 2))], lr=0.1)
+
+
+def test_offload_and_types_of_state_need_an_optimizer_that_megatron_makes() -> None:
+    aware = config(use_precision_aware_optimizer=True)
+    with pytest.raises(ValueError, match="needs torch's Adam or AdamW, got RMSprop"):
+        check_options(aware, None, "RMSprop")
+    with pytest.raises(ValueError, match="optimizer_cpu_offload=True needs torch's AdamW, got Adam"):
+        check_options(config(**OFFLOAD), megatron_fields(adamw(decoupled=False)), "Adam")
+    check_options(config(**OFFLOAD), megatron_fields(adamw()), "AdamW")
+
+
+def test_the_config_must_be_one() -> None:
+    with pytest.raises(TypeError, match="is not an OptimizerConfig; make one from megatron"):
+        MCoreStrategy(optimizer_config={"lr": 0.1})  # type: ignore[arg-type]
+
+
+def test_what_has_no_other_home_is_taken() -> None:
+    given = config(log_num_zeros_in_grad=True, config_logger_dir="somewhere")
+    assert MCoreStrategy(optimizer_config=given).optimizer_config is given
+    everything = config(**OFFLOAD, exp_avg_dtype=torch.bfloat16, pin_cpu_grads=False, use_distributed_optimizer=True)
+    check_optimizer_config(everything, GradientSettings(use_distributed_optimizer=True))
+
+
+# Optimizers that look at more than an element
+
+
+class Adafactor(torch.optim.SGD):
+    """Stands for that of transformers, which is known by its name."""
+
+
+class MyAdafactor(Adafactor):
+    """A subclass of one."""
+
+
+def matrix() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(2, 2))]
+
+
+ONE = {"inline": False, "distributed": False, "tensor_parallel_size": 1, "expert_model_parallel_size": 1}
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(lambda: torch.optim.Muon(matrix(), lr=0.1), id="muon"),
+        pytest.param(lambda: MuonWithAdamW(matrix(), []), id="muon-with-adamw"),
+        pytest.param(lambda: torch.optim.Adafactor(matrix(), lr=0.1), id="adafactor"),
+        pytest.param(lambda: MyAdafactor(matrix(), lr=0.1), id="by-name"),
+    ],
+)
+def test_an_optimizer_of_whole_matrices_is_refused_where_they_are_split(optimizer: Any) -> None:
+    check_kind(optimizer(), **ONE)
+    for case, message in (
+        ({"tensor_parallel_size": 2}, "looks at whole matrices, and tensor_model_parallel_size=2"),
+        ({"distributed": True}, "which needs whole matrices"),
+        ({"expert_model_parallel_size": 2}, "expert_model_parallel_size > 1 needs torch's Adam"),
+    ):
+        with pytest.raises(TypeError, match=message) as refusal:
+            check_kind(optimizer(), **{**ONE, **case})
+        assert is_one_sentence(str(refusal.value))
+
+
+def test_an_optimizer_of_all_parameters_is_refused_in_a_pipeline() -> None:
+    with pytest.raises(TypeError, match="LBFGS evaluates the step several times"):
+        check_kind(torch.optim.LBFGS(matrix()), **ONE)
+    check_kind(torch.optim.LBFGS(matrix()), **{**ONE, "inline": True})
+
+
+def test_an_elementwise_optimizer_is_taken_where_matrices_are_split() -> None:
+    for kind in (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Adamax):
+        check_kind(kind(matrix(), lr=0.1), **{**ONE, "tensor_parallel_size": 2})
+
+
+def test_muon_with_adamw_is_torchs_two_optimizers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    together, apart = (
+        [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, 2))] for _ in range(2)
+    )
+    one = MuonWithAdamW([together[0]], together[1:], lr=0.1, adamw_lr=0.05, adamw_weight_decay=0.2)
+    two = (
+        torch.optim.Muon([apart[0]], lr=0.1),
+        torch.optim.AdamW(apart[1:], lr=0.05, betas=(0.9, 0.95), weight_decay=0.2),
+    )
+    for step in range(4):
+        for mine, its in zip(together, apart, strict=True):
+            mine.grad = torch.randn(mine.shape, generator=generator)
+            its.grad = mine.grad.clone()
+        for optimizer in (one, *two):
+            optimizer.step()
+        if step == 1:  # loading replaces groups and state
+            one.load_state_dict(one.state_dict())
+    assert all(torch.equal(mine, its) for mine, its in zip(together, apart, strict=True))
+    with pytest.raises(ValueError, match="2D"):
+        MuonWithAdamW([together[1]], [])
+
+
+# From a file
+
+
+def test_the_options_come_from_a_configuration_file() -> None:
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(MCoreStrategy, "strategy")
+    options = {"communication": {"batch_p2p_comm": False}, "optimizer_config": {"log_num_zeros_in_grad": True}}
+    arguments = {PP: 2, **options, "ddp_config": {"bucket_size": 100}}
+    given = {"class_path": "lightning_mcore.MCoreStrategy", "init_args": arguments}
+    strategy = parser.instantiate_classes(parser.parse_object({"strategy": given})).strategy
+    assert strategy.communication == CommunicationOptions(batch_p2p_comm=False)
+    assert strategy.optimizer_config.log_num_zeros_in_grad
+    assert strategy.gradients.ddp_config.bucket_size == 100
+
+
+# DistributedDataParallelConfig
+
+
+def ddp(**fields: Any) -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"ddp_config": ddp(use_megatron_fsdp=True)},
+            "use_megatron_fsdp=True is not available: it belongs to Megatron",
+        ),
+        ({"ddp_config": ddp(use_custom_fsdp=True)}, "use_custom_fsdp=True is not available"),
+        ({"ddp_config": ddp(data_parallel_sharding_strategy="optim")}, "belongs to Megatron FSDP"),
+        ({"ddp_config": ddp(fsdp_double_buffer=True)}, "fsdp_double_buffer=True is not available"),
+        ({"ddp_config": ddp(check_for_large_grads=True)}, "cannot run steps of Lightning again"),
+        ({"ddp_config": ddp(delay_wgrad_compute=True)}, "delay_wgrad_compute=True is not available"),
+        ({"ddp_config": ddp(bucket_size=0)}, "ddp_config.bucket_size=0 is too small"),
+        ({"ddp_config": ddp(num_distributed_optimizer_instances=0)}, "instances=0 is too small"),
+        ({"ddp_config": ddp(num_distributed_optimizer_instances=2)}, "needs use_distributed_optimizer=True"),
+        ({"ddp_config": ddp(reduce_scatter_with_fp32_accumulation=True)}, "needs use_distributed_optimizer=True"),
+        ({"ddp_config": ddp(align_param_gather=True)}, "needs overlap_param_gather=True"),
+        ({"ddp_config": ddp(disable_symmetric_registration=True)}, "needs nccl_ub=True"),
+        (
+            {
+                "use_distributed_optimizer": True,
+                "ddp_config": ddp(reduce_scatter_with_fp32_accumulation=True, average_in_collective=True),
+            },
+            "average_in_collective=True contradicts reduce_scatter_with_fp32_accumulation=True",
+        ),
+        (
+            {
+                "use_distributed_optimizer": True,
+                "ddp_config": ddp(reduce_scatter_with_fp32_accumulation=True, num_distributed_optimizer_instances=2),
+            },
+            "num_distributed_optimizer_instances=2 contradicts",
+        ),
+        (
+            {
+                "use_distributed_optimizer": True,
+                "overlap_grad_reduce": True,
+                "overlap_param_gather": True,
+                "ddp_config": ddp(align_param_gather=True),
+            },
+            "align_param_gather=True acts in the interleaved schedule alone",
+        ),
+    ],
+)
+def test_an_option_of_gradients_that_cannot_be_is_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refusal:
+        MCoreStrategy(**arguments)
+    assert is_one_sentence(str(refusal.value))
+
+
+def test_instances_divide_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    settings = GradientSettings(True, ddp_config=ddp(num_distributed_optimizer_instances=2))
+    settings.check_run(ParallelLayout(context_parallel_size=2), 2, CPU)
+    with pytest.raises(
+        ValueError, match="=2 does not divide the data-parallel times context-parallel size, which is 3"
+    ):
+        settings.check_run(ParallelLayout(), 3, CPU)
+    with pytest.raises(ValueError, match="=2 does not divide the expert data-parallel size, which is 1"):
+        settings.check_run(ParallelLayout(expert_model_parallel_size=4), 4, CPU)
+
+
+def test_instances_need_a_package_of_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    settings = GradientSettings(True, ddp_config=ddp(num_distributed_optimizer_instances=2))
+    with pytest.raises(ModuleNotFoundError, match="needs the package einops"):
+        settings.check_run(ParallelLayout(), 2, CUDA)
+
+
+@pytest.mark.parametrize("name", ["average_in_collective", "nccl_ub"])
+def test_options_of_nccl_are_refused_on_the_cpu(name: str) -> None:
+    settings = GradientSettings(ddp_config=ddp(**{name: True}))
+    settings.check_run(ParallelLayout(), 1, CUDA)
+    with pytest.raises(ValueError, match=f"ddp_config.{name}=True is an option of NCCL"):
+        settings.check_run(ParallelLayout(), 1, CPU)
+
+
+def test_an_average_over_ranks_contradicts_a_sum_over_tokens() -> None:
+    per_token: Any = SimpleNamespace(calculate_per_token_loss=True)
+    with pytest.raises(ValueError, match="average_in_collective=True averages over ranks"):
+        wrap_chunks([nn.Linear(1, 1)], per_token, None, ddp(average_in_collective=True))
+
+
+# CommunicationOptions
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"pipeline_model_parallel_comm_backend": "gloo"}, ValueError, "backend='gloo' is not one of"),
+        ({"sharp_enabled_group": "tp", "use_sharp": True}, ValueError, "sharp_enabled_group='tp' is not one of"),
+        ({"sharp_enabled_group": "dp"}, ValueError, "sharp_enabled_group='dp' needs use_sharp=True"),
+        ({"high_priority_stream_groups": ["dpcp"]}, ValueError, r"names \['dpcp'\], which Megatron does not know"),
+        ({"nccl_communicator_config_path": "/nowhere.yaml"}, FileNotFoundError, "'/nowhere.yaml' is not a file"),
+        ({"use_sharp": 1}, TypeError, "use_sharp=1 is not a bool"),
+        ({"batch_p2p_comm": "yes"}, TypeError, "batch_p2p_comm='yes' is not a bool"),
+    ],
+)
+def test_a_communication_option_that_is_wrong_in_itself(fields: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as refusal:
+        CommunicationOptions(**fields)
+    assert is_one_sentence(str(refusal.value))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ({PP: 4, VP: 2}, {"batch_p2p_comm": True}, "batch_p2p_comm=True contradicts overlap_p2p_comm=True"),
+        ({PP: 2}, {"overlap_p2p_comm_warmup_flush": True}, "needs overlap_p2p_comm=True, which needs the interleaved"),
+        ({}, {"use_sharp": True, "sharp_enabled_group": "dp_replica"}, "needs several distributed-optimizer instances"),
+        ({}, {"pipeline_model_parallel_comm_backend": "ucc"}, f"'ucc' needs {PP} of 2 or more"),
+        ({PP: 2, VP: 2, "overlap_p2p_comm": False}, {}, f"needs {PP} of 3 or more, but it is 2"),
+    ],
+)
+def test_a_communication_option_that_contradicts_the_strategy(arguments: Any, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refusal:
+        MCoreStrategy(**arguments, communication=CommunicationOptions(**options))
+    assert is_one_sentence(str(refusal.value))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_sharp": True},
+        {"pipeline_model_parallel_comm_backend": "nccl"},
+        {"high_priority_stream_groups": ["dp_cp"]},
+        {"nccl_communicator_config_path": __file__},
+        {"deallocate_pipeline_outputs": True},
+    ],
+)
+def test_what_only_nccl_can_do_is_refused_on_the_cpu(options: dict[str, Any]) -> None:
+    given = CommunicationOptions(**options)
+    given.check_device(CUDA)
+    with pytest.raises(ValueError, match=next(iter(options))) as refusal:
+        given.check_device(CPU)
+    assert is_one_sentence(str(refusal.value))
+
+
+def test_options_reach_megatrons_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(process_groups.parallel_state, "initialize_model_parallel", lambda **given: seen.append(given))
+    monkeypatch.setattr(process_groups, "_seed_tracker", lambda seed: None)
+    monkeypatch.setattr(process_groups.dist, "is_initialized", lambda: True)
+    options = CommunicationOptions(use_sharp=True, high_priority_stream_groups=["ep"], create_gloo_process_groups=True)
+    arguments = {"num_distributed_optimizer_instances": 3, **options.group_arguments()}
+    try:
+        process_groups.open_process_groups(ParallelLayout(), 1, process_groups.timedelta(seconds=61), arguments)
+    finally:
+        process_groups.close_process_groups()
+    [given] = seen
+    wanted = {
+        "num_distributed_optimizer_instances": 3,
+        "use_sharp": True,
+        "sharp_enabled_group": None,
+        "high_priority_stream_groups": ["ep"],
+        "create_gloo_process_groups": True,
+        "nccl_communicator_config_path": None,
+        "pipeline_model_parallel_comm_backend": None,
+        "distributed_timeout_minutes": 2,
+    }
+    assert {name: given[name] for name in wanted} == wanted
+
+
+def test_options_reach_the_models_config() -> None:
+    two, chunks = ParallelLayout(pipeline_model_parallel_size=2), ParallelLayout(**{PP: 2, VP: 2})
+    plain = CommunicationOptions()
+    assert plain.megatron_fields(two, False, CPU)["batch_p2p_comm"] is True
+    assert plain.megatron_fields(chunks, True, CPU)["batch_p2p_comm"] is False
+    assert plain.megatron_fields(two, False, CPU)["deallocate_pipeline_outputs"] is False
+    assert plain.megatron_fields(two, False, CUDA)["deallocate_pipeline_outputs"] is True
+    assert plain.megatron_fields(ParallelLayout(), False, CUDA)["deallocate_pipeline_outputs"] is False
+    kept = dataclasses.replace(plain, deallocate_pipeline_outputs=False, batch_p2p_comm=False)
+    assert not any(kept.megatron_fields(two, False, CUDA).values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({PP: 2, "microbatch_group_size_per_vp_stage": 2}, ValueError, "needs the interleaved schedule"),
+        ({PP: 4, VP: 2, "microbatch_group_size_per_vp_stage": 3}, ValueError, f"=3 is less than {PP}=4; choose 4"),
+        ({PP: 2, VP: 2, "microbatch_group_size_per_vp_stage": 2.0}, TypeError, "is not an int"),
+    ],
+)
+def test_a_group_of_microbatches_that_cannot_be(arguments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        MCoreStrategy(**arguments)
+
+
+def test_a_run_takes_the_wanted_group_if_its_microbatches_fill_it() -> None:
+    layout = ParallelLayout(**{PP: 2, VP: 2})
+    assert [layout.microbatch_group_size(count, 4) for count in (2, 4, 5, 6, 8)] == [2, 4, 2, 4, 4]
+
+
+# Tensor-parallel overlap
+
+SEQUENCE = ParallelLayout(tensor_model_parallel_size=2, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "layout", "error", "message"),
+    [
+        ((True, None), ParallelLayout(), ValueError, "tp_comm_overlap=True needs sequence_parallel=True"),
+        ((False, "x.yaml"), SEQUENCE, ValueError, "tp_comm_overlap_cfg='x.yaml' needs tp_comm_overlap=True"),
+        ((True, "/nowhere.yaml"), SEQUENCE, FileNotFoundError, "tp_comm_overlap_cfg='/nowhere.yaml' is not a file"),
+        ((1, None), SEQUENCE, TypeError, "tp_comm_overlap=1 is not a bool"),
+    ],
+)
+def test_an_overlap_that_cannot_be(given: Any, layout: ParallelLayout, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as refusal:
+        TensorParallelOverlap(*given, layout)
+    assert is_one_sentence(str(refusal.value))
+
+
+def test_an_overlap_needs_cuda_and_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    overlap = TensorParallelOverlap(True, None, SEQUENCE)
+    with pytest.raises(ValueError, match="needs CUDA and TransformerEngine, but this run is on 'cpu'"):
+        overlap.check_device(CPU)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="needs the package transformer_engine"):
+        overlap.check_device(CUDA)
+    TensorParallelOverlap(False, None, ParallelLayout()).check_device(CPU)
+
+
+def model(**fields: Any) -> Any:
+    """Return what the buffers read of a TransformerConfig."""
+    defaults = {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1, "first_last_layers_bf16": False}
+    sizes = {"context_parallel_size": 2, "hidden_size": 64, TP: 4, "tp_comm_bootstrap_backend": "nccl", "fp8": None}
+    return SimpleNamespace(**{**sizes, **defaults, **fields})
+
+
+MODES = SimpleNamespace(UserBufferQuantizationMode=SimpleNamespace(FP8="fp8", NONE="none"))
+
+
+def test_the_buffers_have_the_shape_of_a_microbatch_and_the_types_of_its_layers() -> None:
+    old = user_buffer_arguments((128, 3), model(fp8="e4m3"), {"qkv_fprop": {}}, (2, 4), MODES)
+    assert old == {
+        "shape": [192, 64],
+        "tp_size": 4,
+        "ub_cfgs": {"qkv_fprop": {}},
+        "bootstrap_backend": "nccl",
+        "use_fp8": True,
+    }
+    new = user_buffer_arguments((128, 3), model(), {}, (2, 7), MODES)
+    assert (new["quantization_modes"], "use_fp8" in new) == (["none"], False)
+    ends = user_buffer_arguments((128, 3), model(fp8="hybrid", first_last_layers_bf16=True), {}, (2, 10), MODES)
+    assert ends["quantization_modes"] == ["fp8", "none"]
+
+
+def test_the_buffers_are_made_once_for_one_shape(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: list[dict[str, Any]] = []
+    engine = SimpleNamespace(**vars(MODES), initialize_ub=lambda **given: made.append(given), destroy_ub=made.clear)
+    imported = {"transformer_engine.pytorch.module.base": engine}
+    real = __import__("importlib").import_module
+    monkeypatch.setattr("importlib.import_module", lambda name: imported.get(name) or real(name))
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.9.0+cu13")
+    path = tmp_path / "buffers.yaml"
+    path.write_text("proj_fprop:\n  method: pipeline\n")
+    overlap = TensorParallelOverlap(True, str(path), SEQUENCE)
+    with pytest.raises(ValueError, match="needs microbatches of one shape") as unknown:
+        overlap.open(None, model())
+    for _ in range(2):
+        overlap.open((128, 3), model())
+    assert [given["ub_cfgs"] for given in made] == [{"proj_fprop": {"method": "pipeline"}}]
+    with pytest.raises(RuntimeError, match=r"made buffers for microbatches of \(128, 3\)") as changed:
+        overlap.open((128, 1), model())
+    assert is_one_sentence(str(unknown.value))
+    assert is_one_sentence(str(changed.value))
+    overlap.close()
+    assert made == []
