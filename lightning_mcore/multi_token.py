@@ -10,7 +10,7 @@ may. Their losses are logged by ``auxiliary_logs.py``.
 
 from typing import Any, Literal
 
-from megatron.core import __version__ as megatron_version
+from megatron.core import __version__
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer import multi_token_prediction
@@ -19,6 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from lightning_mcore.backend import TorchNorm, last_layer_spec
+
+_MEGATRON = __version__.partition("+")[0]  # 0.19 adds the commit of the folder that it runs in
 
 
 class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no type information
@@ -90,11 +92,11 @@ def check_multi_token(config: TransformerConfig, tied: bool = False) -> None:
     if config.context_parallel_size > 1 and (counts_own_tokens or not config.calculate_per_token_loss):
         raise ValueError(
             f"mtp_num_layers={layers} with context_parallel_size={config.context_parallel_size}: in megatron-core "
-            f"{megatron_version} each rank divides that loss by its own tokens; choose context_parallel_size=1"
+            f"{_MEGATRON} each rank divides that loss by its own tokens; choose context_parallel_size=1"
         )
     if not counts_own_tokens and not config.calculate_per_token_loss:
         raise ValueError(
-            f"mtp_num_layers={layers} with calculate_per_token_loss=False: megatron-core {megatron_version} divides by "
+            f"mtp_num_layers={layers} with calculate_per_token_loss=False: megatron-core {_MEGATRON} divides by "
             "zero where a mask leaves a microbatch no tokens; set calculate_per_token_loss=True"
         )
     for name in ("no_rope_freq", "window_attn_skip_freq"):
@@ -106,6 +108,6 @@ def check_multi_token(config: TransformerConfig, tied: bool = False) -> None:
     if tied and config.pipeline_model_parallel_size > 1:
         raise ValueError(
             f"share_embeddings_and_output_weights=True with mtp_num_layers={layers} and "
-            f"pipeline_model_parallel_size={config.pipeline_model_parallel_size}: megatron-core {megatron_version} "
+            f"pipeline_model_parallel_size={config.pipeline_model_parallel_size}: megatron-core {_MEGATRON} "
             "gives the last stage an output weight that it neither uses nor saves; choose one of the three"
         )

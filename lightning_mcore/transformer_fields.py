@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields as dataclass_fields
 from typing import Any, Literal, Union
 
-from megatron.core import __version__ as megatron_version
+from megatron.core import __version__
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from lightning_mcore.fp8 import TRANSFORMER_FIELDS as FP8_FIELDS
@@ -28,6 +28,7 @@ from lightning_mcore.layout import ParallelLayout
 DEFAULTS: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "calculate_per_token_loss": True}
 """Where we differ from Megatron: no dropout (Megatron: 0.1), and every token weighs the same, not every microbatch."""
 
+_MEGATRON = __version__.partition("+")[0]  # 0.19 adds the commit of the folder that it runs in
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 _SHORT_NAMES = {
@@ -119,7 +120,7 @@ def build_transformer_config(fields: Mapping[str, Any], owned: Mapping[str, Any]
             return config_class(**{**DEFAULTS, **given, **owned})
         except (AssertionError, NotImplementedError, ValueError) as error:
             reason = " ".join(str(error).split())
-            raise ValueError(f"megatron-core {megatron_version} refuses this model: {reason}") from error
+            raise ValueError(f"megatron-core {_MEGATRON} refuses this model: {reason}") from error
 
 
 def _hints(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,7 +149,7 @@ def _unknown(name: str, hints: Mapping[str, Any]) -> str:
         return f"{name} is a field of multi-latent attention; set multi_latent_attention=True or remove it"
     close = difflib.get_close_matches(name, hints, n=1)
     suggestion = f"did you mean {close[0]}?" if close else "see TransformerConfig for those there are"
-    return f"TransformerConfig of megatron-core {megatron_version} has no field {name}; {suggestion}"
+    return f"TransformerConfig of megatron-core {_MEGATRON} has no field {name}; {suggestion}"
 
 
 def _check_value(name: str, value: Any, hint: Any) -> None:
