@@ -176,6 +176,7 @@ def _check_torch_backend(config: TransformerConfig, given: Mapping[str, Any], de
 
 def _check_combinations(config: TransformerConfig) -> None:
     """Refuse what Megatron accepts and computes wrongly."""
+    _check_values(config)
     etp, ep = config.expert_tensor_parallel_size, config.expert_model_parallel_size
     if config.num_moe_experts and ep == 1 and etp not in (None, config.tensor_model_parallel_size):
         # Megatron's layers reduce the gradients of experts over other ranks than the rest only where ep > 1.
@@ -199,6 +200,22 @@ def _check_combinations(config: TransformerConfig) -> None:
         raise ValueError(
             f"fp32_residual_connection=True with pipeline_model_parallel_size={config.pipeline_model_parallel_size}"
             f" would send fp32 where {config.pipeline_dtype} is expected; choose 32-true or one stage"
+        )
+
+
+def _check_values(config: TransformerConfig) -> None:
+    """Refuse values that Megatron finds impossible only once it computes with them."""
+    for name in ("hidden_dropout", "attention_dropout"):
+        if not 0 <= getattr(config, name) < 1:
+            raise ValueError(f"{name}={getattr(config, name)} is no share of values to drop; choose 0 or more, below 1")
+    experts, topk = config.num_moe_experts, config.moe_router_topk
+    if experts and topk > experts:
+        raise ValueError(f"moe_router_topk={topk} is more than num_moe_experts={experts}; choose {experts} or fewer")
+    balancing, weight = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    if experts and balancing == "sinkhorn" and weight:
+        raise ValueError(
+            f"moe_aux_loss_coeff={weight} with moe_router_load_balancing_type='sinkhorn', which balances without"
+            " a loss; set it to 0, or choose 'aux_loss'"
         )
 
 

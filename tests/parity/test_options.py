@@ -141,7 +141,7 @@ OPTIONS = (
     Option("l2-norms-of-queries-and-keys", {"qk_l2_norm": True}, (TP2,)),
     Option("window-in-every-second-layer", {"window_size": (8, 0), "window_attn_skip_freq": 2}, (CP2, VP2)),
     Option("windows-by-layer", {"window_size": (4, 0), "window_attn_skip_freq": (1, 0, 0, 1)}, (PP2,)),
-    Option("one-key-head", {"num_query_groups": 1}, (CP2, PP2)),
+    Option("one-key-head", {"num_query_groups": 1}, (CP2, PP2, TP2)),
     Option("softmax-scale", {"softmax_scale": 0.2}, (TP2, CP2)),
     Option("gate-behind-attention", {"attention_output_gate": True}, (TP2, CP2)),
     Option("bias-of-queries-keys-values", {"add_qkv_bias": True}, (TP2,)),
