@@ -176,6 +176,8 @@ def wrap_chunks(
         wrapped = [Float16Module(config, module) for module in wrapped]
         if config.fp8_param:
             correct_amax_history_if_needed(wrapped)  # what casting has put there, before TransformerEngine 2
+    if pipeline is None:
+        _broadcast_buffers(wrapped[0])
     if ddp_config is None:
         for module in wrapped:
             _broadcast_parameters(module)
@@ -228,6 +230,39 @@ def synchronize_parameters(chunks: ModelChunks) -> None:
             chunk.enable_forward_pre_hook()
 
 
+def parameters_with_visible_gradients(chunks: ModelChunks) -> list[Any]:
+    """Return the parameters whose gradient buffer can stand as their ``grad``, being of their own type."""
+    parameters = [p for chunk in chunks.ddp for p in chunk.parameters() if hasattr(p, "main_grad")]
+    return [p for p in parameters if p.main_grad.dtype == p.dtype]
+
+
+def take_gradients_back(parameters: Sequence[Any], were_shown: bool) -> None:
+    """Carry over into the buffers what a user did to the gradients that were shown, before autograd adds to them."""
+    for parameter in parameters:
+        if parameter.grad is None and were_shown:
+            parameter.main_grad.zero_()  # by module.zero_grad(), which knows nothing of the buffer
+        elif parameter.grad is not None and parameter.grad is not parameter.main_grad:
+            parameter.main_grad.copy_(parameter.grad)  # a hook has put another in its place
+        parameter.grad = None  # autograd would add to it
+
+
+def check_parameters_are_called(module: nn.Module) -> None:
+    """Refuse to leave gathering to forward hooks where a parameter's module is never called.
+
+    Raises:
+        ValueError: A parameter belongs to the LightningModule itself, or to a list or dict of parameters.
+    """
+    for path, owner in module.named_modules():
+        own = [name for name, parameter in owner.named_parameters(recurse=False) if parameter.requires_grad]
+        if own and (owner is module or isinstance(owner, nn.ParameterList | nn.ParameterDict)):
+            name = f"{path}.{own[0]}" if path else own[0]
+            raise ValueError(
+                f"overlap_param_gather=True gathers a parameter when its module is called, and {name!r} belongs to"
+                f" {type(owner).__name__}, which is not; move it into a module with a forward(), or set"
+                " overlap_param_gather=False"
+            )
+
+
 def check_gradients(chunks: ModelChunks) -> None:
     """Refuse gradients that hold a NaN or an infinity; collective over the world, once they are summed.
 
@@ -235,9 +270,9 @@ def check_gradients(chunks: ModelChunks) -> None:
         RuntimeError: There is one on some rank; raised on every rank.
     """
     buffers = [buffer for chunk in chunks.ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    finite = torch.stack([buffer.grad_data.isfinite().all() for buffer in buffers]) if buffers else torch.ones(1)
-    wrong = (~finite.bool()).any().int()
-    wrong = wrong.to(buffers[0].grad_data.device) if buffers else wrong
+    device = next(chunks.ddp[0].parameters()).device
+    finite = [buffer.grad_data.isfinite().all() for buffer in buffers]  # none on a stage that is frozen as a whole
+    wrong = (~torch.stack([torch.ones((), dtype=torch.bool, device=device), *finite])).any().int()
     dist.all_reduce(wrong, op=dist.ReduceOp.MAX)
     if not wrong:
         return
@@ -283,3 +318,12 @@ def _broadcast_parameters(module: nn.Module) -> None:
     for parameter in module.parameters():
         owner = group if getattr(parameter, "allreduce", True) else expert_group
         dist.broadcast(parameter.data, src=dist.get_global_rank(owner, 0), group=owner)
+
+
+def _broadcast_buffers(module: nn.Module) -> None:
+    """Let copies of a plain module begin with the same buffers, as torch's DDP does."""
+    group = process_group("dp_cp")
+    for buffer in module.buffers():
+        value = buffer.detach().contiguous()
+        dist.broadcast(value, src=dist.get_global_rank(group, 0), group=group)
+        buffer.data.copy_(value)

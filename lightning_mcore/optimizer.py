@@ -72,7 +72,7 @@ class MCoreOptimizer(Optimizer):
         self._inline = inline
         self._clip_value = 0.0
         self._clip_by_value = False
-        self._grads_are_ready = False
+        self._grads_are_ready = self.gradients_are_summed = False
         self._overflow = False
         self._scaler = scaler
         self._parameters = list(parameters)
@@ -120,7 +120,7 @@ class MCoreOptimizer(Optimizer):
             return
         self.user.zero_grad(set_to_none)  # which may be a method of the user's own
         self.megatron.zero_grad(set_to_none)
-        self._grads_are_ready = False
+        self._grads_are_ready = self.gradients_are_summed = False
         owns_all = self._owns_every_parameter
         if owns_all:
             for chunk in self._chunks:
@@ -131,9 +131,10 @@ class MCoreOptimizer(Optimizer):
                 parameter.main_grad.zero_()
                 parameter.grad_added_to_main_grad = False
 
-    def gradients_changed(self) -> None:
+    def gradients_changed(self, are_summed: bool = False) -> None:
         """Take note that backward has run, or is about to under a schedule; the strategy calls it."""
         self._grads_are_ready = False
+        self.gradients_are_summed = are_summed
         if self._scaler is not None:
             self._scaler.remember_scale()
 

@@ -10,7 +10,7 @@ a parameter (LARS, LAMB) or at all parameters at once (LBFGS) gives other number
 ``optimizer_factory.py`` calls both, on every rank alike, before Megatron makes anything.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -62,17 +62,34 @@ def megatron_fields(user: Optimizer) -> dict[str, Any] | None:
     return None
 
 
-def check_number(optimizers: Sequence[Optimizer], *, inline: bool, distributed: bool) -> None:
-    """Refuse several optimizers where Megatron makes one over all parameters.
+def check_number(optimizers: Sequence[Optimizer], inline: bool, distributed: bool, overlap_grad_reduce: bool) -> None:
+    """Refuse several optimizers where Megatron makes one over all parameters, or sums all gradients in one go.
 
     Raises:
         TypeError: There are several.
     """
-    if len(optimizers) > 1 and (distributed or not inline):
-        because = "use_distributed_optimizer=True" if distributed else "a model built with pipeline()"
+    if len(optimizers) > 1 and (distributed or overlap_grad_reduce or not inline):
+        because = "use_distributed_optimizer=True" if distributed else "overlap_grad_reduce=True"
+        because = because if inline else "a model built with pipeline()"
         raise TypeError(
             f"configure_optimizers returned {len(optimizers)} optimizers, and {because} needs one over all parameters;"
             " make one with several parameter groups"
+        )
+
+
+def check_not_summed(optimizers: Iterable[Any]) -> None:
+    """Refuse to add to gradients that are summed over the ranks already, where that can be done only once.
+
+    Args:
+        optimizers: Megatron's, as :class:`~lightning_mcore.optimizer.MCoreOptimizer`.
+
+    Raises:
+        RuntimeError: They have not been zeroed since.
+    """
+    if any(optimizer.gradients_are_summed for optimizer in optimizers):
+        raise RuntimeError(
+            "backward ran again before zero_grad(), and with use_distributed_optimizer or overlap_grad_reduce the"
+            " gradients are summed over the ranks by then; add the losses up, or set both to False"
         )
 
 

@@ -5,13 +5,17 @@ Lightning hands a plateau scheduler the monitored value of its own rank. Logged 
 differs from one model copy to the next; the copies would lower the learning rate at different steps, and their weights
 drift apart. So the scheduler steps on the mean over the ranks. The strategy calls :func:`agree_on_plateaus` when
 it has the schedulers.
+
+A rank that logged no such value does not step its scheduler: Lightning asks the config whether that is an error
+(``strict``) and goes on. There the rank tells the others, which would wait for it otherwise; nobody steps then.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -25,21 +29,70 @@ def agree_on_plateaus(configs: Sequence[LRSchedulerConfig], device: torch.device
         configs: What ``configure_optimizers`` returned.
         device: Of the strategy.
     """
-    if process_group("dp_cp").size() == 1:
-        return
     for config in configs:
         scheduler = config.scheduler
-        if isinstance(scheduler, ReduceLROnPlateau):
-            kind = type(scheduler)
+        if not isinstance(scheduler, ReduceLROnPlateau):
+            continue
+        # The one scheduler of a module that is fitted twice has been here before.
+        kind = vars(type(scheduler)).get("kind_of_the_user", type(scheduler))
+        scheduler.__class__ = kind
+        if process_group("dp_cp").size() > 1:
             # In a subclass, not on the instance, whose attributes are what a checkpoint holds.
-            scheduler.__class__ = type(kind.__name__, (kind,), {"step": _step_on_mean(kind, device)})
+            scheduler.__class__ = _stepping_on_mean(kind, bool(config.strict), config.monitor, device)
+            config.strict = _Strict(config.strict, device)  # type: ignore[assignment]
 
 
-def _step_on_mean(kind: type[ReduceLROnPlateau], device: torch.device) -> Callable[..., None]:
-    def step(self: ReduceLROnPlateau, metrics: Any, epoch: int | None = None) -> None:
-        group = process_group("dp_cp")
-        mean = torch.as_tensor(metrics, dtype=torch.float64, device=device).clone()
-        dist.all_reduce(mean, group=group)
-        kind.step(self, (mean / group.size()).item(), epoch)
+class _Strict:
+    """The ``strict`` of a scheduler's config; asked by a rank that has no value, it says so to the others.
 
-    return step
+    Args:
+        strict: Whether a missing value is an error.
+        device: Of the strategy.
+
+    Source: ``_TrainingEpochLoop._update_learning_rates`` in lightning/pytorch/loops (2.6), the one place that asks.
+    """
+
+    def __init__(self, strict: bool, device: torch.device) -> None:
+        self._strict = bool(strict)
+        self._device = device
+
+    def __bool__(self) -> bool:
+        _sum_over_ranks([0.0, 0.0], self._device)
+        return self._strict
+
+    def __repr__(self) -> str:
+        return repr(self._strict)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bool, (self._strict,)  # a copy may live where no other ranks are
+
+
+def _sum_over_ranks(numbers: list[float], device: torch.device) -> list[float]:
+    total = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=process_group("dp_cp"))
+    return list(total.tolist())
+
+
+def _stepping_on_mean(
+    kind: type[ReduceLROnPlateau], strict: bool, monitor: str | None, device: torch.device
+) -> type[ReduceLROnPlateau]:
+    """Return a subclass that bears the same name and steps on the mean over the ranks."""
+
+    def step(self: ReduceLROnPlateau, metrics: Any, *args: Any, **kwargs: Any) -> None:
+        num_ranks = process_group("dp_cp").size()
+        total, num_values = _sum_over_ranks([float(metrics), 1.0], device)
+        if num_values == num_ranks:
+            kind.step(self, total / num_ranks, *args, **kwargs)
+            return
+        missing = f"{monitor!r}, which ReduceLROnPlateau monitors, was logged on {num_values:.0f} of {num_ranks} ranks"
+        if strict:
+            raise RuntimeError(f"{missing}; log it on every rank, or set strict=False to skip such a step")
+        rank_zero_warn(f"{missing}; the learning rate stays as it is", category=RuntimeWarning)
+
+    def reduce_ex(self: ReduceLROnPlateau, protocol: Any) -> Any:
+        # A pickled trainer carries the user's scheduler, as it carries the user's optimizer.
+        reduced: Any = kind.__reduce_ex__(self, protocol)
+        rebuild, arguments, *state = reduced
+        return rebuild, tuple(kind if argument is type(self) else argument for argument in arguments), *state
+
+    return type(kind.__name__, (kind,), {"step": step, "__reduce_ex__": reduce_ex, "kind_of_the_user": kind})

@@ -73,6 +73,11 @@ class BackwardRunner(Protocol):
         """Whether Lightning's own loop runs backward."""
         ...
 
+    @property
+    def root_device(self) -> torch.device:
+        """Where the module runs."""
+        ...
+
     def around_backward(self) -> AbstractContextManager[None]:
         """Prepare the parameters for gradients, and reduce them after the last batch of a step."""
         ...
@@ -260,7 +265,8 @@ class MCorePrecision(Precision):
         """Run a plain module's steps under autocast for ``bf16-mixed`` and ``16-mixed``."""
         if self._is_inline and self.precision.endswith("-mixed"):
             # Without the cache of casted weights, as in Lightning: a step of manual optimization moves the weights.
-            return torch.autocast(self._device_type, dtype=self.dtype, cache_enabled=False)
+            assert self.runner is not None
+            return torch.autocast(self.runner.root_device.type, dtype=self.dtype, cache_enabled=False)
         if self._is_inline and self._half is not None:
             return self._half.forward_context()
         return contextlib.nullcontext()
@@ -328,7 +334,3 @@ class MCorePrecision(Precision):
     @property
     def _is_inline(self) -> bool:
         return self.runner is not None and self.runner.inline
-
-    @property
-    def _device_type(self) -> str:
-        return "cuda" if torch.cuda.is_available() else "cpu"

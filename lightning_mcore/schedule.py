@@ -126,13 +126,38 @@ class Schedule:
             for the last microbatch.
         """
         self._auxiliary_logs.start()
-        outputs, loss = self._run("training_step", microbatches, forward_only=False, num_batches=num_batches)
+        with self._short_window(microbatches, num_batches) as divisor:
+            outputs, loss = self._run("training_step", microbatches, forward_only=False, num_batches=divisor)
         self._auxiliary_logs.finish(len(microbatches))
         assert loss is not None
         last = outputs[len(microbatches) - 1] if outputs else None
         if isinstance(last, dict):
             return {**apply_to_collection(last, Tensor, Tensor.detach), "loss": loss}
         return loss
+
+    @contextlib.contextmanager
+    def _short_window(self, microbatches: Sequence[Microbatch], num_batches: int) -> Iterator[int]:
+        """Let the losses that layers compute by themselves weigh as little as the step's own in a short last window.
+
+        Megatron divides these by the microbatches that there are. Where an epoch ends with fewer batches than
+        ``accumulate_grad_batches``, the share that is there scales both kinds of losses instead of the step's alone.
+
+        Yields:
+            What the sum of the step's losses is divided by.
+
+        Source: ``forward_step_calc_loss`` and ``backward_step`` in megatron/core/pipeline_parallel/schedules.py (0.16).
+        """
+        config = self._chunks.config
+        num_here = round(sum(microbatch.weight for microbatch in microbatches))
+        if num_here == num_batches or config.calculate_per_token_loss:
+            yield num_batches
+            return
+        scale, share = config.grad_scale_func, num_here / num_batches
+        config.grad_scale_func = lambda loss: (loss if scale is None else scale(loss)) * share
+        try:
+            yield num_here
+        finally:
+            config.grad_scale_func = scale
 
     def evaluate(self, step: str, batch: Any, arguments: tuple[Any, ...]) -> Any:
         """Run a step forward only.

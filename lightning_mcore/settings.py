@@ -91,6 +91,12 @@ class GradientSettings:
         """Whether the optimizer state is sharded."""
         return bool(self.resolve().use_distributed_optimizer)
 
+    @property
+    def sums_once(self) -> bool:
+        """Whether gradients can be summed over ranks only once before they are zeroed: shards are summed in place."""
+        resolved = self.resolve()
+        return bool(resolved.use_distributed_optimizer or resolved.overlap_grad_reduce)
+
     def resolve(self, owned: Mapping[str, Any] | None = None) -> DistributedDataParallelConfig:
         """Return Megatron's config with the strategy's arguments and the precision filled in.
 

@@ -17,7 +17,8 @@ microbatches. A name that only some ranks logged is known to all that merge it, 
 comes. In evaluation model copies may have different numbers of batches, so there Lightning itself merges over them, at
 the end of the run.
 
-torchmetrics objects are updated on the last stage; their state is sent to the other stages after each step.
+torchmetrics objects are updated on the last stage; the state of those that a step changed is then sent to the other
+stages. Names and options are remembered for each evaluation dataloader, as Lightning keeps a result for each.
 """
 
 import contextlib
@@ -32,6 +33,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.data import extract_batch_size
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -40,6 +42,8 @@ from lightning_mcore.process_groups import process_group
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
 _LOSS = "loss that the step returns"
+_COUNTERS = ("_update_count", "_forward_cache", "_computed")  # what a metric knows besides its state
+_Place = tuple[str, int | None]  # a step and, where there are several, the index of the evaluation dataloader
 ALREADY_MERGED = "merged by step_logs"
 """A ``sync_dist_group`` for values that every rank holds alike; ``MCoreStrategy.reduce`` returns them as they are."""
 
@@ -82,13 +86,15 @@ class StepLogs:
         self._batch: Any = None
         self._muted = False
         self._metrics = {path: child for path, child in module.named_modules() if isinstance(child, Metric)}
-        self._known: dict[str, list[_Name]] = {}
+        self._changed: set[str] = set()
+        self._known: dict[_Place, list[_Name]] = {}
         self._error: str | None = None
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Replace ``module.log`` by the recorder inside the ``with`` block."""
         self._entries, self._error = {}, None
+        self._changed = set()
         outer = vars(self._module).get("log")
         object.__setattr__(self._module, "log", self._record)
         try:
@@ -107,10 +113,18 @@ class StepLogs:
         """
         self._batch, self._muted = batch, muted
         try:
-            with metrics_forget(list(self._metrics.values())) if muted else contextlib.nullcontext():
+            with metrics_forget(list(self._metrics.values())) if muted else self._noticing_metrics():
                 yield
         finally:
             self._batch, self._muted = None, False
+
+    @contextlib.contextmanager
+    def _noticing_metrics(self) -> Iterator[None]:
+        """Note which metrics change inside the ``with`` block."""
+        before = {path: _traces(metric) for path, metric in self._metrics.items()}
+        yield
+        after = {path: _traces(metric) for path, metric in self._metrics.items()}
+        self._changed |= {path for path in before if not _are_same(before[path], after[path])}
 
     def add_loss(self, loss: Tensor, weight: Tensor | float) -> None:
         """Record the loss of a microbatch with its share in the loss of the step."""
@@ -122,7 +136,7 @@ class StepLogs:
         Collective over the context- and pipeline-parallel ranks, with ``over_copies`` also over the data-parallel ones.
 
         Args:
-            step: Name of the step; names and options are remembered for each.
+            step: Name of the step; names and options are remembered for each, and for each evaluation dataloader.
             over_copies: Whether names with ``sync_dist=True`` are merged over the model copies too.
 
         Raises:
@@ -130,22 +144,23 @@ class StepLogs:
         """
         group = process_group("dp_cp" if over_copies else "cp")
         stages = process_group("pp")
-        num_known = len(self._known.get(step, []))
+        place = (step, self._dataloader_index())
+        num_known = len(self._known.get(place, []))
         packed = None
         if stages.rank() == stages.size() - 1:
-            self._agree_on_names(step, group)
-            packed = self._merge(self._known.get(step, []), group)
+            self._agree_on_names(place, group)
+            packed = self._merge(self._known.get(place, []), group)
         self._entries = {}
         if stages.size() > 1:
-            packed = self._send(step, packed, num_known)
+            packed, are_metrics_changed = self._send(place, packed, num_known)
         if self._error is not None:
             raise ValueError(self._error)
         if stages.size() > 1:
-            self._send_metrics()
+            self._send_metrics(are_metrics_changed)
         assert packed is not None
         loss = None
         was_logged = (packed[:, 2] > 0).tolist()
-        for name, (value, weight, _), is_here in zip(self._known.get(step, []), packed, was_logged, strict=True):
+        for name, (value, weight, _), is_here in zip(self._known.get(place, []), packed, was_logged, strict=True):
             if not is_here:
                 continue
             if name.name == _LOSS:
@@ -153,6 +168,11 @@ class StepLogs:
             else:
                 self._replay(name, value, weight, is_merged=over_copies)
         return loss
+
+    def _dataloader_index(self) -> int | None:
+        """Return the index that Lightning adds to the names of the running step, if it adds one."""
+        results = self._module.trainer._results
+        return None if results is None else results.dataloader_idx
 
     def _record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if self._muted:
@@ -218,9 +238,9 @@ class StepLogs:
             )
         return tensor.reshape(())
 
-    def _agree_on_names(self, step: str, group: dist.ProcessGroup) -> None:
+    def _agree_on_names(self, place: _Place, group: dist.ProcessGroup) -> None:
         """Learn the names that a rank of ``group`` logs for the first time, and what is wrong on any."""
-        known = {name.name: name for name in self._known.get(step, [])}
+        known = {name.name: name for name in self._known.get(place, [])}
         new = [entry.name for entry in self._entries.values() if not _is_known(entry.name, known)]
         found: list[tuple[list[_Name], str | None]] = [(new, self._error)]
         if group.size() > 1:
@@ -236,7 +256,7 @@ class StepLogs:
                 _check_same_options(known.setdefault(name.name, name), name)
             except ValueError as error:
                 self._error = self._error or str(error)
-        self._known[step] = list(known.values())
+        self._known[place] = list(known.values())
 
     def _merge(self, names: list[_Name], group: dist.ProcessGroup) -> Tensor:
         """Return [names, 3]: for each name its merged value, its weight, and how often it was logged."""
@@ -261,48 +281,58 @@ class StepLogs:
         merged = {"min": values.amin, "max": values.amax}.get(name.reduction, values.sum)()
         return torch.stack([merged, torch.stack(entry.weights).sum(), torch.full_like(merged, len(values))])
 
-    def _send(self, step: str, packed: Tensor | None, num_known: int) -> Tensor:
+    def _send(self, place: _Place, packed: Tensor | None, num_known: int) -> tuple[Tensor, bool]:
         """Broadcast from the last stage: one tensor if the names are those of the last time, else the names too.
 
         Args:
-            step: Name of the step.
+            place: The step that ran, and its dataloader.
             packed: [names, 3] on the last stage, None on the others.
             num_known: How many names every stage knew before this step.
+
+        Returns:
+            ``packed`` on every stage, and whether metrics changed on the last.
         """
         group = process_group("pp")
         source = dist.get_global_rank(group, group.size() - 1)
-        message = torch.zeros(1 + 3 * num_known, dtype=torch.float64, device=self._device)
+        message = torch.zeros(2 + 3 * num_known, dtype=torch.float64, device=self._device)
         if packed is not None:
+            message[1] = float(bool(self._changed))
             if len(packed) == num_known and self._error is None:
-                message[1:] = packed.flatten()
+                message[2:] = packed.flatten()
             else:
                 message[0] = 1
         dist.broadcast(message, src=source, group=group)
-        if message[0] == 0:
-            return message[1:].view(-1, 3)
-        box: list[Any] = [self._known.get(step, []), self._error]
+        is_news, are_metrics_changed = (bool(flag) for flag in message[:2].tolist())
+        if not is_news:
+            return message[2:].view(-1, 3), are_metrics_changed
+        box: list[Any] = [self._known.get(place, []), self._error]
         dist.broadcast_object_list(box, src=source, group=group, device=self._device)
-        self._known[step], self._error = box
+        self._known[place], self._error = box
         if packed is None:
-            packed = torch.zeros(len(self._known[step]), 3, dtype=torch.float64, device=self._device)
+            packed = torch.zeros(len(self._known[place]), 3, dtype=torch.float64, device=self._device)
         dist.broadcast(packed, src=source, group=group)
-        return packed
+        return packed, are_metrics_changed
 
-    def _send_metrics(self) -> None:
-        metrics = self._metrics
-        if not metrics:
-            return
+    def _send_metrics(self, are_changed: bool) -> None:
+        """Give the other stages the metrics that the step changed on the last one.
+
+        The tensors travel on the CPU: unpickled as they are, they would lie on the device of the sender.
+        """
         group = process_group("pp")
-        names = ("_update_count", "_forward_cache", "_computed")
-        box = [{p: (m.metric_state, {n: getattr(m, n) for n in names}) for p, m in metrics.items()}]
-        source = dist.get_global_rank(group, group.size() - 1)
-        dist.broadcast_object_list(box, src=source, group=group, device=self._device)
-        if group.rank() == group.size() - 1:
-            return
-        for path, (state, counters) in box[0].items():
-            for name, value in {**state, **counters}.items():
-                setattr(metrics[path], name, value)
-            metrics[path].to(self._device)
+        is_source = group.rank() == group.size() - 1
+        states = {path: _state(self._metrics[path]) for path in self._changed} if is_source else {}
+        if are_changed:
+            box = [apply_to_collection(states, Tensor, lambda tensor: tensor.detach().cpu())]
+            source = dist.get_global_rank(group, group.size() - 1)
+            dist.broadcast_object_list(box, src=source, group=group, device=self._device)
+            states = box[0]
+        for path, metric in self._metrics.items():
+            if path not in states:
+                metric._computed = None  # on every stage: those with a muted run have lost it and would ask alone
+            elif not is_source:
+                for name, value in states[path].items():
+                    setattr(metric, name, value)
+                metric.to(self._device)
 
     def _replay(self, name: _Name, value: Tensor, weight: Tensor, is_merged: bool) -> None:
         options = dict(name.options)
@@ -315,6 +345,29 @@ class StepLogs:
             options["sync_dist_group"] = ALREADY_MERGED
         batch_size: Any = weight if name.reduction == "mean" else 1
         self._module.log(name.name, value.to(name.dtype), batch_size=batch_size, **options)
+
+
+def _state(metric: Metric) -> dict[str, Any]:
+    return {**metric.metric_state, **{name: getattr(metric, name) for name in _COUNTERS}}
+
+
+def _traces(metric: Metric) -> list[Any]:
+    """Return what tells a changed metric from an unchanged one, without a copy of its state.
+
+    A count of updates alone would not see ``reset()`` and an update in one step.
+    """
+    traces: list[Any] = []
+    for value in _state(metric).values():
+        if isinstance(value, list):  # a state that is concatenated: it grows, or is emptied and grows
+            traces += [len(value), value[-1] if value else None]
+        else:
+            traces += [value, value._version if isinstance(value, Tensor) and not value.is_inference() else None]
+    return traces
+
+
+def _are_same(before: list[Any], after: list[Any]) -> bool:
+    """Compare numbers by value and all else by identity."""
+    return all(a is b or (type(a) is int and a == b) for a, b in zip(before, after, strict=True))
 
 
 def _is_known(name: _Name, known: dict[str, _Name]) -> bool:

@@ -35,10 +35,13 @@ from torchmetrics import Metric
 from lightning_mcore import fp8_checks
 from lightning_mcore.chunks import (
     check_gradients,
+    check_parameters_are_called,
     find_pipeline,
+    parameters_with_visible_gradients,
     pipeline_config,
     plain_config,
     synchronize_parameters,
+    take_gradients_back,
     unwrap_chunks,
     wrap_chunks,
 )
@@ -47,7 +50,7 @@ from lightning_mcore.layout import ModelShape
 from lightning_mcore.log_names import EvaluationNames, agree_on_names, ends_the_epoch
 from lightning_mcore.optimizer import optimizer_after_run
 from lightning_mcore.optimizer_factory import OptimizerSetting, make_optimizer, on_every_rank
-from lightning_mcore.optimizer_kinds import check_number
+from lightning_mcore.optimizer_kinds import check_not_summed, check_number
 from lightning_mcore.persistence import MCorePersistence
 from lightning_mcore.plateau import agree_on_plateaus
 from lightning_mcore.process_groups import align_random_state, process_group
@@ -111,6 +114,8 @@ class MCoreStrategy(MCorePersistence):
             self._check_plain(module)
             if fitting and self._layer_sync is not None:
                 self._layer_sync.apply(module)
+            if ddp_config is not None and ddp_config.overlap_param_gather:
+                check_parameters_are_called(module)
             precision.convert_module(module)
             self._chunks = wrap_chunks([module], plain_config(precision.dtype), None, ddp_config)
             return
@@ -136,8 +141,8 @@ class MCoreStrategy(MCorePersistence):
         configure = partial(_init_optimizers_and_lr_schedulers, self.lightning_module)
         optimizers, self.lr_scheduler_configs = on_every_rank(configure)
         agree_on_plateaus(self.lr_scheduler_configs, self.root_device)
-        check_number(optimizers, inline=self.inline, distributed=self.gradients.distributed)
         resolved = self.gradients.resolve()
+        check_number(optimizers, self.inline, resolved.use_distributed_optimizer, resolved.overlap_grad_reduce)
         setting = OptimizerSetting(
             inline=self.inline,
             precision=self.precision_plugin.optimizer_fields(self.inline),
@@ -302,34 +307,25 @@ class MCoreStrategy(MCorePersistence):
     def around_backward(self) -> Iterator[None]:
         """Reduce the gradients after the last batch of a window, and show them to hooks where they are whole."""
         assert self._chunks is not None
-        parameters = self._parameters_with_visible_gradients()
-        for parameter in parameters:
-            if parameter.grad is None and self._gradients_are_shown:
-                parameter.main_grad.zero_()  # by module.zero_grad(), which knows nothing of the buffer
-            elif parameter.grad is not None and parameter.grad is not parameter.main_grad:
-                parameter.main_grad.copy_(parameter.grad)  # a hook has put another in its place
-            parameter.grad = None  # autograd would add to it
+        optimizers = self._megatron_optimizers()
+        if self.gradients.sums_once:
+            check_not_summed(optimizers)
+        # Shards are not whole on this rank.
+        parameters = [] if self.gradients.distributed else parameters_with_visible_gradients(self._chunks)
+        take_gradients_back(parameters, self._gradients_are_shown)
         with contextlib.ExitStack() as stack:
             if self._sync_blocked:  # entered here, not earlier: zeroing the buffers in between would undo it
                 for chunk in self._chunks.ddp:
                     stack.enter_context(chunk.no_sync())
             yield
-        for optimizer in self._megatron_optimizers():
-            optimizer.gradients_changed()
+        for optimizer in optimizers:
+            optimizer.gradients_changed(are_summed=not self._sync_blocked)
         if not self._sync_blocked:
             finalize_model_grads(self._chunks.ddp, None)
         self._check_gradients()
         for parameter in parameters:
             parameter.grad = parameter.main_grad
         self._gradients_are_shown = True
-
-    def _parameters_with_visible_gradients(self) -> list[Any]:
-        """Return those whose gradient buffer can stand as their ``grad``: whole on this rank and of their own type."""
-        if self.gradients.distributed:
-            return []
-        assert self._chunks is not None
-        parameters = [p for chunk in self._chunks.ddp for p in chunk.parameters() if hasattr(p, "main_grad")]
-        return [p for p in parameters if p.main_grad.dtype == p.dtype]
 
     def _check_gradients(self) -> None:
         if self.gradients.check_nan:
@@ -345,6 +341,11 @@ class MCoreStrategy(MCorePersistence):
         """Forget batches that an interrupted run has kept."""
         self._window = []
         self._last_loss = None
+
+    def on_train_end(self) -> None:
+        """Make the parameters whole: a run may end in the middle of an epoch."""
+        if self._chunks is not None:
+            synchronize_parameters(self._chunks)
 
     def teardown(self) -> None:
         """Take the wrappers off and leave nothing patched; the weights stay where they are."""

@@ -217,13 +217,14 @@ def test_half_a_sequence_on_each_of_two_ranks_learns_as_the_whole_on_one(name: s
         assert ours == pytest.approx(expected, rel=1e-5)  # measured: 3e-6
 
 
+AVERAGED = {**EXPERTS, "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1, "calculate_per_token_loss": False}
 AUXILIARY = {**EXPERTS, "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1, "mtp_num_layers": 1}
 
 
 @pytest.mark.parametrize(
     "run",
-    [Run(), Run(masked=True), Run(accumulate=2, transformer=AUXILIARY)],
-    ids=["all", "masked", "losses-of-layers"],
+    [Run(), Run(masked=True), Run(accumulate=2, transformer=AUXILIARY), Run(accumulate=3, transformer=AVERAGED)],
+    ids=["all", "masked", "losses-of-layers", "losses-of-layers-in-a-short-window"],
 )
 def test_one_rank_of_ours_learns_as_lightning_does(run: Run, tmp_path: Any) -> None:
     runs = [

@@ -9,10 +9,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from torch import Tensor
 from torchmetrics import MetricCollection
-from torchmetrics.aggregation import MaxMetric, MeanMetric, SumMetric
+from torchmetrics.aggregation import CatMetric, MaxMetric, MeanMetric, SumMetric
 
 from tests.ranks import run_ranks
 from tests.toy import Batch, Memory, Samples, StagedNet, Watch, loader, make_trainer, run_fit
@@ -155,6 +157,82 @@ def test_sync_dist_is_the_mean_over_model_copies_and_nothing_else_is() -> None:
             own, both = (Samples(16).x[sum(b[2 * step : 2 * step + 2], [])] for b in (batches, other))  # noqa: RUF017
             assert row["mean"] == pytest.approx(own.mean().item(), rel=1e-5, abs=1e-6)
             assert row["synced"] == pytest.approx((own.mean().item() + both.mean().item()) / 2, rel=1e-5, abs=1e-6)
+
+
+# What travels between the stages
+
+
+class Measured(StagedNet):
+    """Updates one metric in each step, one at times, one afresh each time, one in no training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.odd, self.afresh, self.never = MeanMetric(), CatMetric(), SumMetric(), CatMetric()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = (self.predictions(batch).float() - batch["y"]).square().mean()
+        self.always.update(batch["x"])
+        if batch_idx % 2:
+            self.odd.update(batch["x"].mean())
+        self.afresh.reset()
+        self.afresh.update(batch["x"])
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.predictions(batch)
+        self.never.update(batch["index"])
+
+
+class States(pl.Callback):
+    """Keeps what the metrics of this rank know after each step."""
+
+    def __init__(self) -> None:
+        self.states: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        metrics = ((name, getattr(pl_module, name)) for name in ("always", "odd", "afresh", "never"))
+        self.states.append({name: [_plain(metric.metric_state), metric._update_count] for name, metric in metrics})
+
+
+def _plain(state: Any) -> Any:
+    return {
+        name: [float(part) for part in value] if isinstance(value, list) else float(value)
+        for name, value in state.items()
+    }
+
+
+def send_metrics(strategy: dict[str, Any]) -> dict[str, Any]:
+    """Train and validate; return the states of the metrics, and which metrics each object that was sent held."""
+    sent: list[list[str]] = []
+    broadcast, states = dist.broadcast_object_list, States()
+
+    def noting(box: list[Any], *args: Any, **kwargs: Any) -> None:
+        broadcast(box, *args, **kwargs)
+        if isinstance(box[0], dict) and any("_update_count" in part for part in box[0].values()):
+            sent.append(sorted(box[0]))
+
+    dist.broadcast_object_list = noting
+    try:
+        module = Measured()
+        make_trainer(strategy, callbacks=[states], max_epochs=2).fit(module, loader(8, 2, shuffle=False), loader(4, 2))
+    finally:
+        dist.broadcast_object_list = broadcast
+    return {"states": states.states, "sent": sent, "indices": torch.cat(module.never.value).tolist()}
+
+
+@pytest.mark.parametrize("strategy", [PP2, VP2], ids=["pp2", "pp2-vp2"])
+def test_the_stages_get_the_metrics_that_a_step_changed_and_no_others(strategy: dict[str, Any]) -> None:
+    first, last = run_ranks(2, send_metrics, strategy)
+    assert first == last
+    training = [["afresh", "always"], ["afresh", "always", "odd"]] * 2
+    assert first["sent"] == [*training, ["never"], ["never"]] * 2
+    x = Samples(8).x.double()
+    for step, state in enumerate(first["states"]):
+        own = x[2 * (step % 4) : 2 * (step % 4) + 2]
+        assert state["afresh"] == [{"sum_value": pytest.approx(own.sum().item(), rel=1e-5)}, 1]
+        assert state["always"][1] == step + 1
+        assert state["odd"][1] == len(state["odd"][0]["value"]) == (step + 1) // 2
+    assert first["indices"] == [0, 1, 2, 3] * 2
 
 
 # Decisions of callbacks

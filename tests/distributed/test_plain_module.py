@@ -364,6 +364,27 @@ class Scatter(pl.Callback):
         pl_module.configure_model = configure_and_scatter
 
 
+class Noisy(PlainNet):
+    """Has a buffer that each rank draws for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("noise", torch.rand(3))
+
+
+def draw_noise(strategy: Any) -> list[float]:
+    torch.manual_seed(dist.get_rank())
+    module = Noisy()
+    run_fit(module, strategy, loader(4, 2))
+    return module.noise.tolist()
+
+
+def test_model_copies_take_the_buffers_of_the_first_as_under_ddp() -> None:
+    expected = run_ranks(2, draw_noise, "ddp")
+    assert expected[0] == expected[1]
+    assert run_ranks(2, draw_noise, {}) == expected
+
+
 @pytest.mark.parametrize("entry", ["fit", "validate"])
 def test_model_copies_take_the_weights_of_the_first(entry: str) -> None:
     first, second = run_ranks(2, begin_apart, entry)
@@ -372,7 +393,77 @@ def test_model_copies_take_the_weights_of_the_first(entry: str) -> None:
     assert first[0] == expected
 
 
+class StopsEarly(pl.Callback):
+    """Ends the run in the middle of an epoch."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step == 2
+
+
+def stop_early(strategies: list[dict[str, Any]]) -> list[Tensor]:
+    """Return the weights that this rank ends with under each strategy."""
+    results = []
+    for strategy in strategies:
+        module = PlainNet()
+        trainer = make_trainer(strategy, callbacks=[StopsEarly()])
+        trainer.fit(module, loader(28, 2))
+        assert trainer.global_step == 2
+        results.append(torch.cat([weight.flatten() for weight in weights(module).values()]))
+    return results
+
+
+def test_a_run_that_ends_within_an_epoch_leaves_whole_parameters() -> None:
+    for whole, overlapped in run_ranks(2, stop_early, [SHARDED, OVERLAPPED]):
+        assert torch.equal(whole, overlapped)
+
+
 # What would go wrong in silence is refused
+
+
+class OwnsAParameter(PlainNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class BackwardTwice(PlainNet):
+    """Accumulates by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+        self.manual_backward(functional.mse_loss(self.predictions(batch).float(), batch["y"]))
+        if batch_idx % 2 == 1:
+            optimizer.step()
+
+
+def refuse_what_shards_cannot_do() -> list[str]:
+    messages = []
+    for error, module, strategy in (
+        (ValueError, OwnsAParameter(), OVERLAPPED),
+        (RuntimeError, BackwardTwice(), SHARDED),
+        (RuntimeError, BackwardTwice(), {"overlap_grad_reduce": True}),
+        (TypeError, Adversaries(ADAMW), {"overlap_grad_reduce": True}),
+    ):
+        with pytest.raises(error) as refused:
+            run_fit(module, strategy, loader(8, 2))
+        messages.append(str(refused.value))
+    run_fit(BackwardTwice(), {}, loader(8, 2))
+    run_fit(OwnsAParameter(), SHARDED, loader(8, 2))
+    return messages
+
+
+def test_what_sharded_or_overlapped_gradients_and_parameters_cannot_do_is_refused() -> None:
+    for owned, sharded, overlapped, several in run_ranks(2, refuse_what_shards_cannot_do):
+        assert owned.startswith("overlap_param_gather=True gathers a parameter when its module is called, and 'scale'")
+        assert sharded == overlapped
+        assert sharded.startswith("backward ran again before zero_grad()")
+        assert several.startswith("configure_optimizers returned 2 optimizers, and overlap_grad_reduce=True needs one")
 
 
 class UnfreezeLater(BaseFinetuning):
