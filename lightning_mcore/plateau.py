@@ -10,7 +10,7 @@ A rank that logged no such value does not step its scheduler: Lightning asks the
 (``strict``) and goes on. There the rank tells the others, which would wait for it otherwise; nobody steps then.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,10 @@ def _sum_over_ranks(numbers: list[float], device: torch.device) -> list[float]:
     return list(total.tolist())
 
 
+def _rebuilt(rebuild: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    return rebuild(*arguments)  # pickle itself would compare the class with that of the object it saves
+
+
 def _stepping_on_mean(
     kind: type[ReduceLROnPlateau], strict: bool, monitor: str | None, device: torch.device
 ) -> type[ReduceLROnPlateau]:
@@ -93,6 +97,7 @@ def _stepping_on_mean(
         # A pickled trainer carries the user's scheduler, as it carries the user's optimizer.
         reduced: Any = kind.__reduce_ex__(self, protocol)
         rebuild, arguments, *state = reduced
-        return rebuild, tuple(kind if argument is type(self) else argument for argument in arguments), *state
+        arguments = tuple(kind if argument is type(self) else argument for argument in arguments)
+        return _rebuilt, (rebuild, arguments), *state
 
     return type(kind.__name__, (kind,), {"step": step, "__reduce_ex__": reduce_ex, "kind_of_the_user": kind})

@@ -8,6 +8,7 @@ share a sequence, and with ``sync_dist=True`` the model copies. Masks are ragged
 ``tests/distributed/test_logging.py`` has the rest: sampler-made differences, ``LearningRateMonitor``, two modules.
 """
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from torchmetrics import MetricCollection
 from torchmetrics.aggregation import MaxMetric, MeanMetric, SumMetric
 
+from lightning_mcore.plateau import _stepping_on_mean, _Strict
 from tests.ranks import run_ranks
 from tests.toy import Batch, Memory, PlainNet, Samples, StagedNet, loader, make_trainer
 
@@ -109,6 +111,33 @@ class Staged(Talk, StagedNet):
     def __init__(self) -> None:
         super().__init__()
         self.add_metrics()
+
+
+class EachDataloader(StagedNet):
+    """Logs one name with other arguments in each dataloader."""
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.predictions(batch)
+        reduce_fx = ("mean", "max")[dataloader_idx]
+        self.log("x", batch["x"].amax(), prog_bar=dataloader_idx == 0, reduce_fx=reduce_fx, sync_dist=True)
+
+
+def validate_each() -> list[dict[str, float]]:
+    found = []
+    for strategy in (PP2, CP2):
+        trainer = make_trainer(strategy)
+        trainer.validate(EachDataloader(), [loader(8, 2), loader(4, 2)], verbose=False)
+        found += [numbers(trainer.callback_metrics), numbers(trainer.progress_bar_metrics)]
+    return found
+
+
+def test_a_name_may_have_other_arguments_in_another_dataloader() -> None:
+    x = Samples(8).x.double()
+    of_sequence = x.view(4, 2, -1).amax((1, 2)).mean().item()
+    for pp, pp_bar, cp, cp_bar in run_ranks(2, validate_each):
+        assert pp["x/dataloader_idx_0"] == close(of_sequence)
+        assert pp["x/dataloader_idx_1"] == cp["x/dataloader_idx_1"] == close(x[:4].amax().item())
+        assert pp_bar.keys() == cp_bar.keys() == {"x/dataloader_idx_0"}
 
 
 class FromCallback(pl.Callback):
@@ -396,3 +425,60 @@ def test_callbacks_and_schedulers_decide_alike(world_size: int, module: Any, str
             assert decisions["best"] == f"epoch={epochs - 1}.ckpt"
             assert decisions["kept"] == [f"epoch={epochs - 2}.ckpt", f"epoch={epochs - 1}.ckpt"]
             assert decisions["saved"] == []
+
+
+def test_a_pickled_plateau_is_the_scheduler_of_the_user() -> None:
+    kind = torch.optim.lr_scheduler.ReduceLROnPlateau
+    scheduler = kind(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), factor=0.5, patience=0)
+    cpu = torch.device("cpu")
+    scheduler.__class__ = _stepping_on_mean(kind, True, "own", cpu)
+    for protocol in (0, 2, 5):
+        copy, strict = pickle.loads(pickle.dumps((scheduler, _Strict(True, cpu)), protocol))
+        copy.step(9.0)
+        copy.step(9.0)
+        assert (type(copy), strict, copy.optimizer.param_groups[0]["lr"]) == (kind, True, 0.5)
+
+
+class ShortPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    """Takes no epoch."""
+
+    def step(self, metrics: Any) -> None:  # type: ignore[override]
+        super().step(metrics)
+
+
+class HalfJudged(JudgedPlain):
+    """Measures its score in the last two epochs on the second copy, in each of four on the first."""
+
+    def __init__(self, strict: bool) -> None:
+        super().__init__()
+        self.strict = strict
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        if self.trainer.strategy.distributed_sampler_kwargs["rank"] == 0 or self.current_epoch > 1:
+            self.log("own", 1.0)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        scheduler = ShortPlateau(optimizer, factor=0.5, patience=0)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "monitor": "own", "strict": self.strict},
+        }
+
+
+def monitor_what_some_have() -> tuple[list[float], str]:
+    rates = Rates()
+    make_trainer({}, max_epochs=4, callbacks=[rates]).fit(HalfJudged(strict=False), loader(8, 2), loader(4, 2))
+    try:
+        make_trainer({}).fit(HalfJudged(strict=True), loader(8, 2), loader(4, 2))
+    except Exception as error:
+        return rates.rates, str(error)
+    return rates.rates, ""
+
+
+def test_a_plateau_waits_for_nobody_and_steps_once_every_copy_has_the_value() -> None:
+    (rates, with_value), (others, without) = run_ranks(2, monitor_what_some_have, timeout=60)
+    assert rates == others
+    assert rates[:3] == [1.0] * 3
+    assert "'own', which ReduceLROnPlateau monitors, was logged on 1 of 2 ranks" in with_value
+    assert "conditioned on metric own which is not available" in without

@@ -196,8 +196,7 @@ class States(pl.Callback):
 
 def _plain(state: Any) -> Any:
     return {
-        name: [float(part) for part in value] if isinstance(value, list) else float(value)
-        for name, value in state.items()
+        name: [v.tolist() for v in value] if isinstance(value, list) else float(value) for name, value in state.items()
     }
 
 
@@ -214,13 +213,14 @@ def send_metrics(strategy: dict[str, Any]) -> dict[str, Any]:
     dist.broadcast_object_list = noting
     try:
         module = Measured()
-        make_trainer(strategy, callbacks=[states], max_epochs=2).fit(module, loader(8, 2, shuffle=False), loader(4, 2))
+        trainer = make_trainer(strategy, callbacks=[states], max_epochs=2, use_distributed_sampler=False)
+        trainer.fit(module, loader(8, 2), loader(4, 2))
     finally:
         dist.broadcast_object_list = broadcast
     return {"states": states.states, "sent": sent, "indices": torch.cat(module.never.value).tolist()}
 
 
-@pytest.mark.parametrize("strategy", [PP2, VP2], ids=["pp2", "pp2-vp2"])
+@pytest.mark.parametrize("strategy", [PP2, {**VP2, "micro_batch_size": 1}], ids=["pp2", "pp2-vp2"])
 def test_the_stages_get_the_metrics_that_a_step_changed_and_no_others(strategy: dict[str, Any]) -> None:
     first, last = run_ranks(2, send_metrics, strategy)
     assert first == last
@@ -228,10 +228,12 @@ def test_the_stages_get_the_metrics_that_a_step_changed_and_no_others(strategy: 
     assert first["sent"] == [*training, ["never"], ["never"]] * 2
     x = Samples(8).x.double()
     for step, state in enumerate(first["states"]):
-        own = x[2 * (step % 4) : 2 * (step % 4) + 2]
+        stop = 2 * (step % 4) + 2
+        own = x[stop - strategy.get("micro_batch_size", 2) : stop]
         assert state["afresh"] == [{"sum_value": pytest.approx(own.sum().item(), rel=1e-5)}, 1]
-        assert state["always"][1] == step + 1
-        assert state["odd"][1] == len(state["odd"][0]["value"]) == (step + 1) // 2
+        updates = 2 // strategy.get("micro_batch_size", 2)
+        assert state["always"][1] == updates * (step + 1)
+        assert state["odd"][1] == len(state["odd"][0]["value"]) == updates * ((step + 1) // 2)
     assert first["indices"] == [0, 1, 2, 3] * 2
 
 
