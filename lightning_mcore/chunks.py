@@ -176,17 +176,17 @@ def wrap_chunks(
         wrapped = [Float16Module(config, module) for module in wrapped]
         if config.fp8_param:
             correct_amax_history_if_needed(wrapped)  # what casting has put there, before TransformerEngine 2
+    if ddp_config is not None and ddp_config.average_in_collective and config.calculate_per_token_loss:
+        raise ValueError(
+            "ddp_config.average_in_collective=True averages over ranks, and calculate_per_token_loss=True of the model"
+            " asks for a sum over tokens; set one of them to False"
+        )
     if pipeline is None:
         _broadcast_buffers(wrapped[0])
     if ddp_config is None:
         for module in wrapped:
             _broadcast_parameters(module)
         return ModelChunks(config, wrapped, pipeline)
-    if ddp_config.average_in_collective and config.calculate_per_token_loss:
-        raise ValueError(
-            "ddp_config.average_in_collective=True averages over ranks, and calculate_per_token_loss=True of the model"
-            " asks for a sum over tokens; set one of them to False"
-        )
     ddp = [
         DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
         for index, module in enumerate(wrapped)
