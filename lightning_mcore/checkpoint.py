@@ -35,6 +35,7 @@ from torch import nn
 from lightning_mcore.chunks import ModelChunks
 from lightning_mcore.module import Pipeline
 from lightning_mcore.optimizer import MCoreOptimizer
+from lightning_mcore.optimizer_parts import optimizer_parts
 from lightning_mcore.process_groups import process_group
 
 _META = "meta.pt"
@@ -152,7 +153,7 @@ def _step_on_every_rank(optimizer: MCoreOptimizer) -> Iterator[None]:
     every rank. A pipeline stage that is frozen as a whole has no state to take it from.
     """
     filled = []
-    for part in getattr(optimizer.megatron, "chained_optimizers", [optimizer.megatron]):
+    for part in optimizer_parts(optimizer.megatron):
         states = part.optimizer.state if not part.is_stub_optimizer else {}
         mine = next((float(values["step"]) for values in states.values() if "step" in values), None)
         steps: list[float | None] = [None] * dist.get_world_size()
@@ -191,7 +192,7 @@ def _sharded_chunk(key: str, chunk: nn.Module) -> dict[str, Any]:
 
 
 def _load_optimizer(optimizer: MCoreOptimizer, state: dict[Any, Any]) -> None:
-    parts = getattr(optimizer.megatron, "chained_optimizers", [optimizer.megatron])
+    parts = optimizer_parts(optimizer.megatron)
     states = [state] if len(parts) == 1 else [state[index] for index in range(len(parts))]
     for part, part_state in zip(parts, states, strict=True):
         shards = part_state.pop("param_state", None)
@@ -212,7 +213,7 @@ def _load_optimizer(optimizer: MCoreOptimizer, state: dict[Any, Any]) -> None:
 
 def _allocate_state(optimizer: MCoreOptimizer) -> None:
     """Make the state that the optimizer makes at its first step: Megatron reads into it, and fails where none is."""
-    for part in getattr(optimizer.megatron, "chained_optimizers", [optimizer.megatron]):
+    for part in optimizer_parts(optimizer.megatron):
         if not part.is_stub_optimizer and not isinstance(part.optimizer, torch.optim.Adam):
             _step_without_effect(part.optimizer)
     _allocate_adam_state(optimizer)
@@ -220,7 +221,7 @@ def _allocate_state(optimizer: MCoreOptimizer) -> None:
 
 def _allocate_adam_state(optimizer: MCoreOptimizer) -> None:
     """Make the state of torch's Adam where there is none, as its first step would."""
-    for part in getattr(optimizer.megatron, "chained_optimizers", [optimizer.megatron]):
+    for part in optimizer_parts(optimizer.megatron):
         if part.is_stub_optimizer or not isinstance(part.optimizer, torch.optim.Adam):
             continue
         for group in part.optimizer.param_groups:

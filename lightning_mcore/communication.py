@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.sizes import require_flag
 
 PipelineBackend = Literal["nccl", "ucc"]
 SharpGroup = Literal["dp", "dp_replica"]
@@ -97,9 +98,7 @@ class CommunicationOptions:
         names = ("use_sharp", "create_gloo_process_groups", "overlap_p2p_comm_warmup_flush")
         may_be_none = ("deallocate_pipeline_outputs", "batch_p2p_comm")
         for name in (*names, *may_be_none):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and not (name in may_be_none and value is None):
-                raise TypeError(f"{name}={value!r} is not a bool; give True or False")
+            require_flag(name, getattr(self, name), or_none=name in may_be_none)
 
     def check_layout(self, layout: ParallelLayout, overlap_p2p_comm: bool, num_instances: int) -> None:
         """Refuse options that contradict the strategy's own.
@@ -153,7 +152,6 @@ class CommunicationOptions:
                     f"{name}={value!r} is an option of NCCL, but this run is on {device.type!r}, whose groups are gloo;"
                     " leave it out"
                 )
-
         if self.deallocate_pipeline_outputs:
             raise ValueError(
                 "deallocate_pipeline_outputs=True frees memory from which gloo may still be sending, so that it is for"

@@ -24,6 +24,8 @@ Sources: ``TransformerConfig.__post_init__``, ``get_fp8_recipe`` and ``TEDelayed
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, get_args
 
+from lightning_mcore.sizes import require_flag, require_size
+
 FP8Format: TypeAlias = Literal["e4m3", "hybrid"]
 FP8Recipe: TypeAlias = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 AmaxComputeAlgo: TypeAlias = Literal["most_recent", "max"]
@@ -49,22 +51,7 @@ _COUNTS = ("fp8_amax_history_len", "fp8_margin", "num_layers_at_start_in_bf16", 
 class FP8Settings:
     """The FP8 arguments of ``MCorePrecision``, under Megatron's names and with its defaults.
 
-    Args:
-        fp8: Format: ``"e4m3"``, or ``"hybrid"`` with e5m2 for gradients; None for ``"hybrid"`` if there is a recipe.
-        fp8_recipe: How tensors are scaled; None for ``"delayed"`` if there is a format.
-        fp8_param: Keep the weights in FP8 and gather them so; needs the distributed optimizer.
-        fp8_margin: With the delayed recipe: powers of two that the scale stays below the largest.
-        fp8_amax_history_len: With the delayed recipe: steps whose largest values are remembered.
-        fp8_amax_compute_algo: With the delayed recipe: which of these counts.
-        fp8_wgrad: With the delayed recipe: whether the gradients of weights are computed in FP8 too.
-        fp8_dot_product_attention: Attention in FP8; not with blockwise and mxfp8.
-        fp8_multi_head_attention: With the delayed recipe: FP8 also between attention and its linear layers.
-        tp_only_amax_red: With the delayed recipe: agree on largest values in tensor-parallel groups only.
-        first_last_layers_bf16: Keep the first and last layers in bf16; not with the delayed recipe.
-        num_layers_at_start_in_bf16: How many at the start.
-        num_layers_at_end_in_bf16: How many at the end.
-        reuse_grad_buf_for_mxfp8_param_ag: With mxfp8 and ``fp8_param``, which need it: gather weights in the buffer of
-            the gradients.
+    What each means is said there, where the command line reads it.
 
     Raises:
         TypeError: A value of another type.
@@ -124,12 +111,9 @@ class FP8Settings:
                 if value not in allowed and not (value is None and field.default is None):
                     raise ValueError(f"{field.name}={value!r} is unknown; choose one of {allowed}")
             elif field.name in _COUNTS:
-                if isinstance(value, bool) or not isinstance(value, int):
-                    raise TypeError(f"{field.name}={value!r} is not an int")
-                if value < (1 if field.name == "fp8_amax_history_len" else 0):
-                    raise ValueError(f"{field.name}={value} is too small")
-            elif not isinstance(value, bool):
-                raise TypeError(f"{field.name}={value!r} is not a bool; give True or False")
+                require_size(field.name, value, at_least=1 if field.name == "fp8_amax_history_len" else 0)
+            else:
+                require_flag(field.name, value)
 
     # ---- what it means
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 
 from lightning_mcore.model_shape import ModelShape
 from lightning_mcore.pipeline_split import check_layers, check_stages, parse_stages
-from lightning_mcore.sizes import choices, divisors, neighbours, require_divides, require_size
+from lightning_mcore.sizes import choices, divisors, neighbours, require_divides, require_flag, require_size
 
 __all__ = ["Coordinates", "ModelShape", "ParallelLayout"]
 
@@ -76,8 +76,7 @@ class ParallelLayout:
             value = getattr(self, field.name)
             if field.type is int or (field.type == (int | None) and value is not None):
                 require_size(field.name, value)
-        if not isinstance(self.sequence_parallel, bool):
-            raise TypeError(f"sequence_parallel={self.sequence_parallel!r} is not a bool; give True or False")
+        require_flag("sequence_parallel", self.sequence_parallel)
         self._check_combinations()
         if self.pipeline_model_parallel_layout is not None:
             pp, vp = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size

@@ -29,6 +29,8 @@ from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradS
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from lightning_mcore.optimizer_parts import optimizer_parts
+
 _NEVER = 2**62  # batches
 
 
@@ -123,7 +125,7 @@ class LossScaler:
 
     def attach(self, megatron: MegatronOptimizer) -> "AgreedGradScaler":
         """Give every part of an optimizer the scale of this run in place of a scaler of its own."""
-        parts = [p for p in getattr(megatron, "chained_optimizers", [megatron]) if getattr(p, "grad_scaler", None)]
+        parts = [p for p in optimizer_parts(megatron) if getattr(p, "grad_scaler", None)]
         agreed = AgreedGradScaler(self, num_parts=max(len(parts), 1))
         for part in parts:
             part.grad_scaler = agreed

@@ -28,6 +28,7 @@ from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 from torch.optim import Optimizer
 
 from lightning_mcore.loss_scale import AgreedGradScaler
+from lightning_mcore.optimizer_parts import optimizer_parts
 from lightning_mcore.process_groups import process_group
 
 # One of the four fields by which Megatron tells groups apart on loading; it has no other use, so it carries our index.
@@ -288,8 +289,7 @@ class MCoreOptimizer(Optimizer):
 
     @property
     def _parts(self) -> list[MegatronOptimizer]:
-        parts = getattr(self.megatron, "chained_optimizers", [self.megatron])
-        return [part for part in parts if not part.is_stub_optimizer]
+        return [part for part in optimizer_parts(self.megatron) if not part.is_stub_optimizer]
 
     def _follow_user_groups(self) -> None:
         own = ("params", *_IDENTIFY, *(_OF_IMPLEMENTATION if self.megatron.config.optimizer_cpu_offload else ()))

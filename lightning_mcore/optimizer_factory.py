@@ -21,6 +21,7 @@ from lightning_mcore.loss_scale import LossScaler
 from lightning_mcore.optimizer import GROUP_INDEX, MCoreOptimizer
 from lightning_mcore.optimizer_kinds import check_kind, megatron_fields
 from lightning_mcore.optimizer_options import check_options
+from lightning_mcore.optimizer_parts import optimizer_parts
 from lightning_mcore.process_groups import process_group
 
 _T = TypeVar("_T")
@@ -149,7 +150,7 @@ def _rebuild(
     megatron = get_megatron_optimizer(
         _config(fields, setting), list(chunks), config_overrides=overrides, use_gloo_process_groups=False
     )
-    for part in getattr(megatron, "chained_optimizers", [megatron]):
+    for part in optimizer_parts(megatron):
         if getattr(part, "init_state_fn", _no_initial_state) is None:  # SGD's; Megatron calls it to load a checkpoint
             part.init_state_fn = _no_initial_state
     return megatron

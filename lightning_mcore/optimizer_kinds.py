@@ -68,9 +68,13 @@ def check_number(optimizers: Sequence[Optimizer], inline: bool, distributed: boo
     Raises:
         TypeError: There are several.
     """
-    if len(optimizers) > 1 and (distributed or overlap_grad_reduce or not inline):
-        because = "use_distributed_optimizer=True" if distributed else "overlap_grad_reduce=True"
-        because = because if inline else "a model built with pipeline()"
+    reasons = {
+        "a model built with pipeline()": not inline,
+        "use_distributed_optimizer=True": distributed,
+        "overlap_grad_reduce=True": overlap_grad_reduce,
+    }
+    because = next((reason for reason, holds in reasons.items() if holds), None)
+    if len(optimizers) > 1 and because is not None:
         raise TypeError(
             f"configure_optimizers returned {len(optimizers)} optimizers, and {because} needs one over all parameters;"
             " make one with several parameter groups"
@@ -143,7 +147,6 @@ def check_kind(
             f"{name} looks at whole matrices, and tensor_model_parallel_size={tensor_parallel_size} leaves each rank a"
             " part of them; set the tensor sizes to 1, or use an optimizer that is elementwise, such as AdamW"
         )
-
     if saves_shards and _is_one_of(user, _STATE_OF_ANOTHER_SHAPE):
         raise TypeError(
             f"{name} keeps state that is not shaped like its parameters, which the sharded checkpoint of a split model"

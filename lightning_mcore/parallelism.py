@@ -45,7 +45,7 @@ from lightning_mcore.process_groups import (
     process_groups_are_open,
 )
 from lightning_mcore.settings import GradientSettings, reduce_scatter_restored
-from lightning_mcore.sizes import require_size
+from lightning_mcore.sizes import require_flag, require_size
 from lightning_mcore.step_logs import ALREADY_MERGED
 from lightning_mcore.tensor_overlap import TensorParallelOverlap
 
@@ -304,8 +304,7 @@ class MCoreParallelism(DDPStrategy):
 
 
 def _resolve_overlap_p2p(given: bool | None, layout: ParallelLayout) -> bool:
-    if given is not None and not isinstance(given, bool):
-        raise TypeError(f"overlap_p2p_comm={given!r} is not a bool; give True, False or None")
+    require_flag("overlap_p2p_comm", given, or_none=True)
     interleaved = layout.virtual_pipeline_model_parallel_size is not None
     if given and not interleaved:
         raise ValueError(

@@ -215,7 +215,7 @@ class MCorePrecision(Precision):
 
     def ddp_fields(self) -> dict[str, Any]:
         """Return the ``DistributedDataParallelConfig`` fields of this precision."""
-        fields = {"grad_reduce_in_fp32": self.precision not in ("bf16-true", "16-true"), **self.fp8.ddp_fields()}
+        fields = {"grad_reduce_in_fp32": self._half is None, **self.fp8.ddp_fields()}
         if self._scaling is not None:
             fields["check_for_nan_in_grad"] = False  # an overflow skips a step, it does not end the run
         return fields
@@ -253,12 +253,12 @@ class MCorePrecision(Precision):
 
     def convert_module(self, module: Module) -> Module:
         """Cast a plain module for ``bf16-true`` and ``16-true``; Megatron's chunks are cast where they are wrapped."""
-        return module.to(self.dtype) if self._is_inline and self.precision in ("bf16-true", "16-true") else module
+        return module.to(self.dtype) if self._is_inline and self._half is not None else module
 
     def convert_input(self, data: Any) -> Any:
         """Cast the floating-point tensors of a plain module's batch for ``bf16-true`` and ``16-true``."""
-        if self._is_inline and (self.precision == "bf16-true" or self.precision == "16-true"):
-            return HalfPrecision(self.precision).convert_input(data)
+        if self._is_inline and self._half is not None:
+            return self._half.convert_input(data)
         return data
 
     def forward_context(self) -> AbstractContextManager[None]:

@@ -14,6 +14,7 @@ import importlib.util
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig, param_and_grad_buffer
 
 from lightning_mcore.layout import ParallelLayout
-from lightning_mcore.sizes import require_size
+from lightning_mcore.sizes import require_flag, require_size
 
 _DEFAULTS = DistributedDataParallelConfig()
 _FSDP = "it belongs to Megatron FSDP, which MCoreStrategy does not run yet"
@@ -67,8 +68,7 @@ class GradientSettings:
             )
         for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
             given = getattr(self, name)
-            if given is not None and not isinstance(given, bool):
-                raise TypeError(f"{name}={given!r} is not a bool; give True, False or None")
+            require_flag(name, given, or_none=True)
             self._check_one_value(name, given)
         self._check_options(self.ddp_config or _DEFAULTS)
         resolved = self.resolve()
@@ -86,12 +86,12 @@ class GradientSettings:
         """Distributed-optimizer instances: groups of data-parallel ranks, each of which holds a whole state."""
         return self.ddp_config.num_distributed_optimizer_instances if self.ddp_config is not None else 1
 
-    @property
+    @cached_property
     def distributed(self) -> bool:
         """Whether the optimizer state is sharded."""
         return bool(self.resolve().use_distributed_optimizer)
 
-    @property
+    @cached_property
     def sums_once(self) -> bool:
         """Whether gradients can be summed over ranks only once before they are zeroed: shards are summed in place."""
         resolved = self.resolve()

@@ -21,6 +21,16 @@ def require_size(name: str, value: object, at_least: int = 1) -> None:
         raise ValueError(f"{name}={value} is too small; choose {at_least} or more")
 
 
+def require_flag(name: str, value: object, or_none: bool = False) -> None:
+    """Refuse what is not a bool, or with ``or_none`` None.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    if not isinstance(value, bool) and not (or_none and value is None):
+        raise TypeError(f"{name}={value!r} is not a bool; give {'True, False or None' if or_none else 'True or False'}")
+
+
 def require_divides(name: str, size: int, of: str, whole: int | None) -> None:
     """Refuse a ``size`` that does not divide ``whole``; an unknown whole (None) is not checked.
 

@@ -208,7 +208,7 @@ class MCoreStrategy(MCorePersistence):
         trainer = self.lightning_module.trainer
         if self._chunks is None:
             return result  # after a run
-        if trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps:
+        if ends_the_epoch(trainer):
             synchronize_parameters(self._chunks)
         return result
 

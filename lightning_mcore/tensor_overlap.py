@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
+from packaging.version import Version
 
 from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.sizes import require_flag
 
 
 class TensorParallelOverlap:
@@ -39,8 +41,7 @@ class TensorParallelOverlap:
     """
 
     def __init__(self, enabled: bool, config_path: str | None, layout: ParallelLayout) -> None:
-        if not isinstance(enabled, bool):
-            raise TypeError(f"tp_comm_overlap={enabled!r} is not a bool; give True or False")
+        require_flag("tp_comm_overlap", enabled)
         if config_path is not None and not enabled:
             raise ValueError(f"tp_comm_overlap_cfg={config_path!r} needs tp_comm_overlap=True; set both")
         if enabled and not layout.sequence_parallel:
@@ -100,7 +101,7 @@ class TensorParallelOverlap:
             )
         module = importlib.import_module("transformer_engine.pytorch.module.base")
         buffers = _read_yaml(self._config_path) if self._config_path is not None else {}
-        version = _release(importlib.metadata.version("transformer_engine"))
+        version = Version(importlib.metadata.version("transformer_engine")).release
         module.initialize_ub(**user_buffer_arguments(shape, config, buffers, version, module))
         self._shape = shape
 
@@ -149,8 +150,3 @@ def user_buffer_arguments(
 def _read_yaml(path: str) -> dict[str, Any]:
     yaml = importlib.import_module("yaml")
     return yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-
-
-def _release(version: str) -> tuple[int, ...]:
-    digits = version.split("+")[0].split(".")
-    return tuple(int(part) for part in digits[:2] if part.isdigit())

@@ -27,7 +27,18 @@ PYTHON_FILES = sorted(
 
 # Who may know whom: a file imports only files of the levels above it.
 LEVELS = [
-    {"sizes", "muon", "cpu_runtime", "packing", "throughput", "evaluation", "field_support", "moe_router", "positions"},
+    {
+        "sizes",
+        "muon",
+        "cpu_runtime",
+        "packing",
+        "throughput",
+        "evaluation",
+        "field_support",
+        "moe_router",
+        "positions",
+        "optimizer_parts",
+    },
     {"model_shape", "attention", "progress"},
     {"pipeline_split", "core_attention"},
     {"layout", "backend"},
