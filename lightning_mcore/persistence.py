@@ -2,7 +2,7 @@
 """Lightning's checkpoint hooks: what is one file, what is a directory, and when each part is read.
 
 :class:`MCorePersistence` is the part of the strategy that saves and resumes; ``strategy.py`` builds the steps on it.
-A model that is whole on every rank is saved as Lightning saves it; of a split one ``checkpoint.py`` writes and reads
+A model that is whole on every rank is saved as Lightning saves it; of a split one ``sharded_state.py`` writes and reads
 the shards, and Lightning's own state lies beside them.
 
 Lightning asks for a checkpoint in two pieces. Before ``setup`` it calls ``load_checkpoint`` and hands out its state;
@@ -17,7 +17,7 @@ from typing import Any
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_mcore import checkpoint as sharded
+from lightning_mcore import sharded_state as sharded
 from lightning_mcore.chunks import ModelChunks, synchronize_parameters
 from lightning_mcore.optimizer import MCoreOptimizer
 from lightning_mcore.parallelism import MCoreParallelism

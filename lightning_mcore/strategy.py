@@ -3,7 +3,7 @@
 
 Each hook is a few lines that delegate: settings to ``settings.py``, groups to ``process_groups.py``, wrapping to
 ``chunks.py``, steps to ``schedule.py``, the optimizer to ``optimizer.py``, number formats to ``precision.py``,
-checkpoints to ``checkpoint.py``.
+checkpoints to ``persistence.py``.
 
 Two ways to run a step:
 

@@ -56,7 +56,7 @@ LEVELS = [
     {"session", "step_logs", "auxiliary_logs", "log_names", "plateau", "generation", "optimizer_options"},
     {"module"},
     {"chunks", "averaging", "optimizer", "fp8_checks"},
-    {"schedule", "precision", "checkpoint", "optimizer_factory"},
+    {"schedule", "precision", "sharded_state", "optimizer_factory"},
     {"parallelism", "gpt"},
     {"persistence"},
     {"strategy"},
