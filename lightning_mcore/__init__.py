@@ -6,19 +6,23 @@ import warnings
 with warnings.catch_warnings():
     # megatron-core says so several times while it is imported; transformer_impl="auto" does what can be done about it
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*not installed", category=UserWarning)
+    from lightning_mcore.checkpoint_io import MCoreCheckpointIO
     from lightning_mcore.communication import CommunicationOptions
     from lightning_mcore.gpt import MCoreGPT
     from lightning_mcore.layout import ModelShape, ParallelLayout
     from lightning_mcore.module import MCoreModule
     from lightning_mcore.muon import MuonWithAdamW
     from lightning_mcore.precision import MCorePrecision
+    from lightning_mcore.preemption import PreemptionCheckpoint
     from lightning_mcore.progress import MCoreProgressBar
+    from lightning_mcore.session import single_process
     from lightning_mcore.strategy import MCoreStrategy
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CommunicationOptions",
+    "MCoreCheckpointIO",
     "MCoreGPT",
     "MCoreModule",
     "MCorePrecision",
@@ -27,5 +31,7 @@ __all__ = [
     "ModelShape",
     "MuonWithAdamW",
     "ParallelLayout",
+    "PreemptionCheckpoint",
     "__version__",
+    "single_process",
 ]

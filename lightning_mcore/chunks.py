@@ -27,7 +27,7 @@ from torch import nn
 
 from lightning_mcore.field_support import check_fields
 from lightning_mcore.fp8 import TRANSFORMER_FIELDS as FP8_FIELDS
-from lightning_mcore.module import Pipeline
+from lightning_mcore.pipeline import Pipeline
 from lightning_mcore.process_groups import process_group
 
 _T = TypeVar("_T")

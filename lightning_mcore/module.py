@@ -3,126 +3,29 @@
 
 :class:`MCoreModule` adds to a LightningModule what a split model needs. The heart of it is
 :meth:`MCoreModule.pipeline`: ``configure_model`` hands it a factory, and it builds the chunks of the model that this
-rank owns. The result is called like the whole model. How an ordinary ``training_step`` becomes a pipeline stage:
-
-* the schedule activates one chunk and calls ``training_step``;
-* on a chunk that is not the last stage, ``self.model(...)`` raises :class:`StageOutput`, which carries the chunk's
-  output and unwinds ``training_step``; the schedule catches it and sends the output to the next stage;
-* on the last stage ``self.model(...)`` returns, and ``training_step`` goes on to its loss.
-
-So ``training_step`` calls ``self.model(...)`` exactly once; what stands before the call runs on every stage, what
-stands after it on the last one. ``StageOutput`` derives from ``BaseException``, so ``except Exception`` does not
-swallow it.
+rank owns. The result is called like the whole model. ``pipeline.py`` says how
+an ordinary ``training_step`` becomes a pipeline stage.
 
 Under a strategy that is not ours the model is built whole, and the class runs as it is.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor
 
+from lightning_mcore.checkpoint_io import MCoreCheckpointIO
 from lightning_mcore.layout import ModelShape, ParallelLayout
 from lightning_mcore.packing import split_for_context_parallel
+from lightning_mcore.pipeline import ChunkFactory, Pipeline, PipelineHost
 from lightning_mcore.process_groups import pipeline_stage, process_group, process_groups_are_open
-from lightning_mcore.session import SingleModelSession
-
-
-class ChunkFactory(Protocol):
-    """Builds one chunk of the model: the embedding where ``pre_process``, the head where ``post_process``."""
-
-    def __call__(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> nn.Module:
-        """Return the Megatron module of this virtual stage."""
-        ...
-
-
-@runtime_checkable
-class PipelineHost(Protocol):
-    """What a module needs to know of the strategy that runs it; :class:`~lightning_mcore.MCoreStrategy` is one."""
-
-    layout: ParallelLayout
-
-    def megatron_fields(self) -> dict[str, Any]:
-        """Return the TransformerConfig fields that the strategy and its precision own."""
-        ...
-
-    def run_forward(self, step: str, batch: Any) -> Any:
-        """Run a method of the module through the pipeline without gradients."""
-        ...
-
-
-class StageOutput(BaseException):
-    """Carries a chunk's output out of the user's step on every stage but the last."""
-
-    def __init__(self, value: Tensor) -> None:
-        super().__init__()
-        self.value = value
-
-
-class Pipeline(nn.Module):
-    """The chunks of the model that this rank owns; callable like the whole model.
-
-    Args:
-        chunks: One Megatron module for each virtual stage of this rank.
-        is_last: For each chunk, whether it holds the end of the model.
-        layout: The layout that the chunks were built for.
-        prepare: Called before the whole model runs outside a schedule, None where nothing is to be prepared.
-    """
-
-    def __init__(
-        self,
-        chunks: list[nn.Module],
-        is_last: list[bool],
-        layout: ParallelLayout,
-        prepare: Callable[[], None] | None = None,
-    ) -> None:
-        super().__init__()
-        self._prepare = prepare
-        self.chunks = nn.ModuleList(chunks)
-        self.is_last = is_last
-        self.layout = layout
-        self._active: tuple[nn.Module, bool] | None = None
-        self.num_calls = 0
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the active chunk; return its output on the last stage.
-
-        Raises:
-            StageOutput: On every other stage; for the schedule, not for users.
-            RuntimeError: A part of a model is called outside the schedule.
-        """
-        self.num_calls += 1
-        if self._active is None:
-            return self._whole_model()(*args, **kwargs)
-        chunk, is_last = self._active
-        output = chunk(*args, **kwargs)
-        if not is_last:
-            raise StageOutput(output)
-        return output
-
-    @contextlib.contextmanager
-    def activate(self, chunk: nn.Module, is_last: bool) -> Iterator[None]:
-        """Let calls run ``chunk`` (as the strategy wrapped it) inside the ``with`` block."""
-        object.__setattr__(self, "_active", (chunk, is_last))  # not a submodule: the wrapped chunk contains ours
-        try:
-            yield
-        finally:
-            self._active = None
-
-    def _whole_model(self) -> nn.Module:
-        if len(self.chunks) == 1 and self.is_last[0] and self.layout.pipeline_model_parallel_size == 1:
-            if self._prepare is not None:
-                self._prepare()
-            return self.chunks[0]
-        raise RuntimeError(
-            "self.model(...) was called outside a step, where this rank holds only a part of the model; "
-            "run it with self.run_forward('method', batch)"
-        )
+from lightning_mcore.session import SingleModelSession, single_process
+from lightning_mcore.weights import build_from_checkpoint, load_weights
 
 
 class MCoreModule(pl.LightningModule):
@@ -161,6 +64,55 @@ class MCoreModule(pl.LightningModule):
         pipeline = self._build(factory, layout, whole=host is None)
         object.__setattr__(self, "_built_pipeline", pipeline)  # the user's attribute registers it as a submodule
         return pipeline
+
+    def load_weights(self, path: str | Path, strict: bool = True) -> None:
+        """Start from the weights of a checkpoint; call it at the end of ``configure_model``.
+
+        Every rank reads the parts that it holds. The optimizer starts afresh, and so do steps and epochs; to go on with
+        a run, give its checkpoint to ``trainer.fit(ckpt_path=...)`` instead.
+
+        Args:
+            path: A directory that ``MCoreStrategy`` or Megatron-LM wrote, on any layout.
+            strict: Refuse names that are missing or unexpected, instead of warning of them.
+
+        Raises:
+            FileNotFoundError: There is nothing at ``path``.
+            RuntimeError: The model is not built yet, or training has begun.
+            ValueError: It is no such checkpoint, or of another model.
+        """
+        if self.__dict__.get("_built_pipeline") is None:
+            raise RuntimeError("there is no model to load weights into; call load_weights() after self.pipeline(...)")
+        if any(hasattr(parameter, "main_grad") for parameter in self.parameters()):
+            raise RuntimeError("load_weights() was called while the model is trained; call it in configure_model()")
+        load_weights(self, path, strict)
+
+    @_restricted_classmethod
+    def load_from_checkpoint(
+        cls,  # noqa: N805
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Make a module from a checkpoint, with the whole model in this process, from whatever layout it was saved on.
+
+        Lightning's own, extended to directories. To train on several ranks from its weights, use :meth:`load_weights`.
+
+        Args:
+            checkpoint_path: A file, or a directory of shards.
+            map_location: For a file, as in Lightning.
+            hparams_file: For a file, as in Lightning.
+            strict: Whether names must agree; the module's ``strict_loading`` by default.
+            weights_only: As ``torch.load`` takes it.
+            kwargs: Hyper-parameters to use instead of those in the checkpoint.
+        """
+        with single_process():
+            if isinstance(checkpoint_path, str | Path) and MCoreCheckpointIO.is_directory(checkpoint_path):
+                return build_from_checkpoint(cls, str(checkpoint_path), strict, weights_only, kwargs)
+            lightning_loader = super().load_from_checkpoint
+            return lightning_loader(checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs)
 
     def megatron_fields(self) -> dict[str, Any]:
         """Return the ``TransformerConfig`` fields that belong to the strategy and the precision.

@@ -5,12 +5,14 @@ The strategy calls :func:`make_optimizer` in ``setup`` for each optimizer that `
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer, MegatronOptimizer
@@ -23,8 +25,6 @@ from lightning_mcore.optimizer_kinds import check_kind, megatron_fields
 from lightning_mcore.optimizer_options import check_options
 from lightning_mcore.optimizer_parts import optimizer_parts
 from lightning_mcore.process_groups import process_group
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -59,31 +59,21 @@ class OptimizerSetting:
         return bool(self.precision["params_dtype"] != torch.float32)
 
 
-def on_every_rank(configure: Callable[[], _T]) -> _T:
-    """Return what ``configure`` returns; if it fails on some rank, fail on all.
-
-    A pipeline stage whose parameters are all frozen may give torch's optimizer an empty list, which it refuses; the
-    other ranks would wait for this one for ever. Collective over the world.
+def configure_optimizers(module: pl.LightningModule) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
+    """Return what the module's ``configure_optimizers`` returned, as Lightning reads it.
 
     Raises:
-        RuntimeError: It failed on another rank; on that one, its own error is raised.
+        ValueError: An optimizer was given no parameters, as by a pipeline stage that is frozen as a whole.
     """
-    failure: Exception | None = None
     try:
-        result = configure()
-    except Exception as error:
-        failure = error
-    failures: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, f"{type(failure).__name__}: {failure}" if failure is not None else None)
-    if failure is not None:
-        raise failure
-    for rank, message in enumerate(failures):
-        if message is not None:
-            raise RuntimeError(
-                f"configure_optimizers failed on rank {rank} with {message!r}; it must succeed on every rank, so give"
-                " the optimizer all parameters of the stage, frozen ones too"
-            )
-    return result
+        return _init_optimizers_and_lr_schedulers(module)
+    except ValueError as error:
+        if "empty parameter list" in str(error):
+            raise ValueError(
+                f"{error} in configure_optimizers; give it all parameters of the stage, frozen ones too, for some"
+                " stages may have none that are trained"
+            ) from error
+        raise
 
 
 def make_optimizer(

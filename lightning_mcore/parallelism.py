@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader
 from lightning_mcore.averaging import check_averaging
 from lightning_mcore.communication import CommunicationOptions
 from lightning_mcore.cpu_runtime import cpu_runtime
+from lightning_mcore.exact_resume import ExactResume
 from lightning_mcore.fp8_checks import FP8Machine
 from lightning_mcore.fp8_checks import check_run as check_fp8
 from lightning_mcore.layout import ParallelLayout
@@ -138,6 +139,7 @@ class MCoreParallelism(DDPStrategy):
         _check_align_param_gather(self.gradients, self.layout)
         self.micro_batch_size = _checked_micro_batch_size(micro_batch_size)
         self._runtime = contextlib.ExitStack()
+        self.resume = ExactResume(self, self.layout)
         super().__init__(
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
@@ -236,6 +238,7 @@ class MCoreParallelism(DDPStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Seed dataloader workers by data-parallel rank, so that ranks of one model copy augment alike."""
+        self.resume.process_dataloader(dataloader)
         seeded = int(os.environ.get("PL_SEED_WORKERS", 0))
         if seeded and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=process_group("dp").rank())

@@ -2,25 +2,46 @@
 """Lightning's checkpoint hooks: what is one file, what is a directory, and when each part is read.
 
 :class:`MCorePersistence` is the part of the strategy that saves and resumes; ``strategy.py`` builds the steps on it.
-A model that is whole on every rank is saved as Lightning saves it; of a split one ``sharded_state.py`` writes and reads
-the shards, and Lightning's own state lies beside them.
+
+==========================================  ===================================================================
+a plain module, optimizer not sharded       one file, as Lightning writes it; ``"ddp"`` reads it and the other way
+a plain module, distributed optimizer       a directory
+a model built with ``pipeline()``           a directory, also on one rank: any layout reads it
+==========================================  ===================================================================
 
 Lightning asks for a checkpoint in two pieces. Before ``setup`` it calls ``load_checkpoint`` and hands out its state;
 shards can only be read into the wrapped model, so they wait until the end of ``setup``.
 """
 
-import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_mcore import sharded_state as sharded
-from lightning_mcore.chunks import ModelChunks, synchronize_parameters
+from lightning_mcore import checkpoint_manifest, sharded_state
+from lightning_mcore.agreement import on_all
+from lightning_mcore.checkpoint_io import MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
+from lightning_mcore.chunks import ModelChunks, find_pipeline, synchronize_parameters
 from lightning_mcore.optimizer import MCoreOptimizer
 from lightning_mcore.parallelism import MCoreParallelism
+
+_NUMBERS = "lightning_mcore/optimizer_numbers"
+_EXCEPTION_TIMEOUT = 30.0  # seconds
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """Shards that wait for the model."""
+
+    stored: sharded_state.StoredState
+    manifest: dict[str, Any]
 
 
 class MCorePersistence(MCoreParallelism):
@@ -28,7 +49,7 @@ class MCorePersistence(MCoreParallelism):
 
     _chunks: ModelChunks | None = None
     _finished_chunks: ModelChunks | None = None
-    _pending_checkpoint: tuple[str, bool] | None = None
+    _pending: _Pending | None = None
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -36,8 +57,36 @@ class MCorePersistence(MCoreParallelism):
         return False
 
     @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes and reads checkpoints; :class:`~lightning_mcore.MCoreCheckpointIO` unless told otherwise."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = MCoreCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
+            self._checkpoint_io.checkpoint_io = MCoreCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    @property
+    def _shard_io(self) -> MCoreCheckpointIO:
+        io = self.checkpoint_io
+        if not isinstance(io, MCoreCheckpointIO):
+            raise TypeError(
+                f"{type(io).__name__} writes one file, and this model is saved as a directory of shards; leave it out,"
+                " or give MCoreCheckpointIO(), which also saves asynchronously (async_save=True)"
+            )
+        return io
+
+    @property
     def _saves_one_file(self) -> bool:
-        return not self._splits_weights and not self.gradients.distributed
+        if self.gradients.distributed:
+            return False
+        chunks = self._chunks or self._finished_chunks
+        if chunks is not None:
+            return chunks.pipeline is None
+        return self.lightning_module is None or find_pipeline(self.lightning_module) is None
 
     @property
     def _splits_weights(self) -> bool:
@@ -49,11 +98,13 @@ class MCorePersistence(MCoreParallelism):
     def _megatron_optimizers(self) -> list[MCoreOptimizer]:
         return [optimizer for optimizer in self.optimizers if isinstance(optimizer, MCoreOptimizer)]
 
+    # ---- saving
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the weights for a one-file checkpoint, or what stands beside the shards of a split model."""
         state = super().lightning_module_state_dict()
         assert self.lightning_module is not None
-        return state if self._saves_one_file else sharded.state_outside_chunks(self.lightning_module, state)
+        return state if self._saves_one_file else sharded_state.state_outside_chunks(self.lightning_module, state)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of the optimizer; beside shards only what LR schedulers read back."""
@@ -62,6 +113,121 @@ class MCorePersistence(MCoreParallelism):
             state: dict[str, Any] = owner.state_dict()
             return state
         return {"param_groups": [{k: v for k, v in group.items() if k != "params"} for group in owner.param_groups]}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Write one file, or a directory where the model is split; collective over the world.
+
+        Works during a run and after it, as ``trainer.save_checkpoint`` does.
+
+        Raises:
+            RuntimeError: There has been no run yet, and a run may split the model.
+            TypeError: The ``checkpoint_io`` given to the strategy cannot write shards.
+        """
+        chunks = self._chunks or self._finished_chunks
+        if chunks is not None:
+            synchronize_parameters(chunks)
+        if self._saves_one_file:
+            checkpoint = {**checkpoint, RANK_STATE: self.resume.gather(checkpoint)}
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if chunks is None:
+            raise RuntimeError("there is no model to save before the first run; call fit() or validate() first")
+        io = self._shard_io
+        optimizers = self._megatron_optimizers() if "optimizer_states" in checkpoint else []
+        with self.runtime():
+            state = sharded_state.collect(chunks, optimizers)
+            own: dict[str, Any] = {
+                SHARDED_STATE: state.tensors,
+                MANIFEST: {**self._describe(chunks, optimizers), "parameters": state.num_parameters},
+                RANK_STATE: self.resume.rank_state(checkpoint),
+            }
+            if optimizers:
+                own[_NUMBERS] = state.numbers
+            io.save_checkpoint({**checkpoint, **own}, self.broadcast(str(filepath)), storage_options)
+            if self._makes_links or self._chunks is None:  # after a run there are no steps to finish it between
+                io.drain()
+
+    @property
+    def _makes_links(self) -> bool:
+        """Whether a checkpoint gets a link as soon as it is saved; a save that is on its way has nothing to link to."""
+        assert self.lightning_module is not None
+        callbacks = self.lightning_module.trainer.checkpoint_callbacks
+        return any(getattr(callback, "save_last", None) == "link" for callback in callbacks)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Finish a save whose files are written."""
+        if isinstance(self._checkpoint_io, MCoreCheckpointIO):
+            self._checkpoint_io.poll()
+
+    def on_train_end(self) -> None:
+        """Wait for what is being saved."""
+        self.resume.on_train_end()
+        self._finish_saves()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Finish what is being saved, if the other ranks come here too; one of them may have died."""
+        self._finish_saves(_EXCEPTION_TIMEOUT)
+
+    def _finish_saves(self, timeout: float | None = None) -> None:
+        """Wait for what is being saved; collective over the world."""
+        if isinstance(self._checkpoint_io, MCoreCheckpointIO) and self._checkpoint_io.has_saves_in_flight:
+            with self.runtime():
+                self._checkpoint_io.drain(timeout)
+
+    def _describe(self, chunks: ModelChunks, optimizers: list[MCoreOptimizer]) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return checkpoint_manifest.describe(
+            self.lightning_module,
+            self.layout,
+            self.world_size,
+            self.precision_plugin.precision,
+            self.gradients.distributed,
+            chunks.config if chunks.pipeline is not None else None,
+            [optimizer.user for optimizer in optimizers],
+        )
+
+    # ---- loading
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a file, or Lightning's part of a directory, whose shards follow in ``setup``.
+
+        Raises:
+            FileNotFoundError: There is nothing, or a directory that is no checkpoint.
+            ValueError: The checkpoint is of another model, or cannot be read whole.
+        """
+        self._finish_saves()
+        path: str = self.broadcast(str(checkpoint_path))  # not a Path, which breaks "http://"
+        state: dict[str, Any] = on_all(lambda: self._read(path, weights_only))
+        self.resume.restore(state.pop(RANK_STATE, None), state)
+        manifest = state.pop(MANIFEST, None)
+        if manifest is None:
+            return state
+        numbers = state.pop(_NUMBERS, None)
+        io = self._shard_io
+        read = partial(io.load_shards, path, weights_only=weights_only)
+        stored = sharded_state.StoredState(path, io.read_shapes(path), numbers, read)
+        self._pending = _Pending(stored, manifest)
+        return state
+
+    def _read(self, path: str, weights_only: bool | None) -> dict[str, Any]:
+        state: dict[str, Any] = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        if MANIFEST not in state and self._splits_weights:
+            raise ValueError(
+                f"{path} is one file, as it is written by other strategies; this run splits the model into"
+                f" {self.layout.describe(self.world_size)}, and reads directories that MCoreStrategy wrote: load it on"
+                " one rank, or with data parallelism alone, and save it there"
+            )
+        return state
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights of a one-file checkpoint, or what stands beside the shards of a split model."""
+        if self._pending is None:
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        assert self.lightning_module is not None
+        self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
+        if self._chunks is not None:  # in the middle of a run, as after a search for a learning rate
+            self._load_pending(self.lightning_module.trainer.state.fn == TrainerFn.FITTING)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load what :meth:`optimizer_state` returned; the state itself, if it is in shards, is there already.
@@ -79,76 +245,30 @@ class MCorePersistence(MCoreParallelism):
             if "state" in saved or "megatron" in saved:
                 optimizer.load_state_dict(saved)
                 continue
-            for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+            groups = saved["param_groups"]
+            if len(groups) != len(optimizer.param_groups):
+                raise ValueError(
+                    f"the checkpoint's optimizer has {len(groups)} parameter groups and that of configure_optimizers"
+                    f" {len(optimizer.param_groups)}; resume with the groups of the run that saved it"
+                )
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
                 group.update(values)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write one file, or a directory where the model is split; collective over the world.
-
-        Works during a run and after it, as ``trainer.save_checkpoint`` does.
-
-        Raises:
-            RuntimeError: There has been no run yet, and a run may split the model.
-        """
-        chunks = self._chunks or self._finished_chunks
-        if chunks is not None:
-            synchronize_parameters(chunks)
-        if self._saves_one_file:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        if chunks is None:
-            raise RuntimeError("there is no model to save before the first run; call fit() or validate() first")
-        optimizers = self._megatron_optimizers() if "optimizer_states" in checkpoint else []
-        with self.runtime():
-            sharded.save_sharded(
-                self.broadcast(str(filepath)), chunks, optimizers, checkpoint, self._cuts_of_shards(True)
-            )
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a file, or Lightning's part of a directory, whose shards follow in ``setup``.
-
-        Raises:
-            FileNotFoundError: The path is a directory, but no checkpoint.
-            ValueError: The checkpoint was written with other settings.
-        """
-        path = self.broadcast(str(checkpoint_path))  # not a Path, which breaks "http://"
-        if not sharded.is_sharded(path):
-            whole = super().load_checkpoint(path, weights_only)
-            if self._splits_weights:
-                raise ValueError(
-                    f"{path} is one file, as it is written where the model is not split; this run splits it into"
-                    f" {self.layout.describe(self.world_size)}, and reads a directory that was written on this layout"
-                )
-            return whole
-        assert self.lightning_module is not None
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        state = sharded.load_lightning_state(path, weights_only, self._cuts_of_shards(fitting))
-        self._pending_checkpoint = (path, "optimizer_states" in state)
-        return state
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights of a one-file checkpoint, or what stands beside the shards of a split model."""
-        if self._pending_checkpoint is None:
-            super().load_model_state_dict(checkpoint, strict)
-            return
-        assert self.lightning_module is not None
-        self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
-        if self._chunks is not None:  # in the middle of a run, as after a search for a learning rate
-            self._load_pending(self.lightning_module.trainer.state.fn == TrainerFn.FITTING)
-
     def _load_pending(self, fitting: bool) -> None:
-        if self._pending_checkpoint is None:
+        if self._pending is None:
             return
-        (path, has_optimizers), self._pending_checkpoint = self._pending_checkpoint, None
+        pending, self._pending = self._pending, None
+        module = self.lightning_module
         assert self._chunks is not None
-        assert self.lightning_module is not None
-        optimizers = self._megatron_optimizers() if fitting and has_optimizers else []
-        sharded.load_sharded(path, self._chunks, optimizers, strict=self.lightning_module.strict_loading)
+        assert module is not None
+        path, manifest = pending.stored.path, pending.manifest
+        checkpoint_manifest.check_model(path, manifest, module)
+        optimizers = self._megatron_optimizers() if fitting and pending.stored.numbers is not None else []
+        if optimizers:
+            checkpoint_manifest.check_optimizer(path, manifest, [optimizer.user for optimizer in optimizers])
+        differences = sharded_state.load(pending.stored, self._chunks, optimizers, strict=module.strict_loading)
+        if differences.missing or differences.unexpected:
+            rank_zero_warn(differences.sentence(path))
         if not optimizers:
             for optimizer in self._megatron_optimizers():
                 optimizer.megatron.reload_model_params()
-
-    def _cuts_of_shards(self, with_optimizers: bool) -> dict[str, Any]:
-        """Return the settings that decide how weights, and with them the optimizer state, are cut into shards."""
-        weights = {**dataclasses.asdict(self.layout), "precision": self.precision_plugin.precision}
-        return {**weights, "use_distributed_optimizer": self.gradients.distributed} if with_optimizers else weights

@@ -37,7 +37,8 @@ from torch import Tensor
 from lightning_mcore.auxiliary_logs import AuxiliaryLogs
 from lightning_mcore.chunks import ModelChunks
 from lightning_mcore.layout import ParallelLayout
-from lightning_mcore.module import MCoreModule, StageOutput
+from lightning_mcore.module import MCoreModule
+from lightning_mcore.pipeline import StageOutput
 from lightning_mcore.process_groups import process_group, random_state_of_stage
 from lightning_mcore.step_logs import StepLogs
 

@@ -13,6 +13,7 @@ makes theirs the same, whatever ``calculate_per_token_loss`` says. They are not 
 
 import contextlib
 import inspect
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -27,7 +28,34 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from lightning_mcore.cpu_runtime import cpu_runtime
 from lightning_mcore.layout import ParallelLayout
-from lightning_mcore.process_groups import close_process_groups, open_process_groups, open_single_process
+from lightning_mcore.process_groups import (
+    close_process_groups,
+    open_process_groups,
+    open_single_process,
+    process_groups_are_open,
+)
+
+
+@contextlib.contextmanager
+def single_process() -> Iterator[None]:
+    """Let Megatron's layers run in this process alone, without a trainer: build a module, load weights, call it.
+
+    On a machine without CUDA the layers run on the CPU. Process groups that are open stay as they are.
+
+    Example:
+        >>> with single_process():
+        ...     module = MCoreGPT.load_from_checkpoint("last.ckpt")
+        ...     logits = module.model(tokens, position_ids, attention_mask=None)
+    """
+    with contextlib.ExitStack() as stack:
+        if not torch.cuda.is_available():
+            stack.enter_context(cpu_runtime())
+        if not process_groups_are_open():
+            if open_single_process():
+                stack.callback(dist.destroy_process_group)
+            stack.callback(close_process_groups)
+            open_process_groups(ParallelLayout(), seed=torch.initial_seed() % 2**31, timeout=timedelta(minutes=30))
+        yield
 
 
 class SingleModelSession(Callback):

@@ -1,118 +1,219 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of models that no single rank holds.
+"""What of a live model and its optimizer goes into a sharded checkpoint, and back into any other layout of them.
 
-A model that is not split is saved as Lightning saves it: one file, interchangeable with ``"ddp"``. A split model
-(tensor, pipeline or expert parallel, or with the distributed optimizer) is saved as a directory::
+Every tensor is described as a part of a global one under Megatron-LM's name, ``decoder.layers.mlp.linear_fc1.weight``,
+so a checkpoint does not know how it was cut: each rank that loads it asks for the parts it holds. Modules of Megatron
+say themselves where their parts belong (``sharded_state_dict``); a plain LightningModule is whole on every rank and
+keeps its names; a chunk that is neither is named after its place in the pipeline, ``chunk<n>.<name>``, which another
+number of stages does not have.
 
-    last.ckpt/
-        .metadata, __0_0.distcp, ...   tensors, written by every rank (megatron.core.dist_checkpointing)
-        common.pt, metadata.json       what Megatron keeps beside them
-        meta.pt                        Lightning's own state: loops, callbacks, hyper-parameters, LR schedulers,
-                                       and what the module holds beside its chunks
-
-It is written under a temporary name and renamed when it is whole. It is read on the layout that wrote it; any other is
-refused.
+``persistence.py`` calls :func:`collect` and :func:`load`; the optimizer's part is ``optimizer_shards.py``, what is on
+the disk is ``checkpoint_io.py``.
 """
 
-import contextlib
-import os
-import queue
-import shutil
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
-from unittest import mock
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_mcore.chunks import ModelChunks
-from lightning_mcore.module import Pipeline
 from lightning_mcore.optimizer import MCoreOptimizer
-from lightning_mcore.optimizer_parts import optimizer_parts
+from lightning_mcore.optimizer_shards import (
+    MAIN_NAMES,
+    Numbers,
+    Share,
+    gather_numbers,
+    numbers_of,
+    pieces_of,
+    place_range,
+    place_share,
+    shares_of,
+)
+from lightning_mcore.pipeline import Pipeline
 from lightning_mcore.process_groups import process_group
 
-_META = "meta.pt"
-_WRITTEN_BY = "written_by"
-_NO_PARAMETER = "no parameter"
-_SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
+_T = TypeVar("_T")
+Shape = tuple[int, ...]
+Read = Callable[[dict[str, Any]], dict[str, Any]]
+_OPTIMIZER = "optimizer"
 
 
-def is_sharded(path: str | Path) -> bool:
-    """Whether ``path`` is a directory checkpoint."""
-    return Path(path).is_dir()
-
-
-def save_sharded(
-    path: str,
-    chunks: ModelChunks,
-    optimizers: Sequence[MCoreOptimizer],
-    lightning_state: dict[str, Any],
-    written_by: dict[str, Any],
-) -> None:
-    """Write a directory checkpoint; collective over the world.
+@dataclass(frozen=True)
+class StoredState:
+    """What a checkpoint holds.
 
     Args:
-        path: The directory; what stands there is replaced once the new one is whole.
+        path: Where it is, for messages.
+        shapes: Global shape of every tensor in it, by name.
+        numbers: What :func:`collect` returned beside the tensors; None if there is no state of an optimizer.
+        read: Fills the tensors of a sharded state from it and returns it; collective over the world.
+    """
+
+    path: str
+    shapes: Mapping[str, Shape]
+    numbers: Sequence[Numbers] | None
+    read: Read
+
+    def weights(self) -> dict[str, Shape]:
+        """Global shapes of the tensors that belong to no optimizer."""
+        return {name: shape for name, shape in self.shapes.items() if not name.startswith(f"{_OPTIMIZER}.")}
+
+
+@dataclass(frozen=True)
+class CollectedState:
+    """What is saved of a model and its optimizers.
+
+    Args:
+        tensors: Megatron's sharded tensors, which share the memory of model and optimizers.
+        numbers: For each optimizer what of its state is not in the tensors; the same on every rank.
+        num_parameters: Parameters of the whole model.
+    """
+
+    tensors: dict[str, Any]
+    numbers: list[Numbers]
+    num_parameters: int
+
+
+@dataclass
+class Differences:
+    """How the names and shapes of a checkpoint differ from those of a model."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    shapes: list[str] = field(default_factory=list)
+
+    def sentence(self, path: str) -> str:
+        """Say it in one sentence, with the first names of each kind."""
+        kinds = (
+            ("lacks", self.missing),
+            ("has what this model does not:", self.unexpected),
+            ("has other shapes:", self.shapes),
+        )
+        found = "; it ".join(f"{text} {_some(names)}" for text, names in kinds if names)
+        return (
+            f"{path} is of another model: it {found}; load it into the model that wrote it, or set"
+            " strict_loading=False in the module to load what fits"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(sorted(names)[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+
+
+# ---- saving
+
+
+def collect(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer]) -> CollectedState:
+    """Return the sharded state of a model and of its optimizers; collective over the world.
+
+    Args:
         chunks: The wrapped model.
         optimizers: The optimizers whose state is saved; empty for weights alone.
-        lightning_state: Lightning's checkpoint without the state that is in the shards.
-        written_by: The settings that decide how the shards are cut.
     """
-    for optimizer in optimizers:
-        _allocate_adam_state(optimizer)  # there is none before the first step, or while fp16 skips every step
-    final = Path(path)
-    unfinished = final.with_name(final.name + ".unfinished")
-    is_first = dist.get_rank() == 0
-    if is_first:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    dist.barrier()
-    # Left to itself, Megatron starts a process for its queue, which imports the user's script again: without a main
-    # guard it would train a second time. While this save lasts, a queue of this process stands in.
-    with mock.patch.object(filesystem_async, "_results_queue", queue.Queue()):
-        dist_checkpointing.save(_sharded_state(chunks, optimizers, is_loading=False), str(unfinished))
-    dist.barrier()
-    if is_first:
-        torch.save({**lightning_state, _WRITTEN_BY: written_by}, unfinished / _META)
-        if final.is_symlink() or final.is_file():
-            final.unlink()
-        elif final.exists():
-            shutil.rmtree(final)
-        os.replace(unfinished, final)
-    dist.barrier()
+    state: dict[str, Any] = {key: sharded_chunk(chunks, index) for index, key in enumerate(_keys(chunks))}
+    model_state = dict(state)
+    numbers = []
+    for index, optimizer in enumerate(optimizers):
+        shares = shares_of(optimizer, model_state)
+        numbers.append(gather_numbers(numbers_of(shares)))
+        blocks = [*_state_blocks(index, shares), *_blocks_of_untrained(index, shares, model_state)]
+        state[f"{_OPTIMIZER}{index}"] = {str(number): block for number, block in enumerate(blocks)}
+    return CollectedState(state, numbers, _count_parameters(model_state))
 
 
-def load_lightning_state(path: str, weights_only: bool | None, read_by: dict[str, Any]) -> dict[str, Any]:
-    """Read Lightning's part of a directory checkpoint.
+def _prefix(index: int, name: str) -> str:
+    return f"{_OPTIMIZER}{index or ''}.state.{name}.{{}}"
+
+
+def _state_blocks(index: int, shares: Sequence[Share]) -> Iterator[ShardedTensor]:
+    for share in shares:
+        for name, tensor in share.tensors().items():
+            yield from place_share(_prefix(index, name), tensor, share)
+        if share.has_copy:
+            yield from place_share(_prefix(index, share.name_of_copy), share.copy(), share)
+
+
+def _blocks_of_untrained(index: int, shares: Sequence[Share], model_state: dict[str, Any]) -> Iterator[ShardedTensor]:
+    """Fill the global tensors of stacked layers with zeros where a layer has no state, such as a frozen one."""
+    own = {share.sharded.key: {n: t.dtype for n, t in share.tensors().items()} for share in shares}
+    found: list[dict[str, dict[str, torch.dtype]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    known: dict[str, dict[str, torch.dtype]] = {}
+    for one in found:
+        for key, names in one.items():
+            known.setdefault(key, {}).update(names)
+    trained = {id(share.parameter) for share in shares}
+    for share in shares:
+        for name in known.get(share.sharded.key, {}).keys() - share.tensors().keys():
+            zeros = torch.zeros_like(share.stepped, dtype=known[share.sharded.key][name])
+            yield from place_share(_prefix(index, name), zeros, share)
+    for entry in _tensors_in(model_state):
+        parameter = entry.data
+        if isinstance(parameter, nn.Parameter) and not parameter.requires_grad and id(parameter) not in trained:
+            for name, dtype in known.get(entry.key, {}).items():
+                zeros = torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
+                yield from place_range(_prefix(index, name), zeros, entry, begin=0)
+
+
+def _count_parameters(model_state: dict[str, Any]) -> int:
+    shapes = {
+        piece.place.key: tuple(piece.place.global_shape)
+        for entry in _tensors_in(model_state)
+        if isinstance(entry.data, nn.Parameter)
+        for piece in pieces_of(entry)
+    }
+    return sum(prod(shape) for shape in _over_all_ranks(shapes).values())
+
+
+def _over_all_ranks(own: dict[str, _T]) -> dict[str, _T]:
+    found: list[dict[str, _T]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    merged: dict[str, _T] = {}
+    for one in found:
+        merged |= one
+    return merged
+
+
+def _keys(chunks: ModelChunks) -> list[str]:
+    return [f"model{index}" for index in range(len(chunks.bare))]
+
+
+def _tensors_in(state: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
+    if isinstance(state, ShardedTensor | ShardedTensorFactory):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from _tensors_in(value)
+
+
+def sharded_chunk(chunks: ModelChunks, index: int) -> dict[str, Any]:
+    """Return the sharded state of one chunk, with its parameters themselves as data.
 
     Args:
-        path: The directory.
-        weights_only: As ``torch.load`` takes it.
-        read_by: The settings of this run, of those that decide how shards are cut.
-
-    Raises:
-        FileNotFoundError: The directory is not such a checkpoint.
-        ValueError: It was written with other settings.
+        chunks: The wrapped model.
+        index: Which of the chunks of this rank.
     """
-    meta = Path(path) / _META
-    if not meta.is_file():
-        raise FileNotFoundError(f"{path} is a directory without {_META}, so it is not a checkpoint of MCoreStrategy")
-    state: dict[str, Any] = torch.load(meta, map_location="cpu", weights_only=weights_only)
-    written_by = state.pop(_WRITTEN_BY)
-    other = [name for name, value in read_by.items() if written_by[name] != value]
-    if other:
-        written, read = (" and ".join(f"{name}={of[name]!r}" for name in other) for of in (written_by, read_by))
-        raise ValueError(
-            f"{path} was written with {written}, this run has {read}; read it with the settings of the save"
-        )
-    return state
+    chunk = chunks.bare[index]
+    method = getattr(type(chunk), "sharded_state_dict", None)
+    if method is not None and method is not MegatronModule.sharded_state_dict:
+        metadata = ensure_metadata_has_dp_cp_group(None)  # Megatron's own default fails with multi-token prediction
+        state: dict[str, Any] = chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+        return state
+    stages = process_group("pp")
+    prefix = f"chunk{index * stages.size() + stages.rank()}." if chunks.pipeline is not None else ""
+    replica = (0, process_group("tp").rank(), process_group("dp_cp").rank())
+    return {
+        name: ShardedTensor.from_rank_offsets(prefix + name, tensor, replica_id=replica)
+        for name, tensor in chunk.state_dict(keep_vars=True).items()
+    }
 
 
 def state_outside_chunks(module: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -123,127 +224,112 @@ def state_outside_chunks(module: nn.Module, state_dict: dict[str, Any]) -> dict[
     return {name: value for name, value in state_dict.items() if not name.startswith(f"{paths[0]}.")}
 
 
-def load_sharded(path: str, chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer], strict: bool) -> None:
-    """Read weights and, where optimizers are given, their state into the running model; collective over the world."""
-    for optimizer in optimizers:
-        _allocate_state(optimizer)
-    state = dist_checkpointing.load(_sharded_state(chunks, optimizers, is_loading=True), path)
-    for key, chunk in _named_chunks(chunks):
-        chunk.load_state_dict(state[key], strict=strict)
-    for index, optimizer in enumerate(optimizers):
-        _load_optimizer(optimizer, state[f"optimizer{index}"])
+# ---- loading
 
 
-def _sharded_state(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer], is_loading: bool) -> dict[str, Any]:
-    state: dict[str, Any] = {key: _sharded_chunk(key, chunk) for key, chunk in _named_chunks(chunks)}
-    model_state = dict(state)
-    for index, optimizer in enumerate(optimizers):
-        with _step_on_every_rank(optimizer):
-            state[f"optimizer{index}"] = optimizer.megatron.sharded_state_dict(
-                model_state, is_loading=is_loading, metadata=dict(_SHARDING)
-            )
-    return state
+def load(stored: StoredState, chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer], strict: bool) -> Differences:
+    """Read weights and, where optimizers are given, their state into the running model; collective over the world.
 
+    Args:
+        stored: The checkpoint.
+        chunks: The wrapped model.
+        optimizers: The optimizers to read into; empty for weights alone.
+        strict: Refuse missing and unexpected names.
 
-@contextlib.contextmanager
-def _step_on_every_rank(optimizer: MCoreOptimizer) -> Iterator[None]:
-    """Let ranks that step no parameter know the number of steps; collective over the world.
+    Returns:
+        How the names differ; with ``strict`` they do not.
 
-    Megatron saves one number for all, as the first rank has it, and asserts that its distributed optimizer has it on
-    every rank. A pipeline stage that is frozen as a whole has no state to take it from.
+    Raises:
+        ValueError: The checkpoint is of another model, or lacks the optimizer's state; the same on every rank.
     """
-    filled = []
-    for part in optimizer_parts(optimizer.megatron):
-        states = part.optimizer.state if not part.is_stub_optimizer else {}
-        mine = next((float(values["step"]) for values in states.values() if "step" in values), None)
-        steps: list[float | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(steps, mine)
-        known = [step for step in steps if step is not None]
-        if mine is None and known and not part.is_stub_optimizer:
-            states[_NO_PARAMETER] = {"step": torch.tensor(max(known))}
-            filled.append(states)
-    try:
-        yield
-    finally:
-        for states in filled:
-            del states[_NO_PARAMETER]
+    model_state = {key: sharded_chunk(chunks, index) for index, key in enumerate(_keys(chunks))}
+    differences = compare(stored, model_state)
+    if differences.shapes or (strict and (differences.missing or differences.unexpected)):
+        raise ValueError(differences.sentence(stored.path))
+    absent = set(differences.missing)
+    wanted = {key: _without(state, absent) for key, state in model_state.items()}
+    loaded = stored.read(wanted) if any(wanted.values()) or dist.get_world_size() > 1 else wanted
+    for key, chunk in zip(_keys(chunks), chunks.bare, strict=True):
+        chunk.load_state_dict(loaded.get(key, {}), strict=strict and not absent)
+    for index, optimizer in enumerate(optimizers):
+        # The state is built anew: loading has put the parameters in the place of the tensors of the first.
+        model_state = {key: sharded_chunk(chunks, number) for number, key in enumerate(_keys(chunks))}
+        _load_optimizer(stored, index, shares_of(optimizer, model_state), model_state)
+    return differences
 
 
-def _named_chunks(chunks: ModelChunks) -> list[tuple[str, nn.Module]]:
-    """Return the bare chunks under the keys that Megatron's optimizer expects: ``model``, or ``model0``, ``model1``."""
-    modules = chunks.bare
-    if len(modules) == 1:
-        return [("model", modules[0])]
-    return [(f"model{index}", module) for index, module in enumerate(modules)]
+def compare(stored: StoredState, model_state: dict[str, Any]) -> Differences:
+    """Compare the names and shapes of a model, over all ranks, with those of a checkpoint; collective."""
+    own = {
+        piece.place.key: tuple(piece.place.global_shape)
+        for entry in _tensors_in(model_state)
+        for piece in pieces_of(entry)
+    }
+    model = _over_all_ranks(own)
+    weights = stored.weights()
+    return Differences(
+        missing=sorted(model.keys() - weights.keys()),
+        unexpected=sorted(weights.keys() - model.keys()),
+        shapes=[
+            f"{name} ({list(weights[name])} in it, {list(model[name])} in the model)"
+            for name in sorted(model.keys() & weights.keys())
+            if tuple(weights[name]) != model[name]
+        ],
+    )
 
 
-def _sharded_chunk(key: str, chunk: nn.Module) -> dict[str, Any]:
-    method = getattr(type(chunk), "sharded_state_dict", None)
-    if method is not None and method is not MegatronModule.sharded_state_dict:
-        metadata = ensure_metadata_has_dp_cp_group(None)  # Megatron's own default fails with multi-token prediction
-        state: dict[str, Any] = chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
-        return state
-    stage = f"stage{process_group('pp').rank()}.{key}."
-    replica = (0, process_group("tp").rank(), process_group("dp_cp").rank())
+def _without(state: dict[str, Any], absent: set[str]) -> dict[str, Any]:
     return {
-        name: ShardedTensor.from_rank_offsets(stage + name, tensor, replica_id=replica)
-        for name, tensor in chunk.state_dict(keep_vars=True).items()
+        name: entry
+        for name, entry in state.items()
+        if not (
+            isinstance(entry, ShardedTensor | ShardedTensorFactory)
+            and any(piece.place.key in absent for piece in pieces_of(entry))
+        )
     }
 
 
-def _load_optimizer(optimizer: MCoreOptimizer, state: dict[Any, Any]) -> None:
-    parts = optimizer_parts(optimizer.megatron)
-    states = [state] if len(parts) == 1 else [state[index] for index in range(len(parts))]
-    for part, part_state in zip(parts, states, strict=True):
-        shards = part_state.pop("param_state", None)
-        if isinstance(part.optimizer, torch.optim.Adam):
-            for values in part_state.get("optimizer", {}).get("state", {}).values():
-                if isinstance(values, dict):
-                    values.setdefault("step", torch.zeros(()))  # Megatron does not save a step of zero
-        part.load_state_dict(part_state)
-        if shards is None:
-            continue
-        # Megatron copies every entry of the state from the shards, but keeps torch's `step` outside them.
-        steps = {parameter: values.pop("step", None) for parameter, values in part.optimizer.state.items()}
-        part.load_parameter_state_from_fully_reshardable(shards)
-        for parameter, step in steps.items():
-            if step is not None:
-                part.optimizer.state[parameter]["step"] = step.clone()  # Megatron gives all the same tensor
+def _load_optimizer(stored: StoredState, index: int, shares: Sequence[Share], model_state: dict[str, Any]) -> None:
+    assert stored.numbers is not None
+    numbers, names_of = stored.numbers[index], _stored_names(stored, index)
+    wanted: list[ShardedTensor] = []
+    read: list[tuple[Share, dict[str, Tensor]]] = []
+    for share in shares:
+        own = numbers["own"].get(share.identity, numbers["common"])
+        names = names_of(share.sharded)
+        targets = share.targets([name for name in names if name not in MAIN_NAMES] if own is not None else [])
+        share.set_numbers(own or {})
+        for name, tensor in targets.items():
+            wanted += place_range(_prefix(index, name), tensor.view(-1), share.sharded, share.begin)
+        if share.has_copy:
+            targets["param"] = share.target_of_copy()
+            copy = next((_prefix(index, name) for name in MAIN_NAMES if name in names), "{}")
+            wanted += place_range(copy, targets["param"].view(-1), share.sharded, share.begin)
+        read.append((share, targets))
+    for entry in _tensors_in(model_state):
+        names = [name for name in MAIN_NAMES if name in names_of(entry)]
+        # A parameter in fp32 has no copy here; where it had one, that is what it was, and the weight is rounded.
+        if names and isinstance(entry.data, nn.Parameter) and entry.data.dtype == torch.float32:
+            wanted += place_range(_prefix(index, names[0]), entry.data.detach().view(-1), entry, begin=0)
+    loaded = stored.read({str(number): block for number, block in enumerate(wanted)})
+    for number, block in enumerate(wanted):
+        if loaded[str(number)].data_ptr() != block.data.data_ptr():
+            block.data.copy_(loaded[str(number)])
+    for share, targets in read:
+        share.accept(targets)
 
 
-def _allocate_state(optimizer: MCoreOptimizer) -> None:
-    """Make the state that the optimizer makes at its first step: Megatron reads into it, and fails where none is."""
-    for part in optimizer_parts(optimizer.megatron):
-        if not part.is_stub_optimizer and not isinstance(part.optimizer, torch.optim.Adam):
-            _step_without_effect(part.optimizer)
-    _allocate_adam_state(optimizer)
+def _stored_names(stored: StoredState, index: int) -> Callable[[ShardedTensor | ShardedTensorFactory], list[str]]:
+    """Return what tells which tensors of an optimizer's state the checkpoint holds of a parameter."""
+    start = f"{_OPTIMIZER}{index or ''}.state."
+    known: dict[str, set[str]] = {}
+    for stored_name in stored.shapes:
+        if stored_name.startswith(start):
+            name, _, weight = stored_name.removeprefix(start).partition(".")
+            known.setdefault(weight, set()).add(name)
 
+    def names_of(sharded: ShardedTensor | ShardedTensorFactory) -> list[str]:
+        weights = [known.get(piece.place.key, set()) for piece in pieces_of(sharded)]
+        return sorted(set.intersection(*weights)) if weights else []
 
-def _allocate_adam_state(optimizer: MCoreOptimizer) -> None:
-    """Make the state of torch's Adam where there is none, as its first step would."""
-    for part in optimizer_parts(optimizer.megatron):
-        if part.is_stub_optimizer or not isinstance(part.optimizer, torch.optim.Adam):
-            continue
-        for group in part.optimizer.param_groups:
-            for parameter in group["params"]:
-                if not part.optimizer.state[parameter]:
-                    part.optimizer.state[parameter] = {
-                        "step": torch.zeros(()),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
-
-
-def _step_without_effect(optimizer: torch.optim.Optimizer) -> None:
-    """Step with gradients and a learning rate of zero; what it may move nevertheless is about to be read."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for parameter in parameters:
-        parameter.grad = None
+    return names_of

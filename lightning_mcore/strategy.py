@@ -24,7 +24,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from megatron.core.distributed import finalize_model_grads
@@ -33,6 +32,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_mcore import fp8_checks
+from lightning_mcore.agreement import on_all
 from lightning_mcore.chunks import (
     check_gradients,
     check_parameters_are_called,
@@ -49,7 +49,7 @@ from lightning_mcore.evaluation import RepeatedRows, nothing_counts
 from lightning_mcore.layout import ModelShape
 from lightning_mcore.log_names import EvaluationNames, agree_on_names, ends_the_epoch
 from lightning_mcore.optimizer import optimizer_after_run
-from lightning_mcore.optimizer_factory import OptimizerSetting, make_optimizer, on_every_rank
+from lightning_mcore.optimizer_factory import OptimizerSetting, configure_optimizers, make_optimizer
 from lightning_mcore.optimizer_kinds import check_not_summed, check_number
 from lightning_mcore.persistence import MCorePersistence
 from lightning_mcore.plateau import agree_on_plateaus
@@ -84,6 +84,7 @@ class MCoreStrategy(MCorePersistence):
         module = self.lightning_module
         assert module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
+        self.resume.setup()
         self._window: list[Microbatch] = []
         self._seen_full_window = False
         self._gradients_are_shown = False
@@ -138,8 +139,7 @@ class MCoreStrategy(MCorePersistence):
         assert self._chunks is not None
         self._reset_optimizers_and_schedulers()
         assert self.lightning_module is not None
-        configure = partial(_init_optimizers_and_lr_schedulers, self.lightning_module)
-        optimizers, self.lr_scheduler_configs = on_every_rank(configure)
+        optimizers, self.lr_scheduler_configs = on_all(partial(configure_optimizers, self.lightning_module))
         agree_on_plateaus(self.lr_scheduler_configs, self.root_device)
         resolved = self.gradients.resolve()
         check_number(optimizers, self.inline, resolved.use_distributed_optimizer, resolved.overlap_grad_reduce)
@@ -258,12 +258,14 @@ class MCoreStrategy(MCorePersistence):
         batch = super().batch_to_device(batch, device, dataloader_idx)
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
+        self.resume.batch_arrives()
         if trainer.validating or trainer.sanity_checking or trainer.testing:
             batch = self._repeated_rows.cut(batch, trainer._evaluation_loop._combined_loader, dataloader_idx)
         return batch
 
     def on_validation_start(self) -> None:
         """Count batches anew."""
+        self.resume.on_validation_start()
         self._start_evaluation()
 
     def on_test_start(self) -> None:
@@ -286,6 +288,7 @@ class MCoreStrategy(MCorePersistence):
 
     def on_validation_end(self) -> None:
         """Let later steps count again."""
+        self.resume.on_validation_end()
         self._repeated_rows.start()
 
     def on_test_end(self) -> None:
@@ -341,9 +344,11 @@ class MCoreStrategy(MCorePersistence):
         """Forget batches that an interrupted run has kept."""
         self._window = []
         self._last_loss = None
+        self.resume.on_train_start()
 
     def on_train_end(self) -> None:
-        """Make the parameters whole: a run may end in the middle of an epoch."""
+        """Make the parameters whole, for a run may end in the middle of an epoch, and wait for what is being saved."""
+        super().on_train_end()
         if self._chunks is not None:
             synchronize_parameters(self._chunks)
 
@@ -355,7 +360,7 @@ class MCoreStrategy(MCorePersistence):
             self._finished_chunks = unwrap_chunks(self._chunks)
             if self._layer_sync is not None and self.lightning_module is not None:
                 self._layer_sync.revert(self.lightning_module)
-        self._chunks = self._schedule = self._pending_checkpoint = None
+        self._chunks = self._schedule = self._pending = None
         self._window = []
         self.tensor_overlap.close()
         self.precision_plugin.runner = None
@@ -365,6 +370,7 @@ class MCoreStrategy(MCorePersistence):
         if self.accelerator is not None:
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
+        self.resume.teardown()
         self._runtime.close()
 
     def __getstate__(self) -> dict[str, Any]:

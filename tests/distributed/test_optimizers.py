@@ -654,9 +654,9 @@ def empty_stage() -> str:
 
 def test_an_optimizer_without_parameters_on_one_stage_fails_on_both() -> None:
     first, last = run_ranks(2, empty_stage, timeout=30)
-    assert "empty parameter list" in first
-    assert last.startswith("configure_optimizers failed on rank 0")
-    assert "frozen ones too" in last
+    assert first == last
+    assert "empty parameter list in configure_optimizers" in first
+    assert "frozen ones too" in first
 
 
 class UnfreezeLater(pl.Callback):

@@ -68,6 +68,15 @@ def weight_slices(modules: Iterable[nn.Module]) -> list[Slice]:
     return [_as_slice(part, part.data) for module in modules for _, part in _sharded_tensors(_without_wrappers(module))]
 
 
+def state_slices(sharded_state: Any) -> list[Slice]:
+    """Return a copy of the tensors of a sharded state, such as Megatron's optimizers return."""
+    slices = []
+    for entry in _leaves(sharded_state):
+        parts = _leaves(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
+        slices += [_as_slice(part, part.data) for part in parts]
+    return slices
+
+
 def gradient_slices(modules: Iterable[DistributedDataParallel]) -> list[Slice]:
     """Return a copy of this rank's finished gradients, before clipping.
 
@@ -164,13 +173,13 @@ def _sharded_tensors_of(module: nn.Module, values: Mapping[int, torch.Tensor]) -
                 yield from _leaves(replace(entry, data=value).build())
 
 
-def _leaves(built: Any) -> Iterator[ShardedTensor]:
-    if isinstance(built, ShardedTensor):
+def _leaves(built: Any) -> Iterator[Any]:
+    if isinstance(built, ShardedTensor | ShardedTensorFactory):
         yield built
     elif isinstance(built, Mapping):
         for item in built.values():
             yield from _leaves(item)
-    else:
+    elif isinstance(built, list | tuple):
         for item in built:
             yield from _leaves(item)
 

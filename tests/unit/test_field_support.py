@@ -12,8 +12,8 @@ from lightning_mcore import field_support
 from lightning_mcore.chunks import pipeline_config
 from lightning_mcore.field_support import check_fields
 from lightning_mcore.layout import ParallelLayout
-from lightning_mcore.module import Pipeline
 from lightning_mcore.multi_token import check_multi_token, multi_token_prediction
+from lightning_mcore.pipeline import Pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")
 

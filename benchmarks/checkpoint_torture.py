@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kill ranks at random moments of saves for as long as you like; the test of the same name does it twenty times.
+
+    python -m benchmarks.checkpoint_torture --kills 500
+
+Each run of 25 kills has a seed of its own and one of the layouts; every other trial saves asynchronously. A run that
+loses anything ends with the error, and ``--kills 25 --seed N`` repeats it, as far as a random moment can be repeated.
+``tests/torture.py`` says what is checked. The results, with versions and commit, go to benchmarks/results/.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from benchmarks.overhead import REPOSITORY, circumstances
+from tests.torture import LAYOUTS, Tally, torture
+
+KILLS_OF_A_RUN = 25
+
+
+def main() -> None:
+    """Kill as often as was asked for and write the results."""
+    parser = argparse.ArgumentParser(description="Kill ranks at random moments of saves.")
+    parser.add_argument("--kills", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=100, help="of the first run; the others count on")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    options = parser.parse_args()
+    output = options.output
+    del options.output
+    facts = circumstances(options)
+    total, seed, began = Tally(), options.seed, time.monotonic()
+    while total.kills < options.kills:
+        with tempfile.TemporaryDirectory(prefix="torture_") as folder:
+            tally = torture(Path(folder), min(KILLS_OF_A_RUN, options.kills - total.kills), seed, first_layout=seed)
+        print(f"seed {seed}, layout {LAYOUTS[seed % len(LAYOUTS)]}: {tally}", flush=True)
+        total.kills += tally.kills
+        total.steps += tally.steps
+        total.phases += Counter(tally.phases)
+        seed += 1
+    output.mkdir(parents=True, exist_ok=True)
+    stem = output / f"checkpoint_torture_cpu_{facts['date'].replace('-', '')}"
+    result = {"kills": total.kills, "lost": 0, "optimizer_steps": total.steps, "kills_by_phase": dict(total.phases)}
+    seconds = time.monotonic() - began
+    stem.with_suffix(".json").write_text(json.dumps({**facts, "seconds": seconds, "results": result}, indent=1) + "\n")
+    lines = [f"- {key}: {value}" for key, value in {**result, **facts, "seconds": round(seconds)}.items()]
+    stem.with_suffix(".md").write_text("# Ranks killed while saving\n\n" + "\n".join(lines) + "\n")
+    print("\n".join(lines), f"\nwritten to {stem}.json and .md")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Save and load checkpoints of models that no rank holds alone: Lightning's plugin for it.
+
+:class:`MCoreCheckpointIO` takes Lightning's dict. With a sharded state in it (the strategy puts it there), all ranks
+write a directory together; without one, rank 0 writes one file, as Lightning does. Loading comes in two steps, because
+Lightning reads its own state before the model is there: :meth:`~MCoreCheckpointIO.load_checkpoint` reads that,
+:meth:`~MCoreCheckpointIO.load_shards` fills the tensors of any layout.
+
+With ``async_save=True`` a save returns when the tensors are copied, and writes while training goes on. It becomes a
+checkpoint between two steps, when all ranks have written (:meth:`~MCoreCheckpointIO.poll`). Until then it is in no way
+visible, and what Lightning wants deleted meanwhile stays: if the new one fails, the old one is still there. A link that
+``ModelCheckpoint(save_last="link")`` sets to a checkpoint in flight would point nowhere; where links are used, the
+strategy waits for the save. If a rank dies, what was in flight is lost and nothing else: an unfinished save lies in a
+hidden folder, is never taken for a checkpoint, and is deleted by the next save there.
+"""
+
+import atexit
+import contextlib
+import io
+import logging
+import os
+import tempfile
+import weakref
+import zlib
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.types import _PATH
+
+from lightning_mcore import checkpoint_files, checkpoint_staging
+from lightning_mcore.agreement import all_arrive, all_true, decide, on_all
+from lightning_mcore.checkpoint_format import LIGHTNING_FILE, RANKS_FILE, damaged
+from lightning_mcore.checkpoint_reader import ShardReader, load_shards
+from lightning_mcore.checkpoint_save import CONTENT_METADATA, MANIFEST, RANK_STATE, SHARDED_STATE, CheckpointSave
+from lightning_mcore.checkpoint_writer import Staging
+from lightning_mcore.process_groups import process_group
+from lightning_mcore.torch_dist_metadata import METADATA_FILE, read_metadata
+
+__all__ = ["CONTENT_METADATA", "MANIFEST", "RANK_STATE", "SHARDED_STATE", "MCoreCheckpointIO"]
+
+_LAST_TIMEOUT = 30.0  # seconds that ranks wait for each other at the end, when one of them may have died
+
+_log = logging.getLogger(__name__)
+
+
+class MCoreCheckpointIO(TorchCheckpointIO):
+    """Saves and loads checkpoints of :class:`~lightning_mcore.MCoreStrategy`.
+
+    Args:
+        async_save: Let training go on while a sharded checkpoint is written. Takes memory on the host for one copy of
+            what each rank writes, for each save in flight.
+        max_in_flight: Saves that may be written at the same time; one more waits for the oldest.
+        verify: What is checked when a sharded checkpoint is loaded: ``"sizes"`` of its files, or ``"checksums"`` too,
+            of everything that is read.
+    """
+
+    def __init__(
+        self,
+        *,
+        async_save: bool = False,
+        max_in_flight: int = 1,
+        verify: Literal["sizes", "checksums"] = "checksums",
+    ) -> None:
+        if not isinstance(async_save, bool):
+            raise TypeError(f"async_save={async_save!r} is a {type(async_save).__name__}; give True or False")
+        if not isinstance(max_in_flight, int) or isinstance(max_in_flight, bool):
+            raise TypeError(f"max_in_flight={max_in_flight!r} is a {type(max_in_flight).__name__}; give a number")
+        if max_in_flight < 1:
+            raise ValueError(f"max_in_flight={max_in_flight} leaves no save at all; give 1 or more")
+        if max_in_flight > 1 and not async_save:
+            raise ValueError(f"max_in_flight={max_in_flight} has an effect with async_save=True only; set both")
+        if verify not in ("sizes", "checksums"):
+            raise ValueError(f"verify={verify!r} is not known; choose 'sizes' or 'checksums'")
+        self.async_save = async_save
+        self.max_in_flight = max_in_flight
+        self.verify = verify
+        self._saves: list[CheckpointSave] = []
+        self._stagings: list[Staging] = []
+        if async_save:
+            atexit.register(_drain_at_exit, weakref.ref(self))
+
+    @property
+    def has_saves_in_flight(self) -> bool:
+        """Whether a save is not finished; the same on every rank."""
+        return bool(self._saves)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+        """Write a directory together with all ranks, or one file where the state is not sharded.
+
+        Args:
+            checkpoint: Lightning's dict. With a sharded state in it the call is collective over the world.
+            path: Local, or anything that fsspec opens.
+            storage_options: Not supported, as in Lightning's own.
+
+        Raises:
+            OSError: The disk refused; what was there before is there still.
+            ValueError: Something that is no checkpoint stands at ``path``.
+        """
+        if SHARDED_STATE not in checkpoint:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError("storage_options are not supported; configure fsspec instead")
+        target = _absolute(path)
+        while len(self._saves) >= self.max_in_flight or any(save.path == target for save in self._saves):
+            self._finish_oldest()
+        staging = (self._stagings.pop() if self._stagings else Staging()) if self.async_save else None
+        folder = os.path.dirname(target)
+        others = [os.path.basename(s.path) for s in self._saves if os.path.dirname(s.path) == folder]
+        self._saves.append(CheckpointSave.start(target, checkpoint, process_group("dp_cp"), others, staging))
+        if not self.async_save:
+            self._finish_oldest()
+
+    def poll(self) -> None:
+        """Finish the oldest save if all ranks have written it; collective over the world, to be called between steps.
+
+        Costs nothing when nothing is in flight.
+
+        Raises:
+            OSError: The save failed, on some rank.
+        """
+        if self._saves and all_true(self._saves[0].is_done):
+            self._finish_oldest()
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Wait for all saves; collective over the world.
+
+        Args:
+            timeout: Seconds to wait for the other ranks to come here, of which some may have died. If they do not come,
+                the saves in flight are given up, with a warning.
+
+        Raises:
+            OSError: A save failed, on some rank; the first one that did.
+        """
+        if not self._saves:
+            return
+        if timeout is not None and not (dist.is_initialized() and all_arrive(timeout)):
+            paths = ", ".join(save.path for save in self._saves)
+            _log.warning("gave up saving %s, because not all ranks are there to finish it; use an older one", paths)
+            self._saves.clear()
+            return
+        failure: Exception | None = None
+        while self._saves:
+            try:
+                self._finish_oldest()
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def teardown(self) -> None:
+        """Finish what is in flight, as far as all ranks are there to do it, and let go of the memory."""
+        try:
+            self.drain(_LAST_TIMEOUT)
+        except Exception:
+            _log.exception("the last checkpoint was not saved")
+        self._stagings.clear()
+        super().teardown()
+
+    def remove_checkpoint(self, path: _PATH) -> None:
+        """Delete a checkpoint, once what is in flight is whole; on rank 0, as Lightning calls it."""
+        if self._saves:
+            self._saves[-1].removals.append(str(path))
+        else:
+            _remove(str(path))
+
+    def load_checkpoint(
+        self,
+        path: _PATH,
+        map_location: Any | None = None,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read Lightning's state: a file, or that part of a directory, whose tensors :meth:`load_shards` reads.
+
+        Any rank may call it alone.
+
+        Args:
+            path: Local, or anything that fsspec opens.
+            map_location: As ``torch.load`` takes it; the CPU by default.
+            weights_only: As ``torch.load`` takes it; None, the default, is safe for directories.
+
+        Returns:
+            Lightning's dict; for a directory also the manifest and the list of all ranks' own states.
+
+        Raises:
+            FileNotFoundError: There is nothing at ``path``.
+            ValueError: It is no checkpoint, or damaged.
+        """
+        where = str(path)
+        if not self.is_directory(where):
+            location = map_location if map_location is not None else (lambda storage, _: storage)
+            return dict(super().load_checkpoint(path, location, weights_only))
+        manifest = checkpoint_files.check_sizes(where)
+        lightning, ranks = (io.BytesIO(self._read(where, manifest, name)) for name in (LIGHTNING_FILE, RANKS_FILE))
+        safe = True if weights_only is None else weights_only
+        state: dict[str, Any] = torch.load(lightning, map_location or "cpu", weights_only=safe)
+        state[RANK_STATE] = torch.load(ranks, "cpu", weights_only=safe)
+        state[MANIFEST] = manifest
+        return state
+
+    @staticmethod
+    def is_directory(path: _PATH) -> bool:
+        """Whether ``path`` is a directory, as sharded checkpoints are."""
+        fs, root = checkpoint_files.open_store(str(path))
+        return bool(fs.isdir(root))
+
+    @staticmethod
+    def read_manifest(path: _PATH) -> dict[str, Any]:
+        """Return what a directory says of itself; nothing of one that Megatron wrote.
+
+        Raises:
+            FileNotFoundError: There is nothing at ``path``.
+            ValueError: It is no checkpoint, or damaged.
+        """
+        where = str(path)
+        return {} if checkpoint_files.is_megatron_checkpoint(where) else checkpoint_files.check_sizes(where)
+
+    def read_shapes(self, path: _PATH) -> dict[str, tuple[int, ...]]:
+        """Return the global shape of every tensor in a directory, ours or one that Megatron wrote.
+
+        Any rank may call it alone.
+
+        Raises:
+            FileNotFoundError: There is nothing at ``path``.
+            ValueError: It is no checkpoint, or damaged.
+        """
+        where, manifest = str(path), self.read_manifest(path)
+        if manifest:
+            return {name: tuple(tensor["shape"]) for name, tensor in manifest["tensors"].items()}
+        described = read_metadata(where, self._read(where, None, METADATA_FILE)).state_dict_metadata
+        return {name: tuple(entry.size) for name, entry in described.items() if hasattr(entry, "size")}
+
+    def load_shards(
+        self, path: _PATH, sharded_state: dict[str, Any], *, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read the tensors that ``sharded_state`` asks for; collective over the world.
+
+        Args:
+            path: A sharded checkpoint, ours or one that Megatron wrote; the same on every rank.
+            sharded_state: This rank's sharded tensors and objects; tensors with data are read into it.
+            weights_only: Whether objects must be plain, as ``torch.load`` has it; None is True.
+
+        Returns:
+            The state with tensors and objects in the places of their descriptions.
+
+        Raises:
+            FileNotFoundError: There is nothing at ``path``.
+            ValueError: It is no checkpoint, or damaged, or lacks some of what is asked for.
+        """
+        where = str(path)
+        manifest = decide(
+            lambda: None if checkpoint_files.is_megatron_checkpoint(where) else checkpoint_files.check_sizes(where)
+        )
+        with contextlib.ExitStack() as stack:
+            locate = on_all(lambda: _locator(where, stack))
+            safe = True if weights_only is None else weights_only
+            check = self.verify == "checksums" and manifest is not None
+
+            def open_reader() -> ShardReader:
+                content = self._read(where, manifest, METADATA_FILE)
+                return ShardReader(where, read_metadata(where, content), locate, check, safe)
+
+            return load_shards(on_all(open_reader), sharded_state, process_group("dp_cp"))
+
+    def _finish_oldest(self) -> None:
+        save = self._saves.pop(0)
+        staging = save.finish()
+        if staging is not None:
+            self._stagings.append(staging)
+        if save.removals and dist.get_rank() == 0:
+            for path in save.removals:
+                try:
+                    _remove(path)
+                except OSError as error:
+                    _log.warning("%s is not needed any more and could not be deleted: %s", path, error)
+
+    def _read(self, path: str, manifest: dict[str, Any] | None, name: str) -> bytes:
+        fs, root = checkpoint_files.open_store(path)
+        content: bytes = fs.cat_file(f"{root}/{name}")
+        record = manifest["files"].get(name) if manifest is not None else None
+        if self.verify == "checksums" and record is not None and f"{zlib.crc32(content):08x}" != record["crc32"]:
+            raise damaged(path, f"the checksum of {name} differs from the one that it was saved with")
+        return content
+
+
+def _drain_at_exit(reference: weakref.ref[MCoreCheckpointIO]) -> None:
+    plugin = reference()
+    if plugin is not None:
+        plugin.teardown()
+
+
+def _absolute(path: _PATH) -> str:
+    return str(path) if "://" in str(path) else os.path.abspath(path)
+
+
+def _remove(path: str) -> None:
+    if checkpoint_files.writes_directly(path):
+        checkpoint_files.remove(path)
+    else:
+        checkpoint_staging.remote_remove(path)
+
+
+def _locator(path: str, stack: contextlib.ExitStack) -> Callable[[str], str]:
+    """Return a function that tells where a file of the checkpoint lies on this machine, and fetches it if need be."""
+    if checkpoint_files.writes_directly(path):
+        root = checkpoint_files.open_store(path)[1]
+        return lambda name: os.path.join(root, name)
+    local = stack.enter_context(tempfile.TemporaryDirectory(prefix="checkpoint_"))
+
+    def fetch(name: str) -> str:
+        if not os.path.exists(os.path.join(local, name)):
+            checkpoint_staging.download(path, local, [name])
+        return os.path.join(local, name)
+
+    return fetch

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One save of a sharded checkpoint, from the plan to the moment it stands under its name.
+
+:meth:`CheckpointSave.start` agrees with all ranks on who writes what and starts the writers; training may go on then,
+if it was given memory for a copy. :meth:`CheckpointSave.finish` waits for them, and rank 0 writes what belongs to all
+and puts the checkpoint in place. Whatever fails on one rank fails on all, and leaves nothing behind but the checkpoint
+that was there before. Both are collective over the world. ``checkpoint_io.py`` keeps the saves that are in flight.
+
+A checkpoint on a remote store is written to local disks and uploaded, each rank its own files.
+"""
+
+import io
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Collection
+from dataclasses import asdict
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
+
+from lightning_mcore import checkpoint_files, checkpoint_staging
+from lightning_mcore.agreement import collect, decide, on_all
+from lightning_mcore.checkpoint_format import LIGHTNING_FILE, RANKS_FILE, FileRecord, unsaved
+from lightning_mcore.checkpoint_writer import Places, ShardPlan, ShardWriter, Staging, plan_shards, write_metadata
+from lightning_mcore.torch_dist_metadata import COMMON_FILE, METADATA_FILE, tensors_of
+
+SHARDED_STATE = "lightning_mcore/sharded_state"
+MANIFEST = "lightning_mcore/manifest"
+RANK_STATE = "lightning_mcore/rank_state"
+CONTENT_METADATA = "lightning_mcore/content_metadata"
+
+_MEGATRON_CHECKPOINT_VERSION = 3.0  # of Megatron-LM's checkpoints since 2020
+
+Written = tuple[Places, dict[str, FileRecord]]
+
+
+class CheckpointSave:
+    """A save in flight; made by :meth:`start`.
+
+    Attributes:
+        path: Where the checkpoint will stand.
+        removals: Checkpoints to delete once this one is whole; on rank 0.
+    """
+
+    def __init__(self, path: str, directory: str, manifest: dict[str, Any], plan: ShardPlan) -> None:
+        self.path = path
+        self.removals: list[str] = []
+        self._directory = directory
+        self._manifest = manifest
+        self._plan = plan
+        self._staging: Staging | None = None
+        self._writer: ShardWriter | None = None
+
+    @classmethod
+    def start(
+        cls,
+        path: str,
+        checkpoint: dict[str, Any],
+        copies: dist.ProcessGroup,
+        in_flight: Collection[str] = (),
+        staging: Staging | None = None,
+    ) -> Self:
+        """Start to write; collective over the world.
+
+        Args:
+            path: The same on every rank.
+            checkpoint: Lightning's dict with this rank's sharded state, manifest and rank state.
+            copies: The ranks that hold copies of each other's tensors.
+            in_flight: Names of other saves in the same folder.
+            staging: Memory for a copy of the tensors; without it they must not change until the end.
+
+        Raises:
+            OSError: The disk refused.
+            ValueError: The pieces of all ranks do not make whole tensors, or something else stands at ``path``.
+        """
+        directory = _begin(path, in_flight)
+        try:
+            files = collect(
+                lambda: checkpoint.get(RANK_STATE), lambda rank_states: _files_of_all(checkpoint, rank_states)
+            )
+            plan = plan_shards(checkpoint[SHARDED_STATE], copies)
+            save = cls(path, directory, dict(checkpoint.get(MANIFEST) or {}), plan)
+            on_all(lambda: save._start_writer(files, staging))
+        except BaseException:
+            _abandon(path, directory)
+            raise
+        return save
+
+    def _start_writer(self, files: dict[str, bytes] | None, staging: Staging | None) -> None:
+        pieces = self._plan.pieces if staging is None else staging.copy(self._plan.pieces)
+        self._staging = staging
+        self._writer = ShardWriter(self._directory, f"__{dist.get_rank()}_", pieces, files)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this rank has written its part."""
+        return self._writer is None or self._writer.is_done
+
+    def finish(self) -> Staging | None:
+        """Wait for all ranks and put the checkpoint in place; collective over the world.
+
+        Returns:
+            The memory of the copy, for the next save.
+
+        Raises:
+            OSError: The disk or the store refused, on some rank.
+        """
+        assert self._writer is not None
+        writer, self._writer = self._writer, None
+        try:
+            collect(lambda: _refused(self.path, writer.wait), self._put_in_place)
+            if not checkpoint_files.writes_directly(self.path):
+                self._upload()
+        except BaseException:
+            _abandon(self.path, self._directory)
+            raise
+        return self._staging
+
+    def _put_in_place(self, written: list[Written]) -> None:
+        """Write what belongs to all ranks; on rank 0."""
+        assert self._plan.metadata is not None
+        places = [of_rank for of_rank, _ in written]
+        self._records = {name: record for _, records in written for name, record in records.items()}
+        metadata = self._plan.metadata
+        self._records[METADATA_FILE] = _refused(self.path, lambda: write_metadata(self._directory, metadata, places))
+        self._manifest["tensors"] = tensors_of(metadata)
+        if checkpoint_files.writes_directly(self.path):
+            checkpoint_files.finish(self.path, self._manifest, self._records)
+
+    def _upload(self) -> None:
+        decide(lambda: checkpoint_staging.begin_upload(self.path))
+        on_all(lambda: checkpoint_staging.upload_files(self._directory, self.path))
+        decide(lambda: checkpoint_staging.finish_upload(self._directory, self.path, self._manifest, self._records))
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _begin(path: str, in_flight: Collection[str]) -> str:
+    if checkpoint_files.writes_directly(path):
+        return decide(lambda: checkpoint_files.begin(path, in_flight))
+    return on_all(lambda: tempfile.mkdtemp(prefix="checkpoint_"))
+
+
+def _abandon(path: str, directory: str) -> None:
+    if not checkpoint_files.writes_directly(path):
+        shutil.rmtree(directory, ignore_errors=True)
+    elif dist.get_rank() == 0:
+        checkpoint_files.abandon(path)
+
+
+def _files_of_all(checkpoint: dict[str, Any], rank_states: list[Any]) -> dict[str, bytes]:
+    """Return the files that rank 0 writes beside the tensors, as they are now."""
+    ours = (SHARDED_STATE, MANIFEST, RANK_STATE, CONTENT_METADATA)
+    common: dict[str, Any] = {
+        "iteration": int(checkpoint.get("global_step", 0)),
+        "checkpoint_version": _MEGATRON_CHECKPOINT_VERSION,
+    }
+    if CONTENT_METADATA in checkpoint:
+        common["content_metadata"] = checkpoint[CONTENT_METADATA]
+    return {
+        LIGHTNING_FILE: _saved({name: value for name, value in checkpoint.items() if name not in ours}),
+        RANKS_FILE: _saved(rank_states),
+        COMMON_FILE: _saved(common),
+        CONFIG_FNAME: json.dumps(asdict(CheckpointingConfig("torch_dist", 1))).encode(),
+    }
+
+
+def _saved(content: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(content, stream)
+    return stream.getvalue()
+
+
+def _refused(path: str, function: Callable[[], Any]) -> Any:
+    """Return what ``function`` returns; what the disk says against it becomes one sentence."""
+    try:
+        return function()
+    except OSError as error:
+        raise unsaved(path, error) from error

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of every random number generator of a rank: taken, put back, and as plain values for a checkpoint.
+
+Lightning saves none of them, so a resumed run with dropout or a shuffling sampler would draw other numbers than the run
+that was interrupted. ``exact_resume.py`` decides *when* a state is taken and put back; this file knows *what* it is:
+
+==========  =========================================================================================
+common      python's ``random``, numpy and torch on the CPU: datasets, samplers and augmentation draw here
+device      the default generator of this rank's GPU; none on the CPU, where it is torch's own
+tracker     Megatron's named generators, which draw dropout (and initial weights) inside parallel layers
+==========  =========================================================================================
+
+On the layout that saved it, each rank gets back all three. Elsewhere the tracker's states belong to places that do not
+exist any more, so :func:`pick` hands out the common state of the rank that read the same data, or of a rank in its
+stead, and :func:`put` seeds device and tracker afresh from it: reproducible, though not what the interrupted run would
+have drawn.
+"""
+
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.random import convert_cuda_rng_state, is_graph_safe_cuda_rng_tracker
+from torch import Tensor
+
+Plain = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The generators of one rank at one moment; see the module's docstring.
+
+    Attributes:
+        python: As ``random.getstate()``.
+        numpy: As ``numpy.random.get_state()``.
+        torch: As ``torch.get_rng_state()``.
+        device: As ``torch.cuda.get_rng_state()``; None on the CPU.
+        tracker: Megatron's states by name; None where only the common state was asked for.
+    """
+
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+    torch: Tensor
+    device: Tensor | None = None
+    tracker: Mapping[str, Any] | None = None
+
+
+def take_common() -> RandomState:
+    """Return the state from which data is drawn; takes some ten microseconds."""
+    state: Any = numpy.random.get_state()
+    return RandomState(random.getstate(), state, torch.get_rng_state())
+
+
+def take(device: torch.device) -> RandomState:
+    """Return all of this rank's states."""
+    gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return dataclasses.replace(take_common(), device=gpu, tracker=tensor_parallel.get_cuda_rng_tracker().get_states())
+
+
+def put_common(state: RandomState) -> None:
+    """Go on from the common part of a state."""
+    random.setstate(state.python)
+    numpy.random.set_state(state.numpy)
+    torch.set_rng_state(state.torch)
+
+
+def put(state: RandomState, device: torch.device) -> None:
+    """Go on from a state.
+
+    Args:
+        state: What :func:`take` returned. One without a tracker, as :func:`pick` returns it for another layout, seeds
+            device and tracker from the common state, alike on every rank that has the same.
+        device: This rank's.
+    """
+    put_common(state)
+    if state.tracker is None:
+        _seed_afresh(state)
+        return
+    if state.device is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state.device, device)
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    graphs = is_graph_safe_cuda_rng_tracker(tracker)
+    tracker.set_states({name: convert_cuda_rng_state(s, to_graphable=graphs) for name, s in state.tracker.items()})
+
+
+def _seed_afresh(state: RandomState) -> None:
+    """Seed Megatron's tracker, and on CUDA the default generator, with a number that the common state decides."""
+    generator = torch.Generator()
+    generator.set_state(state.torch)
+    seed = int(torch.randint(2**31 - 2**20, (), generator=generator))
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    torch.set_rng_state(state.torch)  # on the CPU the line above seeds torch's own generator too
+
+
+def to_plain(state: RandomState) -> Plain:
+    """Return a state as numbers and tensors, which ``torch.load(weights_only=True)`` reads."""
+    version, words, gauss = state.python
+    name, key, position, has_gauss, cached = state.numpy
+    plain: Plain = {
+        "python": {"version": version, "words": _tensor(words), "gauss": gauss},
+        "numpy": {
+            "name": str(name),
+            "key": _tensor(key),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": state.torch.clone(),
+    }
+    if state.device is not None:
+        plain["device"] = state.device.clone()
+    if state.tracker is not None:
+        tracker = {key: convert_cuda_rng_state(value, to_graphable=False) for key, value in state.tracker.items()}
+        plain["tracker"] = {key: value.clone() for key, value in tracker.items()}
+    return plain
+
+
+def from_plain(plain: Mapping[str, Any]) -> RandomState:
+    """Return the state that :func:`to_plain` was given."""
+    python, numbers = plain["python"], plain["numpy"]
+    return RandomState(
+        python=(python["version"], tuple(_words(python["words"]).tolist()), python["gauss"]),
+        numpy=(
+            numbers["name"],
+            _words(numbers["key"]),
+            numbers["position"],
+            numbers["has_gauss"],
+            numbers["cached"],
+        ),
+        torch=plain["torch"],
+        device=plain.get("device"),
+        tracker=plain.get("tracker"),
+    )
+
+
+def _tensor(words: Any) -> Tensor:
+    """Return 32-bit words as the int32 tensor of the same bits."""
+    return torch.from_numpy(numpy.asarray(words, dtype=numpy.uint32).view(numpy.int32).copy())
+
+
+def _words(tensor: Tensor) -> Any:
+    return tensor.numpy().view(numpy.uint32)
+
+
+def pick(places: Sequence[Mapping[str, int]], mine: Mapping[str, int]) -> tuple[int, bool]:
+    """Return which saved rank's state this rank takes, and whether it is its very own.
+
+    Args:
+        places: Of every rank that saved: its coordinates and the sizes of the axes, under any names, one of which is
+            ``data_parallel_rank``.
+        mine: The same of this rank.
+
+    Returns:
+        The index into ``places`` and True, where a rank stood in the same place of the same layout. Otherwise the first
+        rank with the same data-parallel rank, or, where there were fewer of those, that rank modulo their number: all
+        ranks of one model copy must draw the same data.
+    """
+    for index, place in enumerate(places):
+        if place == mine:
+            return index, True
+    copies = sorted({place["data_parallel_rank"] for place in places})
+    wanted = copies[mine["data_parallel_rank"] % len(copies)]
+    return next(i for i, place in enumerate(places) if place["data_parallel_rank"] == wanted), False

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights alone, from any checkpoint into any layout: to start a new run from them, or to look at the whole model.
+
+:func:`load_weights` fills the chunks that a rank has just built with the parts of the checkpoint that belong there, so
+no rank ever holds the whole model. :func:`build_from_checkpoint` makes a module from the hyper-parameters in a
+checkpoint, whole in this process. ``MCoreModule`` has both as methods.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.core.saving import _load_state
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
+
+from lightning_mcore import checkpoint_manifest, sharded_state
+from lightning_mcore.checkpoint_io import MCoreCheckpointIO
+from lightning_mcore.chunks import ModelChunks, find_pipeline
+
+
+def load_weights(module: pl.LightningModule, path: str | Path, strict: bool = True) -> None:
+    """Read the weights of a checkpoint into the chunks that ``pipeline()`` has built; collective over the world.
+
+    Args:
+        module: A module whose model is built and not wrapped yet, as at the end of ``configure_model``.
+        path: A directory that ``MCoreStrategy`` or Megatron-LM wrote, on any layout.
+        strict: Refuse names that are missing or unexpected, instead of warning of them.
+
+    Raises:
+        FileNotFoundError: There is nothing at ``path``.
+        RuntimeError: The module has no model yet.
+        ValueError: It is no such checkpoint, or of another model.
+    """
+    where, io = str(path), MCoreCheckpointIO()
+    if not io.is_directory(where):
+        raise ValueError(
+            f"{where} is no directory, as MCoreStrategy and Megatron-LM write it; read a file of another strategy with"
+            " load_from_checkpoint"
+        )
+    _load(module, where, io, strict)
+
+
+def build_from_checkpoint(
+    cls: type[pl.LightningModule], path: str, strict: bool | None, weights_only: bool | None, arguments: dict[str, Any]
+) -> Any:
+    """Make a module from the hyper-parameters in a sharded checkpoint and read its weights, whole in this process.
+
+    Lightning makes the module; what it does with a ``state_dict``, :func:`load_weights` does with the shards.
+
+    Args:
+        cls: The module's class.
+        path: The checkpoint, a directory.
+        strict: As in Lightning's ``load_from_checkpoint``.
+        weights_only: As ``torch.load`` takes it, for what Lightning keeps.
+        arguments: Hyper-parameters that are given instead of those in the checkpoint.
+    """
+    io = MCoreCheckpointIO()
+    state: dict[str, Any] = dict(_pl_migrate_checkpoint(io.load_checkpoint(path, weights_only=weights_only), path))
+    hyper_parameters = {**state.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}), **arguments}
+    lightning_state = {**state, cls.CHECKPOINT_HYPER_PARAMS_KEY: hyper_parameters}
+    outside = lightning_state["state_dict"]
+    module = _load_state(cls, {**lightning_state, "state_dict": {}}, strict=False, **arguments)
+    assert isinstance(module, pl.LightningModule)
+    module.load_state_dict(outside, strict=False)
+    _load(module, path, io, module.strict_loading if strict is None else strict)
+    return module
+
+
+def _load(module: pl.LightningModule, path: str, io: MCoreCheckpointIO, strict: bool) -> None:
+    checkpoint_manifest.check_model(path, io.read_manifest(path), module)
+    pipeline = find_pipeline(module)
+    modules = list(pipeline.chunks) if pipeline is not None else [module]
+    chunks = ModelChunks(config=getattr(modules[0], "config", None), wrapped=modules, pipeline=pipeline)  # type: ignore[arg-type]
+    stored = sharded_state.StoredState(path, io.read_shapes(path), None, partial(io.load_shards, path))
+    differences = sharded_state.load(stored, chunks, [], strict=strict)
+    if differences.missing or differences.unexpected:
+        rank_zero_warn(differences.sentence(path))

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any layout loads what any other layout saved: weights and optimizer state bit for bit, and the run goes on.
+
+Every layout of a table trains two steps, saves and is done; every layout then loads the checkpoint of every other and
+trains one step more. What is loaded is compared in global terms with what was saved, as Megatron's own
+``sharded_state_dict`` of model and optimizer describe them (its distributed optimizer gathers the shards, ours reads
+them in place, so the two are independent). The next loss and gradient norm are compared with a run on one rank that was
+never interrupted, within the tolerance of ``tests/parity/test_layouts.py``.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
+
+from lightning_mcore import MCoreStrategy
+from tests.layouts import Layout
+from tests.parity.global_tensors import Slice, assemble, state_slices, weight_slices
+from tests.parity.lightning_loop import TinyGPT
+from tests.ranks import run_ranks
+from tests.tiny import Recipe
+
+pytestmark = pytest.mark.distributed
+
+TOLERANCE = 1e-5  # of tests/parity/test_layouts.py, whose measured spread is 2e-7 in the loss
+
+DENSE = (
+    Layout(),
+    Layout(dp=2),
+    Layout(dp=2, distributed_optimizer=True),
+    Layout(dp=4, distributed_optimizer=True, overlap=True),
+    Layout(tp=2, sp=True),
+    Layout(pp=2, vp=2),
+    Layout(cp=2, distributed_optimizer=True),
+    Layout(pp=4),
+    Layout(tp=2, sp=True, dp=2, pp=2, distributed_optimizer=True),
+)
+EXPERTS = (
+    Layout(moe=True),
+    Layout(moe=True, dp=2, ep=2),
+    Layout(moe=True, dp=2, distributed_optimizer=True),
+    Layout(moe=True, tp=2, sp=True, ep=2, etp=1),
+    Layout(moe=True, dp=4, ep=2, distributed_optimizer=True),
+    Layout(moe=True, dp=2, pp=2, ep=2, distributed_optimizer=True),
+)
+RECIPE = Recipe(steps=1, global_batch_size=4, eps=1e-4)  # eps for the reason given in tests/parity/test_layouts.py
+
+
+@dataclass(frozen=True)
+class State:
+    """What a rank holds, in global terms.
+
+    Args:
+        weights: Its slices of the weights.
+        optimizer: Its slices of the optimizer's state.
+        steps: The optimizer's count of steps.
+    """
+
+    weights: Sequence[Slice]
+    optimizer: Sequence[Slice]
+    steps: float
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a rank holds after loading, and its next step."""
+
+    state: State
+    loss: float
+    grad_norm: float
+
+
+class Watch(pl.Callback):
+    """Looks at the state when training begins, and at the losses."""
+
+    def __init__(self) -> None:
+        self.before: State | None = None
+        self.losses: list[float] = []
+        self.grad_norms: list[float] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.before = state_of(trainer)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.losses.append(outputs["loss"].item() * trainer.accumulate_grad_batches)
+            self.grad_norms.append(trainer.optimizers[0].grad_norm)  # type: ignore[attr-defined]
+
+
+def state_of(trainer: pl.Trainer) -> State:
+    """Return the weights and the optimizer's state, as Megatron describes them."""
+    strategy = trainer.strategy
+    chunks = strategy._chunks.bare  # type: ignore[attr-defined]
+    model = {f"model{index}": chunk.sharded_state_dict() for index, chunk in enumerate(chunks)}
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+    with strategy.runtime():  # type: ignore[attr-defined]
+        optimizer = strategy.optimizers[0].megatron.sharded_state_dict(model, metadata=metadata)  # type: ignore[attr-defined]
+    state = [part for part in state_slices(optimizer) if ".exp_avg" in part.key or "param." in part.key]
+    moments = [replace(part, key=part.key.replace(".state.fp32_param.", ".state.param.")) for part in state]
+    [steps] = {float(state["step"]) for state in trainer.optimizers[0].state.values()}  # type: ignore[attr-defined]
+    return State(weight_slices(chunks), moments, steps)
+
+
+def make_trainer(layout: Layout, max_epochs: int, precision: Any, watch: pl.Callback) -> pl.Trainer:
+    """Return a quiet trainer, of which an epoch is one step."""
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=layout.world_size,
+        strategy=MCoreStrategy(**layout.strategy_arguments),
+        plugins=[LightningEnvironment()],
+        precision=precision,
+        max_epochs=max_epochs,
+        accumulate_grad_batches=RECIPE.num_microbatches(layout),
+        gradient_clip_val=1.0,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[watch],
+    )
+
+
+class Saved(pl.Callback):
+    """Saves after the last epoch and keeps what was saved."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.state: State | None = None
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.state = state_of(trainer)
+        trainer.save_checkpoint(self.path)
+
+
+def save(layout: Layout, path: str, precision: Any = "32-true") -> State:
+    """Train two steps on this rank and save."""
+    saved = Saved(path)
+    make_trainer(layout, 2, precision, saved).fit(TinyGPT(layout, RECIPE))
+    assert saved.state is not None
+    return saved.state
+
+
+def load(layout: Layout, paths: Mapping[str, str], precision: Any = "32-true") -> dict[str, Loaded]:
+    """Load each checkpoint into a new run on this rank and train one step more."""
+    results = {}
+    for name, path in paths.items():
+        watch = Watch()
+        make_trainer(layout, 3, precision, watch).fit(TinyGPT(layout, RECIPE), ckpt_path=path)
+        assert watch.before is not None
+        [loss], [grad_norm] = watch.losses, watch.grad_norms
+        results[name] = Loaded(watch.before, loss, grad_norm)
+    return results
+
+
+def train_on(layout: Layout) -> tuple[float, float]:
+    """Return loss and gradient norm of the third step of a run that is never interrupted."""
+    watch = Losses()
+    make_trainer(layout, 3, "32-true", watch).fit(TinyGPT(layout, RECIPE))
+    return watch.losses[-1], watch.grad_norms[-1]
+
+
+class Losses(Watch):
+    """Looks at the losses alone: before the first step there is no state."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A checkpoint: where it is, and what was saved."""
+
+    path: str
+    weights: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, torch.Tensor]
+    steps: float
+
+
+def save_on(layout: Layout, path: str, precision: Any = "32-true") -> Whole:
+    """Save on a layout and return what was saved as a whole."""
+    ranks = run_ranks(layout.world_size, save, layout, path, precision, timeout=120)
+    weights, optimizer = (assemble(s for rank in ranks for s in getattr(rank, k)) for k in ("weights", "optimizer"))
+    return Whole(path, weights, optimizer, ranks[0].steps)
+
+
+@pytest.fixture(scope="module", params=[DENSE, EXPERTS], ids=["dense", "experts"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Save once on every layout of a table."""
+    folder = tmp_path_factory.mktemp("layouts")
+    wholes = {layout.id: save_on(layout, str(folder / f"{layout.id}.ckpt")) for layout in request.param}
+    [reference] = run_ranks(1, train_on, request.param[0])
+    return request.param, wholes, reference
+
+
+def test_every_layout_loads_what_every_layout_saved(saved: Any) -> None:
+    layouts, wholes, (loss, grad_norm) = saved
+    assert len({whole.path for whole in wholes.values()}) == len(layouts)
+    for layout in layouts:
+        paths = {name: whole.path for name, whole in wholes.items()}
+        ranks = run_ranks(layout.world_size, load, layout, paths, timeout=300)
+        for name in paths:
+            what = f"{name} on {layout.id}"
+            for rank in ranks:
+                check_state(rank[name].state, wholes[name], what)
+                assert rank[name].grad_norm == pytest.approx(grad_norm, rel=TOLERANCE), what
+            # the loss of a rank is that of its own sequences
+            assert fmean(rank[name].loss for rank in ranks) == pytest.approx(loss, rel=TOLERANCE), what
+
+
+def check_state(state: State, whole: Whole, what: str) -> None:
+    """Compare bit for bit."""
+    assert state.steps == whole.steps == 2, what
+    # In fp32 the unsharded optimizer steps the weights themselves, so that there is no copy of them.
+    expected = {**{f"optimizer.state.param.{key}": weight for key, weight in whole.weights.items()}, **whole.optimizer}
+    for slices, wanted in ((state.weights, whole.weights), (state.optimizer, expected)):
+        assert slices, what
+        for part in slices:
+            assert torch.equal(part.data, part.of(wanted[part.key])), f"{part.key}: {what}"
+
+
+# Other precisions
+
+
+HALF = (
+    Layout(dp=2),
+    Layout(dp=2, distributed_optimizer=True),
+    Layout(pp=2, vp=2, dp=2, distributed_optimizer=True, overlap=True),
+    Layout(tp=2, sp=True),
+)
+
+
+@pytest.fixture(scope="module")
+def saved_in_half(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Whole]:
+    """Save once on some layouts in bf16."""
+    folder = tmp_path_factory.mktemp("half")
+    return {layout.id: save_on(layout, str(folder / f"{layout.id}.ckpt"), "bf16-mixed") for layout in HALF}
+
+
+def test_copies_in_fp32_go_from_layout_to_layout(saved_in_half: dict[str, Whole]) -> None:
+    paths = {name: whole.path for name, whole in saved_in_half.items()}
+    for layout in HALF:
+        for rank in run_ranks(layout.world_size, load, layout, paths, "bf16-mixed", timeout=120):
+            for name, loaded in rank.items():
+                assert any(".param." in part.key for part in loaded.state.optimizer)
+                check_state(loaded.state, saved_in_half[name], f"{name} on {layout.id}")
+
+
+def test_a_run_in_fp32_takes_the_copies_for_its_weights(saved_in_half: dict[str, Whole]) -> None:
+    paths = {name: whole.path for name, whole in saved_in_half.items()}
+    for layout in (Layout(), Layout(dp=2, distributed_optimizer=True)):
+        for rank in run_ranks(layout.world_size, load, layout, paths, "32-true", timeout=120):
+            for name, loaded in rank.items():
+                copies = saved_in_half[name].optimizer
+                weights = {key: copies[f"optimizer.state.param.{key}"] for key in saved_in_half[name].weights}
+                assert any(not torch.equal(weights[key], saved_in_half[name].weights[key]) for key in weights)
+                check_state(loaded.state, replace(saved_in_half[name], weights=weights), f"{name} on {layout.id}")
+
+
+def test_a_run_in_bf16_takes_the_weights_of_fp32_for_its_copies(tmp_path: Path) -> None:
+    whole = save_on(Layout(pp=2), str(tmp_path / "fp32.ckpt"), "32-true")
+    for layout in (Layout(tp=2), Layout(dp=2, distributed_optimizer=True)):
+        for rank in run_ranks(layout.world_size, load, layout, {"fp32": whole.path}, "bf16-mixed", timeout=60):
+            rounded = {key: weight.bfloat16().float() for key, weight in whole.weights.items()}
+            copies = {f"optimizer.state.param.{key}": weight for key, weight in whole.weights.items()}
+            wanted = replace(whole, weights=rounded, optimizer={**copies, **whole.optimizer})
+            check_state(rank["fp32"].state, wanted, layout.id)

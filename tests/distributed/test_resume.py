@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact resume: a run that goes on in a new process has the losses that the whole run had, to the last digit.
+
+Each :class:`Case` is trained once as a whole, taking checkpoints at all kinds of moments on the way, and goes on from
+each of them in other processes. What is compared is text: of every batch its epoch, its number, its samples; of every
+step the loss as Python prints it.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler
+
+from lightning_mcore import MCoreGPT
+from lightning_mcore.precision import MCorePrecision
+from tests.ranks import run_ranks
+from tests.toy import FEATURES, WIDTH, Batch, PlainNet, Samples, fill, make_trainer
+
+pytestmark = pytest.mark.distributed
+
+PP2 = {"pipeline_model_parallel_size": 2}
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EP2 = {"expert_model_parallel_size": 2, "use_distributed_optimizer": True}
+SHARDED = {"use_distributed_optimizer": True}
+
+
+# What is trained
+
+
+class Noisy(Samples):
+    """Augments a sample with numbers of every generator."""
+
+    def __getitem__(self, index: int) -> Batch:
+        noise = random.random() + numpy.random.rand() + float(torch.rand(()))
+        return {**super().__getitem__(index), "x": self.x[index] + 0.1 * noise}
+
+
+class Dropping(PlainNet):
+    """A plain module with dropout that validates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.Dropout(0.5), nn.Tanh(), nn.Linear(WIDTH, 1))
+        fill(self.net, seed=1)
+        self.register_buffer("scale", torch.ones(()))
+
+    def on_train_epoch_start(self) -> None:
+        self.scale.fill_(1 + 0.1 * random.random())  # what hooks draw counts too
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.scale
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.predictions(batch).mean() * torch.rand(()))
+
+
+def text(size: int) -> list[dict[str, Tensor]]:
+    """Return sentences of 8 tokens; the first says which it is."""
+    tokens = torch.randint(32, (size, 9), generator=torch.Generator().manual_seed(1))
+    return [
+        {"tokens": row[:-1], "labels": row[1:], "index": torch.tensor(index)} for index, row in enumerate(tokens)
+    ]
+
+
+class Gpt(MCoreGPT):
+    """A small GPT with dropout; ``experts`` makes it a mixture."""
+
+    def __init__(self, experts: bool = False) -> None:
+        sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+        sizes |= {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+        if experts:
+            sizes |= {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall", "add_bias_linear": False}
+        super().__init__(vocab_size=32, seq_length=8, transformer=sizes, learning_rate=1e-2)
+
+
+# How it is trained
+
+
+class Watch(pl.Callback):
+    """Writes down every batch and every step."""
+
+    def __init__(self) -> None:
+        self.batches: list[str] = []
+        self.losses: list[str] = []
+        self._step = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._step = trainer.global_step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.batches.append(f"{trainer.current_epoch} {batch_idx} {batch['index'].tolist()}")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
+        if trainer.global_step != self._step:
+            self._step = trainer.global_step
+            of_all = trainer.fit_loop.epoch_loop.total_batch_idx, trainer.fit_loop.epoch_loop._batches_that_stepped
+            scale = getattr(trainer.optimizers[0], "loss_scale", None)
+            self.losses.append(f"{self._step} {of_all} {scale} {float(outputs['loss'])!r}")
+
+
+class Save(pl.Callback):
+    """Takes checkpoints: at ``"batch 3"`` (batches of the whole run), ``"epoch 1"``, ``"validation 2"``, ``"end"``.
+
+    Args:
+        folder: Where to.
+        moments: When.
+        watch: What has been seen by then; its lengths are kept.
+    """
+
+    def __init__(self, folder: str, moments: tuple[str, ...], watch: Watch) -> None:
+        self.folder = folder
+        self.moments = moments
+        self.watch = watch
+        self.places: dict[str, tuple[int, int]] = {}
+        self._validations = 0
+
+    def save(self, trainer: pl.Trainer, moment: str) -> None:
+        if moment in self.moments:
+            self.places[moment] = len(self.watch.batches), len(self.watch.losses)
+            trainer.save_checkpoint(f"{self.folder}/{moment}.ckpt")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.save(trainer, f"batch {len(self.watch.batches)}")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.save(trainer, f"epoch {trainer.current_epoch}")
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            self._validations += 1
+            self.save(trainer, f"validation {self._validations}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run to interrupt.
+
+    Args:
+        module: Makes the module.
+        data: Makes the training loaders.
+        strategy: Arguments of the strategy.
+        world_size: Ranks.
+        validates: Whether there is a validation loader.
+        moments: When checkpoints are taken.
+        trainer: More arguments of the trainer.
+        stop: Optimizer steps after which another first run ends, with a checkpoint of its own.
+        precision: Makes the precision plugin.
+    """
+
+    module: Callable[[], Any]
+    data: Callable[[], Any]
+    strategy: Any = field(default_factory=dict)
+    world_size: int = 2
+    validates: bool = False
+    moments: tuple[str, ...] = ()
+    trainer: Any = field(default_factory=dict)
+    stop: int | None = None
+    precision: Callable[[], MCorePrecision] | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run saw on one rank."""
+
+    batches: list[str]
+    losses: list[str]
+    places: dict[str, tuple[int, int]]
+
+
+def train(case: Case, folder: str, moments: tuple[str, ...] = (), resume: str | None = None, **arguments: Any) -> Run:
+    """Train a case on this rank, from a checkpoint if there is one."""
+    pl.seed_everything(7 if resume is None else 99, workers=True, verbose=False)  # what a resumed run draws is restored
+    watch = Watch()
+    save = Save(folder, moments, watch)
+    strategy = dict(case.strategy)
+    if case.precision is not None:
+        strategy["precision_plugin"] = case.precision()
+    trainer = make_trainer(strategy, callbacks=[watch, save], **(dict(case.trainer) | arguments))
+    validation = [DataLoader(Samples(4), batch_size=2)] if case.validates else []
+    trainer.fit(case.module(), case.data(), *validation, ckpt_path=resume)
+    save.save(trainer, "end")
+    return Run(watch.batches, watch.losses, save.places)
+
+
+def train_whole(cases: dict[str, Case], folder: str) -> dict[str, Run]:
+    """Train every case as a whole, and up to where it stops."""
+    whole = {}
+    for name, case in cases.items():
+        whole[name] = train(case, f"{folder}/{name}", case.moments)
+        if case.stop is not None:
+            stopped = train(case, f"{folder}/{name}", ("end",), max_steps=case.stop)
+            whole[name].places["end"] = stopped.places["end"]
+    return whole
+
+
+def go_on(cases: dict[str, Case], folder: str) -> dict[str, dict[str, Run]]:
+    """Go on from every checkpoint of every case."""
+    return {
+        name: {
+            moment: train(case, folder, resume=f"{folder}/{name}/{moment}.ckpt")
+            for moment in (*case.moments, *(("end",) if case.stop else ()))
+        }
+        for name, case in cases.items()
+    }
+
+
+def sentences(size: int, batch_size: int, **arguments: Any) -> DataLoader[Any]:
+    """Return a loader over sentences."""
+    return DataLoader(text(size), batch_size=batch_size, shuffle=True, **arguments)  # type: ignore[arg-type]
+
+
+def noisy(size: int, batch_size: int, **arguments: Any) -> DataLoader[Batch]:
+    """Return a loader over augmented samples."""
+    return DataLoader(Noisy(size), batch_size=batch_size, **arguments)
+
+
+def shuffled(size: int, batch_size: int, **arguments: Any) -> DataLoader[Batch]:
+    """Return a loader whose order comes from torch's own generator."""
+    return DataLoader(Samples(size), batch_size=batch_size, sampler=RandomSampler(Samples(size)), **arguments)
+
+
+def generated(size: int, batch_size: int, **arguments: Any) -> DataLoader[Batch]:
+    """Return a loader whose order comes from a generator of its own."""
+    generator = torch.Generator().manual_seed(3)
+    return DataLoader(Samples(size), batch_size=batch_size, shuffle=True, generator=generator, **arguments)
+
+
+HALF = partial(MCorePrecision, "16-mixed", initial_loss_scale=2.0**22, loss_scale_window=2)
+OWN = {"use_distributed_sampler": False}
+CASES: dict[str, Case] = {
+    "plain": Case(  # 6 batches in an epoch, the last one short; a validation after every third
+        module=Dropping,
+        data=partial(noisy, 22, 2, shuffle=True),
+        validates=True,
+        moments=("batch 2", "batch 3", "batch 6", "batch 8", "epoch 0", "validation 1", "validation 2", "validation 3"),
+        trainer={"max_epochs": 3, "val_check_interval": 3},
+        stop=4,
+    ),
+    "plain-windows": Case(  # two steps of 3 batches and one of 1; checkpoints also between steps
+        module=Dropping,
+        data=partial(noisy, 28, 2, shuffle=True),
+        validates=True,
+        moments=("batch 2", "batch 3", "batch 5", "batch 7", "batch 9", "batch 12", "epoch 0", "validation 1"),
+        trainer={"max_epochs": 2, "val_check_interval": 2, "accumulate_grad_batches": 3},
+        stop=2,
+    ),
+    "plain-steps": Case(  # max_steps makes Lightning restart in another way
+        module=Dropping,
+        data=partial(noisy, 16, 2, shuffle=True),
+        validates=True,
+        moments=("batch 3", "batch 4", "batch 6", "epoch 0", "epoch 1"),
+        trainer={"max_steps": 11},
+        stop=4,
+    ),
+    "plain-limited": Case(
+        module=Dropping,
+        data=partial(noisy, 64, 2, shuffle=True, drop_last=True),
+        moments=("batch 2", "batch 5", "batch 7", "epoch 0"),
+        trainer={"max_epochs": 2, "limit_train_batches": 5},
+        strategy=SHARDED,
+    ),
+    "workers": Case(
+        module=Dropping,
+        data=partial(shuffled, 12, 2, num_workers=2),
+        moments=("batch 2", "batch 6", "batch 8", "epoch 0"),
+        trainer={"max_epochs": 2, **OWN},
+        world_size=1,
+        stop=2,
+    ),
+    "workers-stay": Case(
+        module=Dropping,
+        data=partial(generated, 12, 2, num_workers=2, persistent_workers=True),
+        moments=("batch 2", "batch 8", "epoch 0"),
+        trainer={"max_epochs": 3, **OWN},
+        world_size=1,
+    ),
+    "random-sampler": Case(
+        module=Dropping,
+        data=partial(shuffled, 12, 2),
+        validates=True,
+        moments=("batch 2", "batch 8", "epoch 0"),
+        trainer={"max_epochs": 2, **OWN},
+        world_size=1,
+    ),
+    "generator": Case(
+        module=Dropping,
+        data=partial(generated, 12, 2),
+        moments=("batch 2", "batch 8", "epoch 0"),
+        trainer={"max_epochs": 2, **OWN},
+        world_size=1,
+    ),
+    "gpt-pp2": Case(
+        module=Gpt,
+        data=partial(sentences, 16, 2, num_workers=2),
+        strategy=PP2,
+        moments=("batch 4", "batch 7", "batch 12", "epoch 0"),
+        trainer={"max_epochs": 2, "accumulate_grad_batches": 2},
+        stop=3,
+    ),
+    "gpt-tp2": Case(
+        module=Gpt,
+        data=partial(sentences, 8, 2),
+        strategy=TP2,
+        moments=("batch 2", "batch 6", "epoch 0"),
+        trainer={"max_epochs": 2, "gradient_clip_val": 1.0},
+    ),
+    "gpt-ep2": Case(
+        module=partial(Gpt, experts=True),
+        data=partial(sentences, 16, 2),
+        strategy=EP2,
+        moments=("batch 2", "batch 6", "epoch 0"),
+        trainer={"max_epochs": 2},
+    ),
+    "gpt-fp16": Case(
+        module=Gpt,
+        data=partial(sentences, 16, 2),
+        precision=HALF,
+        strategy=SHARDED,
+        moments=("batch 1", "batch 3", "batch 6", "epoch 0"),
+        trainer={"max_epochs": 3},
+    ),
+    "plain-fp16": Case(
+        module=Dropping,
+        data=partial(noisy, 16, 2),
+        precision=HALF,
+        moments=("batch 1", "batch 3", "batch 6", "epoch 0"),
+        trainer={"max_epochs": 3},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[Run, dict[str, Run]]]]:
+    """Train every case, and go on from its checkpoints in new processes."""
+    folder = str(tmp_path_factory.mktemp("resume"))
+    results = {}
+    for world_size in sorted({case.world_size for case in CASES.values()}):
+        cases = {name: case for name, case in CASES.items() if case.world_size == world_size}
+        whole = run_ranks(world_size, train_whole, cases, folder, timeout=240)
+        resumed = run_ranks(world_size, go_on, cases, folder, timeout=240)
+        for name in cases:
+            results[name] = [(first[name], second[name]) for first, second in zip(whole, resumed, strict=True)]
+    return results
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_run_has_the_losses_and_batches_of_the_whole_one(runs: Any, name: str) -> None:
+    for whole, resumed in runs[name]:
+        assert len(set(whole.losses)) == len(whole.losses) > 2
+        assert len(resumed) > 1
+        for moment, run in resumed.items():
+            batches, steps = whole.places[moment]
+            assert 0 < batches < len(whole.batches), moment
+            assert run.batches == whole.batches[batches:], moment
+            assert run.losses == whole.losses[steps:], moment

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kill a rank at a random moment of a save, again and again, and see that nothing is lost.
+
+One run of a small split model saves after each optimizer step: a checkpoint named for the step, whose predecessor is
+deleted, and ``last.ckpt``, which is replaced. In each trial one rank is killed by SIGKILL some time after a save began;
+then everything that can be seen in the folder has to be whole, and the newest is what the next trial starts from. So
+the losses of all trials together are those of one run, which is compared with one that nobody disturbed.
+
+The killer is a process of its own that was forked before; the rank wakes it when the save begins. It kills whatever the
+rank is doing then: planning, copying, writing, renaming, deleting, training on. ``tests/distributed`` runs a few
+trials, ``python -m benchmarks.checkpoint_torture`` as many as you like.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_mcore import MCoreStrategy
+from lightning_mcore.checkpoint_files import verify
+from lightning_mcore.checkpoint_io import MCoreCheckpointIO
+from tests.ranks import RanksFailedError, run_ranks
+from tests.toy import Samples, StagedNet, make_trainer
+
+UNFINISHED = ".unfinished"
+LAYOUTS: list[dict[str, Any]] = [{"pipeline_model_parallel_size": 2}, {"use_distributed_optimizer": True}]
+WORLD_SIZE = 2
+FOREVER = 100_000  # optimizer steps; a trial is ended by its killer
+
+
+@dataclass(frozen=True)
+class Blow:
+    """When a rank is to die.
+
+    Attributes:
+        victim: The rank.
+        save: The save of its run, from 0.
+        delay: Seconds after that save began.
+    """
+
+    victim: int
+    save: int
+    delay: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run.
+
+    Attributes:
+        folder: Where checkpoints go, and beside it what the run notes.
+        steps: Optimizer steps to end at.
+        strategy: Arguments of MCoreStrategy.
+        asynchronous: Whether saves are.
+        resume: The checkpoint to start from.
+        blow: Who dies when, if anybody.
+        saves: Whether it saves at all.
+    """
+
+    folder: Path
+    steps: int
+    strategy: dict[str, Any]
+    asynchronous: bool = False
+    resume: str | None = None
+    blow: Blow | None = None
+    saves: bool = True
+
+    @property
+    def notes(self) -> Path:
+        """What rank 0 notes as it happens: a JSON text in each line."""
+        return self.folder.with_name(self.folder.name + ".notes")
+
+    @property
+    def sight(self) -> Path:
+        """What the killer saw."""
+        return self.folder.with_name(self.folder.name + ".sight")
+
+
+@dataclass
+class Tally:
+    """What came of many trials.
+
+    Attributes:
+        phases: How many kills came in which part of a save.
+        kills: How many there were.
+        steps: The optimizer step that was reached.
+        seconds: How long a save takes when nobody disturbs it.
+    """
+
+    phases: Counter[str] = field(default_factory=Counter)
+    kills: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+
+
+class Killer:
+    """A forked process that kills this one some seconds after it is woken, and says what it saw on the disk then.
+
+    Args:
+        plan: The run.
+        delay: Seconds.
+    """
+
+    def __init__(self, plan: Plan, delay: float) -> None:
+        reader, self._writer = os.pipe()
+        victim = os.getpid()
+        if os.fork() == 0:
+            os.close(self._writer)  # so that it ends with the rank that never woke it
+            if order := os.read(reader, 1000):
+                time.sleep(delay)
+                os.kill(victim, signal.SIGKILL)
+                plan.sight.write_text(phase(plan.folder, **json.loads(order)))  # survivors may clear up in a moment
+            os._exit(0)
+        os.close(reader)
+
+    def wake(self, name: str, step: int) -> None:
+        """Let the seconds begin, in the save of a checkpoint of this name at this optimizer step."""
+        os.write(self._writer, json.dumps({"name": name, "step": step}).encode())
+
+
+def phase(folder: Path, name: str, step: int) -> str:
+    """Say how far a save is by what is on the disk."""
+    if step_of(folder / name) == step:
+        return "after"
+    return "within" if (folder / UNFINISHED / name).exists() else "before"
+
+
+def step_of(path: Path) -> int | None:
+    """Return the optimizer step of a checkpoint, if there is one."""
+    manifest = path / "checkpoint.json"
+    return json.loads(manifest.read_text())["global_step"] if manifest.exists() else None
+
+
+class WatchedStrategy(MCoreStrategy):
+    """Notes when saves begin and return, and wakes the killer."""
+
+    def watch(self, plan: Plan) -> None:
+        """Remember what this run is for."""
+        self.plan = plan
+        self.number_of_saves = 0
+        blow = plan.blow
+        self.killer = Killer(plan, blow.delay) if blow is not None and blow.victim == dist.get_rank() else None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        began = time.monotonic()
+        if self.killer is not None and self.plan.blow is not None and self.plan.blow.save == self.number_of_saves:
+            self.killer.wake(os.path.basename(filepath), checkpoint["global_step"])
+        self.number_of_saves += 1
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        note(self.plan, seconds=time.monotonic() - began)
+
+
+class Notes(pl.Callback):
+    """Notes the loss of each optimizer step before anything is saved, and that leftovers are gone after a save."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.step = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.step = trainer.global_step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.plan.saves and not self.plan.asynchronous and trainer.strategy.number_of_saves:  # type: ignore[attr-defined]
+            left = sorted(path.name for path in self.plan.folder.glob(f"{UNFINISHED}/*"))
+            assert not left, f"{left} are left after a save"
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+        if trainer.global_step != self.step:
+            self.step = trainer.global_step
+            note(self.plan, step=self.step, loss=float(outputs["loss"]))
+
+
+def note(plan: Plan, **values: Any) -> None:
+    """Append to the notes; in one write, so that a kill cannot cut a line."""
+    if dist.get_rank() == 0:
+        with open(plan.notes, "ab", buffering=0) as file:
+            file.write(json.dumps(values).encode() + b"\n")
+
+
+def train(plan: Plan) -> None:
+    """Rank function: train until the end, or until killed."""
+    strategy = WatchedStrategy(**plan.strategy)
+    strategy.watch(plan)
+    callbacks: list[pl.Callback] = [Notes(plan)]
+    if plan.saves:
+        callbacks.append(ModelCheckpoint(plan.folder, "{step}", every_n_train_steps=1, save_top_k=1, save_last=True))
+    trainer = make_trainer(
+        strategy,
+        max_steps=plan.steps,
+        accumulate_grad_batches=2,
+        callbacks=callbacks,
+        enable_checkpointing=plan.saves,
+    )
+    strategy.checkpoint_io = MCoreCheckpointIO(async_save=plan.asynchronous)
+    trainer.fit(StagedNet(), DataLoader([Samples(1)[0]] * 64, batch_size=1), ckpt_path=plan.resume)
+
+
+def visible(folder: Path) -> list[Path]:
+    """Return what can be taken for a checkpoint."""
+    return sorted(path for path in folder.glob("*") if path.name != UNFINISHED)
+
+
+def newest(folder: Path) -> str | None:
+    """Check that everything in the folder is whole, and return what was saved last."""
+    manifests = {path: verify(str(path)) for path in visible(folder)}
+    if not manifests:
+        return None
+    return str(max(manifests, key=lambda path: (manifests[path]["global_step"], path.stat().st_mtime)))
+
+
+def lines(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Yield what the run noted."""
+    if plan.notes.exists():
+        yield from map(json.loads, plan.notes.read_text().splitlines())
+
+
+def torture(folder: Path, kills: int, seed: int, first_layout: int = 0) -> Tally:
+    """Kill ranks of one run after another, and compare their losses with an undisturbed run.
+
+    Args:
+        folder: An empty folder.
+        kills: How many ranks to kill.
+        seed: Of the moments.
+        first_layout: The layout of the run; all of it is one run on one layout.
+
+    Returns:
+        What the kills hit.
+
+    Raises:
+        AssertionError: Something was lost, or taken for what it is not.
+    """
+    chance = random.Random(seed)
+    strategy = LAYOUTS[first_layout % len(LAYOUTS)]
+    checkpoints = folder / "checkpoints"
+    calm = Plan(folder / "calm", 4, strategy)
+    run_ranks(WORLD_SIZE, train, calm)
+    tally = Tally(seconds=statistics.median(line["seconds"] for line in lines(calm) if "seconds" in line))
+    shutil.rmtree(calm.folder)
+    seen: dict[int, float] = {}
+    while tally.kills < kills:
+        delay = chance.uniform(0, 1.3 * tally.seconds)
+        blow = Blow(chance.randrange(WORLD_SIZE), chance.randrange(4), delay)
+        plan = Plan(checkpoints, FOREVER, strategy, tally.kills % 2 == 1, newest(checkpoints), blow)
+        for path in (plan.notes, plan.sight):
+            path.unlink(missing_ok=True)
+        expect_death(plan)
+        tally.kills += 1
+        tally.phases[plan.sight.read_text()] += 1
+        seen |= record(plan, seen)
+    tally.steps = max(seen) + 2
+    last = Plan(checkpoints, tally.steps, strategy, resume=newest(checkpoints))
+    last.notes.unlink(missing_ok=True)
+    run_ranks(WORLD_SIZE, train, last)
+    seen |= record(last, seen)
+    assert newest(checkpoints) is not None
+    assert not (checkpoints / UNFINISHED).exists()
+    whole = Plan(folder / "whole", tally.steps, strategy, saves=False)
+    run_ranks(WORLD_SIZE, train, whole)
+    undisturbed = record(whole, {})
+    differ = {step for step in {*seen, *undisturbed} if seen.get(step) != undisturbed.get(step)}
+    assert not differ, f"steps {sorted(differ)} of {tally.steps} have other losses than in a run that nobody disturbed"
+    return tally
+
+
+def expect_death(plan: Plan) -> None:
+    """Run, and check that it ended by the kill and nothing else."""
+    assert plan.blow is not None
+    with pytest.raises(RanksFailedError) as failure:
+        run_ranks(WORLD_SIZE, train, plan, grace=0.3)
+    assert "SIGKILL" in failure.value.errors.get(plan.blow.victim, ""), failure.value
+
+
+def record(plan: Plan, seen: dict[int, float]) -> dict[int, float]:
+    """Return the losses that a run noted, by optimizer step; a step that ran before must have had the same."""
+    losses = {line["step"]: line["loss"] for line in lines(plan) if "loss" in line}
+    again = {step: loss for step, loss in losses.items() if step in seen and seen[step] != loss}
+    assert not again, f"steps {sorted(again)} have other losses than before the kill"
+    return losses

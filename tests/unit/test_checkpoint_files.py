@@ -1,0 +1,733 @@
+# SPDX-License-Identifier: Apache-2.0
+import errno
+import json
+import os
+import runpy
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from lightning_mcore import atomic_directory
+from lightning_mcore import checkpoint_files as files
+from lightning_mcore import checkpoint_staging as staging
+
+SHARD = "__0_0.distcp"
+CONTENT = bytes(range(256)) * 40
+
+
+@pytest.fixture(params=["exchange", "two renames"])
+def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run a test on a disk that can exchange two names, and on one that cannot."""
+    if request.param == "two renames":
+        monkeypatch.setattr(atomic_directory, "_renameat2", lambda: None)
+    return request.param
+
+
+def fill(directory: str, step: int) -> dict[str, files.FileRecord]:
+    """Write what ranks write; return the records of the shards."""
+    Path(directory, SHARD).write_bytes(CONTENT + str(step).encode())
+    Path(directory, ".metadata").write_bytes(b"metadata")
+    Path(directory, "metadata.json").write_bytes(b"{}")
+    Path(directory, files.LIGHTNING_FILE).write_bytes(b"state of step %d" % step)
+    return {SHARD: files.record_file(os.path.join(directory, SHARD))}
+
+
+def save(path: Path, step: int, in_flight: tuple[str, ...] = ()) -> None:
+    records = fill(files.begin(str(path), in_flight), step)
+    files.finish(str(path), {"global_step": step}, records)
+
+
+def step_of(path: Path | str) -> int:
+    """Return the step of a checkpoint whose every file is as it was saved, and belongs to that step."""
+    step = int(files.verify(str(path))["global_step"])
+    if "://" not in str(path):
+        assert Path(path, files.LIGHTNING_FILE).read_bytes() == b"state of step %d" % step
+    return step
+
+
+# What is written
+
+
+def test_a_checkpoint_appears_when_it_is_finished(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    directory = files.begin(str(path))
+    assert directory == str(tmp_path / ".unfinished" / "a.ckpt")
+    records = fill(directory, 3)
+    assert not path.exists()
+    files.finish(str(path), {"global_step": 3}, records)
+    assert step_of(path) == 3
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def test_the_manifest_lists_every_file_with_size_and_checksum(tmp_path: Path) -> None:
+    directory = files.begin(str(tmp_path / "a.ckpt"))
+    records = fill(directory, 3)
+    Path(directory, "more").mkdir()
+    Path(directory, "more", "rest.pt").write_bytes(b"123456789")
+    files.finish(str(tmp_path / "a.ckpt"), {"global_step": 3}, records)
+    manifest = json.loads((tmp_path / "a.ckpt" / "checkpoint.json").read_text())
+    assert manifest["format"] == "lightning_mcore"
+    assert manifest["format_version"] == 1
+    content = CONTENT + b"3"
+    assert manifest["files"] == {
+        ".metadata": {"size": 8, "crc32": f"{zlib.crc32(b'metadata'):08x}"},
+        SHARD: {"size": len(content), "crc32": f"{zlib.crc32(content):08x}"},
+        "lightning.pt": {"size": 15, "crc32": f"{zlib.crc32(b'state of step 3'):08x}"},
+        "metadata.json": {"size": 2, "crc32": f"{zlib.crc32(b'{}'):08x}"},
+        "more/rest.pt": {"size": 9, "crc32": "cbf43926"},  # the check value in every description of CRC-32
+    }
+
+
+def test_every_file_and_directory_is_flushed_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def note_sync(descriptor: int) -> None:
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def note_rename(source: str, target: str) -> None:
+        events.append("rename")
+        rename(source, target)
+
+    directory = files.begin(str(tmp_path / "a.ckpt"))
+    records = fill(directory, 1)
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    files.finish(str(tmp_path / "a.ckpt"), {}, records)
+    before, after = events[: events.index("rename")], events[events.index("rename") + 1 :]
+    assert sorted(before[:-2]) == [".metadata", "lightning.pt", "metadata.json"]  # the shard was flushed by its writer
+    assert before[-2:] == ["checkpoint.json", "a.ckpt"]
+    assert after == [tmp_path.name]
+
+
+def test_a_file_that_another_rank_wrote_elsewhere_is_missed(tmp_path: Path) -> None:
+    records = fill(files.begin(str(tmp_path / "a.ckpt")), 1)
+    records["__1_0.distcp"] = files.FileRecord(10, "00000000")
+    with pytest.raises(OSError, match=r"__1_0\.distcp .* 10 bytes and is not there .* all nodes share"):
+        files.finish(str(tmp_path / "a.ckpt"), {}, records)
+    assert not (tmp_path / "a.ckpt").exists()
+
+
+# What stood under the name
+
+
+def test_a_checkpoint_is_replaced(tmp_path: Path, disk: str) -> None:
+    path = tmp_path / "last.ckpt"
+    save(path, 1)
+    Path(path, "of_the_old_one").touch()
+    directory = files.begin(str(path))
+    assert step_of(path) == 1
+    files.finish(str(path), {"global_step": 2}, fill(directory, 2))
+    assert step_of(path) == 2
+    assert not Path(path, "of_the_old_one").exists()
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_a_link_is_replaced_and_what_it_points_to_stays(tmp_path: Path, disk: str) -> None:
+    save(tmp_path / "a.ckpt", 1)
+    (tmp_path / "last.ckpt").symlink_to("a.ckpt")
+    (tmp_path / "dangling.ckpt").symlink_to("nothing")
+    save(tmp_path / "last.ckpt", 2)
+    save(tmp_path / "dangling.ckpt", 3)
+    assert [step_of(tmp_path / name) for name in ("a.ckpt", "last.ckpt", "dangling.ckpt")] == [1, 2, 3]
+    assert not (tmp_path / "last.ckpt").is_symlink()
+    assert not (tmp_path / "dangling.ckpt").is_symlink()
+
+
+def test_a_checkpoint_in_one_file_is_replaced(tmp_path: Path, disk: str) -> None:
+    (tmp_path / "last.ckpt").write_bytes(b"one file")
+    save(tmp_path / "last.ckpt", 2)
+    assert step_of(tmp_path / "last.ckpt") == 2
+
+
+def test_an_interrupted_or_empty_directory_is_replaced(tmp_path: Path, disk: str) -> None:
+    (tmp_path / "empty.ckpt").mkdir()
+    (tmp_path / "shards.ckpt").mkdir()
+    fill(str(tmp_path / "shards.ckpt"), 1)
+    for name in ("empty.ckpt", "shards.ckpt"):
+        save(tmp_path / name, 2)
+        assert step_of(tmp_path / name) == 2
+
+
+def test_a_directory_of_other_files_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").touch()
+    with pytest.raises(ValueError, match=r"thesis is a directory of other files and no checkpoint"):
+        files.begin(str(tmp_path / "thesis"))
+    assert os.listdir(tmp_path / "thesis") == ["chapter.tex"]
+
+
+def test_a_reader_that_puts_the_old_one_back_does_not_stop_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "last.ckpt"
+    save(path, 1)
+    records = fill(files.begin(str(path)), 2)
+    rename, renames = os.rename, []
+
+    def slow(source: str, target: str) -> None:
+        renames.append(source)
+        if len(renames) == 2:  # between the two renames of the writer
+            monkeypatch.setattr(os, "rename", rename)
+            assert step_of(path) == 1
+        rename(source, target)
+
+    monkeypatch.setattr(atomic_directory, "_renameat2", lambda: None)
+    monkeypatch.setattr(os, "rename", slow)
+    files.finish(str(path), {"global_step": 2}, records)
+    assert step_of(path) == 2
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("name", ["a.ckpt/", "./x/../a.ckpt", "file://{}/a.ckpt"])
+def test_other_spellings_of_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (tmp_path / "x").mkdir()
+    monkeypatch.chdir(tmp_path)
+    path = name.format(tmp_path)
+    files.finish(path, {"global_step": 1}, fill(files.begin(path), 1))
+    assert step_of(tmp_path / "a.ckpt") == files.read_manifest(path)["global_step"] == 1
+    files.remove(path)
+    assert os.listdir(tmp_path) == ["x"]
+
+
+# Failures and leftovers
+
+
+def test_abandon_leaves_the_old_checkpoint_alone(tmp_path: Path) -> None:
+    save(tmp_path / "last.ckpt", 1)
+    fill(files.begin(str(tmp_path / "last.ckpt")), 2)
+    files.abandon(str(tmp_path / "last.ckpt"))
+    assert step_of(tmp_path / "last.ckpt") == 1
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_leftovers_go_with_the_next_save_and_saves_in_flight_stay(tmp_path: Path) -> None:
+    fill(files.begin(str(tmp_path / "crashed.ckpt")), 1)
+    fill(files.begin(str(tmp_path / "in_flight.ckpt"), ["crashed.ckpt"]), 1)
+    (tmp_path / ".unfinished" / "x.ckpt.removed").mkdir()
+    (tmp_path / ".unfinished" / "stray").touch()
+    save(tmp_path / "a.ckpt", 2, in_flight=("in_flight.ckpt",))
+    assert sorted(os.listdir(tmp_path / ".unfinished")) == ["in_flight.ckpt", "in_flight.ckpt.lock"]
+    files.finish(str(tmp_path / "in_flight.ckpt"), {"global_step": 1}, {})
+    assert step_of(tmp_path / "in_flight.ckpt") == 1
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "in_flight.ckpt"]
+
+
+def test_two_saves_of_one_name_are_refused(tmp_path: Path) -> None:
+    files.begin(str(tmp_path / "a.ckpt"))
+    with pytest.raises(RuntimeError, match=r"a\.ckpt is still being written; wait for that save"):
+        files.begin(str(tmp_path / "a.ckpt"), ["a.ckpt"])
+
+
+@pytest.mark.parametrize("name", ["x.replaced", "x.removed", "x.lock", ".unfinished"])
+def test_names_that_leftovers_have_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=r"which unfinished checkpoints use; choose another name"):
+        files.begin(str(tmp_path / name))
+
+
+def test_a_save_of_another_living_process_is_left_alone(tmp_path: Path) -> None:
+    script = "import runpy, sys; print(runpy.run_path(sys.argv[1])['begin'](sys.argv[2]), flush=True); input()"
+    command = [sys.executable, "-c", script, str(atomic_directory.__file__), str(tmp_path / "theirs.ckpt")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            directory = Path(process.stdout.readline().strip())
+            save(tmp_path / "ours.ckpt", 1)
+            assert directory.is_dir()
+            with pytest.raises(RuntimeError, match=rf"theirs\.ckpt is being written by process {process.pid} on "):
+                files.begin(str(tmp_path / "theirs.ckpt"))
+        finally:
+            process.kill()
+    save(tmp_path / "ours.ckpt", 2)
+    assert not directory.exists()
+
+
+def test_the_atomic_part_needs_nothing_but_the_standard_library() -> None:
+    code = f"import runpy, sys; runpy.run_path({atomic_directory.__file__!r}); print('fsspec' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert "begin" in runpy.run_path(str(atomic_directory.__file__))
+
+
+@pytest.mark.parametrize(("number", "advice"), [(errno.ENOSPC, "free some space"), (errno.EROFS, "can be written")])
+def test_a_disk_that_refuses_is_named_and_the_old_checkpoint_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, advice: str
+) -> None:
+    path = tmp_path / "last.ckpt"
+    save(path, 1)
+    records = fill(files.begin(str(path)), 2)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match=rf"last\.ckpt could not be saved: .*; .*{advice}") as caught:
+        files.finish(str(path), {}, records)
+    assert caught.value.errno == number
+    monkeypatch.undo()
+    files.abandon(str(path))
+    assert step_of(path) == 1
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_what_was_moved_away_comes_back_when_the_new_one_cannot_be_moved_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    path = tmp_path / "last.ckpt"
+    save(path, 1)
+    records = fill(files.begin(str(path)), 2)
+    rename = os.rename
+
+    def refuse(source: str, target: str) -> None:
+        if source == str(tmp_path / ".unfinished" / "last.ckpt"):
+            raise OSError(number, os.strerror(number))
+        rename(source, target)
+
+    monkeypatch.setattr(atomic_directory, "_renameat2", lambda: None)
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(OSError, match=r"last\.ckpt could not be saved"):
+        files.finish(str(path), {}, records)
+    assert (path / files.LIGHTNING_FILE).read_bytes() == b"state of step 1"
+
+
+def test_a_new_save_begins_with_putting_back_what_a_crash_left_moved_away(tmp_path: Path) -> None:
+    save(tmp_path / "last.ckpt", 1)
+    for name in ("last.ckpt", "other.ckpt"):  # the same name, and another one in the folder
+        (tmp_path / ".unfinished").mkdir()
+        (tmp_path / "last.ckpt").rename(tmp_path / ".unfinished" / "last.ckpt.replaced")
+        atomic_directory.begin(str(tmp_path / name))
+        assert (tmp_path / "last.ckpt" / files.LIGHTNING_FILE).read_bytes() == b"state of step 1"
+        files.abandon(str(tmp_path / name))
+
+
+def test_a_full_disk_does_not_stop_a_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "a.ckpt", 1)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    files.remove(str(tmp_path / "a.ckpt"))
+    assert os.listdir(tmp_path) == []
+
+
+# Crashes
+
+
+class Crash(BaseException):
+    """The process dies: nothing that it does afterwards reaches the disk."""
+
+
+class Dying:
+    """Lets a number of operations on the disk pass, and none after them."""
+
+    operations = ("rename", "unlink", "rmdir", "mkdir", "fsync", "write")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, passes: int) -> None:
+        self.left, self.patch = passes, monkeypatch
+        for name in self.operations:
+            monkeypatch.setattr(os, name, self.counted(getattr(os, name)))
+        if (exchange := atomic_directory._renameat2()) is not None:
+            counted = self.counted(exchange)
+            monkeypatch.setattr(atomic_directory, "_renameat2", lambda: counted)
+
+    def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            if self.left <= 0:
+                raise Crash
+            self.left -= 1
+            return function(*arguments, **keywords)
+
+        return call
+
+
+def crashes(action: Callable[[], None], prepare: Callable[[], None], disk: str, least: int) -> Iterator[bool]:
+    """Let ``action`` die before its first operation, its second and so on; yield whether it died, at last False.
+
+    Args:
+        action: What dies.
+        prepare: Called before each attempt.
+        disk: As the fixture says.
+        least: Operations that ``action`` needs at least.
+    """
+    died, passes = True, 0
+    while died:
+        prepare()
+        with pytest.MonkeyPatch.context() as patch:
+            if disk == "two renames":
+                patch.setattr(atomic_directory, "_renameat2", lambda: None)
+            Dying(patch, passes)
+            try:
+                action()
+            except Crash:
+                passes += 1
+            else:
+                died = False
+        for descriptor in atomic_directory._locks.values():  # which end with the process
+            os.close(descriptor)
+        atomic_directory._locks.clear()
+        yield died
+    assert passes >= least
+
+
+def clean(folder: Path) -> None:
+    atomic_directory.delete(str(folder))
+    folder.mkdir()
+
+
+KINDS = ["nothing", "checkpoint", "link", "file"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_crash_in_a_save_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, disk: str, kind: str) -> None:
+    folder = tmp_path / "run"
+    path, other = folder / "last.ckpt", folder / "other.ckpt"
+
+    def prepare() -> None:
+        clean(folder)
+        save(other, 7)
+        if kind == "checkpoint":
+            save(path, 1)
+        elif kind == "link":
+            path.symlink_to("other.ckpt")
+        elif kind == "file":
+            path.write_bytes(b"one file")
+
+    outcomes = set()
+    for died in crashes(lambda: save(path, 2), prepare, disk, least=8):
+        files.recover(str(path))
+        found: Any = "file" if path.is_file() else step_of(path) if os.path.lexists(path) else None
+        assert found in {"nothing": {None, 2}, "checkpoint": {1, 2}, "link": {7, 2}, "file": {"file", 2}}[kind]
+        assert path.is_symlink() == (kind == "link" and found == 7)
+        assert found == 2 or died
+        outcomes.add(found)
+        visible = sorted(name for name in os.listdir(folder) if name != ".unfinished")
+        assert visible == ["last.ckpt", "other.ckpt"][found is None :]
+        assert step_of(other) == 7
+        files.begin(str(folder / "next.ckpt"))
+        assert sorted(os.listdir(folder / ".unfinished")) == ["next.ckpt", "next.ckpt.lock"]
+        files.abandon(str(folder / "next.ckpt"))
+        assert sorted(os.listdir(folder)) == visible
+    assert len(outcomes) == 2  # it died both before and after the moment that decides
+
+
+def test_a_crash_in_a_save_does_not_stop_the_next_one_of_that_name(tmp_path: Path, disk: str) -> None:
+    path = tmp_path / "run" / "last.ckpt"
+
+    def prepare() -> None:
+        clean(path.parent)
+        save(path, 1)
+
+    for _ in crashes(lambda: save(path, 2), prepare, disk, least=8):
+        save(path, 3)
+        assert step_of(path) == 3
+        assert os.listdir(path.parent) == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "link"])
+def test_a_crash_in_a_removal_leaves_all_or_nothing(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "run"
+    path, other = folder / "a.ckpt", folder / "other.ckpt"
+
+    def prepare() -> None:
+        clean(folder)
+        save(other, 7)
+        if kind == "checkpoint":
+            save(path, 1)
+        else:
+            path.symlink_to("other.ckpt")
+
+    found = []
+    for _ in crashes(lambda: files.remove(str(path)), prepare, "exchange", least=2):
+        found.append(os.path.lexists(path))
+        if found[-1]:
+            assert step_of(path) == (7 if kind == "link" else 1)
+        assert step_of(other) == 7
+        save(folder / "next.ckpt", 8)
+        assert sorted(os.listdir(folder)) == ["a.ckpt", "next.ckpt", "other.ckpt"][not found[-1] :]
+    assert found[0]
+    assert found == sorted(found, reverse=True)  # first it is there, then it is not
+    assert not found[-1]
+
+
+def test_removal_of_nothing_is_nothing(tmp_path: Path) -> None:
+    files.remove(str(tmp_path / "nothing.ckpt"))
+    files.remove(str(tmp_path / "no" / "folder.ckpt"))
+    assert os.listdir(tmp_path) == []
+
+
+def test_removal_of_a_link_leaves_its_target(tmp_path: Path) -> None:
+    save(tmp_path / "a.ckpt", 1)
+    (tmp_path / "last.ckpt").symlink_to("a.ckpt")
+    files.remove(str(tmp_path / "last.ckpt"))
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+    assert step_of(tmp_path / "a.ckpt") == 1
+
+
+# What is read
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", [SHARD, ".metadata", "lightning.pt"])
+@pytest.mark.parametrize(
+    ("damage", "what", "seen_by_size"),
+    [
+        (truncate, r"{0} has \d+ of \d+ bytes", True),
+        (Path.unlink, "{0} is missing", True),
+        (flip, "the checksum of {0} is [0-9a-f]{{8}} and was [0-9a-f]{{8}} when it was saved", False),
+    ],
+)
+def test_a_damaged_file_is_named(
+    tmp_path: Path, name: str, damage: Callable[[Path], None], what: str, seen_by_size: bool
+) -> None:
+    path = tmp_path / "a.ckpt"
+    save(path, 1)
+    damage(path / name)
+    message = rf"a\.ckpt is damaged: {what.format(name)}; use another checkpoint or a copy of this one"
+    with pytest.raises(ValueError, match=message):
+        files.verify(str(path))
+    if seen_by_size:
+        with pytest.raises(ValueError, match=message):
+            files.check_sizes(str(path))
+    else:
+        files.check_sizes(str(path))
+
+
+def test_more_files_are_no_damage(tmp_path: Path) -> None:
+    save(tmp_path / "a.ckpt", 1)
+    (tmp_path / "a.ckpt" / "notes.txt").touch()
+    assert files.verify(str(tmp_path / "a.ckpt"))["global_step"] == 1
+
+
+def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
+    save(tmp_path / "a.ckpt", 1)
+    calls: list[tuple[int, int]] = []
+    files.verify(str(tmp_path / "a.ckpt"), lambda done, total: calls.append((done, total)))
+    size = len(CONTENT) + 1 + len(b"metadata") + len(b"{}") + len(b"state of step 1")
+    assert calls == sorted(calls)
+    assert calls[-1] == (size, size)
+
+
+def rewrite(path: Path, **entries: Any) -> None:
+    manifest = json.loads((path / "checkpoint.json").read_text())
+    (path / "checkpoint.json").write_text(json.dumps({**manifest, **entries}))
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (
+            {"format_version": 2, "files": "another kind", "versions": {"lightning_mcore": "9.1"}},
+            r"format version 2, and this lightning_mcore reads versions up to 1; install .*9\.1",
+        ),
+        ({"format": "other"}, r"checkpoint\.json is of another program"),
+        ({"format_version": None}, r"checkpoint\.json does not give its format_version"),
+        ({"files": {"../../secret": {"size": 1, "crc32": "00000000"}}}, r"checkpoint\.json does not list its files"),
+        ({"files": {"/secret": {"size": 1, "crc32": "00000000"}}}, r"checkpoint\.json does not list its files"),
+        ({"files": {"a": 3}}, r"checkpoint\.json does not list its files"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_refused(tmp_path: Path, entries: dict[str, Any], message: str) -> None:
+    save(tmp_path / "a.ckpt", 1)
+    rewrite(tmp_path / "a.ckpt", **entries)
+    with pytest.raises(ValueError, match=message):
+        files.read_manifest(str(tmp_path / "a.ckpt"))
+
+
+@pytest.mark.parametrize("text", [b"", b'{"format": "lightning_mc', b"\xff\xfe\x00"])
+def test_a_manifest_that_is_no_json_is_refused(tmp_path: Path, text: bytes) -> None:
+    save(tmp_path / "a.ckpt", 1)
+    (tmp_path / "a.ckpt" / "checkpoint.json").write_bytes(text)
+    with pytest.raises(ValueError, match=r"a\.ckpt is damaged: checkpoint\.json is no JSON, or only a part of it"):
+        files.read_manifest(str(tmp_path / "a.ckpt"))
+
+
+def test_what_is_no_checkpoint_says_what_it_is(tmp_path: Path) -> None:
+    save(tmp_path / "a.ckpt", 1)
+    (tmp_path / "file.ckpt").write_bytes(b"one file")
+    for name, contents in {
+        "empty": [],
+        "shards": [".metadata", SHARD],
+        "uploading": [SHARD, "metadata.json", ".metadata", "lightning.pt"],
+        "megatron": ["metadata.json", ".metadata", "common.pt", SHARD],
+        "runs": ["iter_0000100"],
+    }.items():
+        (tmp_path / name).mkdir()
+        for file in contents:
+            (tmp_path / name / file).touch()
+    unfinished = files.begin(str(tmp_path / "b.ckpt"))
+    expected = {
+        "nothing": (FileNotFoundError, "nothing does not exist"),
+        "file.ckpt": (ValueError, r"file\.ckpt is a file; give the directory"),
+        "empty": (ValueError, r"empty is a directory and no checkpoint, for it has no checkpoint\.json; give the path"),
+        "": (ValueError, r"is a directory and no checkpoint, .*; did you mean .*/file\.ckpt"),
+        "runs": (ValueError, r"runs is a directory and no checkpoint, .*; did you mean .*/runs/iter_0000100"),
+        "shards": (ValueError, "shards is no whole checkpoint, because its save was interrupted"),
+        "uploading": (ValueError, "uploading is no whole checkpoint, because its save was interrupted"),
+        "megatron": (ValueError, r"megatron is a checkpoint of Megatron-LM or another program"),
+        unfinished: (ValueError, r"b\.ckpt is no whole checkpoint, because its save was interrupted"),
+    }
+    for name, (kind, message) in expected.items():
+        assert not files.is_checkpoint_directory(str(tmp_path / name))
+        assert files.is_megatron_checkpoint(str(tmp_path / name)) == (name == "megatron")
+        with pytest.raises(kind, match=message):
+            files.read_manifest(str(tmp_path / name))
+    assert files.is_checkpoint_directory(str(tmp_path / "a.ckpt"))
+    assert not files.is_megatron_checkpoint(str(tmp_path / "a.ckpt"))
+
+
+# Remote stores
+
+
+class DyingStore(MemoryFileSystem):
+    """A store that lets a number of changes pass, and none after them; it has its own objects."""
+
+    protocol = "dying"
+    store: dict[str, Any] = {}  # noqa: RUF012 - as the class that it extends has it
+    pseudo_dirs = [""]  # noqa: RUF012
+    left = 1000
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.removeprefix("dying://")))
+
+    @classmethod
+    def spend(cls) -> None:
+        if cls.left <= 0:
+            raise Crash
+        cls.left -= 1
+
+    def put_file(self, *arguments: Any, **keywords: Any) -> None:
+        self.spend()
+        super().put_file(*arguments, **keywords)
+
+    def pipe_file(self, *arguments: Any, **keywords: Any) -> None:
+        self.spend()
+        super().pipe_file(*arguments, **keywords)
+
+    def _rm(self, path: str) -> None:
+        self.spend()
+        super()._rm(path)
+
+    rm_file = _rm
+
+
+@pytest.fixture
+def store() -> Iterator[str]:
+    fsspec.register_implementation("dying", DyingStore, clobber=True)
+    DyingStore.store.clear()
+    DyingStore.pseudo_dirs[:] = [""]
+    DyingStore.left = 1000
+    yield "dying://bucket/run"
+    DyingStore.store.clear()
+
+
+def test_only_local_paths_are_written_directly() -> None:
+    assert [files.writes_directly(path) for path in ("a/b.ckpt", "/a/b.ckpt", "file:///a/b.ckpt")] == [True] * 3
+    assert [files.writes_directly(path) for path in ("s3://a/b.ckpt", "memory://b", "gs://b")] == [False] * 3
+
+
+def test_a_checkpoint_survives_the_way_to_a_store_and_back(tmp_path: Path) -> None:
+    save(tmp_path / "a.ckpt", 4)
+    remote = f"memory://{tmp_path.name}/a.ckpt"
+    staging.upload(str(tmp_path / "a.ckpt"), remote)
+    assert step_of(remote) == 4
+    assert files.is_checkpoint_directory(remote)
+    assert staging.download(remote, str(tmp_path / "copy")) == str(tmp_path / "copy")
+    assert step_of(tmp_path / "copy") == 4
+    staging.download(remote, str(tmp_path / "part"), ["lightning.pt"])
+    assert os.listdir(tmp_path / "part") == ["lightning.pt"]
+    staging.remote_remove(remote)
+    with pytest.raises(FileNotFoundError, match=r"a\.ckpt does not exist; give the path of a checkpoint"):
+        files.read_manifest(remote)
+    with pytest.raises(FileNotFoundError, match=r"a\.ckpt does not exist; give the path of a checkpoint"):
+        staging.download(remote, str(tmp_path / "none"))
+    staging.remote_remove(remote)
+
+
+def test_each_rank_uploads_its_own_files(tmp_path: Path) -> None:
+    remote = f"memory://{tmp_path.name}/b.ckpt"
+    records = {}
+    for rank in (0, 1):
+        (tmp_path / str(rank)).mkdir()
+        shard = tmp_path / str(rank) / f"__{rank}_0.distcp"
+        shard.write_bytes(b"shard %d" % rank)
+        records[shard.name] = files.record_file(shard)
+    (tmp_path / "0" / "lightning.pt").write_bytes(b"state")
+    staging.begin_upload(remote)
+    staging.upload_files(str(tmp_path / "0"), remote)
+    with pytest.raises(ValueError, match=r"__1_0\.distcp is missing"):
+        staging.finish_upload(str(tmp_path / "0"), remote, {"global_step": 5}, records)
+    with pytest.raises(ValueError, match="because its save was interrupted"):
+        files.read_manifest(remote)
+    staging.upload_files(str(tmp_path / "1"), remote)
+    staging.finish_upload(str(tmp_path / "0"), remote, {"global_step": 5}, records)
+    assert sorted(files.verify(remote)["files"]) == ["__0_0.distcp", "__1_0.distcp", "lightning.pt"]
+
+
+def test_damage_in_a_store_is_named(tmp_path: Path, store: str) -> None:
+    save(tmp_path / "a.ckpt", 1)
+    remote = f"{store}/a.ckpt"
+    staging.upload(str(tmp_path / "a.ckpt"), remote)
+    fs = fsspec.filesystem("dying")
+    fs.pipe_file(f"{remote}/{SHARD}", CONTENT + b"2")
+    with pytest.raises(ValueError, match=rf"a\.ckpt is damaged: the checksum of {SHARD}"):
+        files.verify(remote)
+    fs.pipe_file(f"{remote}/{SHARD}", CONTENT)
+    with pytest.raises(ValueError, match=rf"a\.ckpt is damaged: {SHARD} has 10240 of 10241 bytes"):
+        staging.download(remote, str(tmp_path / "copy"))
+    fs.rm_file(f"{remote}/{SHARD}")
+    with pytest.raises(ValueError, match=rf"a\.ckpt is damaged: {SHARD} is missing"):
+        files.check_sizes(remote)
+
+
+def test_an_upload_or_removal_that_dies_leaves_no_half_checkpoint(tmp_path: Path, store: str) -> None:
+    for step in (1, 2):
+        save(tmp_path / f"{step}.ckpt", step)
+    remote = f"{store}/last.ckpt"
+    actions = {2: lambda: staging.upload(str(tmp_path / "2.ckpt"), remote), None: lambda: staging.remote_remove(remote)}
+    for result, action in actions.items():
+        found, died = [], True
+        while died:
+            DyingStore.left = 1000
+            staging.upload(str(tmp_path / "1.ckpt"), remote)
+            DyingStore.left = len(found)
+            try:
+                action()
+            except Crash:
+                pass
+            else:
+                died = False
+            found.append(step_of(remote) if files.is_checkpoint_directory(remote) else None)
+            assert not files.is_megatron_checkpoint(remote)
+        assert found == [
+            1,
+            *[None] * (len(found) - 2),
+            result,
+        ]  # the first operation ends the old one, the last makes the new one
+        assert len(found) > 4
+
+
+def test_a_folder_of_other_files_in_a_store_is_never_replaced(tmp_path: Path, store: str) -> None:
+    save(tmp_path / "a.ckpt", 1)
+    fs = fsspec.filesystem("dying")
+    fs.pipe_file(f"{store}/data.bin", b"data")
+    with pytest.raises(ValueError, match="is a directory of other files and no checkpoint"):
+        staging.upload(str(tmp_path / "a.ckpt"), store)
+    assert fs.cat_file(f"{store}/data.bin") == b"data"
