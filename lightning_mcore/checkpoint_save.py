@@ -11,6 +11,7 @@ A checkpoint on a remote store is written to local disks and uploaded, each rank
 
 import io
 import json
+import pickle
 import shutil
 import tempfile
 from collections.abc import Callable, Collection
@@ -169,7 +170,10 @@ def _files_of_all(checkpoint: dict[str, Any], rank_states: list[Any]) -> dict[st
 
 def _saved(content: Any) -> bytes:
     stream = io.BytesIO()
-    torch.save(content, stream)
+    try:
+        torch.save(content, stream)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(f"the checkpoint holds an object that cannot be saved, {error}; take it out") from error
     return stream.getvalue()
 
 

@@ -24,6 +24,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -108,7 +109,11 @@ def plan_shards(sharded_state: dict[str, Any], copies: dist.ProcessGroup) -> Sha
 
     def plan_own() -> SavePlan:
         flat = _replace_state_dict_keys_with_sharded_keys(own, True)[0]
-        planner.set_up_planner(mcore_to_pyt_state_dict(flat, False), is_coordinator=dist.get_rank() == 0)
+        try:
+            tensors = mcore_to_pyt_state_dict(flat, False)
+        except CheckpointingException as error:
+            raise ValueError(f"a piece of this rank cannot be saved: {error}") from error
+        planner.set_up_planner(tensors, is_coordinator=dist.get_rank() == 0)
         plan: SavePlan = planner.create_local_plan()
         pieces.extend(_piece(item, planner) for item in plan.items)
         return plan

@@ -91,19 +91,15 @@ def find_tensor(archive: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], 
     Raises:
         ValueError: A checksum differs, or the archive cannot be read.
     """
-    try:
-        with zipfile.ZipFile(archive) as records:  # type: ignore[call-overload]
-            places = {record.filename.partition("/")[2]: record for record in records.infolist()}
-            if check:
-                for record in places.values():
-                    _check(archive, record)
-            plain = all(record.compress_type == zipfile.ZIP_STORED for record in places.values())
-            if not plain or "data/0" not in places or "data/1" in places:
-                return None
-            if _content(archive, places["data.pkl"]) != tensor_pickle(dtype, shape):
-                return None
-    except (zipfile.BadZipFile, struct.error, KeyError) as error:
-        raise ValueError("it is no archive of torch.save") from error
+    places = _records(archive)
+    if check:
+        for record in places.values():
+            _check(archive, record)
+    plain = all(record.compress_type == zipfile.ZIP_STORED for record in places.values())
+    if not plain or "data/0" not in places or "data/1" in places:
+        return None
+    if _content(archive, places["data.pkl"]) != tensor_pickle(dtype, shape):
+        return None
     data = places["data/0"]
     if data.file_size != prod(shape) * dtype.itemsize:
         raise ValueError("its tensor has another size")
@@ -194,6 +190,22 @@ def _end_of_archive(directory: bytes, count: int, offset: int) -> bytes:
         end = b"PK\6\6" + struct.pack("<Q2H2L4Q", 44, 45, 45, 0, 0, count, count, size, offset)
         end += b"PK\6\7" + struct.pack("<LQL", 0, offset + size, 1)
     return directory + end + b"PK\5\6" + struct.pack("<4H2LH", 0, 0, count, count, size, min(offset, _LIMIT), 0)
+
+
+def _records(archive: mmap.mmap) -> dict[str, zipfile.ZipInfo]:
+    """Return where the records lie, by their names in the archive's folder."""
+    stream: Any = archive
+    try:
+        with zipfile.ZipFile(stream) as content:
+            records = {record.filename.partition("/")[2]: record for record in content.infolist()}
+        for record in records.values():
+            if not 0 <= _start(archive, record) <= len(archive) - record.compress_size:
+                raise ValueError(record.filename)
+    except Exception as error:  # zipfile raises anything where the directory is damaged
+        raise ValueError("it is no archive of torch.save") from error
+    if "data.pkl" not in records:
+        raise ValueError("it is no archive of torch.save")
+    return records
 
 
 def _start(archive: mmap.mmap, record: zipfile.ZipInfo) -> int:

@@ -28,15 +28,15 @@ import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreStrategy
 from lightning_mcore.checkpoint_files import verify
 from lightning_mcore.checkpoint_io import MCoreCheckpointIO
 from tests.ranks import RanksFailedError, run_ranks
-from tests.toy import Samples, StagedNet, make_trainer
+from tests.toy import StagedNet, loader, make_trainer
 
 UNFINISHED = ".unfinished"
+PHASES = ["before", "within", "after"]
 LAYOUTS: list[dict[str, Any]] = [{"pipeline_model_parallel_size": 2}, {"use_distributed_optimizer": True}]
 WORLD_SIZE = 2
 FOREVER = 100_000  # optimizer steps; a trial is ended by its killer
@@ -49,12 +49,21 @@ class Blow:
     Attributes:
         victim: The rank.
         save: The save of its run, from 0.
-        delay: Seconds after that save began.
+        since: What has to be seen on the disk before the delay: that nothing of this save is there (``"before"``), that
+            it is being written (``"within"``), or that it stands under its name (``"after"``).
+        delay: Seconds.
     """
 
     victim: int
     save: int
+    since: str
     delay: float
+
+    @classmethod
+    def draw(cls, chance: random.Random, seconds: float) -> "Blow":
+        """Draw one, for saves that take some seconds: one in four at any moment, the others where kills are rare."""
+        since, span = chance.choice([("before", 1.0), ("before", 0.1), ("within", 0.4), ("after", 0.5)])
+        return cls(chance.randrange(WORLD_SIZE), chance.randrange(4), since, chance.uniform(0, span * seconds))
 
 
 @dataclass(frozen=True)
@@ -112,18 +121,21 @@ class Killer:
 
     Args:
         plan: The run.
-        delay: Seconds.
+        blow: When.
     """
 
-    def __init__(self, plan: Plan, delay: float) -> None:
+    def __init__(self, plan: Plan, blow: Blow) -> None:
         reader, self._writer = os.pipe()
         victim = os.getpid()
         if os.fork() == 0:
             os.close(self._writer)  # so that it ends with the rank that never woke it
             if order := os.read(reader, 1000):
-                time.sleep(delay)
+                save = json.loads(order)
+                while PHASES.index(phase(plan.folder, **save)) < PHASES.index(blow.since):
+                    time.sleep(0.0002)
+                time.sleep(blow.delay)
                 os.kill(victim, signal.SIGKILL)
-                plan.sight.write_text(phase(plan.folder, **json.loads(order)))  # survivors may clear up in a moment
+                plan.sight.write_text(phase(plan.folder, **save))  # at once: survivors may clear up
             os._exit(0)
         os.close(reader)
 
@@ -141,8 +153,10 @@ def phase(folder: Path, name: str, step: int) -> str:
 
 def step_of(path: Path) -> int | None:
     """Return the optimizer step of a checkpoint, if there is one."""
-    manifest = path / "checkpoint.json"
-    return json.loads(manifest.read_text())["global_step"] if manifest.exists() else None
+    try:
+        return json.loads((path / "checkpoint.json").read_text())["global_step"]
+    except FileNotFoundError:
+        return None
 
 
 class WatchedStrategy(MCoreStrategy):
@@ -153,7 +167,7 @@ class WatchedStrategy(MCoreStrategy):
         self.plan = plan
         self.number_of_saves = 0
         blow = plan.blow
-        self.killer = Killer(plan, blow.delay) if blow is not None and blow.victim == dist.get_rank() else None
+        self.killer = Killer(plan, blow) if blow is not None and blow.victim == dist.get_rank() else None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         began = time.monotonic()
@@ -207,7 +221,7 @@ def train(plan: Plan) -> None:
         enable_checkpointing=plan.saves,
     )
     strategy.checkpoint_io = MCoreCheckpointIO(async_save=plan.asynchronous)
-    trainer.fit(StagedNet(), DataLoader([Samples(1)[0]] * 64, batch_size=1), ckpt_path=plan.resume)
+    trainer.fit(StagedNet(), loader(24, 2, shuffle=True), ckpt_path=plan.resume)
 
 
 def visible(folder: Path) -> list[Path]:
@@ -244,6 +258,7 @@ def torture(folder: Path, kills: int, seed: int, first_layout: int = 0) -> Tally
     Raises:
         AssertionError: Something was lost, or taken for what it is not.
     """
+    folder.mkdir(exist_ok=True)
     chance = random.Random(seed)
     strategy = LAYOUTS[first_layout % len(LAYOUTS)]
     checkpoints = folder / "checkpoints"
@@ -253,8 +268,7 @@ def torture(folder: Path, kills: int, seed: int, first_layout: int = 0) -> Tally
     shutil.rmtree(calm.folder)
     seen: dict[int, float] = {}
     while tally.kills < kills:
-        delay = chance.uniform(0, 1.3 * tally.seconds)
-        blow = Blow(chance.randrange(WORLD_SIZE), chance.randrange(4), delay)
+        blow = Blow.draw(chance, tally.seconds)
         plan = Plan(checkpoints, FOREVER, strategy, tally.kills % 2 == 1, newest(checkpoints), blow)
         for path in (plan.notes, plan.sight):
             path.unlink(missing_ok=True)

@@ -16,12 +16,11 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from torch.utils.data import DataLoader
 
 from lightning_mcore.checkpoint_files import verify
 from lightning_mcore.checkpoint_io import MCoreCheckpointIO
 from tests.ranks import run_ranks
-from tests.toy import Samples, StagedNet, Watch, make_trainer
+from tests.toy import StagedNet, Watch, loader, make_trainer
 
 NEW_USER, NEW_MOUNTS = 0x10000000, 0x00020000  # of unshare(2)
 READ_ONLY, REMOUNT = 1, 32  # of mount(2)
@@ -170,7 +169,7 @@ def fit(folder: Path, watch: Watch, asynchronous: bool, *callbacks: pl.Callback,
             ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=1, save_last=True),
         ],
     )
-    trainer.fit(StagedNet(), DataLoader([Samples(1)[0]] * 64, batch_size=1), ckpt_path=resume)
+    trainer.fit(StagedNet(), loader(24, 2, shuffle=True), ckpt_path=resume)
 
 
 def fail(disk: SmallDisk, asynchronous: bool, trouble: Trouble) -> Failed:

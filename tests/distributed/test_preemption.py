@@ -15,11 +15,10 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.utils.data import DataLoader
 
 from lightning_mcore.preemption import PreemptionCheckpoint
 from tests.ranks import run_ranks
-from tests.toy import Batch, PlainNet, Samples, StagedNet, Watch, run_fit
+from tests.toy import PlainNet, StagedNet, Watch, loader, run_fit
 
 PP2 = {"pipeline_model_parallel_size": 2}
 NUM_BATCHES = 12  # of an epoch on a data-parallel rank; two make an optimizer step
@@ -96,11 +95,6 @@ class Outcome:
     saved: list[int] = field(default_factory=list)
 
 
-def same_samples(size: int) -> DataLoader[Batch]:
-    """Return batches that are all alike, so that their order does not count."""
-    return DataLoader([Samples(1)[0]] * size, batch_size=1)
-
-
 def fit(folder: str, callbacks: list[pl.Callback], resume: str | None = "last", **arguments: Any) -> Outcome:
     """Train for two epochs, or go on where an earlier run was told to end."""
     settings: dict[str, Any] = {"module": StagedNet, "strategy": PP2, "max_epochs": 2, **arguments}
@@ -112,8 +106,8 @@ def fit(folder: str, callbacks: list[pl.Callback], resume: str | None = "last", 
         run_fit(
             module,
             strategy,
-            same_samples(NUM_BATCHES * (dist.get_world_size() if strategy == {} else 1)),
-            same_samples(4),
+            loader(NUM_BATCHES * (dist.get_world_size() if strategy == {} else 1), 1, shuffle=True),
+            loader(4, 1),
             ckpt_path=resume,
             accumulate_grad_batches=2,
             enable_checkpointing=True,
@@ -287,7 +281,7 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], error: type[Exce
 def no_folder() -> str:
     """Rank function: a trainer without a ModelCheckpoint."""
     with pytest.raises(ValueError, match="saves beside a ModelCheckpoint") as raised:
-        run_fit(PlainNet(), {}, same_samples(2), enable_checkpointing=True, callbacks=[PreemptionCheckpoint()])
+        run_fit(PlainNet(), {}, loader(2, 1), enable_checkpointing=True, callbacks=[PreemptionCheckpoint()])
     return str(raised.value)
 
 

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our archives of tensors are those of torch.save, byte by byte where it matters."""
+
+import io
+import mmap
+import random
+import zipfile
+import zlib
+
+import pytest
+import torch
+
+from lightning_mcore.tensor_record import combine_checksums, find_tensor, frame_tensor, tensor_bytes, tensor_pickle
+
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.bool,
+    torch.uint8,
+    torch.uint16,
+    torch.complex64,
+    torch.float8_e4m3fn,
+]
+SHAPES = [(), (0,), (0, 3), (5,), (2, 3), (7, 1, 3), (64, 33)]
+
+cases = pytest.mark.parametrize(("dtype", "shape"), [(dtype, shape) for dtype in DTYPES for shape in SHAPES])
+
+
+def some_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def ours(tensor: torch.Tensor) -> bytes:
+    content = tensor_bytes(tensor)
+    before, after = frame_tensor(tensor.dtype, tuple(tensor.shape), zlib.crc32(content))
+    return before + bytes(content) + after
+
+
+def theirs(tensor: torch.Tensor) -> bytes:
+    stream = io.BytesIO()
+    torch.save(tensor, stream)
+    return stream.getvalue()
+
+
+def mapped(archive: bytes, before: bytes = b"") -> mmap.mmap:
+    memory = mmap.mmap(-1, len(before) + len(archive))
+    memory[:] = before + archive
+    return memory
+
+
+def assert_same(found: torch.Tensor | None, expected: torch.Tensor) -> None:
+    assert found is not None
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    assert bytes(tensor_bytes(found)) == bytes(tensor_bytes(expected))
+
+
+@cases
+def test_torch_reads_what_is_framed_here(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = some_tensor(dtype, shape)
+    archive = ours(tensor)
+    assert_same(torch.load(io.BytesIO(archive), weights_only=True), tensor)
+    with zipfile.ZipFile(io.BytesIO(archive)) as records:
+        assert records.testzip() is None
+    with zipfile.ZipFile(io.BytesIO(theirs(tensor))) as records:
+        assert tensor_pickle(dtype, shape) == records.read("archive/data.pkl")
+
+
+@cases
+def test_a_tensor_is_found_wherever_its_archive_begins(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = some_tensor(dtype, shape)
+    for archive in (ours(tensor), theirs(tensor)):
+        for before in (b"", b"x" * 64, b"x" * 13):
+            assert_same(find_tensor(mapped(archive, before), dtype, shape, check=True), tensor)
+
+
+def test_the_data_of_an_archive_is_aligned() -> None:
+    assert len(frame_tensor(torch.float32, (3, 5), 0)[0]) % 64 == 0
+
+
+def test_another_shape_type_or_layout_is_left_to_torch() -> None:
+    tensor = some_tensor(torch.float32, (4, 6))
+    assert find_tensor(mapped(theirs(tensor)), torch.float32, (6, 4), check=True) is None
+    assert find_tensor(mapped(theirs(tensor)), torch.int32, (4, 6), check=True) is None
+    assert find_tensor(mapped(theirs(tensor.T)), torch.float32, (6, 4), check=True) is None
+    assert find_tensor(mapped(theirs(tensor[:2])), torch.float32, (2, 6), check=True) is None
+
+
+def test_no_flipped_byte_goes_unseen() -> None:
+    tensor = some_tensor(torch.float32, (2, 3))
+    archive = ours(tensor)
+    for place in range(len(archive)):
+        damaged = bytearray(archive)
+        damaged[place] ^= 0x40
+        try:
+            found = find_tensor(mapped(bytes(damaged)), torch.float32, (2, 3), check=True)
+        except ValueError:
+            continue
+        if found is not None:  # in a field that nobody reads, such as a date
+            assert_same(found, tensor)
+
+
+def test_a_cut_archive_is_an_error() -> None:
+    archive = ours(some_tensor(torch.float32, (2, 3)))
+    for length in (1, 50, len(archive) // 2, len(archive) - 1):
+        with pytest.raises(ValueError, match="archive"):
+            find_tensor(mapped(archive[:length]), torch.float32, (2, 3), check=True)
+
+
+def test_checksums_of_parts_give_the_checksum_of_the_whole() -> None:
+    generator = random.Random(1)
+    for length in (0, 1, 63, 64, 1000, 65537):
+        first, second = generator.randbytes(100), generator.randbytes(length)
+        assert combine_checksums(zlib.crc32(first), zlib.crc32(second), length) == zlib.crc32(first + second)
