@@ -72,11 +72,15 @@ def begin(path: str, in_flight: Collection[str] = ()) -> str:
     os.makedirs(folder, exist_ok=True)
     if writer := _lock(target):
         raise RuntimeError(f"{path} is being written by {writer}; end that, or save under another name")
-    _clear(folder, {*in_flight, name})
-    recover(path)
-    for leftover in (target, target + _REPLACED, target + _REMOVED):
-        delete(leftover)
-    os.makedirs(target)
+    try:
+        _clear(folder, {*in_flight, name})
+        recover(path)
+        for leftover in (target, target + _REPLACED, target + _REMOVED):
+            delete(leftover)
+        os.makedirs(target)
+    except OSError:
+        _release(target)
+        raise
     return target
 
 

@@ -17,6 +17,7 @@ needed.
 """
 
 import argparse
+import contextlib
 import json
 import posixpath
 import sys
@@ -104,17 +105,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Those of the command line; None takes them from there.
     """
     options = _parser().parse_args(arguments)
+    progress = _Progress(sys.stderr)
     try:
         if options.command == "verify":
-            print(verify(options.path, _Progress(sys.stderr)))
+            text = verify(options.path, progress)
         elif options.json:
-            print(json.dumps(summary(options.path), indent=1))
+            text = json.dumps(summary(options.path), indent=1)
         else:
-            print(inspect(options.path, options.tensors))
+            text = inspect(options.path, options.tensors)
     except ValueError as error:
-        return _refuse(error, 1)
+        return progress.refuse(error, 1)
     except (OSError, ImportError) as error:  # of a store whose package is not installed
-        return _refuse(error, 2)
+        return progress.refuse(error, 2)
+    with contextlib.suppress(BrokenPipeError):  # as under "| head"
+        print(text, flush=True)
     return 0
 
 
@@ -129,11 +133,6 @@ def _parser() -> argparse.ArgumentParser:
     shape.add_argument("--tensors", action="store_true", help="add names, types and shapes of all tensors")
     shape.add_argument("--json", action="store_true", help="print the manifest instead")
     return parser
-
-
-def _refuse(error: Exception, code: int) -> int:
-    print(f"error: {error}", file=sys.stderr)
-    return code
 
 
 def _verify_single_file(fs: AbstractFileSystem, root: str, path: str) -> str:
@@ -227,7 +226,21 @@ class _Progress:
         if self._output.isatty() and (is_due or (self._shown and done == total)):
             self._last, self._shown = now, True
             text = f"{done / total:4.0%}  {bytes_text(done)} of {bytes_text(total)}  {bytes_text(int(done / passed))}/s"
-            print(f"\r{text:60}", end="\n" if done == total else "", file=self._output, flush=True)
+            print(f"\r{text:60}", end="", file=self._output, flush=True)
+        if self._shown and done == total:
+            self.end()
+
+    def end(self) -> None:
+        """End the line, if there is one."""
+        if self._shown:
+            print(file=self._output)
+        self._shown = False
+
+    def refuse(self, error: Exception, code: int) -> int:
+        """Write an error on a line of its own, and return the exit code."""
+        self.end()
+        print(f"error: {error}", file=self._output)
+        return code
 
 
 if __name__ == "__main__":

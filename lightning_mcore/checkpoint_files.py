@@ -23,8 +23,8 @@ import os
 import posixpath
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from threading import Lock
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from threading import Event, Lock
 from typing import IO, Any
 
 from fsspec import AbstractFileSystem
@@ -236,10 +236,12 @@ def verify(path: str, on_progress: Callable[[int, int], None] | None = None) -> 
     manifest = check_sizes(path)
     fs, root = open_store(path)
     records = {name: FileRecord(**record) for name, record in manifest["files"].items()}
-    total, done, lock = sum(record.size for record in records.values()), 0, Lock()
+    total, done, lock, stopped = sum(record.size for record in records.values()), 0, Lock(), Event()
 
     def advance(size: int) -> None:
         nonlocal done
+        if stopped.is_set():
+            raise CancelledError
         with lock:
             done += size
             if on_progress is not None:
@@ -252,12 +254,14 @@ def verify(path: str, on_progress: Callable[[int, int], None] | None = None) -> 
             saved = records[name].crc32
             raise damaged(path, f"the checksum of {name} is {found.crc32} and was {saved} when it was saved")
 
+    largest_first = sorted(records, key=lambda name: -records[name].size)
     with ThreadPoolExecutor(_READERS) as pool:
         try:
-            list(pool.map(check, sorted(records, key=lambda name: -records[name].size)))
-        except BaseException:
+            for future in as_completed([pool.submit(check, name) for name in largest_first]):
+                future.result()
+        finally:  # after a fault, let go of the rest
+            stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
-            raise
     return manifest
 
 

@@ -20,9 +20,10 @@ import io
 import logging
 import os
 import tempfile
+import warnings
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -44,6 +45,7 @@ __all__ = ["CONTENT_METADATA", "MANIFEST", "RANK_STATE", "SHARDED_STATE", "MCore
 _LAST_TIMEOUT = 30.0  # seconds that ranks wait for each other at the end, when one of them may have died
 
 _log = logging.getLogger(__name__)
+_in_use: weakref.WeakSet["MCoreCheckpointIO"] = weakref.WeakSet()
 
 
 class MCoreCheckpointIO(TorchCheckpointIO):
@@ -79,8 +81,6 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         self.verify = verify
         self._saves: list[CheckpointSave] = []
         self._stagings: list[Staging] = []
-        if async_save:
-            atexit.register(_drain_at_exit, weakref.ref(self))
 
     @property
     def has_saves_in_flight(self) -> bool:
@@ -107,10 +107,13 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         target = _absolute(path)
         while len(self._saves) >= self.max_in_flight or any(save.path == target for save in self._saves):
             self._finish_oldest()
+        _in_use.add(self)
         staging = (self._stagings.pop() if self._stagings else Staging()) if self.async_save else None
         folder = os.path.dirname(target)
         others = [os.path.basename(s.path) for s in self._saves if os.path.dirname(s.path) == folder]
-        self._saves.append(CheckpointSave.start(target, checkpoint, process_group("dp_cp"), others, staging))
+        with _without_advice_for_megatron():
+            save = CheckpointSave.start(target, checkpoint, process_group("dp_cp"), others, staging)
+        self._saves.append(save)
         if not self.async_save:
             self._finish_oldest()
 
@@ -254,7 +257,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         manifest = decide(
             lambda: None if checkpoint_files.is_megatron_checkpoint(where) else checkpoint_files.check_sizes(where)
         )
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, _without_advice_for_megatron():
             locate = on_all(lambda: _locator(where, stack))
             safe = True if weights_only is None else weights_only
             check = self.verify == "checksums" and manifest is not None
@@ -286,10 +289,18 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         return content
 
 
-def _drain_at_exit(reference: weakref.ref[MCoreCheckpointIO]) -> None:
-    plugin = reference()
-    if plugin is not None:
+@atexit.register
+def _finish_at_exit() -> None:
+    for plugin in list(_in_use):
         plugin.teardown()
+
+
+@contextlib.contextmanager
+def _without_advice_for_megatron() -> Iterator[None]:
+    """Keep from users what torch tells the authors of Megatron: to use another class."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
+        yield
 
 
 def _absolute(path: _PATH) -> str:

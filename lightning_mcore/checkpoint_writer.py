@@ -19,8 +19,8 @@ import pickle
 import threading
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,12 +44,12 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from lightning_mcore.agreement import collect
 from lightning_mcore.checkpoint_format import FileRecord
-from lightning_mcore.tensor_record import combine_checksums, frame_tensor, tensor_bytes
+from lightning_mcore.checksummed_file import ChecksummedFile
+from lightning_mcore.tensor_record import frame_tensor, tensor_bytes
 from lightning_mcore.torch_dist_metadata import METADATA_FILE
 
 _DCP_VERSION = "1.0.0"  # of torch.distributed.checkpoint's metadata, since torch 2.8
 _ALIGNMENT = 64  # bytes, of tensors in the staging memory and of archives in a file
-_COMBINED_FROM = 1 << 16  # bytes from which a second checksum costs more than combining two
 
 Places = dict[MetadataIndex, _StorageInfo]
 
@@ -238,43 +238,6 @@ class ShardWriter:
                     file.write(piece.content)
                 self._places[piece.index] = _StorageInfo(name, start, file.size - start)
         self._records[name] = file.record
-
-
-@dataclass
-class ChecksummedFile:
-    """A new file that knows the checksum of what was written into it, and is on the disk when it is closed."""
-
-    path: str
-    size: int = 0
-    _checksum: int = 0
-    _file: Any = field(default=None, repr=False)
-
-    def __enter__(self) -> Self:
-        self._file = open(self.path, "wb", buffering=1 << 20)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
-
-    def write(self, content: bytes | memoryview, checksum: int | None = None) -> None:
-        """Append ``content``, whose own checksum may be known already."""
-        length = len(content)
-        if checksum is None or length < _COMBINED_FROM:
-            self._checksum = zlib.crc32(content, self._checksum)
-        else:
-            self._checksum = combine_checksums(self._checksum, checksum, length)
-        self._file.write(content)
-        self.size += length
-
-    @property
-    def record(self) -> FileRecord:
-        """Size and checksum."""
-        return FileRecord(self.size, f"{self._checksum:08x}")
 
 
 def _validate(all_pieces: list[list[Any]]) -> None:

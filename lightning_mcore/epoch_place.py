@@ -22,12 +22,14 @@ class Place:
 
     Attributes:
         epoch: The epoch that goes on, or begins.
+        in_epoch: Whether it goes on, and its first hooks have run.
         batches: Batches of it on each rank whose optimizer step was taken.
         rewound: Batches that were read since then.
         stepped: Batches that ended with an optimizer step, by which Lightning numbers what it logs.
     """
 
     epoch: int
+    in_epoch: bool
     batches: int
     rewound: int
     stepped: int
@@ -49,15 +51,15 @@ class Place:
         not_counted = done > 0 and rest == 0 and runs and (batches.completed < done or trainer.validating)
         stepped = loop._batches_that_stepped + int(not_counted)
         if runs and ended:
-            return cls(epochs.started, 0, 0, stepped)
+            return cls(epochs.started, False, 0, 0, stepped)
         if runs or (done > 0 and not ended):  # the second: stopped in the middle, and counted as if it were whole
-            return cls(epochs.processed if runs else epochs.processed - 1, done - rest, rest, stepped)
-        return cls(epochs.processed, 0, 0, stepped)
+            return cls(epochs.processed if runs else epochs.processed - 1, True, done - rest, rest, stepped)
+        return cls(epochs.processed, False, 0, 0, stepped)
 
     def write(self, loops: dict[str, Any]) -> None:
         """Make the saved state of Lightning's fit loop say it."""
         epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
-        in_epoch = int(self.batches > 0)
+        in_epoch = int(self.in_epoch)
         earlier = epochs["total"]["processed"] - epochs["current"]["processed"]
         for progress, offset in ((epochs["current"], 0), (epochs["total"], earlier)):
             finished = offset + self.epoch

@@ -45,7 +45,7 @@ from lightning_mcore.agreement import control_group
 from lightning_mcore.data_position import FollowedLoader, Moment, Position, batches_in_pass
 from lightning_mcore.epoch_place import Place, begin_epoch, move_on, read_over
 from lightning_mcore.layout import ParallelLayout
-from lightning_mcore.random_state import RandomState, from_plain, pick, put, take, to_plain
+from lightning_mcore.random_state import RandomState, from_plain, pick, put, take, to_plain, turn_aside
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,6 @@ class _Restored:
     ranks: int
 
     @property
-    def in_epoch(self) -> bool:
-        return self.place.batches > 0
-
-    @property
     def reads_over(self) -> bool:
         """Whether batches can only be passed over by reading them."""
         return self.loaders is not None and any(loader["kind"] == "read" for loader in self.loaders)
@@ -71,9 +67,9 @@ class _Restored:
         if self.loaders is None or index >= len(self.loaders) or "ranks" not in self.loaders[index]:
             return None
         saved = self.loaders[index]
-        moments = [saved[key] and Moment.from_plain(saved[key]) for key in ("opened", "started")]
-        position = Position(saved["batches"], saved["ranks"], saved["batch_size"], *moments, seed=saved["seed"])
-        if not self.in_epoch:
+        opened, started = [saved[key] and Moment.from_plain(saved[key]) for key in ("opened", "started")]
+        position = Position(saved["batches"], saved["ranks"], saved["batch_size"], opened, started, saved["seed"])
+        if not self.place.in_epoch:
             return replace(position, batches=0, started=None)
         return replace(position, batches=0) if self.reads_over else position
 
@@ -154,11 +150,7 @@ class ExactResume:
         if (place.rewound or batches.ready > batches.processed) and self._window is not None:
             number, state = self._window
             if number == place.batches:
-                first = next(iter(self._loaders.values()), None)
-                opened = first.position(0).opened if first is not None else None
-                if number > 0 or place.epoch == 0 or opened is None:
-                    return state
-                return replace(opened.common, device=state.device, tracker=state.tracker)
+                return state
         return self._before_validation or self._after_run or take(self._strategy.root_device)
 
     def _describe_loaders(self, trainer: pl.Trainer, place: Place) -> list[dict[str, Any]] | None:
@@ -174,7 +166,6 @@ class ExactResume:
             length = sized_len(loader)
             number = batches_in_pass(fit._combined_loader._mode, place.batches, length if length else float("inf"))
             position = followed.position(number)
-            begins_again = place.rewound > 0 and place.batches == 0 and position.opened is not None
             described.append(
                 {
                     "kind": "index" if followed.reads_by_index else "read",
@@ -184,7 +175,7 @@ class ExactResume:
                     "opened": position.opened and position.opened.to_plain(),
                     "started": position.started and position.started.to_plain(),
                     "seed": position.seed,
-                    "own": list(position.opened.own if begins_again and position.opened else followed.own_states()),
+                    "own": list(followed.own_states()),
                 }
             )
         return described
@@ -219,7 +210,7 @@ class ExactResume:
         loops["state_dict"].pop("combined_loader", None)
         if ranks == now and data["stateful"]:
             loops["state_dict"]["combined_loader"] = data["stateful"]
-        if ranks != now and data["stateful"] and place.batches > 0:
+        if ranks != now and data["stateful"] and place.in_epoch:
             raise ValueError(
                 f"the checkpoint holds the states of dataloaders in the middle of an epoch on {ranks} data-parallel"
                 f" ranks, and {now} cannot take them over; resume on {ranks}, or from the end of an epoch"
@@ -253,12 +244,12 @@ class ExactResume:
             position = restored.position(index) if restored is not None else None
             followed = FollowedLoader(loader, ranks, self.batch_arrives, position)
             self._loaders[id(loader)] = followed
-            if position is not None and restored is not None and restored.in_epoch:
+            if position is not None and restored is not None and restored.place.in_epoch:
                 _check_can_go_on(followed, replace(position, batches=restored.place.batches), restored, ranks)
         elif isinstance(loader, _Stateful):
-            if restored is not None and not restored.in_epoch:
+            if restored is not None and not restored.place.in_epoch:
                 put(restored.random, self._strategy.root_device)  # its iterator is not made again: it is the next
-        elif restored is not None and restored.in_epoch and restored.ranks != ranks:
+        elif restored is not None and restored.place.in_epoch and restored.ranks != ranks:
             raise ValueError(_sentence(type(loader).__name__, restored, ranks, None, None))
 
     def batch_arrives(self) -> None:
@@ -281,7 +272,7 @@ class ExactResume:
             return
         combined = fit._combined_loader
         assert combined is not None
-        if restored.in_epoch:
+        if restored.place.in_epoch:
             if restored.loaders is not None and len(restored.loaders) != len(combined.flattened):
                 raise ValueError(
                     f"the checkpoint was taken in the middle of an epoch over {len(restored.loaders)} dataloaders, and"
@@ -310,9 +301,10 @@ class ExactResume:
             loop._batches_that_stepped += 1
 
     def on_validation_start(self) -> None:
-        """Remember the random state of training."""
+        """Remember the random state of training, and leave the numbers to it that come next."""
         if self._is_within_fit():
             self._before_validation = take(self._strategy.root_device)
+            turn_aside()
 
     def on_validation_end(self) -> None:
         """Go on from it."""

@@ -350,3 +350,31 @@ def _same(one: Numbers | None, other: Numbers | None) -> bool:
     if one is None or other is None:
         return one is other
     return one.keys() == other.keys() and all(bool(one[name] == other[name]) for name in one)
+
+
+# ---- from a file
+
+
+def load_whole_state(optimizer: MCoreOptimizer, state: Mapping[str, Any]) -> None:
+    """Take this rank's share from the state of an optimizer that is not sharded, as a one-file checkpoint has it.
+
+    Args:
+        optimizer: The optimizer, of a module that is whole on every rank.
+        state: What ``torch.optim.Optimizer.state_dict()`` returned.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    saved = {id(parameter): state["state"].get(index) for parameter, index in zip(parameters, indices, strict=True)}
+    for part in optimizer_parts(optimizer.megatron):
+        for parameter, stepped, _, begin in () if part.is_stub_optimizer else _ranges(part):
+            own = {}
+            for name, value in (saved[id(parameter)] or {}).items():
+                is_whole = isinstance(value, Tensor) and value.shape == parameter.shape and name != _STEP
+                own[name] = (
+                    value.reshape(-1)[begin : begin + stepped.numel()].view_as(stepped).to(stepped, copy=True)
+                    if is_whole
+                    else value
+                )
+            part.optimizer.state[stepped] = own
+    for group, values in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        group.update({name: value for name, value in values.items() if name != "params"})

@@ -30,6 +30,7 @@ from lightning_mcore.agreement import on_all
 from lightning_mcore.checkpoint_io import MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
 from lightning_mcore.chunks import ModelChunks, find_pipeline, synchronize_parameters
 from lightning_mcore.optimizer import MCoreOptimizer
+from lightning_mcore.optimizer_shards import load_whole_state
 from lightning_mcore.parallelism import MCoreParallelism
 
 _NUMBERS = "lightning_mcore/optimizer_numbers"
@@ -242,6 +243,9 @@ class MCorePersistence(MCoreParallelism):
                 f" {len(optimizers)}; resume with the optimizers of the run that saved it"
             )
         for optimizer, saved in zip(optimizers, states, strict=False):
+            if "state" in saved and self.gradients.distributed and isinstance(optimizer, MCoreOptimizer):
+                load_whole_state(optimizer, saved)
+                continue
             if "state" in saved or "megatron" in saved:
                 optimizer.load_state_dict(saved)
                 continue

@@ -16,11 +16,12 @@ What this cannot do: a rank that waits for a dead peer inside a collective runs 
 as well. It ends by the timeout of the process group or by SIGKILL, with this callback as without it.
 """
 
+import contextlib
 import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, get_args
@@ -29,6 +30,8 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_mcore.checkpoint_io import MCoreCheckpointIO
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +192,8 @@ class PreemptionCheckpoint(Checkpoint):
         if more_follows and self._requeue_signal in self._arrived:
             paths += [trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)]
         for path in trainer.strategy.broadcast(paths):
-            trainer.save_checkpoint(path)
+            with _written_when_it_returns(trainer):
+                trainer.save_checkpoint(path)
             if trainer.is_global_zero:
                 logger.warning("%s: step %d is saved as %s", ", ".join(self._arrived), trainer.global_step, path)
 
@@ -200,7 +204,8 @@ class PreemptionCheckpoint(Checkpoint):
         ``_FitLoop.on_advance_end`` (Lightning 2.6.6).
         """
         if self._requeue_signal in self._arrived:
-            trainer._signal_connector._slurm_sigusr_handler_fn(signal.Signals[self._requeue_signal], None)  # type: ignore[arg-type]
+            with _written_when_it_returns(trainer):
+                trainer._signal_connector._slurm_sigusr_handler_fn(signal.Signals[self._requeue_signal], None)  # type: ignore[arg-type]
         trainer._signal_connector.received_sigterm = True
 
     def _path(self, trainer: pl.Trainer) -> str:
@@ -222,6 +227,21 @@ class _Note:
         self._received.add(self._name)
         for handler in self._others:
             handler(number, frame)
+
+
+@contextlib.contextmanager
+def _written_when_it_returns(trainer: pl.Trainer) -> Iterator[None]:
+    """Save synchronously: nothing goes on after this save, and a requeued job may not be left the time to finish it."""
+    plugin = trainer.strategy.checkpoint_io
+    if not isinstance(plugin, MCoreCheckpointIO) or not plugin.async_save:
+        yield
+        return
+    plugin.drain()
+    plugin.async_save = False
+    try:
+        yield
+    finally:
+        plugin.async_save = True
 
 
 def _check_signals(signals: Any) -> None:

@@ -88,6 +88,14 @@ def put(state: RandomState, device: torch.device) -> None:
     tracker.set_states({name: convert_cuda_rng_state(s, to_graphable=graphs) for name, s in state.tracker.items()})
 
 
+def turn_aside() -> None:
+    """Let the common generators draw other numbers than those that are next, alike where their states are alike."""
+    seed = int(torch.randint(2**31, ()))
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+
+
 def _seed_afresh(state: RandomState) -> None:
     """Seed Megatron's tracker, and on CUDA the default generator, with a number that the common state decides."""
     generator = torch.Generator()

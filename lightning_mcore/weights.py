@@ -6,6 +6,7 @@ no rank ever holds the whole model. :func:`build_from_checkpoint` makes a module
 checkpoint, whole in this process. ``MCoreModule`` has both as methods.
 """
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,10 @@ def build_from_checkpoint(
     hyper_parameters = {**state.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}), **arguments}
     lightning_state = {**state, cls.CHECKPOINT_HYPER_PARAMS_KEY: hyper_parameters}
     outside = lightning_state["state_dict"]
-    module = _load_state(cls, {**lightning_state, "state_dict": {}}, strict=False, **arguments)
+    with warnings.catch_warnings():
+        # What Lightning does not find, for there is nothing in this dict, is read from the shards.
+        warnings.filterwarnings("ignore", message="Found keys that are in the model state dict but not in")
+        module = _load_state(cls, {**lightning_state, "state_dict": {}}, strict=False, **arguments)
     assert isinstance(module, pl.LightningModule)
     module.load_state_dict(outside, strict=False)
     _load(module, path, io, module.strict_loading if strict is None else strict)

@@ -3,7 +3,14 @@
 
 import contextlib
 import errno
+import json
 import os
+import pickle
+import queue
+import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -11,18 +18,24 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import fsspec
 import pytest
 import torch
 import torch.distributed as dist
+from fsspec.implementations.local import LocalFileSystem
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import load_tensors_metadata
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from lightning_mcore import checkpoint_writer
-from lightning_mcore.checkpoint_io import MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
+from lightning_mcore import checkpoint_files, checkpoint_writer
+from lightning_mcore.checkpoint_io import CONTENT_METADATA, MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
 from lightning_mcore.cpu_runtime import cpu_runtime
 from lightning_mcore.layout import ParallelLayout
 from lightning_mcore.process_groups import close_process_groups, open_process_groups
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
 
 ROWS, COLUMNS = 8, 6
 BIAS = 5
@@ -193,6 +206,16 @@ def test_as_many_saves_are_in_flight_as_allowed(tmp_path: Path) -> None:
     run_ranks(2, two_in_flight, str(tmp_path))
 
 
+def save_and_wait(plugin: MCoreCheckpointIO, given: dict[str, Any], path: str) -> None:
+    plugin.save_checkpoint(given, path)
+    plugin.drain()
+
+
+def load_all(plugin: MCoreCheckpointIO, path: str) -> None:
+    plugin.load_shards(path, blank())
+    plugin.load_checkpoint(path)
+
+
 def refuse_and_keep(folder: str) -> list[str]:
     """Let a save fail in several ways; each must fail on every rank, with the same words, and leave the old one."""
     rank, path = dist.get_rank(), f"{folder}/last.ckpt"
@@ -200,8 +223,7 @@ def refuse_and_keep(folder: str) -> list[str]:
 
     def fails(plugin: MCoreCheckpointIO, given: dict[str, Any], error: type[Exception]) -> None:
         with pytest.raises(error) as caught:
-            plugin.save_checkpoint(given, path)
-            plugin.drain()
+            save_and_wait(plugin, given, path)
         messages.append(str(caught.value))
         assert not plugin.has_saves_in_flight
         assert_loaded(plugin.load_shards(path, blank()))
@@ -248,3 +270,273 @@ def test_a_failed_save_is_one_error_on_every_rank_and_leaves_the_old_checkpoint(
     assert first == second
     assert "last.ckpt could not be saved: no space left on device; free" in first[0]
     assert "whole tensors" in first[1]
+
+
+class Malicious:
+    """Leaves a mark when it is unpickled."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.mark,)
+
+
+def read_with_care(folder: str) -> None:
+    """Read checkpoints in which somebody has hidden something that runs when it is unpickled."""
+    mark, path = f"{folder}/it_ran", f"{folder}/a.ckpt"
+    plugin = MCoreCheckpointIO(verify="sizes")
+    with groups():
+        plugin.save_checkpoint(checkpoint(), path)
+        sound = {name: Path(path, name).read_bytes() for name in os.listdir(path)}
+        for name, read in (
+            ("lightning.pt", lambda: plugin.load_checkpoint(path)),
+            ("ranks.pt", lambda: plugin.load_checkpoint(path)),
+            (".metadata", lambda: plugin.load_shards(path, blank())),
+        ):
+            if dist.get_rank() == 0:
+                torch.save(Malicious(mark), f"{folder}/bad")
+                bad = pickle.dumps(Malicious(mark)) if name == ".metadata" else Path(folder, "bad").read_bytes()
+                replace_file(path, name, bad)
+            dist.barrier()
+            with pytest.raises((ValueError, pickle.UnpicklingError)):
+                read()
+            dist.barrier()
+            assert not os.path.exists(mark)
+            if dist.get_rank() == 0:
+                replace_file(path, name, sound[name])
+            dist.barrier()
+        dangerous = checkpoint()
+        dangerous[SHARDED_STATE]["object"].data = Malicious(f"{mark}{dist.get_rank()}")
+        plugin.save_checkpoint(dangerous, path)
+        with pytest.raises(ValueError, match="could run code"):
+            plugin.load_shards(path, blank())
+        assert not os.path.exists(f"{mark}{dist.get_rank()}")
+        plugin.load_shards(path, blank(), weights_only=False)  # the mark can be made, so its absence says something
+        assert os.path.exists(f"{mark}{dist.get_rank()}")
+
+
+def replace_file(path: str, name: str, content: bytes) -> None:
+    Path(path, name).write_bytes(content)
+    manifest = json.loads(Path(path, "checkpoint.json").read_text())
+    manifest["files"][name]["size"] = len(content)
+    Path(path, "checkpoint.json").write_text(json.dumps(manifest))
+
+
+def test_nothing_that_lies_in_a_checkpoint_runs(tmp_path: Path) -> None:
+    run_ranks(2, read_with_care, str(tmp_path))
+
+
+def name_what_is_damaged(path: str) -> list[str]:
+    messages = []
+    with groups():
+        plugin = MCoreCheckpointIO()
+        plugin.save_checkpoint(checkpoint(), path)
+        for name in ("__1_0.distcp", ".metadata", "lightning.pt", "ranks.pt"):
+            for damage in (flip, cut, os.unlink):
+                file = Path(path, name)
+                content = file.read_bytes()
+                dist.barrier()
+                if dist.get_rank() == 0:
+                    damage(file)
+                dist.barrier()
+                with pytest.raises(ValueError, match=rf"a\.ckpt .*damaged.*{name}|{name} is damaged") as caught:
+                    load_all(plugin, path)
+                messages.append(str(caught.value))
+                dist.barrier()
+                if dist.get_rank() == 0:
+                    file.write_bytes(content)
+                dist.barrier()
+        strange = blank()
+        if dist.get_rank() == 0:
+            strange["new"] = ShardedTensor.from_rank_offsets("new", torch.zeros(2))
+        strange["bias"] = ShardedTensor.from_rank_offsets("bias", torch.zeros(9), replica_id=dist.get_rank())
+        with pytest.raises(ValueError, match="does not fit this model") as caught:
+            plugin.load_shards(path, strange)
+        messages.append(str(caught.value))
+        for wrong in (f"{path}.none", os.path.dirname(path)):
+            with pytest.raises((FileNotFoundError, ValueError)) as caught:
+                plugin.load_shards(wrong, blank())
+            messages.append(str(caught.value))
+    return messages
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[content.find(b"FB") + 70 if b"FB" in content else len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def test_damage_and_another_model_are_one_sentence_on_every_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(2, name_what_is_damaged, str(tmp_path / "a.ckpt"))
+    assert first == second
+    assert "it lacks new; shapes differ: bias has (5,) and should have (9,)" in first[-3]
+
+
+def exchange_with_megatron(folder: str) -> None:
+    with groups():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        path = f"{folder}/theirs"
+        if rank == 0:
+            os.mkdir(path)
+        dist.barrier()
+        with mock.patch.object(filesystem_async, "_results_queue", queue.Queue()):
+            dist_checkpointing.save(state(world_size, rank), path)
+        dist.barrier()
+        plugin = MCoreCheckpointIO()
+        assert_loaded(plugin.load_shards(path, blank()))
+        assert plugin.read_shapes(path)["moment"] == (ROWS, COLUMNS)
+        with pytest.raises(ValueError, match="Megatron-LM"):
+            plugin.load_checkpoint(path)
+        given = {**checkpoint(), CONTENT_METADATA: {"kind": "ours"}}
+        plugin.save_checkpoint(given, f"{folder}/ours.ckpt")
+        common = torch.load(f"{folder}/ours.ckpt/common.pt", weights_only=True)
+        assert common == {"iteration": 7, "checkpoint_version": 3.0, "content_metadata": {"kind": "ours"}}
+        assert dist_checkpointing.load_content_metadata(f"{folder}/ours.ckpt") == {"kind": "ours"}
+        shapes = {name: tuple(t.global_shape) for name, t in load_tensors_metadata(f"{folder}/ours.ckpt").items()}
+        assert shapes == plugin.read_shapes(f"{folder}/ours.ckpt")
+
+
+def test_megatron_reads_ours_and_we_read_theirs(tmp_path: Path) -> None:
+    run_ranks(2, exchange_with_megatron, str(tmp_path))
+
+
+class SharedStore(LocalFileSystem):
+    """A remote store that all ranks see: files in a folder, under another protocol."""
+
+    protocol = "shared"
+    root = ""
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        path = path.removeprefix("shared://")
+        return path if path.startswith(cls.root) else f"{cls.root}/{path}".rstrip("/")
+
+    def put_file(self, lpath: str, rpath: str, *_: Any, **__: Any) -> None:
+        shutil.copyfile(lpath, self._strip_protocol(rpath))
+
+    def get_file(self, rpath: str, lpath: str, *_: Any, **__: Any) -> None:
+        shutil.copyfile(self._strip_protocol(rpath), lpath)
+
+
+def through_a_store(folder: str) -> None:
+    SharedStore.root = folder
+    fsspec.register_implementation("shared", SharedStore, clobber=True)
+    with groups():
+        for plugin in (MCoreCheckpointIO(), MCoreCheckpointIO(async_save=True)):
+            for scale in (1.0, 2.0):
+                plugin.save_checkpoint(checkpoint(scale), "shared://bucket/a.ckpt")
+                plugin.drain()
+                assert_loaded(plugin.load_shards("shared://bucket/a.ckpt", blank()), scale)
+            assert plugin.load_checkpoint("shared://bucket/a.ckpt")["global_step"] == 7
+            dist.barrier()
+            if dist.get_rank() == 0:
+                plugin.remove_checkpoint("shared://bucket/a.ckpt")
+            dist.barrier()
+            assert not os.path.exists(f"{folder}/bucket/a.ckpt")
+
+
+def test_a_remote_store_is_written_and_read_by_every_rank(tmp_path: Path) -> None:
+    run_ranks(2, through_a_store, str(tmp_path))
+
+
+def lose_a_rank(folder: str) -> float:
+    with groups():
+        plugin = MCoreCheckpointIO(async_save=True)
+        plugin.save_checkpoint(checkpoint(), f"{folder}/old.ckpt")
+        plugin.drain()
+        plugin.save_checkpoint(checkpoint(), f"{folder}/new.ckpt")
+        start = time.monotonic()
+        if dist.get_rank() == 0:
+            plugin.drain(timeout=1.0)
+            assert not plugin.has_saves_in_flight
+        return time.monotonic() - start
+
+
+def test_a_rank_that_is_gone_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    waited, _ = run_ranks(2, lose_a_rank, str(tmp_path))
+    assert waited < 10
+    assert (tmp_path / "old.ckpt").exists()
+    assert not (tmp_path / "new.ckpt").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"async_save": 1}, TypeError),
+        ({"async_save": True, "max_in_flight": 1.0}, TypeError),
+        ({"async_save": True, "max_in_flight": True}, TypeError),
+        ({"async_save": True, "max_in_flight": 0}, ValueError),
+        ({"max_in_flight": 2}, ValueError),
+        ({"verify": "nothing"}, ValueError),
+    ],
+)
+def test_a_wrong_option_is_refused_at_once(given: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"give|choose|set"):
+        MCoreCheckpointIO(**given)
+
+
+_SCRIPT = """
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_mcore import MCoreCheckpointIO, MCoreStrategy
+
+print("the script starts", flush=True)
+
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+trainer = pl.Trainer(
+    accelerator="cpu", devices=2, max_steps=4, logger=False, enable_progress_bar=False,
+    strategy=MCoreStrategy(use_distributed_optimizer=True, checkpoint_io=MCoreCheckpointIO(async_save=True)),
+    callbacks=ModelCheckpoint("saved", every_n_train_steps=1, save_top_k=2, monitor="step", mode="max", save_last=True),
+)
+trainer.fit(Net(), torch.utils.data.DataLoader(torch.ones(16, 4), batch_size=2))
+"""
+
+
+def run_script(script: Path) -> str:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PL_")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        cwd=script.parent,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # the rank that Lightning starts is in the same group
+    )
+    try:
+        output, _ = process.communicate(timeout=90)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output
+    return output
+
+
+def test_a_script_without_a_main_guard_saves_while_it_trains(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_SCRIPT)
+    output = run_script(tmp_path / "train.py")
+    assert output.count("the script starts") == 2  # once on each rank, and in no helper process of a writer
+    saved = tmp_path / "saved"
+    assert sorted(os.listdir(saved)) == ["epoch=0-step=3.ckpt", "epoch=0-step=4.ckpt", "last.ckpt"]
+    for path in saved.iterdir():
+        assert checkpoint_files.verify(str(path))["world_size"] == 2

@@ -16,7 +16,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_mcore.preemption import PreemptionCheckpoint
+from lightning_mcore import MCoreCheckpointIO, MCoreStrategy, PreemptionCheckpoint
 from tests.ranks import run_ranks
 from tests.toy import PlainNet, StagedNet, Watch, loader, run_fit
 
@@ -102,6 +102,9 @@ def fit(folder: str, callbacks: list[pl.Callback], resume: str | None = "last", 
     outcome, watch = Outcome(), Watch()
     checkpoints = ModelCheckpoint(folder, save_top_k=0)  # saves nothing by itself
     module, strategy = settings.pop("module")(), settings.pop("strategy")
+    if settings.pop("asynchronous", False):
+        strategy = MCoreStrategy(**strategy, checkpoint_io=MCoreCheckpointIO(async_save=True))
+        checkpoints = ModelCheckpoint(folder, every_n_train_steps=2)  # one of these is in flight when the signal comes
     try:
         run_fit(
             module,
@@ -163,6 +166,7 @@ def every_moment(folder: str) -> dict[str, Any]:
         "before validation": tell(f"{folder}/before", on_rank(0, Sender(term, training=7)), val_check_interval=4),
         "last step": tell(f"{folder}/last", on_rank(0, Sender(term, training=2 * NUM_BATCHES - 1))),
         "plain": tell(f"{folder}/plain", on_rank(1, Sender(term, training=6)), module=PlainNet, strategy={}),
+        "async": tell(f"{folder}/async", on_rank(0, Sender(term, training=9)), asynchronous=True),
         "plain whole": fit(f"{folder}/none", [], module=PlainNet, strategy={}),
     }
     chance = random.Random(4)  # the same on both ranks
@@ -188,6 +192,7 @@ def test_no_step_is_lost_whenever_the_signal_comes(tmp_path: Path) -> None:
             "end of epoch": NUM_BATCHES // 2,
             "validation": 4,  # the sixth validation batch is in the validation after the eighth training batch
             "before validation": 4,
+            "async": 5,
             "chained": 2,
         }.items():
             told = results[name]

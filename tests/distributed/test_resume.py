@@ -6,19 +6,21 @@ each of them in other processes. What is compared is text: of every batch its ep
 step the loss as Python prints it.
 """
 
+import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate, get_worker_info
 
 from lightning_mcore import MCoreGPT
 from lightning_mcore.precision import MCorePrecision
@@ -66,9 +68,7 @@ class Dropping(PlainNet):
 def text(size: int) -> list[dict[str, Tensor]]:
     """Return sentences of 8 tokens; the first says which it is."""
     tokens = torch.randint(32, (size, 9), generator=torch.Generator().manual_seed(1))
-    return [
-        {"tokens": row[:-1], "labels": row[1:], "index": torch.tensor(index)} for index, row in enumerate(tokens)
-    ]
+    return [{"tokens": row[:-1], "labels": row[1:], "index": torch.tensor(index)} for index, row in enumerate(tokens)]
 
 
 class Gpt(MCoreGPT):
@@ -98,7 +98,9 @@ class Watch(pl.Callback):
         self._step = trainer.global_step
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.batches.append(f"{trainer.current_epoch} {batch_idx} {batch['index'].tolist()}")
+        parts = [batch] if "index" in batch else [part for part in batch.values() if part is not None]
+        samples = [index for part in parts for index in part["index"].tolist()]
+        self.batches.append(f"{trainer.current_epoch} {batch_idx} {samples}")
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         if trainer.global_step != self._step:
@@ -236,6 +238,101 @@ def generated(size: int, batch_size: int, **arguments: Any) -> DataLoader[Batch]
     return DataLoader(Samples(size), batch_size=batch_size, shuffle=True, generator=generator, **arguments)
 
 
+class Shuffles:
+    """A batch sampler of the user's own: batches of one to three, in an order that python draws."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = [list(range(start, min(start + 1 + start % 3, self.size))) for start in range(0, self.size, 3)]
+        random.shuffle(batches)
+        return iter(batches)
+
+    def __len__(self) -> int:
+        return -(-self.size // 3)
+
+
+class Stream(IterableDataset[Batch]):
+    """Samples without a length, in an order that is drawn when they are first asked for; parted among workers."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        info = get_worker_info()
+        samples = Samples(18)
+        order = torch.randperm(18).tolist() if info is None else range(info.id, 18, info.num_workers)
+        return (samples[index] for index in order)
+
+
+class SizedStream(Stream):
+    """The same with a length."""
+
+    def __len__(self) -> int:
+        return 18
+
+
+class Remembering:
+    """A loader that keeps its own state, another one on each rank."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.epochs = 0
+        self.restored = False
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[Batch]:
+        start = self.done if self.restored else 0
+        self.epochs += not self.restored
+        self.restored = False
+        order = torch.randperm(12, generator=torch.Generator().manual_seed(self.epochs)).tolist()
+        rank = dist.get_rank()
+        for number in range(start, 6):
+            self.done = number + 1
+            index = 12 * rank + order[2 * number]
+            yield default_collate([Samples(24)[index], Samples(24)[12 * rank + order[2 * number + 1]]])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done, "epochs": self.epochs, "rank": dist.get_rank()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["rank"] == dist.get_rank()
+        self.done, self.epochs, self.restored = state["done"], state["epochs"], True
+
+
+class Pairs(Dropping):
+    """Learns from two loaders at once."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        losses = [super(Pairs, self).training_step(part, batch_idx) for part in batch.values() if part is not None]
+        return torch.stack(losses).mean()
+
+
+def pairs(mode: Any) -> CombinedLoader:
+    """Return two loaders of different lengths, side by side."""
+    return CombinedLoader({"long": noisy(20, 2, shuffle=True), "short": noisy(10, 2, shuffle=True)}, mode)
+
+
+def own_batches(size: int) -> DataLoader[Batch]:
+    """Return a loader with a batch sampler of the user's own."""
+    return DataLoader(Noisy(size), batch_sampler=Shuffles(size))  # type: ignore[arg-type]
+
+
+def stream(dataset: Callable[[], Any], **arguments: Any) -> DataLoader[Batch]:
+    """Return a loader over a stream."""
+    return DataLoader(dataset(), batch_size=4, **arguments)
+
+
+class Reader:
+    """Anything that can be iterated, in the place of a loader."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (default_collate([Samples(12)[index], Samples(12)[index + 1]]) for index in range(0, 12, 2))
+
+    def __len__(self) -> int:
+        return 6
+
+
 HALF = partial(MCorePrecision, "16-mixed", initial_loss_scale=2.0**22, loss_scale_window=2)
 OWN = {"use_distributed_sampler": False}
 CASES: dict[str, Case] = {
@@ -292,6 +389,55 @@ CASES: dict[str, Case] = {
         moments=("batch 2", "batch 8", "epoch 0"),
         trainer={"max_epochs": 2, **OWN},
         world_size=1,
+    ),
+    "batch-sampler": Case(
+        module=Dropping,
+        data=partial(own_batches, 18),
+        moments=("batch 2", "batch 8", "epoch 0"),
+        trainer={"max_epochs": 2, **OWN},
+        world_size=1,
+    ),
+    "stream": Case(
+        module=Dropping,
+        data=partial(stream, Stream),
+        moments=("batch 2", "batch 3", "batch 8", "epoch 0"),
+        trainer={"max_epochs": 2, "accumulate_grad_batches": 2},
+        world_size=1,
+        stop=2,
+    ),
+    "stream-workers": Case(
+        module=Dropping,
+        data=partial(stream, SizedStream, num_workers=2),
+        moments=("batch 2", "batch 8", "epoch 0"),
+        trainer={"max_epochs": 2},
+        world_size=1,
+    ),
+    "iterable": Case(
+        module=Dropping,
+        data=Reader,
+        moments=("batch 2", "batch 8", "epoch 0"),
+        trainer={"max_epochs": 2},
+        world_size=1,
+    ),
+    "cycle": Case(
+        module=Pairs,
+        data=partial(pairs, "max_size_cycle"),
+        moments=("batch 2", "batch 5", "batch 7", "epoch 0"),
+        trainer={"max_epochs": 2, **OWN},
+        world_size=1,
+    ),
+    "longest": Case(
+        module=Pairs,
+        data=partial(pairs, "max_size"),
+        moments=("batch 2", "batch 7", "epoch 0"),
+        trainer={"max_epochs": 2},
+        world_size=1,
+    ),
+    "stateful": Case(
+        module=Dropping,
+        data=Remembering,
+        moments=("batch 2", "batch 8"),
+        trainer={"max_epochs": 2},
     ),
     "generator": Case(
         module=Dropping,
@@ -364,3 +510,95 @@ def test_a_resumed_run_has_the_losses_and_batches_of_the_whole_one(runs: Any, na
             assert 0 <= batches < len(whole.batches), moment
             assert run.batches == whole.batches[batches:], moment
             assert run.losses == whole.losses[steps:], moment
+
+
+# Another number of data-parallel ranks
+
+
+SIZE = 45  # samples; no batch below divides it
+
+
+@dataclass(frozen=True)
+class Deal:
+    """A run on some data-parallel ranks, to go on on others."""
+
+    ranks: int
+    batch_size: int = 2
+    drop_last: bool = False
+    limit: int | None = None
+
+    def train(self, **arguments: Any) -> list[tuple[int, int, list[int]]]:
+        """Return the epoch, the number and the samples of every batch of this rank."""
+        pl.seed_everything(7, verbose=False)
+        watch = Watch()
+        data = DataLoader(Samples(SIZE), self.batch_size, shuffle=True, drop_last=self.drop_last)
+        callbacks = [watch, *arguments.pop("callbacks", [])]
+        trainer = make_trainer({}, callbacks=callbacks, max_epochs=2, limit_train_batches=self.limit)
+        trainer.fit(PlainNet(), data, **arguments)
+        return [(int(e), int(i), json.loads(ids)) for e, i, ids in (line.split(" ", 2) for line in watch.batches)]
+
+
+def save_deals(deals: dict[str, tuple[Deal, int]], folder: str) -> None:
+    """Train each, with a checkpoint after a batch."""
+    for name, (deal, batches) in deals.items():
+        save = Save(f"{folder}/{name}", (f"batch {batches}",), Watch())
+        deal.train(callbacks=[save.watch, save])
+
+
+def go_on_dealing(deals: dict[str, tuple[Deal, str]]) -> dict[str, Any]:
+    """Go on with each from a checkpoint."""
+    return {name: deal.train(ckpt_path=path) for name, (deal, path) in deals.items()}
+
+
+def in_order(ranks: list[list[tuple[int, int, list[int]]]], epoch: int) -> list[int]:
+    """Return the samples that all ranks read in an epoch, in the order in which a distributed sampler deals them."""
+    batches = zip(*([ids for e, _, ids in rank if e == epoch] for rank in ranks), strict=True)
+    return [index for batch in batches for turn in zip(*batch, strict=True) for index in turn]
+
+
+DEALS: dict[str, tuple[Deal, int, Deal]] = {
+    "1 to 2": (Deal(1), 5, Deal(2)),
+    "2 to 1": (Deal(2), 4, Deal(1)),
+    "2 to 4": (Deal(2), 3, Deal(4)),
+    "2 to 4, limited": (Deal(2, limit=8), 3, Deal(4, limit=4)),
+    "2 to 4, without the rest": (Deal(2, drop_last=True), 3, Deal(4, drop_last=True)),
+    "2 to 1, other batches": (Deal(2), 4, Deal(1, batch_size=3)),
+    "2 to 2, other batches": (Deal(2), 4, Deal(2, batch_size=5)),
+}
+
+
+@pytest.fixture(scope="module")
+def dealt(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[tuple[int, int, list[int]]]]]:
+    """Save each deal, and go on with it as another; one launch for each number of ranks."""
+    folder = tmp_path_factory.mktemp("deals")
+    for ranks in (1, 2):
+        run_ranks(ranks, save_deals, {k: (a, n) for k, (a, n, _) in DEALS.items() if a.ranks == ranks}, str(folder))
+    results = {}
+    for ranks in (1, 2, 4):
+        deals = {k: (b, f"{folder}/{k}/batch {n}.ckpt") for k, (_, n, b) in DEALS.items() if b.ranks == ranks}
+        resumed = run_ranks(ranks, go_on_dealing, deals)
+        results |= {name: [rank[name] for rank in resumed] for name in deals}
+    return results
+
+
+@pytest.mark.parametrize("name", DEALS)
+def test_no_sample_is_lost_or_repeated_on_another_number_of_ranks(dealt: Any, name: str) -> None:
+    first, batches, second = DEALS[name]
+    ranks = dealt[name]
+    consumed = batches * first.batch_size * first.ranks
+    turn = second.batch_size * second.ranks
+    for epoch, start in ((0, consumed), (1, 0)):
+        order = torch.randperm(SIZE, generator=torch.Generator().manual_seed(7 + epoch)).tolist()
+        wanted = order[start:]
+        wanted += order[: -len(wanted) % second.ranks]  # the distributed sampler gives each rank as many
+        if second.limit is not None:  # whole batches, of which one has been read in part
+            wanted = wanted[: (second.limit - start // turn) * turn]
+        elif second.drop_last:
+            wanted = wanted[: len(wanted) // turn * turn]
+        assert in_order(ranks, epoch) == wanted
+    share = -(-SIZE // second.ranks)
+    length = second.limit or (share // second.batch_size if second.drop_last else -(-share // second.batch_size))
+    for rank in ranks:
+        numbers = [number for epoch, number, _ in rank if epoch == 0]
+        assert numbers == list(range(length - len(numbers), length))
+        assert [number for epoch, number, _ in rank if epoch == 1] == list(range(length))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import argparse
+import contextlib
 import enum
 import io
 import json
@@ -8,6 +9,7 @@ import pickle
 import re
 import subprocess
 import sys
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -70,7 +72,9 @@ def save_as_megatron_does(path: Path) -> str:
         "optimizer.state.exp_avg.decoder.weight": torch.ones(4, 6),
         "rng_state": {"seed": 3},
     }
-    save_torch_dist(state, storage_writer=FileSystemWriter(path), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # which is what no_dist asks
+        save_torch_dist(state, storage_writer=FileSystemWriter(path), no_dist=True)
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     arguments = {"tensor_model_parallel_size": 2, "world_size": 8, "num_layers": 3, "padded_vocab_size": 512}
     common = {"iteration": 70, "args": argparse.Namespace(**arguments, colour=Colour.RED, bias=torch.ones(2))}
@@ -98,19 +102,37 @@ def test_from_a_shell(tmp_path: Path) -> None:
     path = save(tmp_path / "a.ckpt")
     broken = save(tmp_path / "broken.ckpt")
     os.truncate(tmp_path / "broken.ckpt" / "__0_0.distcp", 7)
-    commands = [["verify", path], ["verify", broken], ["verify", str(tmp_path / "none")], ["inspect", path], ["check"]]
-    prefix = [sys.executable, "-m", "lightning_mcore.checkpoint"]
-    pipe = subprocess.PIPE
+    prefix, pipe = [sys.executable, "-m", "lightning_mcore.checkpoint"], subprocess.PIPE
+    commands = [["verify", broken], ["inspect", path]]
     processes = [subprocess.Popen([*prefix, *command], stdout=pipe, stderr=pipe, text=True) for command in commands]
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 1, 2, 0, 2]
-    assert outputs[0] == (f"{path} is whole: size and checksum of 2 files are right, 20.5kB in all\n", "")
+    (_, error), (text, nothing) = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [1, 0]
     damage = "__0_0.distcp has 7 of 20000 bytes; use another checkpoint or a copy of this one"
-    assert outputs[1] == ("", f"error: {broken} is damaged: {damage}\n")
-    assert outputs[2] == ("", f"error: {tmp_path}/none does not exist; give the path of a checkpoint\n")
-    assert outputs[3][0].startswith(f"{path}: sharded checkpoint of lightning_mcore, format version 1\n")
-    assert outputs[3][1] == ""
-    assert "usage: python -m lightning_mcore.checkpoint" in outputs[4][1]
+    assert error == f"error: {broken} is damaged: {damage}\n"
+    assert text.startswith(f"{path}: sharded checkpoint of lightning_mcore, format version 1\n")
+    assert nothing == ""
+
+
+def test_verify_says_what_it_has_checked(tmp_path: Path, run: Run) -> None:
+    path = save(tmp_path / "a.ckpt")
+    said = f"{path} is whole: size and checksum of 2 files are right, 20.5kB in all\n"
+    assert run("verify", path) == (0, said, "")
+    assert run("verify", f"{path}x") == (2, "", f"error: {path}x does not exist; give the path of a checkpoint\n")
+
+
+def test_wrong_arguments_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        checkpoint.main(["check"])
+    assert caught.value.code == 2
+    assert "usage: python -m lightning_mcore.checkpoint" in capsys.readouterr().err
+
+
+def test_output_that_nobody_reads_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with contextlib.suppress(BrokenPipeError), os.fdopen(writer, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert checkpoint.main(["inspect", save(tmp_path / "a.ckpt")]) == 0
 
 
 # Our directories
@@ -218,7 +240,10 @@ def test_a_truncated_file_of_megatron_is_named(tmp_path: Path, run: Run) -> None
 
 def test_metadata_are_read_as_torch_reads_them(tmp_path: Path) -> None:
     path = save_as_megatron_does(tmp_path / "a")
-    assert read_metadata(path, (tmp_path / "a" / ".metadata").read_bytes()) == FileSystemReader(path).read_metadata()
+    ours = read_metadata(path, (tmp_path / "a" / ".metadata").read_bytes())
+    theirs = FileSystemReader(path).read_metadata()
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.storage_data == theirs.storage_data
 
 
 class Attack:
@@ -335,3 +360,15 @@ def test_progress_is_shown_on_a_terminal_when_it_takes_long(
             assert output.getvalue().startswith("\r 30%  3.00kB of 10.0kB  2.00kB/s")
             assert output.getvalue().endswith("\n")
             assert "\r100%" in output.getvalue()
+
+
+def test_an_error_has_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("lightning_mcore.checkpoint.time.monotonic", lambda: clock[0])
+    output = Terminal()
+    progress = checkpoint._Progress(output)
+    clock[0] += 2
+    progress(1, 2)
+    assert progress.refuse(ValueError("a file is missing"), 1) == 1
+    assert output.getvalue().splitlines()[-1] == "error: a file is missing"
+    assert len(output.getvalue().splitlines()) == 3  # a carriage return begins a line, too

@@ -5,6 +5,7 @@ import os
 import runpy
 import subprocess
 import sys
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,6 +51,11 @@ def step_of(path: Path | str) -> int:
     if "://" not in str(path):
         assert Path(path, files.LIGHTNING_FILE).read_bytes() == b"state of step %d" % step
     return step
+
+
+def full(*_: Any, **__: Any) -> None:
+    """Stand in for a function of os on a full disk."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 # What is written
@@ -276,6 +282,25 @@ def test_a_disk_that_refuses_is_named_and_the_old_checkpoint_stays(
     assert step_of(path) == 1
 
 
+def test_a_disk_that_refuses_the_first_step_is_named_and_nothing_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "last.ckpt"
+    save(path, 1)
+    mkdir = os.mkdir
+
+    def refuse(name: str, *mode: int) -> None:
+        if name == str(tmp_path / ".unfinished" / "last.ckpt"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        mkdir(name, *mode)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(OSError, match=r"last\.ckpt could not be saved: no space left on device; free some space"):
+        files.begin(str(path))
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+    assert step_of(path) == 1
+
+
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
 def test_what_was_moved_away_comes_back_when_the_new_one_cannot_be_moved_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
@@ -309,11 +334,7 @@ def test_a_new_save_begins_with_putting_back_what_a_crash_left_moved_away(tmp_pa
 
 def test_a_full_disk_does_not_stop_a_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "a.ckpt", 1)
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "mkdir", refuse)
+    monkeypatch.setattr(os, "mkdir", full)
     files.remove(str(tmp_path / "a.ckpt"))
     assert os.listdir(tmp_path) == []
 
@@ -457,6 +478,38 @@ def test_a_crash_in_a_removal_leaves_all_or_nothing(tmp_path: Path, kind: str) -
     assert not found[-1]
 
 
+def test_a_crash_in_a_removal_on_a_full_disk_leaves_no_half_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "a.ckpt"
+
+    def prepare() -> None:
+        clean(path.parent)
+        save(path, 1)
+
+    def remove() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "mkdir", full)
+            files.remove(str(path))
+
+    whole = []
+    for _ in crashes(remove, prepare, "exchange", least=5):
+        whole.append(files.is_checkpoint_directory(str(path)))
+        if whole[-1]:
+            assert step_of(path) == 1
+        elif path.exists() and (path / ".metadata").exists():
+            assert sorted(os.listdir(path)) == [".metadata", SHARD, "lightning.pt", "metadata.json"]
+    assert whole[0]
+    assert whole == sorted(whole, reverse=True)
+    assert not path.exists()
+
+
+def test_what_is_removed_does_not_come_back(tmp_path: Path) -> None:
+    save(tmp_path / "a.ckpt", 1)
+    (tmp_path / ".unfinished" / "a.ckpt.replaced").mkdir(parents=True)  # of a crash after the second rename
+    files.remove(str(tmp_path / "a.ckpt"))
+    assert not files.recover(str(tmp_path / "a.ckpt"))
+    assert os.listdir(tmp_path) == []
+
+
 def test_removal_of_nothing_is_nothing(tmp_path: Path) -> None:
     files.remove(str(tmp_path / "nothing.ckpt"))
     files.remove(str(tmp_path / "no" / "folder.ckpt"))
@@ -522,6 +575,21 @@ def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
     size = len(CONTENT) + 1 + len(b"metadata") + len(b"{}") + len(b"state of step 1")
     assert calls == sorted(calls)
     assert calls[-1] == (size, size)
+
+
+def test_after_a_fault_the_other_files_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_BLOCK", 10)
+    save(tmp_path / "a.ckpt", 1)
+    flip(tmp_path / "a.ckpt" / "metadata.json")
+    calls: list[int] = []
+
+    def slowly(done: int, total: int) -> None:
+        calls.append(done)
+        time.sleep(0.001)
+
+    with pytest.raises(ValueError, match=r"the checksum of metadata\.json"):
+        files.verify(str(tmp_path / "a.ckpt"), slowly)
+    assert len(calls) < len(CONTENT) / 10 / 2
 
 
 def rewrite(path: Path, **entries: Any) -> None:
@@ -715,7 +783,9 @@ def test_an_upload_or_removal_that_dies_leaves_no_half_checkpoint(tmp_path: Path
             else:
                 died = False
             found.append(step_of(remote) if files.is_checkpoint_directory(remote) else None)
-            assert not files.is_megatron_checkpoint(remote)
+            names = files.names_in(*files.open_store(remote))
+            if found[-1] is None and ".metadata" in names:  # which makes others take it for a checkpoint
+                assert names >= {SHARD, "lightning.pt", "metadata.json"}
         assert found == [
             1,
             *[None] * (len(found) - 2),

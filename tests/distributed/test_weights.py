@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights alone: a new run from those of another, the whole model in one process, and what does not fit."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from lightning_mcore import MCoreGPT, single_process
+from tests.ranks import run_ranks
+from tests.toy import make_trainer
+
+pytestmark = pytest.mark.distributed
+
+SIZES: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": True}
+quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Megatron's, of its own calls; users do not see them
+PP2 = {"pipeline_model_parallel_size": 2}
+
+
+def data() -> Any:
+    """Return eight batches of two sequences."""
+    text = torch.randint(16, (16, 9), generator=torch.Generator().manual_seed(1))
+    return DataLoader([{"tokens": row[:-1], "labels": row[1:]} for row in text], batch_size=2)  # type: ignore[arg-type]
+
+
+class StartsFrom(MCoreGPT):
+    """A GPT that starts from a checkpoint."""
+
+    path: str = ""
+    strict: bool = True
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.path:
+            self.load_weights(self.path, strict=self.strict)
+
+
+def make(path: str = "", strict: bool = True, vocab_size: int = 16, **sizes: Any) -> StartsFrom:
+    """Return the GPT of these tests, with other sizes as told."""
+    pl.seed_everything(len(path), verbose=False)
+    module = StartsFrom(vocab_size=vocab_size, seq_length=8, transformer=SIZES | sizes, learning_rate=1e-2)
+    module.path, module.strict = path, strict
+    return module
+
+
+def save(strategy: Any, path: str) -> float:
+    """Train and save on this rank; return the validation loss."""
+    trainer, module = make_trainer(strategy, max_epochs=1), make()
+    trainer.fit(module, data())
+    trainer.save_checkpoint(path)
+    return float(trainer.validate(module, data(), verbose=False)[0]["val_loss"])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, float]:
+    """Return a checkpoint that was saved in two halves, and its validation loss."""
+    path = str(tmp_path_factory.mktemp("weights") / "trained.ckpt")
+    return path, run_ranks(2, save, TP2, path, timeout=60)[0]
+
+
+def validate_from(strategies: list[Any], path: str) -> list[float]:
+    """Return the validation loss of a new run from the weights, under each strategy."""
+    return [
+        float(make_trainer(strategy).validate(make(path), data(), verbose=False)[0]["val_loss"])
+        for strategy in strategies
+    ]
+
+
+def test_any_layout_and_strategy_starts_from_the_weights(saved: tuple[str, float]) -> None:
+    path, loss = saved
+    for losses in run_ranks(2, validate_from, [PP2, TP2, {}, "ddp"], path, timeout=60):
+        assert losses == pytest.approx([loss] * 4, rel=1e-6)
+
+
+def fine_tune(path: str) -> tuple[float, float, int]:
+    """Train from the weights with a fresh optimizer; return the first loss, the optimizer's steps, and ours."""
+    watch = First()
+    trainer = make_trainer(PP2, max_epochs=1, callbacks=[watch])
+    module = make(path)
+    trainer.fit(module, data())
+    [steps] = {float(state["step"]) for state in module.optimizers().state.values()}
+    return watch.loss, steps, trainer.global_step
+
+
+class First(pl.Callback):
+    """Keeps the first loss."""
+
+    loss = float("nan")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 1:
+            self.loss = float(outputs["loss"])
+
+
+@quiet
+def test_fine_tuning_starts_from_the_weights_with_a_fresh_optimizer(saved: tuple[str, float]) -> None:
+    path, _ = saved
+    with single_process(), torch.no_grad():
+        module = MCoreGPT.load_from_checkpoint(path)
+        first = float(module.training_step(next(iter(data())), 0)["loss"])
+    for loss, steps, global_step in run_ranks(2, fine_tune, path, timeout=60):
+        assert loss == pytest.approx(first, rel=1e-6)
+        assert steps == global_step == 8
+
+
+@quiet
+def test_the_whole_model_is_loaded_in_one_process(saved: tuple[str, float]) -> None:
+    path, loss = saved
+    module = StartsFrom.load_from_checkpoint(path)
+    assert isinstance(module, StartsFrom)
+    assert not dist.is_initialized()
+    assert module.hparams["learning_rate"] == 1e-2
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False
+    )
+    assert float(trainer.validate(module, data(), verbose=False)[0]["val_loss"]) == pytest.approx(loss, rel=1e-6)
+    other = StartsFrom.load_from_checkpoint(path, learning_rate=0.5)
+    assert other.hparams["learning_rate"] == 0.5
+    for name, value in module.state_dict().items():
+        assert not isinstance(value, torch.Tensor) or torch.equal(value, other.state_dict()[name]), name
+
+
+# What does not fit
+
+
+def refusals(path: str, folder: str) -> dict[str, str]:
+    """Return how weights are refused on this rank."""
+    texts = {}
+    for name, module in {
+        "vocabulary": make(path, vocab_size=20),
+        "width": make(path, ffn_hidden_size=32),
+        "layers": make(path, num_layers=4),
+        "names": make(path, qk_layernorm=True),
+        "absent": make(f"{folder}/absent.ckpt"),
+        "file": make(__file__),
+    }.items():
+        with pytest.raises((ValueError, FileNotFoundError)) as refusal:
+            make_trainer(PP2).validate(module, data(), verbose=False)
+        texts[name] = str(refusal.value).replace(path, "PATH").replace(folder, "")
+    with pytest.raises(ValueError, match="another model") as refusal:
+        make_trainer(PP2, max_epochs=3).fit(make(qk_layernorm=True), data(), ckpt_path=path)
+    texts["fit"] = str(refusal.value).replace(path, "PATH")
+    return texts
+
+
+def test_weights_of_another_model_are_refused_by_name(saved: tuple[str, float], tmp_path: Path) -> None:
+    first, second = run_ranks(2, refusals, saved[0], str(tmp_path), timeout=60)
+    assert first == second
+    assert first["vocabulary"] == (
+        "PATH was written by a model with vocab_size=16, and this one has vocab_size=20; make it with vocab_size=16"
+    )
+    assert "decoder.layers.mlp.linear_fc1.weight ([2, 64, 16] in it, [2, 32, 16] in the model)" in first["width"]
+    assert "decoder.layers.mlp.linear_fc1.weight ([2, 64, 16] in it, [4, 64, 16] in the model)" in first["layers"]
+    for text in (first["names"], first["fit"]):
+        assert text.startswith("PATH is of another model: it lacks decoder.layers.self_attention.k_layernorm.")
+        assert "optimizer." not in text
+
+
+def load_what_fits(path: str) -> list[str]:
+    """Load into a model with more parameters, not strictly; return the warnings."""
+    module = make(path, strict=False, qk_layernorm=True)
+    trainer = make_trainer(PP2)  # which silences Lightning
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.validate(module, data(), verbose=False)
+    with pytest.raises(RuntimeError, match=r"after self\.pipeline"):
+        make().load_weights(path)
+    return [str(warning.message) for warning in caught]
+
+
+def test_what_fits_is_loaded_where_names_need_not_agree(saved: tuple[str, float]) -> None:
+    first, _ = run_ranks(2, load_what_fits, saved[0], timeout=60)
+    assert any("it lacks decoder.layers.self_attention.k_layernorm" in text for text in first)
