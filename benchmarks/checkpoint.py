@@ -306,8 +306,11 @@ def stall(options: argparse.Namespace, layout: str) -> dict[str, Any]:
     """Measure what saves add to training on one layout."""
     with tempfile.TemporaryDirectory(dir=options.disk, prefix="checkpoint_") as folder:
         result = run_ranks(LAYOUTS[layout][0], measure_stall, options, layout, folder, timeout=1800)[0]
-    medians = {kind: statistics.median(seconds) for kind, seconds in result["blocks"].items()}
-    added = {kind: medians[kind] - medians["none"] for kind in ("sync", "async")}
+    blocks = result["blocks"]
+    added = {
+        kind: statistics.median(saving - calm for saving, calm in zip(blocks[kind], blocks["none"], strict=True))
+        for kind in ("sync", "async")
+    }
     return {
         "layout": layout,
         "cores_of_a_rank": (os.cpu_count() or 1) / LAYOUTS[layout][0],
@@ -375,8 +378,8 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=["throughput", "stall", "memory"], default=None)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["one", "tp2", "dp2-do"])
     parser.add_argument("--rounds", type=int, default=7, help="saves, copies and loads that count")
-    parser.add_argument("--blocks", type=int, default=5, help="blocks of steps of each kind that count")
-    parser.add_argument("--block-steps", type=int, default=8, help="optimizer steps of a block")
+    parser.add_argument("--blocks", type=int, default=12, help="blocks of steps of each kind that count")
+    parser.add_argument("--block-steps", type=int, default=4, help="optimizer steps of a block")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--seq-length", type=int, default=64, help="tokens of a sequence")

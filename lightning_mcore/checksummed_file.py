@@ -2,10 +2,10 @@
 """A new file that is on the disk when it is closed, and knows its checksum without having been read again.
 
 What is written goes past the page cache of the system, where the disk allows it (``O_DIRECT``): a checkpoint is written
-once and seldom read soon, so pages for it would only cost memory that has to be found and cleared first, which is slower
-than the disk, and push out pages of the training data. Such writes need memory and sizes in whole blocks of the disk,
-so everything passes through a buffer. Where the disk refuses (memory disks, some network disks), the same buffer is
-written in the ordinary way.
+once and seldom read soon, so pages for it would only cost memory that has to be found and cleared first, which can be
+slower than the disk, and push out pages of the training data. Such writes need memory and sizes in whole blocks of the
+disk, so everything passes through a buffer. Where the disk refuses (memory disks, some network disks), the same buffer
+is written in the ordinary way.
 
 ``checkpoint_writer.py`` writes all files of a checkpoint with it.
 """

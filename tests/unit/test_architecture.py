@@ -42,6 +42,7 @@ LEVELS = [
         "checkpoint_format",
         "agreement",
         "tensor_record",
+        "torch_dist_metadata",
         "random_state",
         "epoch_place",
     },
