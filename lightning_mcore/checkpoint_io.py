@@ -33,12 +33,12 @@ from lightning.fabric.utilities.types import _PATH
 
 from lightning_mcore import checkpoint_files, checkpoint_staging
 from lightning_mcore.agreement import all_arrive, all_true, decide, on_all
-from lightning_mcore.checkpoint_format import LIGHTNING_FILE, RANKS_FILE, damaged
+from lightning_mcore.checkpoint_format import LIGHTNING_FILE, METADATA_FILE, RANKS_FILE, damaged
 from lightning_mcore.checkpoint_reader import ShardReader, load_shards
 from lightning_mcore.checkpoint_save import CONTENT_METADATA, MANIFEST, RANK_STATE, SHARDED_STATE, CheckpointSave
 from lightning_mcore.checkpoint_writer import Staging
 from lightning_mcore.process_groups import process_group
-from lightning_mcore.torch_dist_metadata import METADATA_FILE, read_metadata
+from lightning_mcore.torch_dist_metadata import read_metadata
 
 __all__ = ["CONTENT_METADATA", "MANIFEST", "RANK_STATE", "SHARDED_STATE", "MCoreCheckpointIO"]
 

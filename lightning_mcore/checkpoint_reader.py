@@ -45,9 +45,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from lightning_mcore.agreement import collect, on_all
-from lightning_mcore.checkpoint_format import damaged
+from lightning_mcore.checkpoint_format import METADATA_FILE, damaged
 from lightning_mcore.tensor_record import find_tensor
-from lightning_mcore.torch_dist_metadata import METADATA_FILE
 
 _SHOWN = 5  # names in an error
 

@@ -82,7 +82,7 @@ def _rows(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "parameters", _parameters(manifest)
     yield "layout", _layout(manifest)
     yield "precision", _plain(manifest.get("precision"))
-    yield "optimizer", _optimizer(contents)
+    yield "optimizer", _optimizer(contents, bool(manifest.get("use_distributed_optimizer")))
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
     yield "on disk", _on_disk(manifest.get("tensors") or {}, files)
     yield "note", _plain(manifest.get("note"))
@@ -95,7 +95,8 @@ def _plain(value: Any) -> str:
 def _sizes_of(model: Mapping[str, Any]) -> str:
     sizes = {"vocab_size": model.get("vocab_size")}
     config = model.get("config") or {}
-    sizes.update({name: config[name] for name in _SIZES_OF_MODEL if name in config})
+    shown = (name for name in _SIZES_OF_MODEL if config.get("num_moe_experts") or not name.startswith("moe_"))
+    sizes.update({name: config.get(name) for name in shown})
     return ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
 
 
@@ -104,7 +105,7 @@ def _parameters(manifest: Mapping[str, Any]) -> str:
     if number is None:
         tensors = manifest.get("tensors") or {}
         number = sum(math.prod(entry["shape"]) for name, entry in tensors.items() if not _OPTIMIZER.search(name))
-    return f"{human(number)} ({number:,})" if number else ""
+    return f"{human(number)} ({number:,})" if number and number >= 1000 else _plain(number or None)
 
 
 def _layout(manifest: Mapping[str, Any]) -> str:
@@ -124,10 +125,12 @@ def _layout(manifest: Mapping[str, Any]) -> str:
     return " ".join(parts)
 
 
-def _optimizer(contents: Mapping[str, Any]) -> str:
+def _optimizer(contents: Mapping[str, Any], distributed: bool) -> str:
     if "optimizer" not in contents:
         return ""
-    return _plain(contents.get("optimizer_class") or "yes") if contents["optimizer"] else "none: weights alone"
+    if not contents["optimizer"]:
+        return "none: weights alone"
+    return _plain(contents.get("optimizer_class") or "its state") + (", distributed" if distributed else "")
 
 
 def _on_disk(tensors: Mapping[str, Any], files: Mapping[str, Any]) -> str:

@@ -24,9 +24,9 @@ from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingCon
 
 from lightning_mcore import checkpoint_files, checkpoint_staging
 from lightning_mcore.agreement import collect, decide, on_all
-from lightning_mcore.checkpoint_format import LIGHTNING_FILE, RANKS_FILE, FileRecord, unsaved
+from lightning_mcore.checkpoint_format import LIGHTNING_FILE, METADATA_FILE, RANKS_FILE, FileRecord, unsaved
 from lightning_mcore.checkpoint_writer import Places, ShardPlan, ShardWriter, Staging, plan_shards, write_metadata
-from lightning_mcore.torch_dist_metadata import COMMON_FILE, METADATA_FILE, tensors_of
+from lightning_mcore.torch_dist_metadata import COMMON_FILE, tensors_of
 
 SHARDED_STATE = "lightning_mcore/sharded_state"
 MANIFEST = "lightning_mcore/manifest"

@@ -43,10 +43,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from lightning_mcore.agreement import collect
-from lightning_mcore.checkpoint_format import FileRecord
+from lightning_mcore.checkpoint_format import METADATA_FILE, FileRecord
 from lightning_mcore.checksummed_file import ChecksummedFile
 from lightning_mcore.tensor_record import frame_tensor, tensor_bytes
-from lightning_mcore.torch_dist_metadata import METADATA_FILE
 
 _DCP_VERSION = "1.0.0"  # of torch.distributed.checkpoint's metadata, since torch 2.8
 _ALIGNMENT = 64  # bytes, of tensors in the staging memory and of archives in a file

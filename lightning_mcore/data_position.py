@@ -13,8 +13,8 @@ passes over the indices that have been read, so that no skipped sample is loaded
   together is always a prefix of it.
 
 Random states are wanted at two moments. *Opened*: the iterator is made, and torch's generator draws the seed of the
-workers. *Started*: the first index is asked for, and a sampler draws its permutation; without workers that is later,
-after hooks of the user that may draw too.
+workers. *Started*: the first index is asked for, and most samplers draw their permutation; without workers that is
+later, after hooks of the user that may draw too.
 
 ``exact_resume.py`` calls this file and knows of epochs, ranks and checkpoints.
 """
@@ -146,19 +146,18 @@ class FollowedLoader(BatchSampler):
         if not (workers and (self._open_twice or (persistent and self._opened is not None))):
             self._opened = self._take()
         self._open_twice = workers
-        return self._indices()
+        return self._indices(iter(self._inner))
 
-    def _indices(self) -> Iterator[Any]:
+    def _indices(self, indices: Iterator[Any]) -> Iterator[Any]:
         self._open_twice = False
         position, self._position = self._position, None
         if position is not None and position.batches > 0 and self.reads_by_index:
-            indices = self._rest(position)
+            indices = self._rest(position, indices)
         else:
             if position is not None and position.started is not None:
                 self._put(position.started)
             if not self._has_fixed_order:
                 self._started = self._take()
-            indices = iter(self._inner)
         while True:
             if self._loader.num_workers == 0:
                 self._on_request()
@@ -168,13 +167,13 @@ class FollowedLoader(BatchSampler):
                 return
             yield index
 
-    def _rest(self, position: Position) -> Iterator[Any]:
+    def _rest(self, position: Position, indices: Iterator[Any]) -> Iterator[Any]:
         """Return what is left of an epoch, and leave the common random state as it was."""
         now, self._started = take_common(), position.started
         if position.started is not None:
             self._put(position.started)
         if self.is_dealt_as(position):
-            indices = itertools.islice(iter(self._inner), position.batches, None)
+            indices = itertools.islice(indices, position.batches, None)
         else:
             indices = iter(self._dealt(position))
         first = list(itertools.islice(indices, 1))  # samplers draw when their first index is asked for
@@ -188,8 +187,8 @@ class FollowedLoader(BatchSampler):
     @property
     def can_be_dealt_anew(self) -> bool:
         """Whether it reads a global order in turns, in batches of one size."""
-        has_size = self.samples_of_batch is not None
-        return has_size and type(self._loader_sampler) in (DistributedSampler, DistributedSamplerWrapper)
+        kinds = (DistributedSampler, *([] if self._slot == "sampler" else [DistributedSamplerWrapper]))
+        return self.samples_of_batch is not None and type(self._loader_sampler) in kinds
 
     def remaining(self, position: Position) -> int:
         """Return how many batches each rank reads until the epoch ends, on the ranks and with the batch size of now."""

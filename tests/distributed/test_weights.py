@@ -87,7 +87,7 @@ def test_any_layout_and_strategy_starts_from_the_weights(saved: tuple[str, float
 def fine_tune(path: str) -> tuple[float, float, int]:
     """Train from the weights with a fresh optimizer; return the first loss, the optimizer's steps, and ours."""
     watch = First()
-    trainer = make_trainer(PP2, max_epochs=1, callbacks=[watch])
+    trainer = make_trainer(PP2, max_epochs=1, callbacks=[watch], use_distributed_sampler=False)  # in the order given
     module = make(path)
     trainer.fit(module, data())
     [steps] = {float(state["step"]) for state in module.optimizers().state.values()}

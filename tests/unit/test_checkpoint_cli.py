@@ -37,13 +37,14 @@ MANIFEST: dict[str, Any] = {
     },
     "world_size": 16,
     "precision": "bf16-mixed",
+    "use_distributed_optimizer": True,
     "global_step": 1200,
     "epoch": 3,
     "saved_at": "2026-01-31T12:00:00+00:00",
     "model": {
         "class": "project.model.Translator",
         "vocab_size": 128,
-        "config": {"num_layers": 12, "hidden_size": 64, "num_moe_experts": 8, "bias_dropout_fusion": True},
+        "config": {"num_layers": 12, "hidden_size": 64, "num_moe_experts": 8, "moe_router_topk": 2, "gated": True},
     },
     "contents": {"weights": True, "optimizer": True, "optimizer_class": "AdamW"},
     "parameters": 1_234_567,
@@ -147,11 +148,11 @@ def test_inspect_shows_what_one_asks_first(tmp_path: Path) -> None:
             "  epoch       3",
             "  saved       2026-01-31T12:00:00+00:00",
             "  model       project.model.Translator",
-            "  sizes       vocab_size 128, num_layers 12, hidden_size 64, num_moe_experts 8",
+            "  sizes       vocab_size 128, num_layers 12, hidden_size 64, num_moe_experts 8, moe_router_topk 2",
             "  parameters  1.23M (1,234,567)",
             "  layout      tp2 pp2 vpp3 cp1 ep4 etp2 dp4 on 16 ranks with sequence parallelism",
             "  precision   bf16-mixed",
-            "  optimizer   AdamW",
+            "  optimizer   AdamW, distributed",
             "  versions    torch 2.13.0, lightning 2.6.6, megatron-core 0.19.2, lightning_mcore 0.1.0",
             "  on disk     20.5kB in 2 files (weights 16.4kB, optimizer 32.8kB)",
         ]
@@ -171,6 +172,11 @@ def test_the_layout_is_shown_as_the_strategy_counts_its_ranks(tmp_path: Path) ->
     assert shown is not None
     assert f"dp{layout.data_parallel_size(16)} " in shown.group(1)
     assert f"etp{layout.expert_tensor_size} " in shown.group(1)
+
+
+def test_experts_are_not_mentioned_where_there_are_none(tmp_path: Path) -> None:
+    model = {"class": "M", "config": {"num_layers": 2, "num_moe_experts": None, "moe_router_topk": 2}}
+    assert "  sizes       num_layers 2\n" in checkpoint.inspect(save(tmp_path / "a.ckpt", model=model))
 
 
 def test_a_manifest_with_little_in_it_is_shown(tmp_path: Path) -> None:
@@ -218,7 +224,7 @@ def test_a_checkpoint_of_megatron_is_shown(tmp_path: Path) -> None:
     assert lines[1:5] == [
         "  step        70",
         "  sizes       vocab_size 512, num_layers 3",
-        "  parameters  24 (24)",
+        "  parameters  24",
         "  layout      tp2 pp1 vpp1 cp1 ep1 etp2 dp4 on 8 ranks",
     ]
     assert lines[5].endswith("(weights 48B, optimizer 96B)")
@@ -304,8 +310,8 @@ def test_a_checkpoint_in_one_file_is_shown(one_file: Path) -> None:
     assert lines[1:6] == [
         "  step        11",
         "  epoch       2",
-        "  parameters  15 (15)",
-        "  optimizer   yes",
+        "  parameters  15",
+        "  optimizer   its state",
         "  versions    lightning 2.6.6",
     ]
     assert lines[6].endswith(" in 1 file (weights 60B, optimizer 128B)")  # two moments and a step for each weight
