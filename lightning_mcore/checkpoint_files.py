@@ -233,36 +233,15 @@ def verify(path: str, on_progress: Callable[[int, int], None] | None = None) -> 
         FileNotFoundError: There is nothing at ``path``.
         ValueError: A file is missing, has another size or another checksum, or as :func:`read_manifest`.
     """
-    manifest = check_sizes(path)
-    fs, root = open_store(path)
-    records = {name: FileRecord(**record) for name, record in manifest["files"].items()}
-    total, done, lock, stopped = sum(record.size for record in records.values()), 0, Lock(), Event()
-
-    def advance(size: int) -> None:
-        nonlocal done
-        if stopped.is_set():
-            raise CancelledError
-        with lock:
-            done += size
-            if on_progress is not None:
-                on_progress(done, total)
-
-    def check(name: str) -> None:
-        with fs.open(_join(root, name), "rb") as file:
-            found = _record(file, advance)
-        if found != records[name]:
-            saved = records[name].crc32
-            raise damaged(path, f"the checksum of {name} is {found.crc32} and was {saved} when it was saved")
-
-    largest_first = sorted(records, key=lambda name: -records[name].size)
-    with ThreadPoolExecutor(_READERS) as pool:
+    while True:
+        manifest = check_sizes(path)
         try:
-            for future in as_completed([pool.submit(check, name) for name in largest_first]):
-                future.result()
-        finally:  # after a fault, let go of the rest
-            stopped.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-    return manifest
+            _check_sums(path, manifest, on_progress)
+        except (ValueError, FileNotFoundError):
+            if read_manifest(path) == manifest:
+                raise
+            continue  # a running job has replaced it meanwhile; the new one is checked
+        return manifest
 
 
 def require_replaceable(path: str) -> None:
@@ -310,6 +289,37 @@ def open_store(path: str) -> tuple[AbstractFileSystem, str]:
     if writes_directly(str(path)):
         atomic_directory.recover(root)
     return fs, root
+
+
+def _check_sums(path: str, manifest: dict[str, Any], on_progress: Callable[[int, int], None] | None) -> None:
+    fs, root = open_store(path)
+    records = {name: FileRecord(**record) for name, record in manifest["files"].items()}
+    total, done, lock, stopped = sum(record.size for record in records.values()), 0, Lock(), Event()
+
+    def advance(size: int) -> None:
+        nonlocal done
+        if stopped.is_set():
+            raise CancelledError
+        with lock:
+            done += size
+            if on_progress is not None:
+                on_progress(done, total)
+
+    def check(name: str) -> None:
+        with fs.open(_join(root, name), "rb") as file:
+            found = _record(file, advance)
+        if found != records[name]:
+            saved = records[name].crc32
+            raise damaged(path, f"the checksum of {name} is {found.crc32} and was {saved} when it was saved")
+
+    largest_first = sorted(records, key=lambda name: -records[name].size)
+    with ThreadPoolExecutor(_READERS) as pool:
+        try:
+            for future in as_completed([pool.submit(check, name) for name in largest_first]):
+                future.result()
+        finally:  # after a fault, let go of the rest
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _record(file: IO[bytes], advance: Callable[[int], None] | None = None) -> FileRecord:

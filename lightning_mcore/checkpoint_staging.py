@@ -101,7 +101,7 @@ def download(path: str, local_dir: str, names: Iterable[str] | None = None) -> s
 
     Raises:
         FileNotFoundError: There is nothing at ``path``.
-        ValueError: A file did not arrive whole.
+        ValueError: A file is missing, or did not arrive whole.
         OSError: The store or the disk refuses.
     """
     fs, root = open_store(path)
@@ -114,8 +114,7 @@ def download(path: str, local_dir: str, names: Iterable[str] | None = None) -> s
     for name in found if names is None else names:
         target = os.path.join(local_dir, name)
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        if name in found:
-            check_size(fs, root, path, name, found[name])
+        check_size(fs, root, path, name, found.get(name, 0))
         fs.get_file(f"{root}/{name}", target)
         if os.path.getsize(target) != found.get(name):
             raise ValueError(f"{name} of {path} did not arrive whole; try again")

@@ -217,7 +217,8 @@ def pieces_of(sharded: ShardedTensor | ShardedTensorFactory) -> list[Piece]:
     if isinstance(sharded, ShardedTensor):
         return [Piece(sharded, 0)]
     template = torch.empty(sharded.data.shape, dtype=sharded.data.dtype, device="meta")
-    parts: list[ShardedTensor] = list(nested_values(replace(sharded, data=template).build()))
+    built = replace(sharded, data=template).build()
+    parts: list[ShardedTensor] = [built] if isinstance(built, ShardedTensor) else list(nested_values(built))
     if any(part.data is None or part.data._base is not template or not part.data.is_contiguous() for part in parts):
         raise RuntimeError(
             f"{sharded.key} is stored in parts that are not ranges of its elements, which checkpoints of the optimizer"

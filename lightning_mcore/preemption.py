@@ -87,7 +87,7 @@ class PreemptionCheckpoint(Checkpoint):
             raise ValueError(f'filename={filename!r} must begin with "last", or ckpt_path="last" does not find it')
         if "/" in filename or filename.endswith(ModelCheckpoint.FILE_EXTENSION):
             raise ValueError(f'filename={filename!r} must have no folder and no ".ckpt"; give a folder as dirpath')
-        self.signals = tuple(signals)
+        self.signals: tuple[SignalName, ...] = tuple(signals)
         self.dirpath = dirpath
         self.filename = filename
         self._requeue_signal: str | None = None
@@ -101,7 +101,7 @@ class PreemptionCheckpoint(Checkpoint):
         Raises:
             ValueError: There is no folder to save in.
         """
-        if self.dirpath is None and not _model_checkpoints(trainer) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if self._needs_a_folder(trainer):
             raise ValueError(
                 f"{type(self).__name__} saves beside a ModelCheckpoint, and the trainer has none; add"
                 " ModelCheckpoint(dirpath) to its callbacks, or give dirpath here"
@@ -109,6 +109,10 @@ class PreemptionCheckpoint(Checkpoint):
         self._heeds, self._received, self._arrived = False, set(), ()
         others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [*others, self]  # type: ignore[attr-defined] # a new list: Lightning is going through it
+
+    def _needs_a_folder(self, trainer: pl.Trainer) -> bool:
+        is_real = not trainer.fast_dev_run  # type: ignore[attr-defined]
+        return is_real and self.dirpath is None and not _model_checkpoints(trainer)
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take over the signals: this is the first hook after Lightning has set its handlers."""
@@ -212,6 +216,28 @@ class PreemptionCheckpoint(Checkpoint):
         folder = self.dirpath if self.dirpath is not None else _model_checkpoints(trainer)[0].dirpath
         assert folder is not None
         return os.path.join(folder, self.filename + ModelCheckpoint.FILE_EXTENSION)
+
+
+class _RequeueCheckpoint(PreemptionCheckpoint):
+    """Heeds SLURM's requeue signal and no other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.signals = ()
+
+    def _needs_a_folder(self, trainer: pl.Trainer) -> bool:
+        return False
+
+
+def heed_requeue_signal(trainer: pl.Trainer) -> None:
+    """Let SLURM's requeue signal wait for the end of the step, also where the trainer has no PreemptionCheckpoint.
+
+    Lightning saves within the handler of that signal. Where each rank has a part of the model, ranks that are
+    interrupted in different lines of a step would wait for each other for ever. The strategy calls this before a run.
+    """
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    if _requeue_signal(trainer) and not any(isinstance(callback, PreemptionCheckpoint) for callback in callbacks):
+        trainer.callbacks = [*callbacks, _RequeueCheckpoint()]  # type: ignore[attr-defined]
 
 
 class _Note:

@@ -18,10 +18,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from lightning_mcore import MCoreStrategy
 from tests.layouts import Layout
-from tests.parity.global_tensors import Slice, assemble, state_slices, weight_slices
+from tests.parity.bare_loop import process_groups
+from tests.parity.global_tensors import Slice, assemble, spread, state_slices, weight_slices
 from tests.parity.lightning_loop import TinyGPT
 from tests.ranks import run_ranks
 from tests.tiny import Recipe
@@ -271,3 +273,51 @@ def test_a_run_in_bf16_takes_the_weights_of_fp32_for_its_copies(tmp_path: Path) 
             copies = {f"optimizer.state.param.{key}": weight for key, weight in whole.weights.items()}
             wanted = replace(whole, weights=rounded, optimizer={**copies, **whole.optimizer})
             check_state(rank["fp32"].state, wanted, layout.id)
+
+
+# Layers that are not trained
+
+
+class FrozenLayer(TinyGPT):
+    """The tiny GPT without training its first layer, which shares its tensors with the others in a checkpoint."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for child in self.modules():
+            if isinstance(child, TransformerLayer) and child.layer_number == 1:
+                child.requires_grad_(False)
+
+
+def save_frozen(layout: Layout, path: str) -> None:
+    """Train two steps on this rank and save."""
+    trainer = make_trainer(layout, 2, "32-true", pl.Callback())
+    trainer.fit(FrozenLayer(layout, RECIPE))
+    trainer.save_checkpoint(path)
+
+
+def load_frozen(layout: Layout, path: str | None) -> tuple[float, list[Slice], list[Slice]]:
+    """Train the third step on this rank, resumed or not; return the norm, the weights and the frozen ones."""
+    watch = Losses()
+    module = FrozenLayer(layout, RECIPE)
+    make_trainer(layout, 3, "32-true", watch).fit(module, ckpt_path=path)
+    with process_groups(layout):
+        weights = weight_slices(module.model.chunks)
+        frozen = [s for s in weights if s.key.startswith("decoder.layers.") and s.index[0] == 0]
+        return watch.grad_norms[-1], weights, frozen
+
+
+def test_a_frozen_layer_among_trained_ones_goes_from_layout_to_layout(tmp_path: Path) -> None:
+    layouts = (Layout(tp=2, sp=True), Layout(pp=2), Layout(dp=2, distributed_optimizer=True))
+    [(grad_norm, weights, frozen)] = run_ranks(1, load_frozen, Layout(), None, timeout=60)
+    whole = assemble(weights)
+    assert frozen
+    for saving in layouts:
+        path = str(tmp_path / f"{saving.id}.ckpt")
+        run_ranks(saving.world_size, save_frozen, saving, path, timeout=60)
+        for loading in layouts:
+            for norm, slices, kept in run_ranks(loading.world_size, load_frozen, loading, path, timeout=60):
+                what = f"{saving.id} on {loading.id}"
+                assert norm == pytest.approx(grad_norm, rel=TOLERANCE), what
+                assert all(torch.equal(part.data, part.of(whole[part.key])) for part in kept), what
+                held = {part.key: whole[part.key] for part in slices}  # a stage has not all of the tensors
+                assert max(spread(slices, held).values()) <= TOLERANCE, what

@@ -9,8 +9,9 @@ step the loss as Python prints it.
 import json
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -602,3 +603,114 @@ def test_no_sample_is_lost_or_repeated_on_another_number_of_ranks(dealt: Any, na
         numbers = [number for epoch, number, _ in rank if epoch == 0]
         assert numbers == list(range(length - len(numbers), length))
         assert [number for epoch, number, _ in rank if epoch == 1] == list(range(length))
+
+
+# Refusals
+
+
+def save_to_refuse(folder: str) -> None:
+    """Take checkpoints that cannot be continued everywhere, on one rank."""
+    for name, (module, data, trainer) in TO_REFUSE.items():
+        case = Case(module=module, data=data, trainer={"max_epochs": 1, **trainer})
+        train(case, f"{folder}/{name}", ("batch 2", "epoch 0"))
+
+
+def refuse(folder: str) -> dict[str, str]:
+    """Return what those who cannot go on say on two ranks, and on one rank with other loaders."""
+    texts = {}
+    for name, (module, data, trainer) in TO_REFUSE.items():
+        case = Case(module=module, data=data, trainer={"max_epochs": 2, **trainer})
+        if dist.get_world_size() == 1:
+            case = replace(case, data=two_streams)
+        with pytest.raises((ValueError, RuntimeError)) as refusal:
+            train(case, folder, resume=f"{folder}/{name}/batch 2.ckpt")
+        texts[name] = str(refusal.value)
+        if dist.get_world_size() == 2:
+            assert train(case, folder, resume=f"{folder}/{name}/epoch 0.ckpt").batches[0].startswith("1 0 "), name
+    return texts
+
+
+def two_streams() -> CombinedLoader:
+    """Return two loaders."""
+    return CombinedLoader({"a": stream(Stream), "b": stream(Stream)}, "min_size")
+
+
+TO_REFUSE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "stream": (Dropping, partial(stream, Stream), {}),
+    "own": (Dropping, partial(own_batches, 18), OWN),
+    "stateful": (Dropping, Remembering, {}),
+    "reader": (Dropping, Reader, {}),
+}
+
+
+def test_what_cannot_go_on_in_an_epoch_says_so_and_begins_the_next_one(tmp_path: Path) -> None:
+    run_ranks(1, save_to_refuse, str(tmp_path))
+    first, second = run_ranks(2, refuse, str(tmp_path))
+    assert first == second
+    taken = "the checkpoint was taken after 2 batches of an epoch on 1 data-parallel ranks, and"
+    rest = (
+        "whose samples no distributed sampler of Lightning deals out cannot go on there on 2; resume as it was saved,"
+        " or from the end of an epoch"
+    )
+    assert first == {
+        "stream": f"{taken} an iterable dataset {rest}",
+        "own": f"{taken} a train dataloader {rest}",
+        "reader": f"{taken} Reader {rest}",
+        "stateful": "the checkpoint holds the states of dataloaders in the middle of an epoch on 1 data-parallel ranks,"
+        " and 2 cannot take them over; resume on 1, or from the end of an epoch",
+    }
+    [alone] = run_ranks(1, refuse, str(tmp_path))
+    sentence = (
+        "the checkpoint was taken in the middle of an epoch over 1 dataloaders, and there are 2 now; resume with the"
+        " dataloaders of the run that saved it"
+    )
+    del alone["stateful"]  # Lightning's own
+    assert set(alone.values()) == {sentence}
+
+
+# A batch that fails
+
+
+class Failing(Dropping):
+    """Fails in its fifth batch, once."""
+
+    fails = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.fails and batch_idx == 4:
+            raise ArithmeticError
+        return loss
+
+
+class SaveOnException(pl.Callback):
+    """Takes a checkpoint when something fails."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def fail_and_go_on(folder: str) -> tuple[Run, Run, Any]:
+    """Return a whole run, one that goes on after a failure, and its optimizer's state as ``"ddp"`` reads the file."""
+    case = Case(module=Failing, data=partial(noisy, 16, 2, shuffle=True), trainer={"max_epochs": 1})
+    whole = train(case, folder)
+    Failing.fails = True
+    pl.seed_everything(7, workers=True, verbose=False)
+    trainer = make_trainer({}, callbacks=[SaveOnException(f"{folder}/failed.ckpt")], max_epochs=1)
+    with pytest.raises(ArithmeticError):
+        trainer.fit(Failing(), case.data())
+    Failing.fails = False
+    resumed = train(case, folder, resume=f"{folder}/failed.ckpt")
+    other = make_trainer("ddp", max_epochs=1)
+    other.fit(Failing(), case.data(), ckpt_path=f"{folder}/failed.ckpt")
+    return whole, resumed, other.global_step
+
+
+def test_a_batch_that_failed_is_the_first_of_the_resumed_run(tmp_path: Path) -> None:
+    [(whole, resumed, steps)] = run_ranks(1, fail_and_go_on, str(tmp_path))
+    assert resumed.batches == whole.batches[4:]
+    assert resumed.losses == whole.losses[4:]
+    assert steps == 8  # another strategy reads the file as ever

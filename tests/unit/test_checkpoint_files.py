@@ -577,6 +577,20 @@ def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
     assert calls[-1] == (size, size)
 
 
+def test_a_checkpoint_that_is_replaced_while_it_is_checked_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_READERS", 1)
+    save(tmp_path / "last.ckpt", 1)
+    done = []
+
+    def replace(*_: int) -> None:
+        if not done:
+            done.append(save(tmp_path / "last.ckpt", 2))
+
+    assert files.verify(str(tmp_path / "last.ckpt"), replace)["global_step"] == 2
+
+
 def test_after_a_fault_the_other_files_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_BLOCK", 10)
     save(tmp_path / "a.ckpt", 1)
@@ -760,6 +774,8 @@ def test_damage_in_a_store_is_named(tmp_path: Path, store: str) -> None:
     fs.pipe_file(f"{remote}/{SHARD}", CONTENT)
     with pytest.raises(ValueError, match=rf"a\.ckpt is damaged: {SHARD} has 10240 of 10241 bytes"):
         staging.download(remote, str(tmp_path / "copy"))
+    with pytest.raises(ValueError, match=r"a\.ckpt is damaged: other is missing"):
+        staging.download(remote, str(tmp_path / "copy"), ["other"])
     fs.rm_file(f"{remote}/{SHARD}")
     with pytest.raises(ValueError, match=rf"a\.ckpt is damaged: {SHARD} is missing"):
         files.check_sizes(remote)
