@@ -35,7 +35,14 @@ from lightning_mcore import checkpoint_files, checkpoint_staging
 from lightning_mcore.agreement import all_arrive, all_true, decide, on_all
 from lightning_mcore.checkpoint_format import LIGHTNING_FILE, METADATA_FILE, RANKS_FILE, damaged
 from lightning_mcore.checkpoint_reader import ShardReader, load_shards
-from lightning_mcore.checkpoint_save import CONTENT_METADATA, MANIFEST, RANK_STATE, SHARDED_STATE, CheckpointSave
+from lightning_mcore.checkpoint_save import (
+    CONTENT_METADATA,
+    MANIFEST,
+    RANK_STATE,
+    SHARDED_STATE,
+    CheckpointSave,
+    save_file,
+)
 from lightning_mcore.checkpoint_writer import Staging
 from lightning_mcore.process_groups import process_group
 from lightning_mcore.torch_dist_metadata import read_metadata
@@ -100,7 +107,10 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             ValueError: Something that is no checkpoint stands at ``path``.
         """
         if SHARDED_STATE not in checkpoint:
-            super().save_checkpoint(checkpoint, path, storage_options)
+            if storage_options is None and checkpoint_files.writes_directly(str(path)):
+                save_file(checkpoint, _absolute(path))
+            else:
+                super().save_checkpoint(checkpoint, path, storage_options)
             return
         if storage_options is not None:
             raise TypeError("storage_options are not supported; configure fsspec instead")
@@ -126,7 +136,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             OSError: The save failed, on some rank.
         """
         if self._saves and all_true(self._saves[0].is_done):
-            self._finish_oldest()
+            self._advance_oldest()
 
     def drain(self, timeout: float | None = None) -> None:
         """Wait for all saves; collective over the world.
@@ -269,10 +279,25 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             return load_shards(on_all(open_reader), sharded_state, process_group("dp_cp"))
 
     def _finish_oldest(self) -> None:
-        save = self._saves.pop(0)
-        staging = save.finish()
-        if staging is not None:
-            self._stagings.append(staging)
+        while not self._advance_oldest():
+            pass
+
+    def _advance_oldest(self) -> bool:
+        """Take the next step of the oldest save and return whether it is finished; collective over the world."""
+        save = self._saves[0]
+        try:
+            finished = save.advance()
+        except BaseException:
+            self._saves.remove(save)
+            raise
+        if finished:
+            self._saves.remove(save)
+            self._clean_up(save)
+        return finished
+
+    def _clean_up(self, save: CheckpointSave) -> None:
+        if save.staging is not None:
+            self._stagings.append(save.staging)
         if save.removals and dist.get_rank() == 0:
             for path in save.removals:
                 try:
@@ -304,7 +329,8 @@ def _without_advice_for_megatron() -> Iterator[None]:
 
 
 def _absolute(path: _PATH) -> str:
-    return str(path) if "://" in str(path) else os.path.abspath(path)
+    local = str(path).removeprefix("file://").removeprefix("local://")
+    return local if "://" in local else os.path.abspath(local)
 
 
 def _remove(path: str) -> None:

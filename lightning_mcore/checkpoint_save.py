@@ -2,15 +2,17 @@
 """One save of a sharded checkpoint, from the plan to the moment it stands under its name.
 
 :meth:`CheckpointSave.start` agrees with all ranks on who writes what and starts the writers; training may go on then,
-if it was given memory for a copy. :meth:`CheckpointSave.finish` waits for them, and rank 0 writes what belongs to all
+if it was given memory for a copy. :meth:`CheckpointSave.advance` waits for them, and rank 0 writes what belongs to all
 and puts the checkpoint in place. Whatever fails on one rank fails on all, and leaves nothing behind but the checkpoint
 that was there before. Both are collective over the world. ``checkpoint_io.py`` keeps the saves that are in flight.
 
-A checkpoint on a remote store is written to local disks and uploaded, each rank its own files.
+A checkpoint on a remote store is written to local disks and then uploaded, each rank its own files, in the background.
 """
 
+import contextlib
 import io
 import json
+import os
 import pickle
 import shutil
 import tempfile
@@ -21,11 +23,13 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
+from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_mcore import checkpoint_files, checkpoint_staging
+from lightning_mcore import atomic_directory, checkpoint_files, checkpoint_staging
 from lightning_mcore.agreement import collect, decide, on_all
+from lightning_mcore.background_task import BackgroundTask
 from lightning_mcore.checkpoint_format import LIGHTNING_FILE, METADATA_FILE, RANKS_FILE, FileRecord, unsaved
-from lightning_mcore.checkpoint_writer import Places, ShardPlan, ShardWriter, Staging, plan_shards, write_metadata
+from lightning_mcore.checkpoint_writer import Piece, Places, Staging, plan_shards, write_metadata, write_pieces
 from lightning_mcore.torch_dist_metadata import COMMON_FILE, tensors_of
 
 SHARDED_STATE = "lightning_mcore/sharded_state"
@@ -44,16 +48,19 @@ class CheckpointSave:
     Attributes:
         path: Where the checkpoint will stand.
         removals: Checkpoints to delete once this one is whole; on rank 0.
+        staging: The memory of the copy, free again when the checkpoint is in place.
     """
 
-    def __init__(self, path: str, directory: str, manifest: dict[str, Any], plan: ShardPlan) -> None:
+    def __init__(self, path: str, directory: str, manifest: dict[str, Any], metadata: Metadata | None) -> None:
         self.path = path
         self.removals: list[str] = []
         self._directory = directory
         self._manifest = manifest
-        self._plan = plan
-        self._staging: Staging | None = None
-        self._writer: ShardWriter | None = None
+        self._metadata = metadata
+        self.staging: Staging | None = None
+        self._writing: BackgroundTask[Written] | None = None
+        self._uploading: BackgroundTask[None] | None = None
+        self._records: dict[str, FileRecord] = {}
 
     @classmethod
     def start(
@@ -83,59 +90,102 @@ class CheckpointSave:
                 lambda: checkpoint.get(RANK_STATE), lambda rank_states: _files_of_all(checkpoint, rank_states)
             )
             plan = plan_shards(checkpoint[SHARDED_STATE], copies)
-            save = cls(path, directory, dict(checkpoint.get(MANIFEST) or {}), plan)
-            on_all(lambda: save._start_writer(files, staging))
+            save = cls(path, directory, dict(checkpoint.get(MANIFEST) or {}), plan.metadata)
+            on_all(lambda: save._start_writing(plan.pieces, files or {}, staging))
         except BaseException:
             _abandon(path, directory)
             raise
         return save
 
-    def _start_writer(self, files: dict[str, bytes] | None, staging: Staging | None) -> None:
-        pieces = self._plan.pieces if staging is None else staging.copy(self._plan.pieces)
-        self._staging = staging
-        self._writer = ShardWriter(self._directory, f"__{dist.get_rank()}_", pieces, files)
+    def _start_writing(self, pieces: list[Piece], files: dict[str, bytes], staging: Staging | None) -> None:
+        if staging is not None:
+            pieces = staging.copy(pieces)
+        prefix, path, directory = f"__{dist.get_rank()}_", self.path, self._directory
+        self.staging = staging
+        self._writing = BackgroundTask(
+            f"writer of {path}", lambda: _refused(path, lambda: write_pieces(directory, prefix, pieces, files))
+        )
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank has written its part."""
-        return self._writer is None or self._writer.is_done
+        """Whether the next call of :meth:`advance` need not wait for this rank."""
+        task = self._uploading or self._writing
+        return task is None or task.is_done
 
-    def finish(self) -> Staging | None:
-        """Wait for all ranks and put the checkpoint in place; collective over the world.
+    def advance(self) -> bool:
+        """Wait for what all ranks do in the background and take the next step; collective over the world.
 
         Returns:
-            The memory of the copy, for the next save.
+            Whether the checkpoint is in place now.
 
         Raises:
             OSError: The disk or the store refused, on some rank.
         """
-        assert self._writer is not None
-        writer, self._writer = self._writer, None
         try:
-            collect(lambda: _refused(self.path, writer.wait), self._put_in_place)
-            if not checkpoint_files.writes_directly(self.path):
-                self._upload()
+            if self._uploading is None:
+                assert self._writing is not None
+                collect(self._writing.wait, self._complete)
+                if checkpoint_files.writes_directly(self.path):
+                    return True
+                decide(lambda: checkpoint_staging.begin_upload(self.path))
+                path, directory = self.path, self._directory
+                self._uploading = BackgroundTask(
+                    f"uploader of {path}", lambda: checkpoint_staging.upload_files(directory, path)
+                )
+                return False
+            on_all(self._uploading.wait)
+            decide(lambda: checkpoint_staging.finish_upload(self._directory, self.path, self._manifest, self._records))
+            shutil.rmtree(self._directory, ignore_errors=True)
+            return True
         except BaseException:
             _abandon(self.path, self._directory)
             raise
-        return self._staging
 
-    def _put_in_place(self, written: list[Written]) -> None:
-        """Write what belongs to all ranks; on rank 0."""
-        assert self._plan.metadata is not None
+    def _complete(self, written: list[Written]) -> None:
+        """Write what belongs to all ranks, and put a local checkpoint in place; on rank 0."""
+        metadata = self._metadata
+        assert metadata is not None
         places = [of_rank for of_rank, _ in written]
         self._records = {name: record for _, records in written for name, record in records.items()}
-        metadata = self._plan.metadata
         self._records[METADATA_FILE] = _refused(self.path, lambda: write_metadata(self._directory, metadata, places))
         self._manifest["tensors"] = tensors_of(metadata)
         if checkpoint_files.writes_directly(self.path):
             checkpoint_files.finish(self.path, self._manifest, self._records)
 
-    def _upload(self) -> None:
-        decide(lambda: checkpoint_staging.begin_upload(self.path))
-        on_all(lambda: checkpoint_staging.upload_files(self._directory, self.path))
-        decide(lambda: checkpoint_staging.finish_upload(self._directory, self.path, self._manifest, self._records))
-        shutil.rmtree(self._directory, ignore_errors=True)
+
+def save_file(content: Any, path: str) -> None:
+    """Write one file that stands under its name when it is whole; on one rank, to a disk of this machine.
+
+    Lightning writes it to the disk for temporary files and moves it, which copies it where that is another disk.
+
+    Args:
+        content: What ``torch.save`` takes.
+        path: Absolute; what stands there, a directory too, is replaced.
+
+    Raises:
+        OSError: The disk refuses; what stands there is left alone.
+    """
+    aside = atomic_directory.unfinished(path)
+    try:
+        os.makedirs(os.path.dirname(aside), exist_ok=True)
+        try:
+            with open(aside, "wb") as file:
+                torch.save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            if os.path.isdir(path) and not os.path.islink(path):
+                checkpoint_files.require_replaceable(path)
+                checkpoint_files.remove(path)
+                os.makedirs(os.path.dirname(aside), exist_ok=True)
+            os.replace(aside, path)
+            atomic_directory.sync_directory(os.path.dirname(path))
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(aside)
+            with contextlib.suppress(OSError):
+                os.rmdir(os.path.dirname(aside))
+    except OSError as error:
+        raise unsaved(path, error) from error
 
 
 def _begin(path: str, in_flight: Collection[str]) -> str:

@@ -5,8 +5,8 @@ Megatron plans a save well: which rank writes which piece, so that data-parallel
 file ``.metadata`` says of all pieces. Its writer is another matter. It forks processes (a parent waits for ever for one
 that dies), starts one more that imports the user's script a second time, and it copies what lies in a common buffer, as
 all parameters of its DistributedDataParallel do. So :func:`plan_shards` puts Megatron's functions for planning in a row
-where a failure on one rank is a failure on all, and :class:`ShardWriter` writes, from a thread: directly from the
-memory of the tensors, with the checksum of the file on the way, and flushed to the disk.
+where a failure on one rank is a failure on all, and :func:`write_pieces`, in a thread of this process, writes directly
+from the memory of the tensors, with the checksum of the file on the way, and flushed to the disk.
 
 A save that training does not wait for writes from a copy: :class:`Staging` keeps the memory for it, because memory that
 is touched for the first time is slow. ``checkpoint_save.py`` calls this; any ``dist_checkpointing.load`` reads the
@@ -16,7 +16,6 @@ result.
 import io
 import os
 import pickle
-import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -175,68 +174,42 @@ class Staging:
         return copies
 
 
-class ShardWriter:
-    """Writes one rank's part of a checkpoint in a thread.
+def write_pieces(
+    directory: str, prefix: str, pieces: Sequence[Piece], others: Mapping[str, bytes]
+) -> tuple[Places, dict[str, FileRecord]]:
+    """Write one rank's part of a checkpoint.
 
     Args:
         directory: Where to write.
-        prefix: What the names of the files of this rank begin with.
+        prefix: What the name of this rank's file of tensors begins with.
         pieces: The pieces of tensors and objects.
         others: Files to write beside them, by name.
+
+    Returns:
+        Where each piece lies, and size and checksum of each file.
+
+    Raises:
+        OSError: The disk refuses.
     """
-
-    def __init__(
-        self, directory: str, prefix: str, pieces: Sequence[Piece], others: Mapping[str, bytes] | None = None
-    ) -> None:
-        self._directory = directory
-        self._prefix = prefix
-        self._pieces = pieces
-        self._others = others or {}
-        self._places: Places = {}
-        self._records: dict[str, FileRecord] = {}
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"checkpoint writer {prefix}", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all is written, or the writing has failed."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> tuple[Places, dict[str, FileRecord]]:
-        """Wait for the end and return where the pieces lie, and size and checksum of each file.
-
-        Raises:
-            OSError: The disk refused.
-        """
-        self._thread.join()
-        self._pieces = ()  # the copies may be overwritten now
-        if self._error is not None:
-            raise self._error
-        return self._places, self._records
-
-    def _run(self) -> None:
-        try:
-            if self._pieces:
-                self._write_pieces(f"{self._prefix}0.distcp")
-            for name, content in self._others.items():
-                with ChecksummedFile(os.path.join(self._directory, name)) as file:
-                    file.write(content)
-                self._records[name] = file.record
-        except BaseException as error:
-            self._error = error
-
-    def _write_pieces(self, name: str) -> None:
-        with ChecksummedFile(os.path.join(self._directory, name)) as file:
-            for piece in self._pieces:
+    places: Places = {}
+    records: dict[str, FileRecord] = {}
+    if pieces:
+        name = f"{prefix}0.distcp"
+        with ChecksummedFile(os.path.join(directory, name)) as file:
+            for piece in pieces:
                 file.write(bytes(-file.size % _ALIGNMENT))
                 start = file.size
                 if isinstance(piece.content, Tensor):
                     _write_tensor(file, _plain(piece.content).cpu().contiguous())
                 else:
                     file.write(piece.content)
-                self._places[piece.index] = _StorageInfo(name, start, file.size - start)
-        self._records[name] = file.record
+                places[piece.index] = _StorageInfo(name, start, file.size - start)
+        records[name] = file.record
+    for name, content in others.items():
+        with ChecksummedFile(os.path.join(directory, name)) as file:
+            file.write(content)
+        records[name] = file.record
+    return places, records
 
 
 def _validate(all_pieces: list[list[Any]]) -> None:

@@ -540,3 +540,66 @@ def test_a_script_without_a_main_guard_saves_while_it_trains(tmp_path: Path) -> 
     assert sorted(os.listdir(saved)) == ["epoch=0-step=3.ckpt", "epoch=0-step=4.ckpt", "last.ckpt"]
     for path in saved.iterdir():
         assert checkpoint_files.verify(str(path))["world_size"] == 2
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a small disk")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def fill_the_disk(folder: str) -> list[str]:
+    messages = []
+    with groups():
+        for plugin in (MCoreCheckpointIO(), MCoreCheckpointIO(async_save=True)):
+            save_and_wait(plugin, checkpoint(), f"{folder}/old.ckpt")
+            large = checkpoint()
+            for index in range(3):
+                large[SHARDED_STATE][f"large{index}"] = ShardedTensor.from_rank_offsets(
+                    f"large{index}", torch.zeros(1 << 18), (0, dist.get_rank(), dist.get_world_size())
+                )
+            with pytest.raises(OSError, match="no space left") as caught:
+                save_and_wait(plugin, large, f"{folder}/new.ckpt")
+            messages.append(str(caught.value))
+            assert_loaded(plugin.load_shards(f"{folder}/old.ckpt", blank()))
+            dist.barrier()
+            assert os.listdir(folder) == ["old.ckpt"]
+    return messages
+
+
+def test_a_full_disk_is_one_error_and_the_old_checkpoint_is_intact(small_disk: Path) -> None:
+    first, second = run_ranks(2, fill_the_disk, str(small_disk))
+    assert first == second
+    assert first[0].endswith("free some space there or keep fewer checkpoints")
+
+
+def test_one_file_stands_under_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
+    path, plugin = tmp_path / "last.ckpt", MCoreCheckpointIO()
+    plugin.save_checkpoint({"step": 1}, path)
+    with pytest.raises(AttributeError):
+        plugin.save_checkpoint({"step": 2, "bad": lambda: None}, path)
+    assert plugin.load_checkpoint(path) == {"step": 1}
+    with mock.patch.object(os, "replace", side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS))):  # noqa: SIM117
+        with pytest.raises(OSError, match="read-only file system; save to a disk that can be written"):
+            plugin.save_checkpoint({"step": 3}, path)
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+    assert plugin.load_checkpoint(path) == {"step": 1}
+
+
+def one_file_and_a_directory(path: str) -> None:
+    with groups():
+        plugin = MCoreCheckpointIO()
+        plugin.save_checkpoint(checkpoint(), path)
+        for step in (1, 2):  # over a directory, over a file
+            plugin.save_checkpoint({"step": step}, path)
+            assert plugin.load_checkpoint(path) == {"step": step}
+        plugin.save_checkpoint(checkpoint(), path)
+        assert_loaded(plugin.load_shards(path, blank()))
+
+
+def test_a_file_and_a_directory_replace_each_other(tmp_path: Path) -> None:
+    run_ranks(1, one_file_and_a_directory, str(tmp_path / "last.ckpt"))
+    assert os.listdir(tmp_path) == ["last.ckpt"]

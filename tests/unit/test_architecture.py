@@ -41,6 +41,7 @@ LEVELS = [
         "atomic_directory",
         "checkpoint_format",
         "agreement",
+        "background_task",
         "tensor_record",
         "random_state",
         "epoch_place",
