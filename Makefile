@@ -26,7 +26,7 @@ ARGS ?=
 LIGHTNING ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install check format test test-lightning test-mcore-latest fuzz demo bench clean
+.PHONY: help install check format test test-lightning test-mcore-latest fuzz demo bench bench-checkpoint torture clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -100,6 +100,12 @@ demo: $(INSTALLED)  ## train a small GPT on four CPU ranks, tensor and pipeline 
 
 bench: $(INSTALLED)  ## time our step against a bare Megatron loop
 	$(RUN) -m benchmarks.overhead $(ARGS)
+
+bench-checkpoint: $(INSTALLED)  ## time saves and loads against plain copies
+	$(RUN) -m benchmarks.checkpoint $(ARGS)
+
+torture: $(INSTALLED)  ## kill ranks at random moments of saves, 500 times
+	$(RUN) -m benchmarks.checkpoint_torture $(ARGS)
 
 clean:  ## remove caches, build products and what runs wrote; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache lightning_logs checkpoints outputs

@@ -3,8 +3,9 @@
 
     python -m benchmarks.checkpoint_torture --kills 500
 
-Each run of 25 kills has a seed of its own and one of the layouts; every other trial saves asynchronously. A run that
-loses anything ends with the error, and ``--kills 25 --seed N`` repeats it, as far as a random moment can be repeated.
+Each run of 25 kills has a seed of its own and one of the layouts; four trials save synchronously, the next four
+asynchronously. A run that loses anything ends with the error, and ``--kills 25 --seed N`` repeats it, as far as a
+random moment can be repeated.
 ``tests/torture.py`` says what is checked. The results, with versions and commit, go to benchmarks/results/.
 """
 
@@ -33,9 +34,10 @@ def main() -> None:
     facts = circumstances(options)
     total, seed, began = Tally(), options.seed, time.monotonic()
     while total.kills < options.kills:
+        print(f"seed {seed}, layout {LAYOUTS[seed % len(LAYOUTS)]} ...", flush=True)
         with tempfile.TemporaryDirectory(prefix="torture_") as folder:
             tally = torture(Path(folder), min(KILLS_OF_A_RUN, options.kills - total.kills), seed, first_layout=seed)
-        print(f"seed {seed}, layout {LAYOUTS[seed % len(LAYOUTS)]}: {tally}", flush=True)
+        print(tally, flush=True)
         total.kills += tally.kills
         total.steps += tally.steps
         total.phases += Counter(tally.phases)

@@ -45,6 +45,7 @@ from lightning_mcore.checkpoint_save import (
 )
 from lightning_mcore.checkpoint_writer import Staging
 from lightning_mcore.process_groups import process_group
+from lightning_mcore.shard_plan import ShardPlanner
 from lightning_mcore.torch_dist_metadata import read_metadata
 
 __all__ = ["CONTENT_METADATA", "MANIFEST", "RANK_STATE", "SHARDED_STATE", "MCoreCheckpointIO"]
@@ -88,6 +89,15 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         self.verify = verify
         self._saves: list[CheckpointSave] = []
         self._stagings: list[Staging] = []
+        self._planner = ShardPlanner()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process: saves in flight, memory, and a plan that knows its groups."""
+        return {name: getattr(self, name) for name in ("async_save", "max_in_flight", "verify")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Begin anew with the options."""
+        self.__init__(**state)  # type: ignore[misc]
 
     @property
     def has_saves_in_flight(self) -> bool:
@@ -122,7 +132,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         folder = os.path.dirname(target)
         others = [os.path.basename(s.path) for s in self._saves if os.path.dirname(s.path) == folder]
         with _without_advice_for_megatron():
-            save = CheckpointSave.start(target, checkpoint, process_group("dp_cp"), others, staging)
+            save = CheckpointSave.start(target, checkpoint, process_group("dp_cp"), self._planner, others, staging)
         self._saves.append(save)
         if not self.async_save:
             self._finish_oldest()
@@ -171,6 +181,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         except Exception:
             _log.exception("the last checkpoint was not saved")
         self._stagings.clear()
+        self._planner = ShardPlanner()
         super().teardown()
 
     def remove_checkpoint(self, path: _PATH) -> None:
@@ -217,6 +228,8 @@ class MCoreCheckpointIO(TorchCheckpointIO):
     @staticmethod
     def is_directory(path: _PATH) -> bool:
         """Whether ``path`` is a directory, as sharded checkpoints are."""
+        if str(path).startswith("http"):  # fsspec would read all of it to look for links
+            return False
         fs, root = checkpoint_files.open_store(str(path))
         return bool(fs.isdir(root))
 
@@ -240,11 +253,17 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             FileNotFoundError: There is nothing at ``path``.
             ValueError: It is no checkpoint, or damaged.
         """
-        where, manifest = str(path), self.read_manifest(path)
-        if manifest:
-            return {name: tuple(tensor["shape"]) for name, tensor in manifest["tensors"].items()}
-        described = read_metadata(where, self._read(where, None, METADATA_FILE)).state_dict_metadata
+        described = self._read_metadata(path).state_dict_metadata
         return {name: tuple(entry.size) for name, entry in described.items() if hasattr(entry, "size")}
+
+    def read_objects(self, path: _PATH) -> set[str]:
+        """Return the names of what is no tensor in a directory; otherwise as :meth:`read_shapes`."""
+        described = self._read_metadata(path).state_dict_metadata
+        return {name for name, entry in described.items() if not hasattr(entry, "size")}
+
+    def _read_metadata(self, path: _PATH) -> Any:
+        where = str(path)
+        return read_metadata(where, self._read(where, self.read_manifest(where) or None, METADATA_FILE))
 
     def load_shards(
         self, path: _PATH, sharded_state: dict[str, Any], *, weights_only: bool | None = None

@@ -49,6 +49,7 @@ from lightning_mcore.checkpoint_format import METADATA_FILE, damaged
 from lightning_mcore.tensor_record import find_tensor
 
 _SHOWN = 5  # names in an error
+_AHEAD = 16 << 20  # bytes that the disk is asked for at once, instead of page by page
 
 
 class ShardReader(FileSystemReader):
@@ -86,9 +87,13 @@ class ShardReader(FileSystemReader):
         return done
 
     def _read_file(self, file: int, items: list[ReadItem], planner: LoadPlanner) -> None:
-        place, tensor = None, None
+        place, tensor, asked_for = None, None, 0
         for item in items:
             info: _StorageInfo = self.storage_data[item.storage_index]
+            if self._check and info.offset + info.length > asked_for:  # all of it is read, in this order
+                ahead = max(info.length, _AHEAD)
+                os.posix_fadvise(file, info.offset, ahead, os.POSIX_FADV_WILLNEED)
+                asked_for = info.offset + ahead
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, self._object(file, info, item.storage_index.fqn))
                 continue
@@ -138,16 +143,13 @@ class ShardReader(FileSystemReader):
 
     def _map(self, file: int, info: _StorageInfo) -> mmap.mmap:
         """Map the pages of a piece; its archive ends where they end."""
-        if info.transform_descriptors:
+        if getattr(info, "transform_descriptors", None):  # since torch 2.7
             raise ValueError(f"{self.checkpoint} was written with an extension of torch, {info.transform_descriptors}")
         skipped = info.offset % mmap.ALLOCATIONGRANULARITY
         try:
-            pages = mmap.mmap(file, info.length + skipped, access=mmap.ACCESS_COPY, offset=info.offset - skipped)
+            return mmap.mmap(file, info.length + skipped, access=mmap.ACCESS_COPY, offset=info.offset - skipped)
         except (ValueError, OverflowError) as error:
             raise damaged(self.checkpoint, f"{info.relative_path} is shorter than {METADATA_FILE} says") from error
-        if self._check and hasattr(mmap, "MADV_WILLNEED"):
-            pages.madvise(mmap.MADV_WILLNEED)  # all of it is read: ask the disk for it at once, not page by page
-        return pages
 
     def _broken(self, info: _StorageInfo, name: str, error: Exception) -> ValueError:
         return damaged(self.checkpoint, f"{info.relative_path} cannot be read at {name}, for {error}")

@@ -29,7 +29,8 @@ from lightning_mcore import atomic_directory, checkpoint_files, checkpoint_stagi
 from lightning_mcore.agreement import collect, decide, on_all
 from lightning_mcore.background_task import BackgroundTask
 from lightning_mcore.checkpoint_format import LIGHTNING_FILE, METADATA_FILE, RANKS_FILE, FileRecord, unsaved
-from lightning_mcore.checkpoint_writer import Piece, Places, Staging, plan_shards, write_metadata, write_pieces
+from lightning_mcore.checkpoint_writer import Places, Staging, write_metadata, write_pieces
+from lightning_mcore.shard_plan import Piece, ShardPlanner
 from lightning_mcore.torch_dist_metadata import COMMON_FILE, tensors_of
 
 SHARDED_STATE = "lightning_mcore/sharded_state"
@@ -68,6 +69,7 @@ class CheckpointSave:
         path: str,
         checkpoint: dict[str, Any],
         copies: dist.ProcessGroup,
+        planner: ShardPlanner,
         in_flight: Collection[str] = (),
         staging: Staging | None = None,
     ) -> Self:
@@ -77,6 +79,7 @@ class CheckpointSave:
             path: The same on every rank.
             checkpoint: Lightning's dict with this rank's sharded state, manifest and rank state.
             copies: The ranks that hold copies of each other's tensors.
+            planner: Agrees on who writes what.
             in_flight: Names of other saves in the same folder.
             staging: Memory for a copy of the tensors; without it they must not change until the end.
 
@@ -89,7 +92,7 @@ class CheckpointSave:
             files = collect(
                 lambda: checkpoint.get(RANK_STATE), lambda rank_states: _files_of_all(checkpoint, rank_states)
             )
-            plan = plan_shards(checkpoint[SHARDED_STATE], copies)
+            plan = planner.plan(checkpoint[SHARDED_STATE], copies)
             save = cls(path, directory, dict(checkpoint.get(MANIFEST) or {}), plan.metadata)
             on_all(lambda: save._start_writing(plan.pieces, files or {}, staging))
         except BaseException:

@@ -7,6 +7,7 @@ the loops go on from one. ``exact_resume.py`` calls them; nothing else knows the
 """
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ class Place:
     Attributes:
         epoch: The epoch that goes on, or begins.
         in_epoch: Whether it goes on, and its first hooks have run.
+        ending: Whether it has been validated after its last batch, and what comes then is still to come.
+        waits: Whether the epoch before has ended but for the plateau schedulers, which come after its last hooks.
         batches: Batches of it on each rank whose optimizer step was taken.
         rewound: Batches that were read since then.
         stepped: Batches that ended with an optimizer step, by which Lightning numbers what it logs.
@@ -30,6 +33,8 @@ class Place:
 
     epoch: int
     in_epoch: bool
+    ending: bool
+    waits: bool
     batches: int
     rewound: int
     stepped: int
@@ -51,43 +56,85 @@ class Place:
         not_counted = done > 0 and rest == 0 and runs and (batches.completed < done or trainer.validating)
         stepped = loop._batches_that_stepped + int(not_counted)
         if runs and ended:
-            return cls(epochs.started, False, 0, 0, stepped)
+            ending = batches.completed == done and trainer.validating
+            return cls(epochs.started - int(ending), False, ending, False, 0, 0, stepped)
         if runs or (done > 0 and not ended):  # the second: stopped in the middle, and counted as if it were whole
-            return cls(epochs.processed if runs else epochs.processed - 1, True, done - rest, rest, stepped)
-        return cls(epochs.processed, False, 0, 0, stepped)
+            epoch = epochs.processed if runs else epochs.processed - 1
+            return cls(epoch, True, False, False, done - rest, rest, stepped)
+        return cls(epochs.processed, False, False, epochs.completed < epochs.processed, 0, 0, stepped)
 
     def write(self, loops: dict[str, Any]) -> None:
-        """Make the saved state of Lightning's fit loop say it."""
+        """Make the saved state of Lightning's fit loop say it, where it is in an epoch; else Lightning knows."""
+        if not self.in_epoch:
+            return
         epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
-        in_epoch = int(self.in_epoch)
         earlier = epochs["total"]["processed"] - epochs["current"]["processed"]
         for progress, offset in ((epochs["current"], 0), (epochs["total"], earlier)):
             finished = offset + self.epoch
-            progress.update(ready=finished + in_epoch, started=finished + in_epoch)
+            progress.update(ready=finished + 1, started=finished + 1)
             progress.update(processed=finished, completed=finished)
         total = batches["total"]["processed"] - self.rewound
         for progress, count in ((batches["current"], self.batches), (batches["total"], total)):
-            progress.update(ready=count, started=count, processed=count, completed=count - in_epoch)
+            progress.update(ready=count, started=count, processed=count, completed=count - 1)
         batches["is_last_batch"] = False
-        loops["epoch_loop.state_dict"]["_batches_that_stepped"] = self.stepped - in_epoch
+        loops["epoch_loop.state_dict"]["_batches_that_stepped"] = self.stepped - 1
 
 
-def begin_epoch(fit: Any, makes_iterator: bool) -> None:
+def know_metrics(fit: Any, metrics: Mapping[str, Any]) -> None:
+    """Let monitors and plateau schedulers find the metrics that were known.
+
+    Source: ``_FitLoop.on_advance_end`` (2.6): a loop that is restarting does not step plateau schedulers at the end of
+    its first epoch, for lack of metrics.
+    """
+    fit._restarting = False
+    fit.trainer._logger_connector._callback_metrics.update(metrics)
+
+
+def step_plateaus(fit: Any) -> None:
+    """Do what an epoch ends with after its last hooks.
+
+    Source: ``_FitLoop.on_advance_end`` (2.6), where the epoch does not count as completed yet.
+    """
+    progress = fit.epoch_progress.current
+    progress.completed -= 1
+    fit.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+    progress.completed += 1
+
+
+def begin_epoch(fit: Any, place: Place, makes_iterator: bool) -> None:
     """Let Lightning begin an epoch as if it had run those before in this process.
 
     Args:
-        fit: The fit loop, which has read its counters.
+        fit: The fit loop, at ``on_train_start``.
+        place: Where it begins.
         makes_iterator: Whether the epoch gets an iterator of its own, and not the one made in advance.
 
     Source: ``_FitLoop.on_advance_start`` and ``_TrainingEpochLoop.on_run_start`` (2.6): a loop that is restarting skips
     the hooks of the epoch's start, and makes no iterator.
     """
+    epochs, batches = fit.epoch_progress, fit.epoch_loop.batch_progress
+    earlier = epochs.total.processed - epochs.current.processed
+    for progress, number in ((epochs.current, place.epoch), (epochs.total, earlier + place.epoch)):
+        progress.ready = progress.started = progress.processed = progress.completed = number
+    batches.total.completed = batches.total.processed
+    fit.epoch_loop._batches_that_stepped = place.stepped
     _Loop.restarting.fset(fit, False)  # type: ignore[attr-defined]
     for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop):
         loop.reset_restart_stage()
         loop._loaded_from_state_dict = False
     if makes_iterator:
         fit._resuming_from_checkpoint = False
+
+
+def load_loaders(fit: Any) -> None:
+    """Hand loaders that keep their own state what was saved of it, where Lightning has missed the moment.
+
+    Source: ``Trainer.estimated_stepping_batches`` (2.6) sets the loaders up before the loops are restored, and
+    ``_FitLoop.setup_data`` loads their states when it sets them up.
+    """
+    fit._combined_loader._load_state_dicts(fit._combined_loader_states_to_load)
+    fit._combined_loader_states_to_load = []
+    iter(fit._data_fetcher)
 
 
 def read_over(fetcher: Any, batches: int) -> None:
@@ -104,6 +151,22 @@ def read_over(fetcher: Any, batches: int) -> None:
     fetcher.fetched = 0  # Lightning will add the batches that count
     if fetcher.length is not None:
         fetcher.done = False
+
+
+def read_over_some(fetcher: Any, batches: int, chosen: Sequence[bool]) -> None:
+    """Do the same for some of several loaders, while the others stand where they should.
+
+    Raises:
+        ValueError: The loaders have no length, so Lightning has read a batch of all of them already.
+    """
+    if fetcher.length is None:
+        raise ValueError(
+            "a dataloader that keeps its own state and one without an index and a length cannot go on together in the"
+            " middle of an epoch; give both state_dict and load_state_dict, or resume from the end of an epoch"
+        )
+    for iterator, is_chosen in zip(fetcher.combined_loader._iterator.iterators, chosen, strict=True):
+        for _ in range(batches if is_chosen else 0):
+            next(iterator)
 
 
 def move_on(fit: Any, batches: int, length: int, remaining: int) -> None:

@@ -12,8 +12,8 @@ the loops' state before Lightning reads it:
 * **in the middle of an epoch**: it goes on with the next batch, as after a checkpoint of ``on_train_batch_end``. That
   is also so for a run which ``max_steps`` or ``should_stop`` ended there, where Lightning would begin another epoch;
 * **at its end**: the next epoch begins with all of its hooks and an iterator of its own. What an uninterrupted run does
-  after the last batch of the old one (a validation, ``on_train_epoch_end``) is not made up for, for its metrics are
-  gone.
+  after ``on_train_batch_end`` of the last batch (a validation, ``on_train_epoch_end``) is not made up for, for its
+  metrics are gone; after a checkpoint of that validation, or of ``on_train_epoch_end``, the rest follows.
 
 A checkpoint that is taken while batches accumulate (by the clock, by a signal) belongs to the last optimizer step: the
 batches since then are read again. Buffers that a plain module changes in its forward pass, as batch norm does, have
@@ -43,7 +43,16 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore.agreement import control_group
 from lightning_mcore.data_position import FollowedLoader, Moment, Position, batches_in_pass
-from lightning_mcore.epoch_place import Place, begin_epoch, move_on, read_over
+from lightning_mcore.epoch_place import (
+    Place,
+    begin_epoch,
+    know_metrics,
+    load_loaders,
+    move_on,
+    read_over,
+    read_over_some,
+    step_plateaus,
+)
 from lightning_mcore.layout import ParallelLayout
 from lightning_mcore.random_state import RandomState, from_plain, pick, put, take, to_plain, turn_aside
 
@@ -56,11 +65,31 @@ class _Restored:
     random: RandomState
     loaders: list[dict[str, Any]] | None
     ranks: int
+    metrics: dict[str, torch.Tensor]
 
     @property
     def reads_over(self) -> bool:
         """Whether batches can only be passed over by reading them."""
-        return self.loaders is not None and any(loader["kind"] == "read" for loader in self.loaders)
+        return "read" in self.kinds
+
+    @property
+    def kinds(self) -> list[str]:
+        """How each loader goes on: by ``index``, by its own state (``stateful``), or by being ``read``."""
+        return [loader["kind"] for loader in self.loaders or []]
+
+    @property
+    def makes_iterator(self) -> bool:
+        """Whether the next epoch may have an iterator of its own; one that was made in advance may take data away."""
+        return set(self.kinds) <= {"index"}
+
+    @property
+    def is_between(self) -> bool:
+        """Whether an epoch begins."""
+        return not self.place.in_epoch and not self.place.ending
+
+    def own_states(self, index: int) -> list[torch.Tensor]:
+        """Return the states of the generators that the loader of this number was given."""
+        return list(self.loaders[index].get("own", [])) if self.loaders and index < len(self.loaders) else []
 
     def position(self, index: int) -> Position | None:
         """Return where the loader of this number goes on."""
@@ -70,8 +99,9 @@ class _Restored:
         opened, started = [saved[key] and Moment.from_plain(saved[key]) for key in ("opened", "started")]
         position = Position(saved["batches"], saved["ranks"], saved["batch_size"], opened, started, saved["seed"])
         if not self.place.in_epoch:
-            return replace(position, batches=0, started=None)
-        return replace(position, batches=0) if self.reads_over else position
+            return replace(position, batches=0, opened=opened if self.makes_iterator else None, started=None)
+        reads_all = self.reads_over and "stateful" not in self.kinds
+        return replace(position, batches=0) if reads_all else position
 
 
 class ExactResume:
@@ -123,6 +153,7 @@ class ExactResume:
             "random": to_plain(self._random_state(module.trainer, place)),
             "loaders": self._describe_loaders(module.trainer, place),
             "stateful": fit_state.get("combined_loader", []),
+            "metrics": {name: value.detach().cpu() for name, value in module.trainer.callback_metrics.items()},
         }
 
     def gather(self, checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -215,7 +246,7 @@ class ExactResume:
                 f"the checkpoint holds the states of dataloaders in the middle of an epoch on {ranks} data-parallel"
                 f" ranks, and {now} cannot take them over; resume on {ranks}, or from the end of an epoch"
             )
-        self._restored = _Restored(place, random, data["loaders"], ranks)
+        self._restored = _Restored(place, random, data["loaders"], ranks, states[index]["metrics"])
 
     # ---- hooks
 
@@ -240,16 +271,19 @@ class ExactResume:
         epoch = restored.place.epoch if restored is not None else progress.processed
         _set_sampler_epoch(loader, epoch)  # workers read ahead before Lightning does it
         ranks = self._layout.data_parallel_size(self._strategy.world_size)
+        if restored is not None and restored.is_between and not restored.makes_iterator:
+            put(restored.random, self._strategy.root_device)  # before the only iterator, and not after it
         if isinstance(loader, DataLoader) and not isinstance(loader, _Stateful):
             position = restored.position(index) if restored is not None else None
             followed = FollowedLoader(loader, ranks, self.batch_arrives, position)
             self._loaders[id(loader)] = followed
             if position is not None and restored is not None and restored.place.in_epoch:
                 _check_can_go_on(followed, replace(position, batches=restored.place.batches), restored, ranks)
-        elif isinstance(loader, _Stateful):
-            if restored is not None and not restored.place.in_epoch:
-                put(restored.random, self._strategy.root_device)  # its iterator is not made again: it is the next
-        elif restored is not None and restored.place.in_epoch and restored.ranks != ranks:
+            if restored is not None and restored.is_between and not restored.makes_iterator:
+                followed.put_own_states(restored.own_states(index))
+        elif restored is None or isinstance(loader, _Stateful):
+            return
+        elif restored.place.in_epoch and restored.ranks != ranks:
             raise ValueError(_sentence(type(loader).__name__, restored, ranks, None, None))
 
     def batch_arrives(self) -> None:
@@ -272,26 +306,34 @@ class ExactResume:
             return
         combined = fit._combined_loader
         assert combined is not None
+        know_metrics(fit, restored.metrics)
         if restored.place.in_epoch:
             if restored.loaders is not None and len(restored.loaders) != len(combined.flattened):
                 raise ValueError(
                     f"the checkpoint was taken in the middle of an epoch over {len(restored.loaders)} dataloaders, and"
                     f" there are {len(combined.flattened)} now; resume with the dataloaders of the run that saved it"
                 )
+            if fit._combined_loader_states_to_load and not self._loaders:
+                load_loaders(fit)
             self._go_on_in_epoch(fit, restored)
             put(restored.random, self._strategy.root_device)
             return
-        is_stateful = any(isinstance(loader, _Stateful) for loader in combined.flattened)
-        begin_epoch(fit, makes_iterator=not is_stateful)
-        if not is_stateful:
-            put(restored.random, self._strategy.root_device)
-        for loader, saved in zip(combined.flattened, restored.loaders or [], strict=False):
-            if id(loader) in self._loaders and "own" in saved:
-                self._loaders[id(loader)].put_own_states(saved["own"])
+        if restored.is_between:
+            begin_epoch(fit, restored.place, restored.makes_iterator)
+            if restored.place.waits:
+                step_plateaus(fit)
+            if not restored.makes_iterator:
+                return
+        put(restored.random, self._strategy.root_device)
+        for index, loader in enumerate(combined.flattened):
+            if (followed := self._loaders.get(id(loader))) is not None:
+                followed.put_own_states(restored.own_states(index))
 
     def _go_on_in_epoch(self, fit: Any, restored: _Restored) -> None:
         loop = fit.epoch_loop
-        if restored.reads_over:
+        if restored.reads_over and "stateful" in restored.kinds:
+            read_over_some(fit._data_fetcher, restored.place.batches, [kind == "read" for kind in restored.kinds])
+        elif restored.reads_over:
             read_over(fit._data_fetcher, restored.place.batches)
         elif len(self._loaders) == 1 and (position := restored.position(0)) is not None:
             [followed] = self._loaders.values()

@@ -78,13 +78,6 @@ class Share:
         return _is_aware_of_precision(self.part) or own.data_ptr() != parameter.data_ptr()
 
     @property
-    def identity(self) -> str:
-        """A name for the parameter that is the same on every layout: stacked layers share the name of their weight."""
-        place = pieces_of(self.sharded)[0].place
-        offset = place.global_offset[: place.prepend_axis_num]
-        return f"{self.sharded.key}@{','.join(map(str, offset))}" if offset else self.sharded.key
-
-    @property
     def state(self) -> dict[str, Any]:
         """The optimizer's state of the parameter, as it lies in the optimizer."""
         state: dict[str, Any] = self.part.optimizer.state[self.stepped]
@@ -155,6 +148,13 @@ class Share:
         """Hand over what was read into targets that are not the optimizer's own memory."""
         if _is_aware_of_precision(self.part):
             self.part._set_main_param_and_optimizer_states(self.parameter, tensors)
+
+
+def identity_of(sharded: ShardedTensor | ShardedTensorFactory) -> str:
+    """Return a name for a parameter that is the same on every layout; stacked layers share the name of their weight."""
+    place = pieces_of(sharded)[0].place
+    offset = place.global_offset[: place.prepend_axis_num]
+    return f"{sharded.key}@{','.join(map(str, offset))}" if offset else sharded.key
 
 
 def shares_of(optimizer: MCoreOptimizer, model_state: Mapping[str, Any]) -> list[Share]:
@@ -317,7 +317,7 @@ def place_share(key: str, tensor: Tensor, share: Share) -> list[ShardedTensor]:
 
 def numbers_of(shares: Iterable[Share]) -> dict[str, Numbers | None]:
     """Return what is not a tensor of a parameter's shape, by parameter; None where there is no state at all."""
-    return {share.identity: share.numbers() if share.has_state else None for share in shares}
+    return {identity_of(share.sharded): share.numbers() if share.has_state else None for share in shares}
 
 
 def gather_numbers(numbers: Mapping[str, Numbers | None]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -129,7 +130,11 @@ class MCorePersistence(MCoreParallelism):
             synchronize_parameters(chunks)
         if self._saves_one_file:
             checkpoint = {**checkpoint, RANK_STATE: self.resume.gather(checkpoint)}
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            write = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                on_all(write)  # rank 0 writes, and the others wait for it
+            else:
+                write()
             return
         if chunks is None:
             raise RuntimeError("there is no model to save before the first run; call fit() or validate() first")
@@ -206,7 +211,7 @@ class MCorePersistence(MCoreParallelism):
         numbers = state.pop(_NUMBERS, None)
         io = self._shard_io
         read = partial(io.load_shards, path, weights_only=weights_only)
-        stored = sharded_state.StoredState(path, io.read_shapes(path), numbers, read)
+        stored = sharded_state.StoredState(path, io.read_shapes(path), io.read_objects(path), numbers, read)
         self._pending = _Pending(stored, manifest)
         return state
 
@@ -226,7 +231,8 @@ class MCorePersistence(MCoreParallelism):
             super().load_model_state_dict(checkpoint, strict)
             return
         assert self.lightning_module is not None
-        self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
+        path = self._pending.stored.path
+        sharded_state.load_outside_chunks(self.lightning_module, checkpoint["state_dict"], path, strict)
         if self._chunks is not None:  # in the middle of a run, as after a search for a learning rate
             self._load_pending(self.lightning_module.trainer.state.fn == TrainerFn.FITTING)
 

@@ -101,7 +101,7 @@ class PreemptionCheckpoint(Checkpoint):
         Raises:
             ValueError: There is no folder to save in.
         """
-        if self._needs_a_folder(trainer):
+        if stage == TrainerFn.FITTING and self._needs_a_folder(trainer):
             raise ValueError(
                 f"{type(self).__name__} saves beside a ModelCheckpoint, and the trainer has none; add"
                 " ModelCheckpoint(dirpath) to its callbacks, or give dirpath here"

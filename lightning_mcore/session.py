@@ -40,13 +40,21 @@ from lightning_mcore.process_groups import (
 def single_process() -> Iterator[None]:
     """Let Megatron's layers run in this process alone, without a trainer: build a module, load weights, call it.
 
-    On a machine without CUDA the layers run on the CPU. Process groups that are open stay as they are.
+    On a machine without CUDA the layers run on the CPU.
+
+    Raises:
+        RuntimeError: This process is one of several ranks that are connected, as after a run on them.
 
     Example:
         >>> with single_process():
         ...     module = MCoreGPT.load_from_checkpoint("last.ckpt")
         ...     logits = module.model(tokens, position_ids, attention_mask=None)
     """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"this process is one of {dist.get_world_size()} connected ranks, and the whole model is loaded in a"
+            " process of its own; do it in another script, or start a run from the weights with load_weights(path)"
+        )
     with contextlib.ExitStack() as stack:
         if not torch.cuda.is_available():
             stack.enter_context(cpu_runtime())

@@ -11,14 +11,14 @@ number of stages does not have.
 the disk is ``checkpoint_io.py``.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from lightning_mcore.optimizer_shards import (
     Numbers,
     Share,
     gather_numbers,
+    identity_of,
     numbers_of,
     pieces_of,
     place_range,
@@ -52,12 +53,15 @@ class StoredState:
     Args:
         path: Where it is, for messages.
         shapes: Global shape of every tensor in it, by name.
+        objects: Names of what is in it beside tensors. Those of TransformerEngine's layers may be missing, where the
+            model ran without it.
         numbers: What :func:`collect` returned beside the tensors; None if there is no state of an optimizer.
         read: Fills the tensors of a sharded state from it and returns it; collective over the world.
     """
 
     path: str
     shapes: Mapping[str, Shape]
+    objects: Collection[str]
     numbers: Sequence[Numbers] | None
     read: Read
 
@@ -123,7 +127,8 @@ def collect(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer]) -> Collec
     numbers = []
     for index, optimizer in enumerate(optimizers):
         shares = shares_of(optimizer, model_state)
-        numbers.append(gather_numbers(numbers_of(shares)))
+        without_state = dict.fromkeys(identity_of(entry) for entry in _untrained(shares, model_state))
+        numbers.append(gather_numbers({**without_state, **numbers_of(shares)}))
         blocks = [*_state_blocks(index, shares), *_blocks_of_untrained(index, shares, model_state)]
         state[f"{_OPTIMIZER}{index}"] = {str(number): block for number, block in enumerate(blocks)}
     return CollectedState(state, numbers, _count_parameters(model_state))
@@ -142,25 +147,42 @@ def _state_blocks(index: int, shares: Sequence[Share]) -> Iterator[ShardedTensor
 
 
 def _blocks_of_untrained(index: int, shares: Sequence[Share], model_state: dict[str, Any]) -> Iterator[ShardedTensor]:
-    """Fill the global tensors of stacked layers with zeros where a layer has no state, such as a frozen one."""
+    """Fill the global tensors of stacked layers where one of them has no state, such as a frozen one.
+
+    Moments are zeros there, as before the first step, and the copy is the weight.
+    """
     own = {share.sharded.key: {n: t.dtype for n, t in share.tensors().items()} for share in shares}
-    found: list[dict[str, dict[str, torch.dtype]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    known: dict[str, dict[str, torch.dtype]] = {}
-    for one in found:
-        for key, names in one.items():
-            known.setdefault(key, {}).update(names)
-    trained = {id(share.parameter) for share in shares}
+    copies = {share.sharded.key: {share.name_of_copy: share.copy().dtype} for share in shares if share.has_copy}
+    known = _merged([own, copies])
     for share in shares:
-        for name in known.get(share.sharded.key, {}).keys() - share.tensors().keys():
+        for name in known.get(share.sharded.key, {}).keys() - share.tensors().keys() - {share.name_of_copy}:
             zeros = torch.zeros_like(share.stepped, dtype=known[share.sharded.key][name])
             yield from place_share(_prefix(index, name), zeros, share)
-    for entry in _tensors_in(model_state):
-        parameter = entry.data
-        if isinstance(parameter, nn.Parameter) and not parameter.requires_grad and id(parameter) not in trained:
-            for name, dtype in known.get(entry.key, {}).items():
-                zeros = torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
-                yield from place_range(_prefix(index, name), zeros, entry, begin=0)
+    for entry in _untrained(shares, model_state):
+        for name, dtype in known.get(entry.key, {}).items():
+            weight = entry.data.detach().reshape(-1)
+            filled = weight.to(dtype) if name in MAIN_NAMES else torch.zeros_like(weight, dtype=dtype)
+            yield from place_range(_prefix(index, name), filled, entry, begin=0)
+
+
+def _untrained(shares: Sequence[Share], model_state: dict[str, Any]) -> list[ShardedTensor | ShardedTensorFactory]:
+    trained = {id(share.parameter) for share in shares}
+    return [
+        entry
+        for entry in _tensors_in(model_state)
+        if isinstance(entry.data, nn.Parameter) and not entry.data.requires_grad and id(entry.data) not in trained
+    ]
+
+
+def _merged(own: Sequence[dict[str, dict[str, torch.dtype]]]) -> dict[str, dict[str, torch.dtype]]:
+    """Merge what each rank knows of each parameter; collective over the world."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    known: dict[str, dict[str, torch.dtype]] = {}
+    for one in (dictionary for rank in found for dictionary in rank):
+        for key, names in one.items():
+            known.setdefault(key, {}).update(names)
+    return known
 
 
 def _count_parameters(model_state: dict[str, Any]) -> int:
@@ -210,10 +232,16 @@ def sharded_chunk(chunks: ModelChunks, index: int) -> dict[str, Any]:
     stages = process_group("pp")
     prefix = f"chunk{index * stages.size() + stages.rank()}." if chunks.pipeline is not None else ""
     replica = (0, process_group("tp").rank(), process_group("dp_cp").rank())
+    parameters = dict(chunk.named_parameters(remove_duplicate=False))
     return {
-        name: ShardedTensor.from_rank_offsets(prefix + name, tensor, replica_id=replica)
-        for name, tensor in chunk.state_dict(keep_vars=True).items()
+        name: _whole(prefix + name, parameters.get(name, value), replica) for name, value in chunk.state_dict().items()
     }
+
+
+def _whole(key: str, value: Any, replica: tuple[int, int, int]) -> ShardedTensor | ShardedObject:
+    if isinstance(value, Tensor) and value.numel() > 0:
+        return ShardedTensor.from_rank_offsets(key, value, replica_id=replica)
+    return ShardedObject(key, value, (1,), (0,), replica_id=replica)  # such as what get_extra_state() returns
 
 
 def state_outside_chunks(module: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -222,6 +250,19 @@ def state_outside_chunks(module: nn.Module, state_dict: dict[str, Any]) -> dict[
     if not paths:
         return {}
     return {name: value for name, value in state_dict.items() if not name.startswith(f"{paths[0]}.")}
+
+
+def load_outside_chunks(module: nn.Module, saved: Mapping[str, Any], path: str, strict: bool) -> None:
+    """Load what :func:`state_outside_chunks` returned.
+
+    Raises:
+        ValueError: With ``strict``, the names differ.
+    """
+    own = state_outside_chunks(module, module.state_dict())
+    missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
+    if strict and (missing or unexpected):
+        raise ValueError(Differences(missing, unexpected).sentence(path))
+    module.load_state_dict(saved, strict=False)
 
 
 # ---- loading
@@ -246,11 +287,10 @@ def load(stored: StoredState, chunks: ModelChunks, optimizers: Sequence[MCoreOpt
     differences = compare(stored, model_state)
     if differences.shapes or (strict and (differences.missing or differences.unexpected)):
         raise ValueError(differences.sentence(stored.path))
-    absent = set(differences.missing)
-    wanted = {key: _without(state, absent) for key, state in model_state.items()}
-    loaded = stored.read(wanted) if any(wanted.values()) or dist.get_world_size() > 1 else wanted
+    wanted = {key: _without(state, differences, stored) for key, state in model_state.items()}
+    loaded = stored.read(wanted)
     for key, chunk in zip(_keys(chunks), chunks.bare, strict=True):
-        chunk.load_state_dict(loaded.get(key, {}), strict=strict and not absent)
+        chunk.load_state_dict(loaded.get(key, {}), strict=len(wanted[key]) == len(model_state[key]))
     for index, optimizer in enumerate(optimizers):
         # The state is built anew: loading has put the parameters in the place of the tensors of the first.
         model_state = {key: sharded_chunk(chunks, number) for number, key in enumerate(_keys(chunks))}
@@ -278,15 +318,16 @@ def compare(stored: StoredState, model_state: dict[str, Any]) -> Differences:
     )
 
 
-def _without(state: dict[str, Any], absent: set[str]) -> dict[str, Any]:
-    return {
-        name: entry
-        for name, entry in state.items()
-        if not (
-            isinstance(entry, ShardedTensor | ShardedTensorFactory)
-            and any(piece.place.key in absent for piece in pieces_of(entry))
-        )
-    }
+def _without(state: dict[str, Any], differences: Differences, stored: StoredState) -> dict[str, Any]:
+    """Leave out what the checkpoint lacks: it stays as it is in the model."""
+    absent = set(differences.missing)
+
+    def is_there(entry: Any) -> bool:
+        if isinstance(entry, ShardedObject):
+            return entry.unique_key in stored.objects
+        return not any(piece.place.key in absent for piece in pieces_of(entry))
+
+    return {name: entry for name, entry in state.items() if is_there(entry)}
 
 
 def _load_optimizer(stored: StoredState, index: int, shares: Sequence[Share], model_state: dict[str, Any]) -> None:
@@ -295,8 +336,9 @@ def _load_optimizer(stored: StoredState, index: int, shares: Sequence[Share], mo
     wanted: list[ShardedTensor] = []
     read: list[tuple[Share, dict[str, Tensor]]] = []
     for share in shares:
-        own = numbers["own"].get(share.identity, numbers["common"])
         names = names_of(share.sharded)
+        # A parameter that the checkpoint knows nothing of begins as in a new run.
+        own = numbers["own"].get(identity_of(share.sharded), numbers["common"] if names else None)
         targets = share.targets([name for name in names if name not in MAIN_NAMES] if own is not None else [])
         share.set_numbers(own or {})
         for name, tensor in targets.items():

@@ -67,8 +67,9 @@ def build_from_checkpoint(
         warnings.filterwarnings("ignore", message="Found keys that are in the model state dict but not in")
         module = _load_state(cls, {**lightning_state, "state_dict": {}}, strict=False, **arguments)
     assert isinstance(module, pl.LightningModule)
-    module.load_state_dict(outside, strict=False)
-    _load(module, path, io, module.strict_loading if strict is None else strict)
+    strictly = module.strict_loading if strict is None else strict
+    sharded_state.load_outside_chunks(module, outside, path, strictly)
+    _load(module, path, io, strictly)
     return module
 
 
@@ -77,7 +78,9 @@ def _load(module: pl.LightningModule, path: str, io: MCoreCheckpointIO, strict: 
     pipeline = find_pipeline(module)
     modules = list(pipeline.chunks) if pipeline is not None else [module]
     chunks = ModelChunks(config=getattr(modules[0], "config", None), wrapped=modules, pipeline=pipeline)  # type: ignore[arg-type]
-    stored = sharded_state.StoredState(path, io.read_shapes(path), None, partial(io.load_shards, path))
+    stored = sharded_state.StoredState(
+        path, io.read_shapes(path), io.read_objects(path), None, partial(io.load_shards, path)
+    )
     differences = sharded_state.load(stored, chunks, [], strict=strict)
     if differences.missing or differences.unexpected:
         rank_zero_warn(differences.sentence(path))

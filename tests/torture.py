@@ -2,9 +2,10 @@
 """Kill a rank at a random moment of a save, again and again, and see that nothing is lost.
 
 One run of a small split model saves after each optimizer step: a checkpoint named for the step, whose predecessor is
-deleted, and ``last.ckpt``, which is replaced. In each trial one rank is killed by SIGKILL some time after a save began;
-then everything that can be seen in the folder has to be whole, and the newest is what the next trial starts from. So
-the losses of all trials together are those of one run, which is compared with one that nobody disturbed.
+deleted, and ``last.ckpt``, which is replaced. In each trial one rank, or both, is killed by SIGKILL some time after a
+save began; then everything that can be seen in the folder has to be whole, and the newest is what the next trial starts
+from. So the losses of all trials together are those of one run, which is compared with one that nobody disturbed. A
+survivor has to notice and to end by itself.
 
 The killer is a process of its own that was forked before; the rank wakes it when the save begins. It kills whatever the
 rank is doing then: planning, copying, writing, renaming, deleting, training on. ``tests/distributed`` runs a few
@@ -47,23 +48,24 @@ class Blow:
     """When a rank is to die.
 
     Attributes:
-        victim: The rank.
+        victims: The ranks: one, or all as when a machine goes.
         save: The save of its run, from 0.
         since: What has to be seen on the disk before the delay: that nothing of this save is there (``"before"``), that
             it is being written (``"within"``), or that it stands under its name (``"after"``).
         delay: Seconds.
     """
 
-    victim: int
+    victims: tuple[int, ...]
     save: int
     since: str
     delay: float
 
     @classmethod
-    def draw(cls, chance: random.Random, seconds: float) -> "Blow":
-        """Draw one, for saves that take some seconds: one in four at any moment, the others where kills are rare."""
-        since, span = chance.choice([("before", 1.0), ("before", 0.1), ("within", 0.4), ("after", 0.5)])
-        return cls(chance.randrange(WORLD_SIZE), chance.randrange(4), since, chance.uniform(0, span * seconds))
+    def draw(cls, chance: random.Random, seconds: float, number: int) -> "Blow":
+        """Draw one, for saves that take some seconds: every fourth at any moment, the others aimed at one phase."""
+        since, span = [("before", 1.0), ("before", 0.1), ("within", 0.2), ("after", 0.5)][number % 4]
+        victims = chance.choice([(0,), (1,), (0, 1)])
+        return cls(victims, chance.randrange(4), since, chance.uniform(0, span * seconds))
 
 
 @dataclass(frozen=True)
@@ -128,14 +130,16 @@ class Killer:
         reader, self._writer = os.pipe()
         victim = os.getpid()
         if os.fork() == 0:
+            os.setsid()  # the launcher ends the rank's own session
             os.close(self._writer)  # so that it ends with the rank that never woke it
             if order := os.read(reader, 1000):
                 save = json.loads(order)
-                while PHASES.index(phase(plan.folder, **save)) < PHASES.index(blow.since):
+                while PHASES.index(phase(plan.folder, **save)) < PHASES.index(blow.since) and os.getppid() == victim:
                     time.sleep(0.0002)
                 time.sleep(blow.delay)
-                os.kill(victim, signal.SIGKILL)
-                plan.sight.write_text(phase(plan.folder, **save))  # at once: survivors may clear up
+                if os.getppid() == victim:  # else it has noticed that the other one is dead, and ended by itself
+                    os.kill(victim, signal.SIGKILL)
+                    plan.sight.write_text(phase(plan.folder, **save))  # at once: survivors may clear up
             os._exit(0)
         os.close(reader)
 
@@ -167,7 +171,7 @@ class WatchedStrategy(MCoreStrategy):
         self.plan = plan
         self.number_of_saves = 0
         blow = plan.blow
-        self.killer = Killer(plan, blow) if blow is not None and blow.victim == dist.get_rank() else None
+        self.killer = Killer(plan, blow) if blow is not None and dist.get_rank() in blow.victims else None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         began = time.monotonic()
@@ -268,13 +272,13 @@ def torture(folder: Path, kills: int, seed: int, first_layout: int = 0) -> Tally
     shutil.rmtree(calm.folder)
     seen: dict[int, float] = {}
     while tally.kills < kills:
-        blow = Blow.draw(chance, tally.seconds)
-        plan = Plan(checkpoints, FOREVER, strategy, tally.kills % 2 == 1, newest(checkpoints), blow)
+        blow = Blow.draw(chance, tally.seconds, tally.kills)
+        plan = Plan(checkpoints, FOREVER, strategy, tally.kills // 4 % 2 == 1, newest(checkpoints), blow)
         for path in (plan.notes, plan.sight):
             path.unlink(missing_ok=True)
         expect_death(plan)
         tally.kills += 1
-        tally.phases[plan.sight.read_text()] += 1
+        tally.phases[sighted(plan)] += 1
         seen |= record(plan, seen)
     tally.steps = max(seen) + 2
     last = Plan(checkpoints, tally.steps, strategy, resume=newest(checkpoints))
@@ -292,11 +296,21 @@ def torture(folder: Path, kills: int, seed: int, first_layout: int = 0) -> Tally
 
 
 def expect_death(plan: Plan) -> None:
-    """Run, and check that it ended by the kill and nothing else."""
+    """Run, and check that it ended by the kill and nothing else, and that the survivor noticed."""
     assert plan.blow is not None
     with pytest.raises(RanksFailedError) as failure:
-        run_ranks(WORLD_SIZE, train, plan, grace=0.3)
-    assert "SIGKILL" in failure.value.errors.get(plan.blow.victim, ""), failure.value
+        run_ranks(WORLD_SIZE, train, plan, grace=20)
+    assert any("SIGKILL" in failure.value.errors.get(victim, "") for victim in plan.blow.victims), failure.value
+    assert not failure.value.unfinished, failure.value
+
+
+def sighted(plan: Plan) -> str:
+    """Return the phase that the killer saw; it may take a moment to say so."""
+    deadline = time.monotonic() + 10
+    while not plan.sight.exists() or not plan.sight.read_text():
+        assert time.monotonic() < deadline, "the killer left no word"
+        time.sleep(0.001)
+    return plan.sight.read_text()
 
 
 def record(plan: Plan, seen: dict[int, float]) -> dict[int, float]:

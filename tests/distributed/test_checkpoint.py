@@ -407,3 +407,76 @@ def test_a_plain_module_goes_to_another_number_of_ranks(before: int, after: int,
         assert all(torch.equal(rank.weights[name], value) for name, value in saved[0].weights.items())
     for rank in run_ranks(after, go_on, then, str(tmp_path), timeout=60):
         assert any(not torch.equal(rank.weights[name], value) for name, value in saved[0].weights.items())
+
+
+# What a module has beside its parameters, and a disk that refuses
+
+
+class Furnished(Plain):
+    """A plain module with state of every kind."""
+
+    def __init__(self, more: bool = False) -> None:
+        super().__init__()
+        self.history = ["begun"]
+        self.register_buffer("empty", torch.zeros(0))
+        if more:
+            self.register_buffer("added", torch.ones(2))
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"history": self.history}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.history = state["history"]
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return super().state_dict()
+
+    def on_train_end(self) -> None:
+        self.history.append("ended")
+
+
+class FurnishedStaged(Staged):
+    """A module of chunks with another buffer beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("added", torch.ones(2))
+
+
+def furnish(folder: str) -> dict[str, Any]:
+    """Save and load such a module on this rank, and say what is refused."""
+    sharded, found = Run(module=Furnished, strategy=SHARDED), {}
+    module = Furnished()
+    trainer = make_trainer(SHARDED, enable_checkpointing=True, callbacks=[ModelCheckpoint(folder, save_last=True)])
+    trainer.fit(module, loader(8, 2), loader(4, 2))
+    trainer.save_checkpoint(f"{folder}/ended.ckpt")
+    other = Furnished()
+    make_trainer(SHARDED).validate(other, loader(4, 2), ckpt_path=f"{folder}/ended.ckpt", verbose=False)
+    found["history"] = other.history
+    found["resumed"] = fit(sharded, 2, resume=f"{folder}/last.ckpt").num_batches
+    fit(Run(module=Staged, strategy=PP2), 1, f"{folder}/staged")
+    for name, run, path in (
+        ("plain", Run(module=partial(Furnished, more=True), strategy=SHARDED), f"{folder}/last.ckpt"),
+        ("staged", Run(module=FurnishedStaged, strategy=PP2), f"{folder}/staged/last.ckpt"),
+    ):
+        with pytest.raises(ValueError, match="another model") as refusal:
+            fit(run, 2, resume=path)
+        found[name] = str(refusal.value).replace(folder, "")
+    for strategy, target in ((SHARDED, "sharded"), ({}, "plain")):
+        trainer = make_trainer(strategy)
+        trainer.fit(Plain(), loader(8, 2))
+        with pytest.raises(OSError, match=r"checkpoint\.json") as refused:
+            trainer.save_checkpoint(f"{folder}/last.ckpt/checkpoint.json/x.ckpt")
+        found[f"{target} disk"] = str(refused.value).replace(folder, "")
+    return found
+
+
+def test_state_of_every_kind_is_kept_and_a_refused_save_ends_on_every_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(2, furnish, str(tmp_path), timeout=90)
+    assert first == second
+    assert first["history"] == ["begun", "ended"]
+    assert first["resumed"] == 2 + 4
+    assert first["plain"].startswith("/last.ckpt is of another model: it lacks added;")
+    assert first["staged"].startswith("/staged/last.ckpt is of another model: it lacks added;")
+    refusal = "/last.ckpt/checkpoint.json/x.ckpt could not be saved: not a directory; check the disk"
+    assert first["sharded disk"] == first["plain disk"] == refusal

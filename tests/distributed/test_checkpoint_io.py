@@ -2,6 +2,7 @@
 """Sharded checkpoints by many ranks, on bare tensors whose values are known by their index."""
 
 import contextlib
+import copy
 import errno
 import json
 import os
@@ -28,7 +29,7 @@ from megatron.core.dist_checkpointing import load_tensors_metadata
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from lightning_mcore import checkpoint_files, checkpoint_writer
+from lightning_mcore import checkpoint_files, checkpoint_writer, shard_plan
 from lightning_mcore.checkpoint_io import CONTENT_METADATA, MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
 from lightning_mcore.cpu_runtime import cpu_runtime
 from lightning_mcore.layout import ParallelLayout
@@ -178,6 +179,27 @@ def save_without_waiting(folder: str) -> None:
         assert not os.path.exists(f"{folder}/.unfinished")
 
 
+def plan_again_where_needed(path: str) -> None:
+    with groups(), mock.patch.object(shard_plan, "_agree", wraps=shard_plan._agree) as agree:
+        plugin = MCoreCheckpointIO()
+        for scale, more, plans in ((1.0, False, 1), (2.0, False, 1), (3.0, True, 2), (4.0, True, 2), (5.0, False, 3)):
+            given, wanted = checkpoint(scale), blank()
+            if more and dist.get_rank() == 1:  # rank 0 has what it had, and must take part nevertheless
+                given[SHARDED_STATE]["more"] = ShardedTensor.from_rank_offsets("more", torch.full((3,), scale))
+                wanted["more"] = ShardedTensor.from_rank_offsets("more", torch.zeros(3))
+            plugin.save_checkpoint(given, path)
+            assert agree.call_count == plans
+            found = plugin.load_shards(path, wanted)
+            assert_loaded(found, scale)
+            assert found.get("more", torch.full((3,), scale)).tolist() == [scale] * 3
+            assert found["object"] == {"rank": dist.get_rank(), "scale": scale}
+            assert ("more" in plugin.read_shapes(path)) == more
+
+
+def test_a_plan_is_kept_until_some_rank_holds_something_else(tmp_path: Path) -> None:
+    run_ranks(2, plan_again_where_needed, str(tmp_path / "a.ckpt"))
+
+
 def poll_until_done(plugin: MCoreCheckpointIO) -> None:
     deadline = time.monotonic() + 30
     while plugin.has_saves_in_flight:
@@ -191,7 +213,7 @@ def test_an_asynchronous_save_holds_the_moment_and_old_ones_go_when_it_is_whole(
 
 def two_in_flight(folder: str) -> None:
     with groups():
-        plugin = MCoreCheckpointIO(async_save=True, max_in_flight=2)
+        plugin = pickle.loads(pickle.dumps(MCoreCheckpointIO(async_save=True, max_in_flight=2)))
         for index in range(4):
             plugin.save_checkpoint(checkpoint(scale=float(index), step=index), f"{folder}/{index}.ckpt")
             whole = [os.path.exists(f"{folder}/{earlier}.ckpt") for earlier in range(index + 1)]
@@ -200,6 +222,7 @@ def two_in_flight(folder: str) -> None:
         plugin.drain()
         for index in range(4):
             assert_loaded(plugin.load_shards(f"{folder}/{index}.ckpt", blank()), scale=float(index))
+        assert copy.deepcopy(plugin).max_in_flight == 2  # which a tuner may do, after saves too
 
 
 def test_as_many_saves_are_in_flight_as_allowed(tmp_path: Path) -> None:

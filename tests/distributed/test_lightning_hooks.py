@@ -170,17 +170,20 @@ FITS: dict[str, dict[str, Any]] = {
     "windows": {"accumulate_grad_batches": 3, "max_epochs": 2, "gradient_clip_val": 0.5},
     "val-inside": {"accumulate_grad_batches": 2, "val_check_interval": 3},
     "steps": {"accumulate_grad_batches": 2, "max_steps": 3, "limit_val_batches": 0},
+    "no-val": {"accumulate_grad_batches": 2, "limit_val_batches": 0},
 }
 
 
 def record(module: type, strategy: Any, folder: str) -> dict[str, Events]:
     """Return the events of each fit, and of validate, test, predict and a run that fails."""
     found: dict[str, Events] = {}
+    paths = {}
     for name, arguments in FITS.items():
         kept = ModelCheckpoint(f"{folder}/{name}", every_n_epochs=1, save_last=True)
         found[name], *_ = events(module, strategy, "fit", kept, enable_checkpointing=True, **arguments)
-    path = kept.last_model_path
-    found["resumed"], *_ = events(module, strategy, "fit", ckpt_path=path, max_epochs=2, max_steps=-1)
+        paths[name] = kept.last_model_path
+    for name in ("each-batch", "no-val"):  # one that stopped in an epoch goes on in it, which is not so under ddp
+        found[f"resumed {name}"], *_ = events(module, strategy, "fit", ckpt_path=paths[name], max_epochs=2)
     for way in ("validate", "test", "predict"):
         found[way], *_ = events(module, strategy, way)
     found["failed"], error = events(module, strategy, "fit", Raises())

@@ -21,6 +21,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from lightning_mcore import MCoreStrategy
+from lightning_mcore.optimizer_shards import identity_of, shares_of
 from tests.layouts import Layout
 from tests.parity.bare_loop import process_groups
 from tests.parity.global_tensors import Slice, assemble, spread, state_slices, weight_slices
@@ -288,18 +289,18 @@ class FrozenLayer(TinyGPT):
                 child.requires_grad_(False)
 
 
-def save_frozen(layout: Layout, path: str) -> None:
+def save_frozen(layout: Layout, path: str, precision: Any = "32-true") -> None:
     """Train two steps on this rank and save."""
-    trainer = make_trainer(layout, 2, "32-true", pl.Callback())
+    trainer = make_trainer(layout, 2, precision, pl.Callback())
     trainer.fit(FrozenLayer(layout, RECIPE))
     trainer.save_checkpoint(path)
 
 
-def load_frozen(layout: Layout, path: str | None) -> tuple[float, list[Slice], list[Slice]]:
+def load_frozen(layout: Layout, path: str | None, precision: Any = "32-true") -> tuple[float, list[Slice], list[Slice]]:
     """Train the third step on this rank, resumed or not; return the norm, the weights and the frozen ones."""
     watch = Losses()
     module = FrozenLayer(layout, RECIPE)
-    make_trainer(layout, 3, "32-true", watch).fit(module, ckpt_path=path)
+    make_trainer(layout, 3, precision, watch).fit(module, ckpt_path=path)
     with process_groups(layout):
         weights = weight_slices(module.model.chunks)
         frozen = [s for s in weights if s.key.startswith("decoder.layers.") and s.index[0] == 0]
@@ -321,3 +322,49 @@ def test_a_frozen_layer_among_trained_ones_goes_from_layout_to_layout(tmp_path: 
                 assert all(torch.equal(part.data, part.of(whole[part.key])) for part in kept), what
                 held = {part.key: whole[part.key] for part in slices}  # a stage has not all of the tensors
                 assert max(spread(slices, held).values()) <= TOLERANCE, what
+
+
+def test_a_frozen_layer_goes_from_layout_to_layout_in_bf16(tmp_path: Path) -> None:
+    layouts = (Layout(dp=2, distributed_optimizer=True), Layout(tp=2, sp=True))
+    [(_, weights, _)] = run_ranks(1, load_frozen, Layout(), None, "bf16-mixed", timeout=60)
+    whole = assemble(weights)
+    for saving in layouts:
+        path = str(tmp_path / f"{saving.id}.ckpt")
+        run_ranks(saving.world_size, save_frozen, saving, path, "bf16-mixed", timeout=60)
+        for loading in layouts:
+            for _, _, kept in run_ranks(loading.world_size, load_frozen, loading, path, "bf16-mixed", timeout=60):
+                assert kept
+                assert all(torch.equal(part.data, part.of(whole[part.key])) for part in kept), loading.id
+
+
+def unfreeze(layout: Layout, path: str) -> list[set[float]]:
+    """Resume with the first layer trained too; return the steps of its parameters and of the others."""
+    module = TinyGPT(layout, RECIPE)
+    watch = Steps()
+    make_trainer(layout, 3, "32-true", watch).fit(module, ckpt_path=path)
+    return [watch.of_first_layer, watch.of_others]
+
+
+class Steps(pl.Callback):
+    """Looks at the optimizer's count of steps."""
+
+    def __init__(self) -> None:
+        self.of_first_layer: set[float] = set()
+        self.of_others: set[float] = set()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy = trainer.strategy
+        chunks = strategy._chunks.bare  # type: ignore[attr-defined]
+        state = {f"model{index}": chunk.sharded_state_dict() for index, chunk in enumerate(chunks)}
+        for share in shares_of(strategy.optimizers[0], state):
+            is_first = share.sharded.key.startswith("decoder.layers.") and identity_of(share.sharded).endswith("@0")
+            (self.of_first_layer if is_first else self.of_others).add(float(share.numbers()["step"]))
+
+
+def test_a_layer_that_is_trained_after_a_resume_begins_with_a_fresh_state(tmp_path: Path) -> None:
+    path = str(tmp_path / "frozen.ckpt")
+    run_ranks(2, save_frozen, Layout(tp=2, sp=True), path, timeout=60)
+    for layout in (Layout(dp=2, distributed_optimizer=True), Layout(tp=2, sp=True)):
+        first, second = run_ranks(2, unfreeze, layout, path, timeout=60)
+        assert first[0] | second[0] == {1.0}, layout.id
+        assert first[1] | second[1] == {3.0}, layout.id

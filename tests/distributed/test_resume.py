@@ -66,6 +66,26 @@ class Dropping(PlainNet):
         self.log("val_loss", self.predictions(batch).mean() * torch.rand(()))
 
 
+class Counting(Dropping):
+    """Asks for the length of the run while it makes its optimizer, when the loops are not restored yet."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches > 1
+        return super().configure_optimizers()
+
+
+class Falling(Dropping):
+    """Lowers its learning rate whenever the validation has not become better."""
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.predictions(batch).mean() * 0 + self.current_epoch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
 def text(size: int) -> list[dict[str, Tensor]]:
     """Return sentences of 8 tokens; the first says which it is."""
     tokens = torch.randint(32, (size, 9), generator=torch.Generator().manual_seed(1))
@@ -314,6 +334,11 @@ def pairs(mode: Any) -> CombinedLoader:
     return CombinedLoader({"long": noisy(20, 2, shuffle=True), "short": noisy(10, 2, shuffle=True)}, mode)
 
 
+def mixed() -> CombinedLoader:
+    """Return loaders that go on in three ways, side by side."""
+    return CombinedLoader({"own": Remembering(), "data": noisy(12, 2, shuffle=True), "read": Reader()}, "min_size")
+
+
 def own_batches(size: int) -> DataLoader[Batch]:
     """Return a loader with a batch sampler of the user's own."""
     return DataLoader(Noisy(size), batch_sampler=Shuffles(size))  # type: ignore[arg-type]
@@ -361,6 +386,13 @@ CASES: dict[str, Case] = {
         trainer={"max_steps": 11},
         stop=4,
     ),
+    "plateau": Case(
+        module=Falling,
+        data=partial(noisy, 12, 2, shuffle=True),
+        validates=True,
+        moments=("batch 4", "epoch 0", "epoch 1", "validation 1", "validation 2"),
+        trainer={"max_epochs": 4},
+    ),
     "plain-limited": Case(
         module=Dropping,
         data=partial(noisy, 64, 2, shuffle=True, drop_last=True),
@@ -377,7 +409,7 @@ CASES: dict[str, Case] = {
         stop=2,
     ),
     "workers-stay": Case(
-        module=Dropping,
+        module=Counting,
         data=partial(generated, 12, 2, num_workers=2, persistent_workers=True),
         moments=("batch 2", "batch 8", "epoch 0"),
         trainer={"max_epochs": 3, **OWN},
@@ -434,8 +466,21 @@ CASES: dict[str, Case] = {
         trainer={"max_epochs": 2},
         world_size=1,
     ),
+    "mixed": Case(
+        module=Pairs,
+        data=mixed,
+        moments=("batch 2", "batch 5"),
+        trainer={"max_epochs": 1},
+        world_size=1,
+    ),
     "stateful": Case(
         module=Dropping,
+        data=Remembering,
+        moments=("batch 2", "batch 8"),
+        trainer={"max_epochs": 2},
+    ),
+    "stateful-counted": Case(
+        module=Counting,
         data=Remembering,
         moments=("batch 2", "batch 8"),
         trainer={"max_epochs": 2},

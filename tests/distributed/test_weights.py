@@ -152,6 +152,9 @@ def refusals(path: str, folder: str) -> dict[str, str]:
     with pytest.raises(ValueError, match="another model") as refusal:
         make_trainer(PP2, max_epochs=3).fit(make(qk_layernorm=True), data(), ckpt_path=path)
     texts["fit"] = str(refusal.value).replace(path, "PATH")
+    with pytest.raises(RuntimeError) as refusal:
+        MCoreGPT.load_from_checkpoint(path)
+    texts["ranks"] = str(refusal.value)
     return texts
 
 
@@ -163,6 +166,10 @@ def test_weights_of_another_model_are_refused_by_name(saved: tuple[str, float], 
     )
     assert "decoder.layers.mlp.linear_fc1.weight ([2, 64, 16] in it, [2, 32, 16] in the model)" in first["width"]
     assert "decoder.layers.mlp.linear_fc1.weight ([2, 64, 16] in it, [4, 64, 16] in the model)" in first["layers"]
+    assert first["ranks"] == (
+        "this process is one of 2 connected ranks, and the whole model is loaded in a process of its own; do it in"
+        " another script, or start a run from the weights with load_weights(path)"
+    )
     for text in (first["names"], first["fit"]):
         assert text.startswith("PATH is of another model: it lacks decoder.layers.self_attention.k_layernorm.")
         assert "optimizer." not in text

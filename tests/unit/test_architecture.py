@@ -52,6 +52,7 @@ LEVELS = [
         "progress",
         "checkpoint_files",
         "checksummed_file",
+        "shard_plan",
         "torch_dist_metadata",
         "checkpoint_reader",
         "data_position",

@@ -6,6 +6,7 @@ import mmap
 import random
 import zipfile
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,6 +100,21 @@ def test_no_flipped_byte_goes_unseen() -> None:
             continue
         if found is not None:  # in a field that nobody reads, such as a date
             assert_same(found, tensor)
+
+
+def test_an_archive_may_be_larger_than_four_gigabytes(tmp_path: Path) -> None:
+    size = (1 << 32) + 320
+    before, after = frame_tensor(torch.uint8, (size,), checksum=0)
+    path = tmp_path / "large.pt"
+    with path.open("wb") as file:
+        file.write(before)
+        file.seek(size - 1, 1)  # the rest is a hole in the file
+        file.write(b"\x07" + after)
+    assert torch.load(path, mmap=True, weights_only=True)[-1] == 7
+    with path.open("rb") as file:
+        found = find_tensor(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), torch.uint8, (size,), check=False)
+    assert found is not None
+    assert found[-1] == 7
 
 
 def test_a_cut_archive_is_an_error() -> None:
