@@ -388,6 +388,7 @@ def main() -> None:
     options = parser.parse_args()
     output, parts = options.output, options.parts or ["throughput", "stall", "memory"]
     facts = circumstances(argparse.Namespace(**{k: v for k, v in vars(options).items() if k not in ("output", "disk")}))
+    busy_before = os.getloadavg()[0]
     results: dict[str, list[dict[str, Any]]] = {}
     for part, measure in {"throughput": throughput, "stall": stall}.items():
         for layout in options.layouts if part in parts else []:
@@ -396,6 +397,9 @@ def main() -> None:
             print(tables({part: results[part][-1:]}).splitlines()[-1], flush=True)
     if "memory" in parts:
         results["memory"] = reshards(options)
+    facts["load of the machine"] = (
+        f"{busy_before:.1f} before, {os.getloadavg()[0]:.1f} at the end (averages of a minute)"
+    )
     output.mkdir(parents=True, exist_ok=True)
     stem = output / f"checkpoint_cpu_{facts['date'].replace('-', '')}"
     stem.with_suffix(".json").write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")

@@ -233,7 +233,7 @@ def heed_requeue_signal(trainer: pl.Trainer) -> None:
     """Let SLURM's requeue signal wait for the end of the step, also where the trainer has no PreemptionCheckpoint.
 
     Lightning saves within the handler of that signal. Where each rank has a part of the model, ranks that are
-    interrupted in different lines of a step would wait for each other for ever. The strategy calls this before a run.
+    interrupted in different lines of a step would wait for each other for ever. For strategies to call before a run.
     """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     if _requeue_signal(trainer) and not any(isinstance(callback, PreemptionCheckpoint) for callback in callbacks):
