@@ -397,9 +397,7 @@ def main() -> None:
             print(tables({part: results[part][-1:]}).splitlines()[-1], flush=True)
     if "memory" in parts:
         results["memory"] = reshards(options)
-    facts["load of the machine"] = (
-        f"{busy_before:.1f} before, {os.getloadavg()[0]:.1f} at the end (averages of a minute)"
-    )
+    facts["load of the machine"] = f"{busy_before:.1f} before, {os.getloadavg()[0]:.1f} at the end"
     output.mkdir(parents=True, exist_ok=True)
     stem = output / f"checkpoint_cpu_{facts['date'].replace('-', '')}"
     stem.with_suffix(".json").write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")

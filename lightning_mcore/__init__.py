@@ -17,6 +17,7 @@ with warnings.catch_warnings():
     from lightning_mcore.progress import MCoreProgressBar
     from lightning_mcore.session import single_process
     from lightning_mcore.strategy import MCoreStrategy
+    from lightning_mcore.weights import build_from_checkpoint
 
 __version__ = "0.1.0"
 
@@ -33,5 +34,6 @@ __all__ = [
     "ParallelLayout",
     "PreemptionCheckpoint",
     "__version__",
+    "build_from_checkpoint",
     "single_process",
 ]

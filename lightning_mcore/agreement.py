@@ -91,6 +91,13 @@ def on_all(mine: Callable[[], T]) -> T:
     return kept[0]
 
 
+def gather(own: T) -> list[T]:
+    """Return what every rank has, in rank order, on every rank; collective over the world."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own, group=control_group())
+    return found
+
+
 def all_true(mine: bool) -> bool:
     """Return whether it is true on every rank; collective over the world, and cheap."""
     flag = torch.tensor([int(mine)], dtype=torch.int32)

@@ -85,8 +85,8 @@ def no_checkpoint(path: str, names: Collection[str]) -> ValueError:
         return interrupted(path)
     if is_megatron(names):
         return ValueError(
-            f"{path} is a checkpoint of Megatron-LM or another program, without our {MANIFEST_FILE}, and was not"
-            " verified; weights and optimizer state can be read from it"
+            f"{path} is a checkpoint of Megatron-LM or another program, from which no run here can go on, for it has no"
+            f" {MANIFEST_FILE}; start from its weights with self.load_weights(path) in configure_model"
         )
     inside = [name for name in sorted(names) if name.endswith(".ckpt") or name.startswith("iter_")]
     advice = f"did you mean {path.rstrip('/')}/{inside[-1]}" if inside else "give the path of a checkpoint"

@@ -215,8 +215,14 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         """
         where = str(path)
         if not self.is_directory(where):
+            _check_file(where)
             location = map_location if map_location is not None else (lambda storage, _: storage)
-            return dict(super().load_checkpoint(path, location, weights_only))
+            content = super().load_checkpoint(path, location, weights_only)
+            if not isinstance(content, dict):
+                raise ValueError(
+                    f"{where} is no checkpoint, for it holds a {type(content).__name__}; give another path"
+                )
+            return content
         manifest = checkpoint_files.check_sizes(where)
         lightning, ranks = (io.BytesIO(self._read(where, manifest, name)) for name in (LIGHTNING_FILE, RANKS_FILE))
         safe = True if weights_only is None else weights_only
@@ -345,6 +351,16 @@ def _without_advice_for_megatron() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
         yield
+
+
+def _check_file(path: str) -> None:
+    """Refuse what ``torch.save`` cannot have written; unpickling it ends in whatever its first bytes happen to mean."""
+    if not os.path.isfile(path):
+        return  # Lightning knows what to say, or how to fetch it
+    with open(path, "rb") as stream:
+        begin = stream.read(2)
+    if begin != b"PK" and begin[:1] != b"\x80":
+        raise ValueError(f"{path} is no checkpoint, for torch.save did not write it; give the path of a checkpoint")
 
 
 def _absolute(path: _PATH) -> str:

@@ -94,15 +94,10 @@ def check_optimizer(path: str, manifest: Mapping[str, Any], optimizers: Sequence
     """Refuse the state of an optimizer of another kind.
 
     Raises:
-        ValueError: The checkpoint has the state of another optimizer, or of none.
+        ValueError: The checkpoint has the state of another optimizer.
     """
     contents = manifest.get("contents", {})
     saved, own = contents.get("optimizer_class"), [type(optimizer).__name__ for optimizer in optimizers]
-    if not contents.get("optimizer"):
-        raise ValueError(
-            f"{path} holds weights alone, without the state of an optimizer; to start from them with a fresh optimizer"
-            " call self.load_weights(path) in configure_model, after the model is built"
-        )
     if saved not in own and not (_is_adam(saved) and any(isinstance(optimizer, Adam) for optimizer in optimizers)):
         raise ValueError(
             f"{path} holds the state of {saved}, and configure_optimizers returned {' and '.join(own)}; return"

@@ -27,6 +27,7 @@ are the same, and those of later epochs), and a sampler or iterable dataset that
 generators while it is read.
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -331,6 +332,8 @@ class ExactResume:
 
     def _go_on_in_epoch(self, fit: Any, restored: _Restored) -> None:
         loop = fit.epoch_loop
+        # Lightning looks for a loader that has a state of its own, and finds none.
+        warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
         if restored.reads_over and "stateful" in restored.kinds:
             read_over_some(fit._data_fetcher, restored.place.batches, [kind == "read" for kind in restored.kinds])
         elif restored.reads_over:

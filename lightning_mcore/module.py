@@ -108,9 +108,9 @@ class MCoreModule(pl.LightningModule):
             weights_only: As ``torch.load`` takes it.
             kwargs: Hyper-parameters to use instead of those in the checkpoint.
         """
+        if isinstance(checkpoint_path, str | Path) and MCoreCheckpointIO.is_directory(checkpoint_path):
+            return build_from_checkpoint(cls, checkpoint_path, strict, weights_only, kwargs)
         with single_process():
-            if isinstance(checkpoint_path, str | Path) and MCoreCheckpointIO.is_directory(checkpoint_path):
-                return build_from_checkpoint(cls, str(checkpoint_path), strict, weights_only, kwargs)
             lightning_loader = super().load_from_checkpoint
             return lightning_loader(checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs)
 

@@ -23,13 +23,13 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 from torch import Tensor
 
+from lightning_mcore.agreement import gather
 from lightning_mcore.optimizer import MCoreOptimizer
 from lightning_mcore.optimizer_parts import optimizer_parts
 
@@ -106,7 +106,8 @@ class Share:
             if name == _STEP and _counts_groups(self.part):
                 self.group[_STEP] = int(value)
             elif name == _STEP:
-                self.state[_STEP] = torch.tensor(float(value))
+                on_device = self.group.get("capturable") or self.group.get("fused")  # as torch's optimizers have it
+                self.state[_STEP] = torch.tensor(float(value), device=self.stepped.device if on_device else "cpu")
             else:
                 self.state[name] = value.clone() if isinstance(value, Tensor) else value
 
@@ -163,13 +164,26 @@ def shares_of(optimizer: MCoreOptimizer, model_state: Mapping[str, Any]) -> list
     Args:
         optimizer: The optimizer, over the chunks that ``model_state`` is of.
         model_state: The sharded state of the chunks, with the parameters themselves as data.
+
+    Raises:
+        ValueError: A parameter is trained and not in the model's state.
     """
     entries = {id(entry.data): entry for entry in nested_values(model_state) if _is_tensor(entry)}
-    return [
-        Share(part, stepped, parameter, group, entries[id(parameter)], begin)
+    stepped_here = [
+        (part, *found)
         for part in optimizer_parts(optimizer.megatron)
         if not part.is_stub_optimizer
-        for parameter, stepped, group, begin in _ranges(part)
+        for found in _ranges(part)
+    ]
+    lost = [list(parameter.shape) for _, parameter, *_ in stepped_here if id(parameter) not in entries]
+    if lost:
+        raise ValueError(
+            f"{len(lost)} parameters are trained and not in state_dict(), the first of shape {lost[0]}, so their"
+            " optimizer's state cannot be saved; keep them in state_dict(), or save weights alone"
+        )
+    return [
+        Share(part, stepped, parameter, group, entries[id(parameter)], begin)
+        for part, parameter, stepped, group, begin in stepped_here
     ]
 
 
@@ -326,11 +340,7 @@ def gather_numbers(numbers: Mapping[str, Numbers | None]) -> dict[str, Any]:
     Returns:
         ``{"common": {name: value}, "own": {parameter: {name: value}}}``, with in ``own`` only what differs.
     """
-    found: list[Mapping[str, Numbers | None]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(found, numbers)
-    merged: dict[str, Numbers | None] = {}
-    for one in found:
-        merged |= one
+    merged = {name: value for found in gather(numbers) for name, value in found.items()}
     common = _most_frequent(list(merged.values()))
     return {"common": common, "own": {name: value for name, value in merged.items() if not _same(value, common)}}
 

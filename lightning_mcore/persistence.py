@@ -4,7 +4,8 @@
 :class:`MCorePersistence` is the part of the strategy that saves and resumes; ``strategy.py`` builds the steps on it.
 
 ==========================================  ===================================================================
-a plain module, optimizer not sharded       one file, as Lightning writes it; ``"ddp"`` reads it and the other way
+a plain module, optimizer not sharded       one file, as Lightning writes it; ``"ddp"`` reads it and the other way,
+                                            but for the fp32 copies of ``bf16-true`` and ``16-true``
 a plain module, distributed optimizer       a directory
 a model built with ``pipeline()``           a directory, also on one rank: any layout reads it
 ==========================================  ===================================================================
@@ -24,17 +25,19 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_mcore import checkpoint_manifest, sharded_state
 from lightning_mcore.agreement import on_all
-from lightning_mcore.checkpoint_io import MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
+from lightning_mcore.checkpoint_io import CONTENT_METADATA, MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
 from lightning_mcore.chunks import ModelChunks, find_pipeline, synchronize_parameters
+from lightning_mcore.module import MCoreModule
 from lightning_mcore.optimizer import MCoreOptimizer
 from lightning_mcore.optimizer_shards import load_whole_state
 from lightning_mcore.parallelism import MCoreParallelism
 
 _NUMBERS = "lightning_mcore/optimizer_numbers"
+# How Megatron-LM would say that every layout can read the optimizer's state.
+_CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 _EXCEPTION_TIMEOUT = 30.0  # seconds
 
 
@@ -88,7 +91,8 @@ class MCorePersistence(MCoreParallelism):
         chunks = self._chunks or self._finished_chunks
         if chunks is not None:
             return chunks.pipeline is None
-        return self.lightning_module is None or find_pipeline(self.lightning_module) is None
+        module = self.lightning_module
+        return module is None or not (isinstance(module, MCoreModule) or find_pipeline(module))
 
     @property
     def _splits_weights(self) -> bool:
@@ -149,6 +153,7 @@ class MCorePersistence(MCoreParallelism):
             }
             if optimizers:
                 own[_NUMBERS] = state.numbers
+                own[CONTENT_METADATA] = _CONTENT
             io.save_checkpoint({**checkpoint, **own}, self.broadcast(str(filepath)), storage_options)
             if self._makes_links or self._chunks is None:  # after a run there are no steps to finish it between
                 io.drain()
@@ -162,6 +167,9 @@ class MCorePersistence(MCoreParallelism):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Finish a save whose files are written."""
+        self._poll_saves()
+
+    def _poll_saves(self) -> None:
         if isinstance(self._checkpoint_io, MCoreCheckpointIO):
             self._checkpoint_io.poll()
 
@@ -249,9 +257,15 @@ class MCorePersistence(MCoreParallelism):
                 f" {len(optimizers)}; resume with the optimizers of the run that saved it"
             )
         for optimizer, saved in zip(optimizers, states, strict=False):
-            if "state" in saved and self.gradients.distributed and isinstance(optimizer, MCoreOptimizer):
-                load_whole_state(optimizer, saved)
-                continue
+            if self.gradients.distributed and isinstance(optimizer, MCoreOptimizer) and "param_groups" in saved:
+                if "megatron" in saved:
+                    raise ValueError(
+                        "the checkpoint's optimizer keeps whole fp32 copies of the parameters, as in bf16-true without"
+                        " the distributed optimizer; resume it with use_distributed_optimizer=False"
+                    )
+                if "state" in saved:
+                    load_whole_state(optimizer, saved)
+                    continue
             if "state" in saved or "megatron" in saved:
                 optimizer.load_state_dict(saved)
                 continue
@@ -276,9 +290,7 @@ class MCorePersistence(MCoreParallelism):
         optimizers = self._megatron_optimizers() if fitting and pending.stored.numbers is not None else []
         if optimizers:
             checkpoint_manifest.check_optimizer(path, manifest, [optimizer.user for optimizer in optimizers])
-        differences = sharded_state.load(pending.stored, self._chunks, optimizers, strict=module.strict_loading)
-        if differences.missing or differences.unexpected:
-            rank_zero_warn(differences.sentence(path))
+        sharded_state.load(pending.stored, self._chunks, optimizers, strict=module.strict_loading)
         if not optimizers:
             for optimizer in self._megatron_optimizers():
                 optimizer.megatron.reload_model_params()

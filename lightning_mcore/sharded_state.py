@@ -17,12 +17,13 @@ from math import prod
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 
+from lightning_mcore.agreement import gather, on_all
 from lightning_mcore.chunks import ModelChunks
 from lightning_mcore.optimizer import MCoreOptimizer
 from lightning_mcore.optimizer_shards import (
@@ -43,6 +44,7 @@ from lightning_mcore.process_groups import process_group
 _T = TypeVar("_T")
 Shape = tuple[int, ...]
 Read = Callable[[dict[str, Any]], dict[str, Any]]
+STRICT_LOADING = "set strict_loading=False in the module"
 _OPTIMIZER = "optimizer"
 
 
@@ -93,18 +95,32 @@ class Differences:
     unexpected: list[str] = field(default_factory=list)
     shapes: list[str] = field(default_factory=list)
 
-    def sentence(self, path: str) -> str:
-        """Say it in one sentence, with the first names of each kind."""
+    def sentence(self, path: str, advice: str) -> str:
+        """Say it in one sentence, with the first names of each kind and what to do."""
         kinds = (
             ("lacks", self.missing),
             ("has what this model does not:", self.unexpected),
             ("has other shapes:", self.shapes),
         )
         found = "; it ".join(f"{text} {_some(names)}" for text, names in kinds if names)
-        return (
-            f"{path} is of another model: it {found}; load it into the model that wrote it, or set"
-            " strict_loading=False in the module to load what fits"
-        )
+        return f"{path} is of another model: it {found}; {advice}"
+
+    def check(self, path: str, strict: bool, advice: str) -> None:
+        """Refuse what cannot be loaded, and warn of what stays as it is.
+
+        Args:
+            path: The checkpoint.
+            strict: Whether names must agree; shapes must in any case.
+            advice: How names need not agree.
+
+        Raises:
+            ValueError: The checkpoint does not fit.
+        """
+        if self.shapes or (strict and (self.missing or self.unexpected)):
+            other = "" if self.shapes else f", or {advice} to load what fits"
+            raise ValueError(self.sentence(path, f"load it into the model that wrote it{other}"))
+        if self.missing or self.unexpected:
+            rank_zero_warn(self.sentence(path, "what it lacks stays as it is"))
 
 
 def _some(names: Sequence[str]) -> str:
@@ -122,16 +138,23 @@ def collect(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer]) -> Collec
         chunks: The wrapped model.
         optimizers: The optimizers whose state is saved; empty for weights alone.
     """
-    state: dict[str, Any] = {key: sharded_chunk(chunks, index) for index, key in enumerate(_keys(chunks))}
-    model_state = dict(state)
+    model_state, shares = on_all(lambda: _shares(chunks, optimizers))
+    state = dict(model_state)
     numbers = []
-    for index, optimizer in enumerate(optimizers):
-        shares = shares_of(optimizer, model_state)
-        without_state = dict.fromkeys(identity_of(entry) for entry in _untrained(shares, model_state))
-        numbers.append(gather_numbers({**without_state, **numbers_of(shares)}))
-        blocks = [*_state_blocks(index, shares), *_blocks_of_untrained(index, shares, model_state)]
+    for index, own in enumerate(shares):
+        without_state = dict.fromkeys(identity_of(entry) for entry in _untrained(own, model_state))
+        numbers.append(gather_numbers({**without_state, **numbers_of(own)}))
+        blocks = [*_state_blocks(index, own), *_blocks_of_untrained(index, own, model_state)]
         state[f"{_OPTIMIZER}{index}"] = {str(number): block for number, block in enumerate(blocks)}
     return CollectedState(state, numbers, _count_parameters(model_state))
+
+
+def _shares(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer]) -> tuple[dict[str, Any], list[list[Share]]]:
+    """Return the sharded state of the chunks, and what this rank steps of each of their parameters."""
+    model_state = {key: sharded_chunk(chunks, index) for index, key in enumerate(_keys(chunks))}
+    for entry in _tensors_in(model_state):
+        pieces_of(entry)
+    return model_state, [shares_of(optimizer, model_state) for optimizer in optimizers]
 
 
 def _prefix(index: int, name: str) -> str:
@@ -176,10 +199,8 @@ def _untrained(shares: Sequence[Share], model_state: dict[str, Any]) -> list[Sha
 
 def _merged(own: Sequence[dict[str, dict[str, torch.dtype]]]) -> dict[str, dict[str, torch.dtype]]:
     """Merge what each rank knows of each parameter; collective over the world."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
     known: dict[str, dict[str, torch.dtype]] = {}
-    for one in (dictionary for rank in found for dictionary in rank):
+    for one in (dictionary for rank in gather(own) for dictionary in rank):
         for key, names in one.items():
             known.setdefault(key, {}).update(names)
     return known
@@ -196,12 +217,7 @@ def _count_parameters(model_state: dict[str, Any]) -> int:
 
 
 def _over_all_ranks(own: dict[str, _T]) -> dict[str, _T]:
-    found: list[dict[str, _T]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    merged: dict[str, _T] = {}
-    for one in found:
-        merged |= one
-    return merged
+    return {key: value for found in gather(own) for key, value in found.items()}
 
 
 def _keys(chunks: ModelChunks) -> list[str]:
@@ -260,42 +276,48 @@ def load_outside_chunks(module: nn.Module, saved: Mapping[str, Any], path: str, 
     """
     own = state_outside_chunks(module, module.state_dict())
     missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
-    if strict and (missing or unexpected):
-        raise ValueError(Differences(missing, unexpected).sentence(path))
+    shapes = [
+        f"{name} ({list(saved[name].shape)} in it, {list(value.shape)} in the model)"
+        for name, value in own.items()
+        if isinstance(value, Tensor) and name in saved and saved[name].shape != value.shape
+    ]
+    Differences(missing, unexpected, shapes).check(path, strict, STRICT_LOADING)
     module.load_state_dict(saved, strict=False)
 
 
 # ---- loading
 
 
-def load(stored: StoredState, chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer], strict: bool) -> Differences:
+def load(
+    stored: StoredState,
+    chunks: ModelChunks,
+    optimizers: Sequence[MCoreOptimizer],
+    strict: bool,
+    advice: str = STRICT_LOADING,
+) -> None:
     """Read weights and, where optimizers are given, their state into the running model; collective over the world.
 
     Args:
         stored: The checkpoint.
         chunks: The wrapped model.
         optimizers: The optimizers to read into; empty for weights alone.
-        strict: Refuse missing and unexpected names.
-
-    Returns:
-        How the names differ; with ``strict`` they do not.
+        strict: Refuse missing and unexpected names, instead of warning of them.
+        advice: How the user says so.
 
     Raises:
         ValueError: The checkpoint is of another model, or lacks the optimizer's state; the same on every rank.
     """
-    model_state = {key: sharded_chunk(chunks, index) for index, key in enumerate(_keys(chunks))}
+    model_state, _ = on_all(lambda: _shares(chunks, []))
     differences = compare(stored, model_state)
-    if differences.shapes or (strict and (differences.missing or differences.unexpected)):
-        raise ValueError(differences.sentence(stored.path))
+    differences.check(stored.path, strict, advice)
     wanted = {key: _without(state, differences, stored) for key, state in model_state.items()}
     loaded = stored.read(wanted)
     for key, chunk in zip(_keys(chunks), chunks.bare, strict=True):
         chunk.load_state_dict(loaded.get(key, {}), strict=len(wanted[key]) == len(model_state[key]))
-    for index, optimizer in enumerate(optimizers):
-        # The state is built anew: loading has put the parameters in the place of the tensors of the first.
-        model_state = {key: sharded_chunk(chunks, number) for number, key in enumerate(_keys(chunks))}
-        _load_optimizer(stored, index, shares_of(optimizer, model_state), model_state)
-    return differences
+    # The state is built anew: loading has put the parameters in the place of the tensors of the first.
+    model_state, shares = on_all(lambda: _shares(chunks, optimizers))
+    for index, own in enumerate(shares):
+        _load_optimizer(stored, index, own, model_state)
 
 
 def compare(stored: StoredState, model_state: dict[str, Any]) -> Differences:

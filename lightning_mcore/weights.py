@@ -7,18 +7,21 @@ checkpoint, whole in this process. ``MCoreModule`` has both as methods.
 """
 
 import warnings
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.core.saving import _load_state
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 
 from lightning_mcore import checkpoint_manifest, sharded_state
 from lightning_mcore.checkpoint_io import MCoreCheckpointIO
 from lightning_mcore.chunks import ModelChunks, find_pipeline
+from lightning_mcore.session import single_process
+
+_M = TypeVar("_M", bound=pl.LightningModule)
 
 
 def load_weights(module: pl.LightningModule, path: str | Path, strict: bool = True) -> None:
@@ -44,19 +47,34 @@ def load_weights(module: pl.LightningModule, path: str | Path, strict: bool = Tr
 
 
 def build_from_checkpoint(
-    cls: type[pl.LightningModule], path: str, strict: bool | None, weights_only: bool | None, arguments: dict[str, Any]
-) -> Any:
-    """Make a module from the hyper-parameters in a sharded checkpoint and read its weights, whole in this process.
+    cls: type[_M],
+    path: str | Path,
+    strict: bool | None = None,
+    weights_only: bool | None = None,
+    hyper_parameters: Mapping[str, Any] | None = None,
+) -> _M:
+    """Make a module from a sharded checkpoint, with the whole model in this process.
 
-    Lightning makes the module; what it does with a ``state_dict``, :func:`load_weights` does with the shards.
+    What Lightning's ``load_from_checkpoint`` does with a file, for a directory of any module: it is made from the
+    hyper-parameters in the checkpoint, and its weights are read in place, from whatever layout they were saved on.
 
     Args:
-        cls: The module's class.
+        cls: The module's class, a LightningModule or an ``MCoreModule``.
         path: The checkpoint, a directory.
-        strict: As in Lightning's ``load_from_checkpoint``.
+        strict: Whether names must agree; the module's ``strict_loading`` by default.
         weights_only: As ``torch.load`` takes it, for what Lightning keeps.
-        arguments: Hyper-parameters that are given instead of those in the checkpoint.
+        hyper_parameters: What to use instead of those in the checkpoint.
+
+    Raises:
+        FileNotFoundError: There is nothing at ``path``.
+        RuntimeError: This process is one of several connected ranks.
+        ValueError: It is no such checkpoint, or of another model.
     """
+    with single_process():
+        return _build(cls, str(path), strict, weights_only, dict(hyper_parameters or {}))
+
+
+def _build(cls: type[_M], path: str, strict: bool | None, weights_only: bool | None, arguments: dict[str, Any]) -> _M:
     io = MCoreCheckpointIO()
     state: dict[str, Any] = dict(_pl_migrate_checkpoint(io.load_checkpoint(path, weights_only=weights_only), path))
     hyper_parameters = {**state.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}), **arguments}
@@ -66,7 +84,7 @@ def build_from_checkpoint(
         # What Lightning does not find, for there is nothing in this dict, is read from the shards.
         warnings.filterwarnings("ignore", message="Found keys that are in the model state dict but not in")
         module = _load_state(cls, {**lightning_state, "state_dict": {}}, strict=False, **arguments)
-    assert isinstance(module, pl.LightningModule)
+    assert isinstance(module, cls)
     strictly = module.strict_loading if strict is None else strict
     sharded_state.load_outside_chunks(module, outside, path, strictly)
     _load(module, path, io, strictly)
@@ -81,6 +99,4 @@ def _load(module: pl.LightningModule, path: str, io: MCoreCheckpointIO, strict: 
     stored = sharded_state.StoredState(
         path, io.read_shapes(path), io.read_objects(path), None, partial(io.load_shards, path)
     )
-    differences = sharded_state.load(stored, chunks, [], strict=strict)
-    if differences.missing or differences.unexpected:
-        rank_zero_warn(differences.sentence(path))
+    sharded_state.load(stored, chunks, [], strict, advice="pass strict=False")

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreGPT
+from lightning_mcore import MCoreGPT, build_from_checkpoint
 from lightning_mcore.checkpoint import verify
 from tests.ranks import run_ranks
 from tests.toy import ADAMW, Batch, MakeOptimizer, PlainNet, Seen, StagedNet, loader, make_trainer, run_fit, weights
@@ -222,6 +222,7 @@ def refusals(folder: str) -> dict[str, str]:
     """Return how checkpoints are refused that this run cannot read, on this rank."""
     texts = {}
     Path(folder, "nothing").mkdir(exist_ok=True)
+    Path(folder, "text.ckpt").write_text("epoch 3")
     staged = Run(module=Staged, strategy=PP2)
     momentum = Run(module=partial(Staged, MOMENTUM), strategy=PP2)
     fit(staged, 1, folder=f"{folder}/pp2")
@@ -229,6 +230,7 @@ def refusals(folder: str) -> dict[str, str]:
     for name, path, run in (
         ("nothing", "nothing", staged),
         ("absent", "absent.ckpt", staged),
+        ("text", "text.ckpt", staged),
         ("stages", "pp2/last.ckpt", Run(module=Staged, strategy=VP2)),
         ("optimizer", "pp2/last.ckpt", momentum),
         ("file", "file/last.ckpt", staged),
@@ -251,6 +253,7 @@ def test_what_a_run_cannot_read_is_refused_in_one_sentence(tmp_path: Path) -> No
     assert first == {
         "nothing": "/nothing is a directory and no checkpoint, for it has no checkpoint.json; give the path of a"
         " checkpoint",
+        "text": "/text.ckpt is no checkpoint, for torch.save did not write it; give the path of a checkpoint",
         "optimizer": "/pp2/last.ckpt holds the state of AdamW, and configure_optimizers returned SGD; return AdamW, or"
         " start from its weights alone: self.load_weights(path) in configure_model",
         "file": "/file/last.ckpt is one file, as it is written by other strategies; this run splits the model into"
@@ -415,9 +418,10 @@ def test_a_plain_module_goes_to_another_number_of_ranks(before: int, after: int,
 class Furnished(Plain):
     """A plain module with state of every kind."""
 
-    def __init__(self, more: bool = False) -> None:
+    def __init__(self, more: bool = False, left_out: tuple[str, ...] = ()) -> None:
         super().__init__()
         self.history = ["begun"]
+        self.left_out = left_out
         self.register_buffer("empty", torch.zeros(0))
         if more:
             self.register_buffer("added", torch.ones(2))
@@ -429,7 +433,7 @@ class Furnished(Plain):
         self.history = state["history"]
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        return super().state_dict()
+        return {name: value for name, value in super().state_dict().items() if name not in self.left_out}
 
     def on_train_end(self) -> None:
         self.history.append("ended")
@@ -453,7 +457,13 @@ def furnish(folder: str) -> dict[str, Any]:
     other = Furnished()
     make_trainer(SHARDED).validate(other, loader(4, 2), ckpt_path=f"{folder}/ended.ckpt", verbose=False)
     found["history"] = other.history
+    found["weights"] = {name: value.detach().clone() for name, value in module.named_parameters()}
+    with pytest.raises(RuntimeError, match="connected ranks"):
+        build_from_checkpoint(Furnished, f"{folder}/ended.ckpt")
     found["resumed"] = fit(sharded, 2, resume=f"{folder}/last.ckpt").num_batches
+    first = next(iter(dict(module.named_parameters())))
+    with pytest.raises(ValueError, match=r"1 parameters are trained and not in state_dict\(\)"):
+        fit(Run(module=partial(Furnished, left_out=(first,)), strategy=SHARDED), 1, f"{folder}/less")
     fit(Run(module=Staged, strategy=PP2), 1, f"{folder}/staged")
     for name, run, path in (
         ("plain", Run(module=partial(Furnished, more=True), strategy=SHARDED), f"{folder}/last.ckpt"),
@@ -473,9 +483,13 @@ def furnish(folder: str) -> dict[str, Any]:
 
 def test_state_of_every_kind_is_kept_and_a_refused_save_ends_on_every_rank(tmp_path: Path) -> None:
     first, second = run_ranks(2, furnish, str(tmp_path), timeout=90)
-    assert first == second
+    assert {**first, "weights": None} == {**second, "weights": None}
     assert first["history"] == ["begun", "ended"]
     assert first["resumed"] == 2 + 4
+    whole = build_from_checkpoint(Furnished, tmp_path / "ended.ckpt")
+    assert whole.history == ["begun", "ended"]
+    for name, value in first["weights"].items():
+        assert torch.equal(dict(whole.named_parameters())[name], value)
     assert first["plain"].startswith("/last.ckpt is of another model: it lacks added;")
     assert first["staged"].startswith("/staged/last.ckpt is of another model: it lacks added;")
     refusal = "/last.ckpt/checkpoint.json/x.ckpt could not be saved: not a directory; check the disk"
