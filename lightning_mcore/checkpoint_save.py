@@ -106,7 +106,9 @@ class CheckpointSave:
         prefix, path, directory = f"__{dist.get_rank()}_", self.path, self._directory
         self.staging = staging
         self._writing = BackgroundTask(
-            f"writer of {path}", lambda: _refused(path, lambda: write_pieces(directory, prefix, pieces, files))
+            f"writer of {path}",
+            lambda: _refused(path, lambda: write_pieces(directory, prefix, pieces, files)),
+            gives_way=staging is not None,
         )
 
     @property

@@ -38,7 +38,6 @@ class OptimizerSetting:
         overlap_param_gather: The sharded step leaves gathering the parameters to the next forward.
         tensor_parallel_size: Ranks that share each matrix, those of experts included.
         expert_model_parallel_size: Ranks that share the experts, whose gradients then have a norm group of their own.
-        saves_shards: Whether a checkpoint is a directory of shards.
         config: Megatron's config for everything else, None for its defaults.
         scaler: The loss scale of the run under fp16, None in other precisions.
     """
@@ -49,7 +48,6 @@ class OptimizerSetting:
     overlap_param_gather: bool
     tensor_parallel_size: int
     expert_model_parallel_size: int
-    saves_shards: bool
     config: OptimizerConfig | None = None
     scaler: LossScaler | None = None
 
@@ -102,7 +100,6 @@ def make_optimizer(
         distributed=setting.distributed,
         tensor_parallel_size=setting.tensor_parallel_size,
         expert_model_parallel_size=setting.expert_model_parallel_size,
-        saves_shards=setting.saves_shards,
         may_skip_steps=setting.scaler is not None,
     )
     rebuilt = setting.distributed or (megatron_fields(user) is not None and not setting.inline)

@@ -31,8 +31,6 @@ _WHOLE_MATRICES = {
     "soap",
 }
 _ALL_PARAMETERS = {"lbfgs"}
-# Megatron's sharded checkpoints hold a state of the shape of its parameter, and one number of steps for all.
-_STATE_OF_ANOTHER_SHAPE = {"adafactor", "asgd", "came", "nadam"}
 
 
 def megatron_fields(user: Optimizer) -> dict[str, Any] | None:
@@ -104,7 +102,6 @@ def check_kind(
     distributed: bool,
     tensor_parallel_size: int,
     expert_model_parallel_size: int,
-    saves_shards: bool = False,
     may_skip_steps: bool = False,
 ) -> None:
     """Refuse an optimizer that cannot do what the layout asks of it.
@@ -115,7 +112,6 @@ def check_kind(
         distributed: Whether its state is to be sharded over the data-parallel ranks.
         tensor_parallel_size: Ranks that share each matrix, those of experts included.
         expert_model_parallel_size: Ranks that share the experts.
-        saves_shards: Whether a checkpoint is a directory of shards.
         may_skip_steps: Whether a step whose gradients overflow is skipped (fp16).
 
     Raises:
@@ -146,11 +142,6 @@ def check_kind(
         raise TypeError(
             f"{name} looks at whole matrices, and tensor_model_parallel_size={tensor_parallel_size} leaves each rank a"
             " part of them; set the tensor sizes to 1, or use an optimizer that is elementwise, such as AdamW"
-        )
-    if saves_shards and _is_one_of(user, _STATE_OF_ANOTHER_SHAPE):
-        raise TypeError(
-            f"{name} keeps state that is not shaped like its parameters, which the sharded checkpoint of a split model"
-            " cannot hold; use another optimizer, such as AdamW, Adagrad or RMSprop"
         )
 
 

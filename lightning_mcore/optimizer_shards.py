@@ -11,13 +11,15 @@ which every other layout can take the parts it needs. Megatron's optimizers hold
   at most three rectangles (the rest of a row, whole rows, the beginning of a row), so each rank writes and reads its
   own share as rectangles of the global tensor, in place. Megatron gathers them first and needs the memory for it.
 
-So one format serves all three, and each reads what another wrote. Numbers that are not tensors of that shape, such as
-Adam's ``step``, are kept apart: :func:`gather_numbers`.
+So one format serves all three, and each reads what another wrote. What is not a tensor of that shape, such as Adam's
+``step`` or the rows and columns of Adafactor, is kept apart: :func:`gather_numbers`. An optimizer with state of the
+second kind needs whole matrices, so it is refused where tensors are split.
 
 ``sharded_state.py`` calls this with the sharded state of the model, in which the tensors are the parameters themselves.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -32,6 +34,7 @@ from torch import Tensor
 from lightning_mcore.agreement import gather
 from lightning_mcore.optimizer import MCoreOptimizer
 from lightning_mcore.optimizer_parts import optimizer_parts
+from lightning_mcore.rectangles import rectangles
 
 Numbers = dict[str, Any]
 _STEP = "step"
@@ -92,7 +95,11 @@ class Share:
 
     def numbers(self) -> Numbers:
         """The rest of the state, and the step where the optimizer counts it for a whole group."""
-        rest = {n: v for n, v in self.state.items() if v is not None and not self._has_its_shape(n, v)}
+        rest = {
+            name: value.detach().cpu() if isinstance(value, Tensor) else value
+            for name, value in self.state.items()
+            if value is not None and not self._has_its_shape(name, value)
+        }
         return {_STEP: self.group[_STEP], **rest} if _counts_groups(self.part) and _STEP in self.group else rest
 
     @property
@@ -109,7 +116,9 @@ class Share:
                 on_device = self.group.get("capturable") or self.group.get("fused")  # as torch's optimizers have it
                 self.state[_STEP] = torch.tensor(float(value), device=self.stepped.device if on_device else "cpu")
             else:
-                self.state[name] = value.clone() if isinstance(value, Tensor) else value
+                # Each parameter has its own. Arrays belong to its device; torch keeps counts on the CPU.
+                device = self.stepped.device if isinstance(value, Tensor) and value.dim() > 0 else "cpu"
+                self.state[name] = value.to(device, copy=True) if isinstance(value, Tensor) else copy(value)
 
     def _has_its_shape(self, name: str, value: Any) -> bool:
         return isinstance(value, Tensor) and name != _STEP and value.shape == self.stepped.shape
@@ -241,38 +250,6 @@ def pieces_of(sharded: ShardedTensor | ShardedTensorFactory) -> list[Piece]:
     return [Piece(part, part.data.storage_offset()) for part in parts]
 
 
-def rectangles(shape: Sequence[int], begin: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a range of a flattened tensor into blocks of the tensor.
-
-    Args:
-        shape: The tensor's shape.
-        begin: First element of the range.
-        end: The element after the last.
-
-    Returns:
-        Offsets and sizes of the blocks, in the order of the range; at most ``2 * len(shape) - 1``.
-    """
-    if begin >= end:
-        return []
-    if not shape:
-        return [((), ())]
-    inner = prod(shape[1:])
-    first, last = -(-begin // inner), end // inner  # whole rows
-    if first > last:  # within one row
-        return _of_row(shape, end // inner, begin, end)
-    head = _of_row(shape, first - 1, begin, first * inner) if begin < first * inner else []
-    tail = _of_row(shape, last, last * inner, end) if last * inner < end else []
-    rest = tuple(shape[1:])
-    whole = [((first, *(0,) * len(rest)), (last - first, *rest))] if first < last else []
-    return [*head, *whole, *tail]
-
-
-def _of_row(shape: Sequence[int], row: int, begin: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    start = row * prod(shape[1:])
-    blocks = rectangles(shape[1:], begin - start, end - start)
-    return [((row, *offsets), (1, *sizes)) for offsets, sizes in blocks]
-
-
 def place_range(
     key: str, flat: Tensor, sharded: ShardedTensor | ShardedTensorFactory, begin: int
 ) -> list[ShardedTensor]:
@@ -360,7 +337,11 @@ def _most_frequent(values: list[Numbers | None]) -> Numbers | None:
 def _same(one: Numbers | None, other: Numbers | None) -> bool:
     if one is None or other is None:
         return one is other
-    return one.keys() == other.keys() and all(bool(one[name] == other[name]) for name in one)
+    return one.keys() == other.keys() and all(_is_equal(one[name], other[name]) for name in one)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else bool(one == other)
 
 
 # ---- from a file

@@ -34,6 +34,7 @@ from lightning_mcore.module import MCoreModule
 from lightning_mcore.optimizer import MCoreOptimizer
 from lightning_mcore.optimizer_shards import load_whole_state
 from lightning_mcore.parallelism import MCoreParallelism
+from lightning_mcore.preemption import heed_requeue_signal
 
 _NUMBERS = "lightning_mcore/optimizer_numbers"
 # How Megatron-LM would say that every layout can read the optimizer's state.
@@ -55,6 +56,12 @@ class MCorePersistence(MCoreParallelism):
     _chunks: ModelChunks | None = None
     _finished_chunks: ModelChunks | None = None
     _pending: _Pending | None = None
+
+    def setup_environment(self) -> None:
+        """Open the process groups, and let SLURM's requeue signal wait for the end of a step."""
+        super().setup_environment()
+        if self.lightning_module is not None:
+            heed_requeue_signal(self.lightning_module.trainer)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

@@ -150,7 +150,6 @@ class MCoreStrategy(MCorePersistence):
             overlap_param_gather=resolved.overlap_param_gather,
             tensor_parallel_size=max(self.layout.tensor_model_parallel_size, self.layout.expert_tensor_size),
             expert_model_parallel_size=self.layout.expert_model_parallel_size,
-            saves_shards=not self._saves_one_file,
             config=self.optimizer_config,
             scaler=self.precision_plugin.make_scaler(),
         )

@@ -29,6 +29,9 @@ SHARDED = {"use_distributed_optimizer": True}
 OVERLAPPED = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
 MOMENTUM: MakeOptimizer = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
+NADAM: MakeOptimizer = partial(torch.optim.NAdam, lr=1e-2)
+ASGD: MakeOptimizer = partial(torch.optim.ASGD, lr=1e-2, t0=3)
+ADAFACTOR: MakeOptimizer = partial(torch.optim.Adafactor, lr=1e-2)
 RMSPROP: MakeOptimizer = partial(torch.optim.RMSprop, lr=1e-3)
 
 
@@ -55,7 +58,10 @@ class Stateful(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         peaks = [2 * group["lr"] for group in optimizer.param_groups]
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=peaks, total_steps=9)  # moves betas too
+        moves_betas = bool({"betas", "momentum"} & set(optimizer.defaults))
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=peaks, total_steps=9, cycle_momentum=moves_betas
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -130,6 +136,9 @@ RUNS: dict[str, Run] = {
     "pp2-bf16-true": Run(module=Staged, strategy=PP2, precision="bf16-true"),
     "pp2-momentum": Run(module=partial(Staged, MOMENTUM), strategy=PP2),
     "pp2-momentum-bf16": Run(module=partial(Staged, MOMENTUM), strategy=PP2, precision="bf16-mixed"),
+    "pp2-nadam": Run(module=partial(Staged, NADAM), strategy=PP2),
+    "pp2-asgd": Run(module=partial(Staged, ASGD), strategy=PP2),
+    "pp2-adafactor-bf16": Run(module=partial(Staged, ADAFACTOR), strategy=PP2, precision="bf16-mixed"),
     "pp2-rmsprop": Run(module=partial(Staged, RMSPROP), strategy=PP2),
     "pp2-rmsprop-bf16": Run(module=partial(Staged, RMSPROP), strategy=PP2, precision="bf16-mixed"),
     "pp2-vp2": Run(module=Staged, strategy=VP2),
@@ -269,7 +278,11 @@ def test_what_a_run_cannot_read_is_refused_in_one_sentence(tmp_path: Path) -> No
 
 def use_checkpoints(strategy: Any, folder: str) -> dict[str, Any]:
     """Save in every way and read it again."""
-    trainer_arguments = {"enable_checkpointing": True, "accumulate_grad_batches": 2}
+    trainer_arguments = {
+        "enable_checkpointing": True,
+        "accumulate_grad_batches": 2,
+        "default_root_dir": f"{folder}/own",
+    }
     keep = ModelCheckpoint(folder, monitor="val_loss", save_top_k=2, save_last="link", filename="{epoch}")
     bare = ModelCheckpoint(folder, save_weights_only=True, filename="weights")
     trainer = make_trainer(strategy, max_epochs=4, callbacks=[keep, bare], **trainer_arguments)

@@ -29,6 +29,7 @@ PYTHON_FILES = sorted(
 LEVELS = [
     {
         "sizes",
+        "rectangles",
         "muon",
         "cpu_runtime",
         "packing",
@@ -94,7 +95,7 @@ LEVELS = [
     {"strategy"},
     {"__init__"},
 ]
-PURE_ARITHMETIC = {"sizes", "model_shape", "pipeline_split", "layout", "throughput"}
+PURE_ARITHMETIC = {"sizes", "rectangles", "model_shape", "pipeline_split", "layout", "throughput"}
 MAY_ENTER_THE_CPU_RUNTIME = {"parallelism", "session"}  # our strategy, and a module under a strategy that is not ours
 SAYS_NOTHING = {"utils", "helpers", "common", "base", "misc"}
 MAX_FILE_LINES = 400

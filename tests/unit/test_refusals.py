@@ -513,12 +513,6 @@ AFTER_BUILDING: dict[str, Case] = {
         error=TypeError,
         message="returned 2 optimizers, and use_distributed_optimizer=True needs one",
     ),
-    "nadam-in-shards": Case(
-        strategy={PP: 2},
-        module=partial(StagedNet, torch.optim.NAdam),
-        error=TypeError,
-        message="NAdam keeps state that is not shaped like its parameters",
-    ),
     "lbfgs-of-a-pipeline": Case(
         strategy={PP: 2},
         module=partial(StagedNet, torch.optim.LBFGS),
