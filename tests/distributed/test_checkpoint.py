@@ -401,9 +401,9 @@ WAYS = {"file-to-shards": ({}, SHARDED), "shards-to-file": (SHARDED, {}), "ddp-t
 @pytest.mark.parametrize("way", WAYS)
 def test_a_plain_module_goes_between_files_and_shards(way: str, tmp_path: Path) -> None:
     first, second = WAYS[way]
-    run_ranks(2, start, Run(module=Plain, strategy=first), str(tmp_path), timeout=60)
-    moved = run_ranks(2, go_on, Run(module=Plain, strategy=second), str(tmp_path), timeout=60)
-    stayed = run_ranks(2, go_on, Run(module=Plain, strategy=first), str(tmp_path), timeout=60)
+    run_ranks(2, start, Run(module=Plain, strategy=first), str(tmp_path), timeout=120)
+    moved = run_ranks(2, go_on, Run(module=Plain, strategy=second), str(tmp_path), timeout=120)
+    stayed = run_ranks(2, go_on, Run(module=Plain, strategy=first), str(tmp_path), timeout=120)
     for rank, same in zip(moved, stayed, strict=True):
         assert rank.rates == same.rates
         for parameter, value in same.weights.items():  # sums in another order; measured: 1.2e-7
@@ -417,11 +417,11 @@ def load_only(run: Run, folder: str) -> Trained:
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
 def test_a_plain_module_goes_to_another_number_of_ranks(before: int, after: int, tmp_path: Path) -> None:
-    saved = run_ranks(before, start, Run(module=Plain, strategy=SHARDED, world_size=before), str(tmp_path), timeout=60)
+    saved = run_ranks(before, start, Run(module=Plain, strategy=SHARDED, world_size=before), str(tmp_path), timeout=120)
     then = Run(module=Plain, strategy=OVERLAPPED, world_size=after)
-    for rank in run_ranks(after, load_only, then, str(tmp_path), timeout=60):
+    for rank in run_ranks(after, load_only, then, str(tmp_path), timeout=120):
         assert all(torch.equal(rank.weights[name], value) for name, value in saved[0].weights.items())
-    for rank in run_ranks(after, go_on, then, str(tmp_path), timeout=60):
+    for rank in run_ranks(after, go_on, then, str(tmp_path), timeout=120):
         assert any(not torch.equal(rank.weights[name], value) for name, value in saved[0].weights.items())
 
 
@@ -495,7 +495,7 @@ def furnish(folder: str) -> dict[str, Any]:
 
 
 def test_state_of_every_kind_is_kept_and_a_refused_save_ends_on_every_rank(tmp_path: Path) -> None:
-    first, second = run_ranks(2, furnish, str(tmp_path), timeout=90)
+    first, second = run_ranks(2, furnish, str(tmp_path), timeout=120)
     assert {**first, "weights": None} == {**second, "weights": None}
     assert first["history"] == ["begun", "ended"]
     assert first["resumed"] == 2 + 4

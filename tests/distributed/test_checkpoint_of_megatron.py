@@ -83,7 +83,7 @@ def _filled(moments: Any) -> list[Slice]:
 @pairs
 def test_megatron_reads_what_is_saved_here(ours: Layout, theirs: Layout, tmp_path: Path) -> None:
     whole = save_on(ours, str(tmp_path / "ours.ckpt"))
-    for weights, moments, iteration in run_ranks(theirs.world_size, load_theirs, theirs, whole.path, timeout=60):
+    for weights, moments, iteration in run_ranks(theirs.world_size, load_theirs, theirs, whole.path, timeout=120):
         assert iteration == 2
         assert weights
         assert moments
@@ -118,8 +118,8 @@ def start_from_theirs(layout: Layout, path: str) -> list[Slice]:
 @pairs
 def test_what_megatron_saved_is_read_here(ours: Layout, theirs: Layout, tmp_path: Path) -> None:
     path = str(tmp_path / "iter_0000007")
-    saved = assemble(s for rank in run_ranks(theirs.world_size, save_theirs, theirs, path, timeout=60) for s in rank)
-    for weights in run_ranks(ours.world_size, start_from_theirs, ours, path, timeout=60):
+    saved = assemble(s for rank in run_ranks(theirs.world_size, save_theirs, theirs, path, timeout=120) for s in rank)
+    for weights in run_ranks(ours.world_size, start_from_theirs, ours, path, timeout=120):
         assert weights
         for part in weights:
             assert torch.equal(part.data, part.of(saved[part.key])), part.key

