@@ -21,7 +21,6 @@ The results, with versions and commit, go to benchmarks/results/.
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import statistics
@@ -38,7 +37,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.utils.data import DataLoader
 
-from benchmarks.overhead import REPOSITORY, RandomTokens, circumstances, transformer_fields
+from benchmarks.overhead import REPOSITORY, RandomTokens, circumstances, transformer_fields, write_results
 from lightning_mcore import MCoreCheckpointIO, MCoreGPT, MCoreStrategy
 from lightning_mcore.checkpoint_files import verify
 from tests.ranks import run_ranks
@@ -398,12 +397,7 @@ def main() -> None:
     if "memory" in parts:
         results["memory"] = reshards(options)
     facts["load of the machine"] = f"{busy_before:.1f} before, {os.getloadavg()[0]:.1f} at the end"
-    output.mkdir(parents=True, exist_ok=True)
-    stem = output / f"checkpoint_cpu_{facts['date'].replace('-', '')}"
-    stem.with_suffix(".json").write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
-    settings = "\n".join(f"- {key}: {value}" for key, value in facts.items())
-    stem.with_suffix(".md").write_text(f"# What checkpoints cost\n\n{tables(results)}\n\n{settings}\n")
-    print(f"\n{tables(results)}\n\nwritten to {stem}.json and .md")
+    write_results(output, "checkpoint", "What checkpoints cost", facts, results, tables(results))
 
 
 if __name__ == "__main__":

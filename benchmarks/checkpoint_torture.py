@@ -10,13 +10,12 @@ random moment can be repeated.
 """
 
 import argparse
-import json
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 
-from benchmarks.overhead import REPOSITORY, circumstances
+from benchmarks.overhead import REPOSITORY, circumstances, write_results
 from tests.torture import LAYOUTS, Tally, torture
 
 KILLS_OF_A_RUN = 25
@@ -42,14 +41,10 @@ def main() -> None:
         total.steps += tally.steps
         total.phases += Counter(tally.phases)
         seed += 1
-    output.mkdir(parents=True, exist_ok=True)
-    stem = output / f"checkpoint_torture_cpu_{facts['date'].replace('-', '')}"
     result = {"kills": total.kills, "lost": 0, "optimizer_steps": total.steps, "kills_by_phase": dict(total.phases)}
-    seconds = time.monotonic() - began
-    stem.with_suffix(".json").write_text(json.dumps({**facts, "seconds": seconds, "results": result}, indent=1) + "\n")
-    lines = [f"- {key}: {value}" for key, value in {**result, **facts, "seconds": round(seconds)}.items()]
-    stem.with_suffix(".md").write_text("# Ranks killed while saving\n\n" + "\n".join(lines) + "\n")
-    print("\n".join(lines), f"\nwritten to {stem}.json and .md")
+    facts["seconds"] = round(time.monotonic() - began)
+    text = "\n".join(f"- {key}: {value}" for key, value in result.items())
+    write_results(output, "checkpoint_torture", "Ranks killed while saving", facts, result, text)
 
 
 if __name__ == "__main__":

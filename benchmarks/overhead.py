@@ -295,6 +295,25 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def write_results(output: Path, name: str, title: str, facts: dict[str, Any], results: Any, text: str) -> None:
+    """Write what was measured as JSON and to read, and show it.
+
+    Args:
+        output: The folder.
+        name: What was measured; the date follows it in the names of the files.
+        title: Of the text.
+        facts: The circumstances.
+        results: What was measured, as JSON can hold it.
+        text: The same to read.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    stem = output / f"{name}_cpu_{facts['date'].replace('-', '')}"
+    stem.with_suffix(".json").write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
+    settings = "\n".join(f"- {key}: {value}" for key, value in facts.items())
+    stem.with_suffix(".md").write_text(f"# {title}\n\n{text}\n\n{settings}\n")
+    print(f"\n{text}\n\nwritten to {stem}.json and .md")
+
+
 def main() -> None:
     """Measure the layouts that were asked for and write the results."""
     parser = argparse.ArgumentParser(description="Time our step against a bare Megatron loop.")
@@ -315,12 +334,7 @@ def main() -> None:
         print(f"measuring {name} ...", flush=True)
         rows.append(measure(name, options))
         print(table(rows[-1:]).splitlines()[-1], flush=True)
-    output.mkdir(parents=True, exist_ok=True)
-    stem = output / f"overhead_cpu_{facts['date'].replace('-', '')}"
-    stem.with_suffix(".json").write_text(json.dumps({**facts, "results": rows}, indent=1) + "\n")
-    settings = "\n".join(f"- {key}: {value}" for key, value in facts.items())
-    stem.with_suffix(".md").write_text(f"# Our step against a bare Megatron loop\n\n{table(rows)}\n\n{settings}\n")
-    print(f"\n{table(rows)}\n\nwritten to {stem}.json and .md")
+    write_results(output, "overhead", "Our step against a bare Megatron loop", facts, rows, table(rows))
 
 
 if __name__ == "__main__":

@@ -74,6 +74,12 @@ def decode_manifest(path: str, text: bytes) -> dict[str, Any]:
     return manifest
 
 
+def some_of(names: Collection[str], most: int) -> str:
+    """Return the first names in alphabetical order, and how many more there are than ``most``."""
+    shown = ", ".join(sorted(names)[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
 def no_checkpoint(path: str, names: Collection[str]) -> ValueError:
     """Return the error for a directory without a manifest.
 

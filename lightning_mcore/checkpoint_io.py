@@ -24,6 +24,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -46,6 +47,7 @@ from lightning_mcore.checkpoint_save import (
 from lightning_mcore.checkpoint_writer import Staging
 from lightning_mcore.process_groups import process_group
 from lightning_mcore.shard_plan import ShardPlanner
+from lightning_mcore.sizes import require_flag, require_size
 from lightning_mcore.torch_dist_metadata import read_metadata
 
 __all__ = ["CONTENT_METADATA", "MANIFEST", "RANK_STATE", "SHARDED_STATE", "MCoreCheckpointIO"]
@@ -54,6 +56,21 @@ _LAST_TIMEOUT = 30.0  # seconds that ranks wait for each other at the end, when 
 
 _log = logging.getLogger(__name__)
 _in_use: weakref.WeakSet["MCoreCheckpointIO"] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What is in a directory checkpoint.
+
+    Args:
+        manifest: What it says of itself; empty where Megatron wrote it.
+        shapes: Global shape of every tensor, by name.
+        objects: Names of what is no tensor.
+    """
+
+    manifest: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    objects: set[str]
 
 
 class MCoreCheckpointIO(TorchCheckpointIO):
@@ -74,12 +91,8 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         max_in_flight: int = 1,
         verify: Literal["sizes", "checksums"] = "checksums",
     ) -> None:
-        if not isinstance(async_save, bool):
-            raise TypeError(f"async_save={async_save!r} is a {type(async_save).__name__}; give True or False")
-        if not isinstance(max_in_flight, int) or isinstance(max_in_flight, bool):
-            raise TypeError(f"max_in_flight={max_in_flight!r} is a {type(max_in_flight).__name__}; give a number")
-        if max_in_flight < 1:
-            raise ValueError(f"max_in_flight={max_in_flight} leaves no save at all; give 1 or more")
+        require_flag("async_save", async_save)
+        require_size("max_in_flight", max_in_flight)
         if max_in_flight > 1 and not async_save:
             raise ValueError(f"max_in_flight={max_in_flight} has an effect with async_save=True only; set both")
         if verify not in ("sizes", "checksums"):
@@ -239,19 +252,8 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         fs, root = checkpoint_files.open_store(str(path))
         return bool(fs.isdir(root))
 
-    @staticmethod
-    def read_manifest(path: _PATH) -> dict[str, Any]:
-        """Return what a directory says of itself; nothing of one that Megatron wrote.
-
-        Raises:
-            FileNotFoundError: There is nothing at ``path``.
-            ValueError: It is no checkpoint, or damaged.
-        """
-        where = str(path)
-        return {} if checkpoint_files.is_megatron_checkpoint(where) else checkpoint_files.check_sizes(where)
-
-    def read_shapes(self, path: _PATH) -> dict[str, tuple[int, ...]]:
-        """Return the global shape of every tensor in a directory, ours or one that Megatron wrote.
+    def read_contents(self, path: _PATH) -> Contents:
+        """Return what is in a directory, ours or one that Megatron wrote, without reading a tensor.
 
         Any rank may call it alone.
 
@@ -259,17 +261,13 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             FileNotFoundError: There is nothing at ``path``.
             ValueError: It is no checkpoint, or damaged.
         """
-        described = self._read_metadata(path).state_dict_metadata
-        return {name: tuple(entry.size) for name, entry in described.items() if hasattr(entry, "size")}
-
-    def read_objects(self, path: _PATH) -> set[str]:
-        """Return the names of what is no tensor in a directory; otherwise as :meth:`read_shapes`."""
-        described = self._read_metadata(path).state_dict_metadata
-        return {name for name, entry in described.items() if not hasattr(entry, "size")}
-
-    def _read_metadata(self, path: _PATH) -> Any:
-        where = str(path)
-        return read_metadata(where, self._read(where, self.read_manifest(where) or None, METADATA_FILE))
+        where, manifest = str(path), _manifest_of(str(path))
+        described = read_metadata(where, self._read(where, manifest, METADATA_FILE)).state_dict_metadata
+        return Contents(
+            manifest=manifest or {},
+            shapes={name: tuple(entry.size) for name, entry in described.items() if hasattr(entry, "size")},
+            objects={name for name, entry in described.items() if not hasattr(entry, "size")},
+        )
 
     def load_shards(
         self, path: _PATH, sharded_state: dict[str, Any], *, weights_only: bool | None = None
@@ -289,9 +287,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             ValueError: It is no checkpoint, or damaged, or lacks some of what is asked for.
         """
         where = str(path)
-        manifest = decide(
-            lambda: None if checkpoint_files.is_megatron_checkpoint(where) else checkpoint_files.check_sizes(where)
-        )
+        manifest = decide(lambda: _manifest_of(where))
         with contextlib.ExitStack() as stack, _without_advice_for_megatron():
             locate = on_all(lambda: _locator(where, stack))
             safe = True if weights_only is None else weights_only
@@ -351,6 +347,11 @@ def _without_advice_for_megatron() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
         yield
+
+
+def _manifest_of(path: str) -> dict[str, Any] | None:
+    """Return the manifest of a directory whose files have their sizes; None where Megatron wrote it."""
+    return None if checkpoint_files.is_megatron_checkpoint(path) else checkpoint_files.check_sizes(path)
 
 
 def _check_file(path: str) -> None:

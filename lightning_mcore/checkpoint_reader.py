@@ -18,7 +18,7 @@ import io
 import mmap
 import os
 import pickle
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from lightning_mcore.agreement import collect, on_all
-from lightning_mcore.checkpoint_format import METADATA_FILE, damaged
+from lightning_mcore.checkpoint_format import METADATA_FILE, damaged, some_of
 from lightning_mcore.tensor_record import find_tensor
 
 _SHOWN = 5  # names in an error
@@ -240,18 +240,13 @@ def _refuse(reader: ShardReader, found: list[tuple[set[str], set[str]]]) -> None
     missing, other = (set().union(*sets) for sets in zip(*found, strict=True))
     parts = []
     if missing:
-        parts.append(f"it lacks {_some(missing)}")
+        parts.append(f"it lacks {some_of(missing, _SHOWN)}")
     if other:
-        parts.append(f"shapes differ: {_some(other)}")
+        parts.append(f"shapes differ: {some_of(other, _SHOWN)}")
     if parts:
         raise ValueError(
             f"{reader.checkpoint} does not fit this model: {'; '.join(parts)}; load it into the model that wrote it"
         )
-
-
-def _some(names: Collection[str]) -> str:
-    shown = ", ".join(sorted(names)[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 
 
 def _inside(path: str, name: str) -> str:

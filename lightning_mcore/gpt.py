@@ -33,7 +33,7 @@ from lightning_mcore.multi_token import MultiTokenGPT, check_multi_token, gpt_mt
 from lightning_mcore.positions import PositionEmbedding, check_positions, gpt_arguments, set_yarn
 from lightning_mcore.process_groups import process_group
 from lightning_mcore.sizes import require_size
-from lightning_mcore.throughput import StepClock, training_flops_per_token
+from lightning_mcore.throughput import StepClock, model_copies, training_flops_per_token
 from lightning_mcore.transformer_fields import DEFAULTS, build_transformer_config, check_transformer_fields
 
 Batch = dict[str, Tensor]
@@ -293,8 +293,7 @@ class MCoreGPT(MCoreModule):
         if self.trainer.global_step == self._stepped:
             return
         self._stepped = self.trainer.global_step
-        replicas = getattr(self.trainer.strategy, "distributed_sampler_kwargs", {}).get("num_replicas", 1)
-        tokens_per_second = self._clock.step() * replicas
+        tokens_per_second = self._clock.step() * model_copies(self.trainer.strategy)
         flops = tokens_per_second * self._flops_per_token / self.trainer.world_size
         self.log("tokens_per_second", tokens_per_second, prog_bar=True)
         self.log("model_tflops", flops / 1e12)

@@ -15,7 +15,6 @@ shards can only be read into the wrapped model, so they wait until the end of ``
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from lightning_mcore.optimizer import MCoreOptimizer
 from lightning_mcore.optimizer_shards import load_whole_state
 from lightning_mcore.parallelism import MCoreParallelism
 from lightning_mcore.preemption import heed_requeue_signal
+from lightning_mcore.stored_state import StoredState
 
 _NUMBERS = "lightning_mcore/optimizer_numbers"
 # How Megatron-LM would say that every layout can read the optimizer's state.
@@ -42,20 +42,12 @@ _CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_a
 _EXCEPTION_TIMEOUT = 30.0  # seconds
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """Shards that wait for the model."""
-
-    stored: sharded_state.StoredState
-    manifest: dict[str, Any]
-
-
 class MCorePersistence(MCoreParallelism):
     """Saving and resuming of :class:`~lightning_mcore.MCoreStrategy`."""
 
     _chunks: ModelChunks | None = None
     _finished_chunks: ModelChunks | None = None
-    _pending: _Pending | None = None
+    _pending: StoredState | None = None  # shards that wait for the model
 
     def setup_environment(self) -> None:
         """Open the process groups, and let SLURM's requeue signal wait for the end of a step."""
@@ -174,9 +166,6 @@ class MCorePersistence(MCoreParallelism):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Finish a save whose files are written."""
-        self._poll_saves()
-
-    def _poll_saves(self) -> None:
         if isinstance(self._checkpoint_io, MCoreCheckpointIO):
             self._checkpoint_io.poll()
 
@@ -220,14 +209,9 @@ class MCorePersistence(MCoreParallelism):
         path: str = self.broadcast(str(checkpoint_path))  # not a Path, which breaks "http://"
         state: dict[str, Any] = on_all(lambda: self._read(path, weights_only))
         self.resume.restore(state.pop(RANK_STATE, None), state)
-        manifest = state.pop(MANIFEST, None)
-        if manifest is None:
-            return state
-        numbers = state.pop(_NUMBERS, None)
-        io = self._shard_io
-        read = partial(io.load_shards, path, weights_only=weights_only)
-        stored = sharded_state.StoredState(path, io.read_shapes(path), io.read_objects(path), numbers, read)
-        self._pending = _Pending(stored, manifest)
+        if state.pop(MANIFEST, None) is not None:
+            numbers = state.pop(_NUMBERS, None)
+            self._pending = StoredState.open(self._shard_io, path, numbers, weights_only)
         return state
 
     def _read(self, path: str, weights_only: bool | None) -> dict[str, Any]:
@@ -246,8 +230,8 @@ class MCorePersistence(MCoreParallelism):
             super().load_model_state_dict(checkpoint, strict)
             return
         assert self.lightning_module is not None
-        path = self._pending.stored.path
-        sharded_state.load_outside_chunks(self.lightning_module, checkpoint["state_dict"], path, strict)
+        saved = checkpoint["state_dict"]
+        sharded_state.load_outside_chunks(self.lightning_module, saved, self._pending.path, strict)
         if self._chunks is not None:  # in the middle of a run, as after a search for a learning rate
             self._load_pending(self.lightning_module.trainer.state.fn == TrainerFn.FITTING)
 
@@ -264,15 +248,14 @@ class MCorePersistence(MCoreParallelism):
                 f" {len(optimizers)}; resume with the optimizers of the run that saved it"
             )
         for optimizer, saved in zip(optimizers, states, strict=False):
-            if self.gradients.distributed and isinstance(optimizer, MCoreOptimizer) and "param_groups" in saved:
-                if "megatron" in saved:
-                    raise ValueError(
-                        "the checkpoint's optimizer keeps whole fp32 copies of the parameters, as in bf16-true without"
-                        " the distributed optimizer; resume it with use_distributed_optimizer=False"
-                    )
-                if "state" in saved:
-                    load_whole_state(optimizer, saved)
-                    continue
+            if self.gradients.distributed and "megatron" in saved:
+                raise ValueError(
+                    "the checkpoint's optimizer keeps whole fp32 copies of the parameters, as in bf16-true without"
+                    " the distributed optimizer; resume it with use_distributed_optimizer=False"
+                )
+            if self.gradients.distributed and "state" in saved and isinstance(optimizer, MCoreOptimizer):
+                load_whole_state(optimizer, saved)
+                continue
             if "state" in saved or "megatron" in saved:
                 optimizer.load_state_dict(saved)
                 continue
@@ -288,16 +271,16 @@ class MCorePersistence(MCoreParallelism):
     def _load_pending(self, fitting: bool) -> None:
         if self._pending is None:
             return
-        pending, self._pending = self._pending, None
+        stored, self._pending = self._pending, None
         module = self.lightning_module
         assert self._chunks is not None
         assert module is not None
-        path, manifest = pending.stored.path, pending.manifest
+        path, manifest = stored.path, stored.contents.manifest
         checkpoint_manifest.check_model(path, manifest, module)
-        optimizers = self._megatron_optimizers() if fitting and pending.stored.numbers is not None else []
+        optimizers = self._megatron_optimizers() if fitting and stored.numbers is not None else []
         if optimizers:
             checkpoint_manifest.check_optimizer(path, manifest, [optimizer.user for optimizer in optimizers])
-        sharded_state.load(pending.stored, self._chunks, optimizers, strict=module.strict_loading)
+        sharded_state.load(stored, self._chunks, optimizers, strict=module.strict_loading)
         if not optimizers:
             for optimizer in self._megatron_optimizers():
                 optimizer.megatron.reload_model_params()

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
 from megatron.core import parallel_state, tensor_parallel
 
 from lightning_mcore.layout import ParallelLayout
@@ -159,6 +160,21 @@ def align_random_state() -> None:
         state = [_random_state()]
         dist.broadcast_object_list(state, src=dist.get_global_rank(group, 0), group=group)
         _set_random_state(state[0])
+
+
+def from_last_stage(value: Any, device: torch.device) -> Any:
+    """Return what the last pipeline stage has, on every stage; collective over the pipeline.
+
+    Its tensors travel and arrive on the CPU: unpickled as they are, they would lie on the device of the sender.
+
+    Args:
+        value: Anything that pickles; it counts on the last stage only.
+        device: Device of this rank, for the transport.
+    """
+    group = process_group("pp")
+    box = [apply_to_collection(value, torch.Tensor, lambda tensor: tensor.detach().cpu())]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, group.size() - 1), group=group, device=device)
+    return box[0]
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from lightning.pytorch.utilities.data import extract_batch_size
 
-from lightning_mcore.throughput import StepClock
+from lightning_mcore.throughput import StepClock, model_copies
 
 _TOKENS = ("tokens", "input_ids")  # where a batch of a language model holds them
 _OWN = ("tokens_per_second", "grad_norm", "skipped_steps", "loss_scale", "v_num")  # shown by us, or not worth the room
@@ -150,8 +150,7 @@ class MCoreProgressBar(RichProgressBar):
         return not super().is_enabled
 
     def _measure(self, trainer: pl.Trainer) -> None:
-        replicas = getattr(trainer.strategy, "distributed_sampler_kwargs", {}).get("num_replicas", 1)
-        rate = self._clock.step() * replicas
+        rate = self._clock.step() * model_copies(trainer.strategy)
         self._shown = {}
         if self._losses:  # which Lightning has divided by the number of batches of a step
             mean = float(torch.stack(self._losses).mean()) * trainer.accumulate_grad_batches

@@ -24,7 +24,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -39,7 +38,7 @@ from lightning_mcore.chunks import ModelChunks
 from lightning_mcore.layout import ParallelLayout
 from lightning_mcore.module import MCoreModule
 from lightning_mcore.pipeline import StageOutput
-from lightning_mcore.process_groups import process_group, random_state_of_stage
+from lightning_mcore.process_groups import from_last_stage, process_group, random_state_of_stage
 from lightning_mcore.step_logs import StepLogs
 
 
@@ -312,12 +311,10 @@ class Schedule:
         group = process_group("pp")
         if group.size() == 1:
             return output
-        box = [apply_to_collection(output, Tensor, lambda tensor: tensor.detach().cpu())]
-        source = dist.get_global_rank(group, group.size() - 1)
-        dist.broadcast_object_list(box, src=source, group=group, device=self._device)
+        sent = from_last_stage(output, self._device)
         if group.rank() == group.size() - 1:
             return output
-        return apply_to_collection(box[0], Tensor, lambda tensor: tensor.to(self._device))
+        return apply_to_collection(sent, Tensor, lambda tensor: tensor.to(self._device))
 
 
 def _rows_of(rows: int, start: int, stop: int) -> Callable[[Tensor], Tensor]:

@@ -11,13 +11,12 @@ number of stages does not have.
 the disk is ``checkpoint_io.py``.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
@@ -40,36 +39,9 @@ from lightning_mcore.optimizer_shards import (
 )
 from lightning_mcore.pipeline import Pipeline
 from lightning_mcore.process_groups import process_group
+from lightning_mcore.stored_state import OPTIMIZER, STRICT_LOADING, Differences, StoredState
 
 _T = TypeVar("_T")
-Shape = tuple[int, ...]
-Read = Callable[[dict[str, Any]], dict[str, Any]]
-STRICT_LOADING = "set strict_loading=False in the module"
-_OPTIMIZER = "optimizer"
-
-
-@dataclass(frozen=True)
-class StoredState:
-    """What a checkpoint holds.
-
-    Args:
-        path: Where it is, for messages.
-        shapes: Global shape of every tensor in it, by name.
-        objects: Names of what is in it beside tensors. Those of TransformerEngine's layers may be missing, where the
-            model ran without it.
-        numbers: What :func:`collect` returned beside the tensors; None if there is no state of an optimizer.
-        read: Fills the tensors of a sharded state from it and returns it; collective over the world.
-    """
-
-    path: str
-    shapes: Mapping[str, Shape]
-    objects: Collection[str]
-    numbers: Sequence[Numbers] | None
-    read: Read
-
-    def weights(self) -> dict[str, Shape]:
-        """Global shapes of the tensors that belong to no optimizer."""
-        return {name: shape for name, shape in self.shapes.items() if not name.startswith(f"{_OPTIMIZER}.")}
 
 
 @dataclass(frozen=True)
@@ -85,47 +57,6 @@ class CollectedState:
     tensors: dict[str, Any]
     numbers: list[Numbers]
     num_parameters: int
-
-
-@dataclass
-class Differences:
-    """How the names and shapes of a checkpoint differ from those of a model."""
-
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    shapes: list[str] = field(default_factory=list)
-
-    def sentence(self, path: str, advice: str) -> str:
-        """Say it in one sentence, with the first names of each kind and what to do."""
-        kinds = (
-            ("lacks", self.missing),
-            ("has what this model does not:", self.unexpected),
-            ("has other shapes:", self.shapes),
-        )
-        found = "; it ".join(f"{text} {_some(names)}" for text, names in kinds if names)
-        return f"{path} is of another model: it {found}; {advice}"
-
-    def check(self, path: str, strict: bool, advice: str) -> None:
-        """Refuse what cannot be loaded, and warn of what stays as it is.
-
-        Args:
-            path: The checkpoint.
-            strict: Whether names must agree; shapes must in any case.
-            advice: How names need not agree.
-
-        Raises:
-            ValueError: The checkpoint does not fit.
-        """
-        if self.shapes or (strict and (self.missing or self.unexpected)):
-            other = "" if self.shapes else f", or {advice} to load what fits"
-            raise ValueError(self.sentence(path, f"load it into the model that wrote it{other}"))
-        if self.missing or self.unexpected:
-            rank_zero_warn(self.sentence(path, "what it lacks stays as it is"))
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(sorted(names)[:8])
-    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
 
 
 # ---- saving
@@ -145,7 +76,7 @@ def collect(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer]) -> Collec
         without_state = dict.fromkeys(identity_of(entry) for entry in _untrained(own, model_state))
         numbers.append(gather_numbers({**without_state, **numbers_of(own)}))
         blocks = [*_state_blocks(index, own), *_blocks_of_untrained(index, own, model_state)]
-        state[f"{_OPTIMIZER}{index}"] = {str(number): block for number, block in enumerate(blocks)}
+        state[f"{OPTIMIZER}{index}"] = {str(number): block for number, block in enumerate(blocks)}
     return CollectedState(state, numbers, _count_parameters(model_state))
 
 
@@ -158,7 +89,7 @@ def _shares(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer]) -> tuple[
 
 
 def _prefix(index: int, name: str) -> str:
-    return f"{_OPTIMIZER}{index or ''}.state.{name}.{{}}"
+    return f"{OPTIMIZER}{index or ''}.state.{name}.{{}}"
 
 
 def _state_blocks(index: int, shares: Sequence[Share]) -> Iterator[ShardedTensor]:
@@ -314,6 +245,8 @@ def load(
     loaded = stored.read(wanted)
     for key, chunk in zip(_keys(chunks), chunks.bare, strict=True):
         chunk.load_state_dict(loaded.get(key, {}), strict=len(wanted[key]) == len(model_state[key]))
+    if not optimizers:
+        return
     # The state is built anew: loading has put the parameters in the place of the tensors of the first.
     model_state, shares = on_all(lambda: _shares(chunks, optimizers))
     for index, own in enumerate(shares):
@@ -346,7 +279,7 @@ def _without(state: dict[str, Any], differences: Differences, stored: StoredStat
 
     def is_there(entry: Any) -> bool:
         if isinstance(entry, ShardedObject):
-            return entry.unique_key in stored.objects
+            return entry.unique_key in stored.contents.objects
         return not any(piece.place.key in absent for piece in pieces_of(entry))
 
     return {name: entry for name, entry in state.items() if is_there(entry)}
@@ -385,9 +318,9 @@ def _load_optimizer(stored: StoredState, index: int, shares: Sequence[Share], mo
 
 def _stored_names(stored: StoredState, index: int) -> Callable[[ShardedTensor | ShardedTensorFactory], list[str]]:
     """Return what tells which tensors of an optimizer's state the checkpoint holds of a parameter."""
-    start = f"{_OPTIMIZER}{index or ''}.state."
+    start = f"{OPTIMIZER}{index or ''}.state."
     known: dict[str, set[str]] = {}
-    for stored_name in stored.shapes:
+    for stored_name in stored.contents.shapes:
         if stored_name.startswith(start):
             name, _, weight = stored_name.removeprefix(start).partition(".")
             known.setdefault(weight, set()).add(name)

@@ -33,12 +33,11 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.data import extract_batch_size
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_mcore.evaluation import metrics_forget, reduction_name
-from lightning_mcore.process_groups import process_group
+from lightning_mcore.process_groups import from_last_stage, process_group
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
 _LOSS = "loss that the step returns"
@@ -314,18 +313,12 @@ class StepLogs:
         return packed, are_metrics_changed
 
     def _send_metrics(self, are_changed: bool) -> None:
-        """Give the other stages the metrics that the step changed on the last one.
-
-        The tensors travel on the CPU: unpickled as they are, they would lie on the device of the sender.
-        """
+        """Give the other stages the metrics that the step changed on the last one."""
         group = process_group("pp")
         is_source = group.rank() == group.size() - 1
         states = {path: _state(self._metrics[path]) for path in self._changed} if is_source else {}
         if are_changed:
-            box = [apply_to_collection(states, Tensor, lambda tensor: tensor.detach().cpu())]
-            source = dist.get_global_rank(group, group.size() - 1)
-            dist.broadcast_object_list(box, src=source, group=group, device=self._device)
-            states = box[0]
+            states = from_last_stage(states, self._device)
         for path, metric in self._metrics.items():
             if path not in states:
                 metric._computed = None  # on every stage: those with a muted run have lost it and would ask alone

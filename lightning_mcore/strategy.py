@@ -32,7 +32,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_mcore import fp8_checks
-from lightning_mcore.agreement import on_all
+from lightning_mcore.agreement import gather, on_all
 from lightning_mcore.chunks import (
     check_gradients,
     check_parameters_are_called,
@@ -276,8 +276,7 @@ class MCoreStrategy(MCorePersistence):
         if self.layout.expert_model_parallel_size == 1:
             return
         trainer = self.lightning_module.trainer  # type: ignore[union-attr]
-        counts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(counts, trainer.predict_loop.max_batches)
+        counts = gather(trainer.predict_loop.max_batches)
         if any(count != counts[0] for count in counts):
             raise RuntimeError(
                 f"the data-parallel ranks have {sorted(map(str, counts))} batches to predict, and with"

@@ -130,6 +130,12 @@ def _given(fields: Mapping[str, Any], name: str, otherwise: int) -> int:
     return otherwise if value is None else int(value)
 
 
+def model_copies(strategy: Any) -> int:
+    """Return how many copies of the model read data at the same time under a Lightning strategy."""
+    copies: int = getattr(strategy, "distributed_sampler_kwargs", {}).get("num_replicas", 1)
+    return copies
+
+
 class StepClock:
     """Measures tokens and wall-clock seconds from one optimizer step to the next, with validation left out.
 

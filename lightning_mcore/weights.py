@@ -8,7 +8,6 @@ checkpoint, whole in this process. ``MCoreModule`` has both as methods.
 
 import warnings
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +19,7 @@ from lightning_mcore import checkpoint_manifest, sharded_state
 from lightning_mcore.checkpoint_io import MCoreCheckpointIO
 from lightning_mcore.chunks import ModelChunks, find_pipeline
 from lightning_mcore.session import single_process
+from lightning_mcore.stored_state import StoredState
 
 _M = TypeVar("_M", bound=pl.LightningModule)
 
@@ -92,11 +92,9 @@ def _build(cls: type[_M], path: str, strict: bool | None, weights_only: bool | N
 
 
 def _load(module: pl.LightningModule, path: str, io: MCoreCheckpointIO, strict: bool) -> None:
-    checkpoint_manifest.check_model(path, io.read_manifest(path), module)
+    stored = StoredState.open(io, path)
+    checkpoint_manifest.check_model(path, stored.contents.manifest, module)
     pipeline = find_pipeline(module)
     modules = list(pipeline.chunks) if pipeline is not None else [module]
     chunks = ModelChunks(config=getattr(modules[0], "config", None), wrapped=modules, pipeline=pipeline)  # type: ignore[arg-type]
-    stored = sharded_state.StoredState(
-        path, io.read_shapes(path), io.read_objects(path), None, partial(io.load_shards, path)
-    )
     sharded_state.load(stored, chunks, [], strict, advice="pass strict=False")

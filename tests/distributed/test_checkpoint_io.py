@@ -193,7 +193,7 @@ def plan_again_where_needed(path: str) -> None:
             assert_loaded(found, scale)
             assert found.get("more", torch.full((3,), scale)).tolist() == [scale] * 3
             assert found["object"] == {"rank": dist.get_rank(), "scale": scale}
-            assert ("more" in plugin.read_shapes(path)) == more
+            assert ("more" in plugin.read_contents(path).shapes) == more
 
 
 def test_a_plan_is_kept_until_some_rank_holds_something_else(tmp_path: Path) -> None:
@@ -412,7 +412,7 @@ def exchange_with_megatron(folder: str) -> None:
         dist.barrier()
         plugin = MCoreCheckpointIO()
         assert_loaded(plugin.load_shards(path, blank()))
-        assert plugin.read_shapes(path)["moment"] == (ROWS, COLUMNS)
+        assert plugin.read_contents(path).shapes["moment"] == (ROWS, COLUMNS)
         with pytest.raises(ValueError, match="Megatron-LM"):
             plugin.load_checkpoint(path)
         given = {**checkpoint(), CONTENT_METADATA: {"kind": "ours"}}
@@ -421,7 +421,7 @@ def exchange_with_megatron(folder: str) -> None:
         assert common == {"iteration": 7, "checkpoint_version": 3.0, "content_metadata": {"kind": "ours"}}
         assert dist_checkpointing.load_content_metadata(f"{folder}/ours.ckpt") == {"kind": "ours"}
         shapes = {name: tuple(t.global_shape) for name, t in load_tensors_metadata(f"{folder}/ours.ckpt").items()}
-        assert shapes == plugin.read_shapes(f"{folder}/ours.ckpt")
+        assert shapes == plugin.read_contents(f"{folder}/ours.ckpt").shapes
 
 
 def test_megatron_reads_ours_and_we_read_theirs(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_mcore import MCoreGPT, MCoreStrategy
 from tests.ranks import run_ranks
+from tests.toy import Memory
 
 VOCAB_SIZE = 40
 SEQ_LENGTH = 16
@@ -53,26 +53,8 @@ class Counting(Dataset[dict[str, Tensor]]):
         return item
 
 
-class Memory(Logger):
-    """Keeps what Lightning sends to loggers, on every rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[dict[str, float]] = []
-
-    @property
-    def name(self) -> str:
-        return "memory"
-
-    @property
-    def version(self) -> str:
-        return "0"
-
-    def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """Lightning hands over the module's own."""
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.append({name: float(value) for name, value in metrics.items()})
+class StepMemory(Memory):
+    """Keeps what Lightning sends to loggers, and knows what came of an optimizer step."""
 
     def steps(self) -> list[dict[str, float]]:
         """What was logged at each optimizer step."""
@@ -114,7 +96,7 @@ def train(run: Run, folder: str) -> dict[str, Any]:
     """Fit, predict with the result, and tell what happened."""
     torch.set_num_threads(1)
     pl.seed_everything(1, verbose=False)
-    memory, generate = Memory(), Generate()
+    memory, generate = StepMemory(), Generate()
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     trainer = pl.Trainer(
         accelerator="cpu",

@@ -85,6 +85,7 @@ LEVELS = [
     {"pipeline"},
     {"chunks", "optimizer", "checkpoint_manifest"},
     {"optimizer_shards"},
+    {"stored_state"},
     {"sharded_state", "optimizer_factory"},
     {"weights"},
     {"module"},
