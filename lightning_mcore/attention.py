@@ -5,8 +5,8 @@ Pure PyTorch: nothing here knows Megatron or communicates. ``core_attention.py``
 :func:`attend`. Two small values say all there is to say about who sees whom:
 
 * A :class:`QueryRun` is a stretch of neighbouring queries and the keys of the sequence they belong to: the whole
-  sequence without context parallelism, each of a rank's two slices with it (``packing.py``). Whatever changes *which*
-  queries belong to which keys, as packed sequences do, only makes other runs.
+  sequence without context parallelism, each of a rank's two slices with it (``context_split.py``). Whatever changes
+  *which* queries belong to which keys, as packed sequences do, only makes other runs.
 * A :class:`Reach` says how far a query sees back and ahead: causal attention, a sliding window, or everything.
 
 A run that starts with its sequence is what PyTorch's kernels call causal, and needs no mask. On CUDA in half precision
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
-from lightning_mcore.packing import slices_of_rank
+from lightning_mcore.context_split import slices_of_rank
 
 _LARGEST_BLOCK = 1024  # queries that share a mask: larger blocks read fewer keys twice, smaller ones have smaller masks
 _SMALLEST_BLOCK = 128  # queries; below it the calls cost more than the keys out of reach

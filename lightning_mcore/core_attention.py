@@ -5,9 +5,9 @@ Megatron's own ``DotProductAttention`` holds the whole ``[s, s]`` matrix of scor
 other one is TransformerEngine's, which needs CUDA. :class:`TorchAttention` takes their place
 (``backend.gpt_block_spec`` puts it there). It turns what Megatron passes into the terms of ``attention.py``.
 
-Under context parallelism a rank holds two slices of each sequence (``packing.py``). Its queries stay where they are;
-the keys and values of all ranks are gathered in one collective and put in the order of the sequence. Backward returns
-to each rank the gradients of its own tokens, summed over the ranks that looked at them.
+Under context parallelism a rank holds two slices of each sequence (``context_split.py``). Its queries stay where they
+are; the keys and values of all ranks are gathered in one collective and put in the order of the sequence. Backward
+returns to each rank the gradients of its own tokens, summed over the ranks that looked at them.
 
 Multi-latent attention rotates one key head that all heads share, those of other tensor-parallel ranks too. Megatron's
 local layers leave its gradient a partial sum on each rank; here it is completed (``_CompleteSharedGradient``).
@@ -33,7 +33,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from lightning_mcore.attention import Reach, Softmax, attend, attend_once, sequence_runs, visible
-from lightning_mcore.packing import unsplit_from_context_parallel
+from lightning_mcore.context_split import unsplit_from_context_parallel
 
 logger = logging.getLogger(__name__)
 

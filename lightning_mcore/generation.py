@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mcore.packing import unsplit_from_context_parallel
+from lightning_mcore.context_split import unsplit_from_context_parallel
 
 
 def vocab_parallel_argmax(logits: Tensor, vocab_size: int, tp_group: dist.ProcessGroup) -> Tensor:

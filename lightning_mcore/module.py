@@ -20,8 +20,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_mcore.checkpoint_io import MCoreCheckpointIO
+from lightning_mcore.context_split import split_for_context_parallel
 from lightning_mcore.layout import ModelShape, ParallelLayout
-from lightning_mcore.packing import split_for_context_parallel
 from lightning_mcore.pipeline import ChunkFactory, Pipeline, PipelineHost
 from lightning_mcore.process_groups import pipeline_stage, process_group, process_groups_are_open
 from lightning_mcore.session import SingleModelSession, single_process

@@ -16,10 +16,10 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from lightning_mcore.context_split import split_for_context_parallel, unsplit_from_context_parallel
 from lightning_mcore.core_attention import TorchAttention
 from lightning_mcore.cpu_runtime import cpu_runtime
 from lightning_mcore.layout import ParallelLayout
-from lightning_mcore.packing import split_for_context_parallel, unsplit_from_context_parallel
 from lightning_mcore.process_groups import close_process_groups, open_process_groups
 from lightning_mcore.transformer_fields import build_transformer_config
 from tests.naive_attention import naive_attention, window

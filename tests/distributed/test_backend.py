@@ -17,9 +17,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import multi_latent_attention
 
 from lightning_mcore.backend import gpt_block_spec
+from lightning_mcore.context_split import split_for_context_parallel
 from lightning_mcore.cpu_runtime import cpu_runtime
 from lightning_mcore.layout import ParallelLayout
-from lightning_mcore.packing import split_for_context_parallel
 from lightning_mcore.process_groups import close_process_groups, open_process_groups, process_group
 from lightning_mcore.transformer_fields import build_transformer_config
 from tests.parity.global_tensors import Slice, assemble, fill_weights, gradient_slices, spread

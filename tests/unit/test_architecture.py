@@ -32,7 +32,7 @@ LEVELS = [
         "rectangles",
         "muon",
         "cpu_runtime",
-        "packing",
+        "context_split",
         "throughput",
         "evaluation",
         "field_support",
