@@ -31,6 +31,7 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_mcore.random_state import RandomState, from_plain, put_common, take_common, to_plain
+from lightning_mcore.sampling import GlobalOrderSampler
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,8 @@ class FollowedLoader(BatchSampler):
     @property
     def can_be_dealt_anew(self) -> bool:
         """Whether it reads a global order in turns, in batches of one size."""
-        kinds = (DistributedSampler, *([] if self._slot == "sampler" else [DistributedSamplerWrapper]))
+        wrapped = [] if self._slot == "sampler" else [DistributedSamplerWrapper]
+        kinds = (DistributedSampler, GlobalOrderSampler, *wrapped)
         return self.samples_of_batch is not None and type(self._loader_sampler) in kinds
 
     def remaining(self, position: Position) -> int:
@@ -198,7 +200,7 @@ class FollowedLoader(BatchSampler):
         assert self.samples_of_batch is not None
         sampler = self._loader_sampler
         consumed = position.batches * position.ranks * position.batch_size
-        samples = rank_share(len(sampler.dataset), consumed, sampler.num_replicas, sampler.drop_last)
+        samples = rank_share(epoch_size(sampler), consumed, sampler.num_replicas, sampler.drop_last)
         drops_last = isinstance(self._inner, BatchSampler) and self._inner.drop_last
         return samples // self.samples_of_batch if drops_last else math.ceil(samples / self.samples_of_batch)
 
@@ -236,7 +238,7 @@ class FollowedLoader(BatchSampler):
     @property
     def _has_fixed_order(self) -> bool:
         """Whether the order follows from the epoch alone."""
-        fixed = type(self._loader_sampler) in (DistributedSampler, SequentialSampler)
+        fixed = type(self._loader_sampler) in (DistributedSampler, GlobalOrderSampler, SequentialSampler)
         return fixed and self.samples_of_batch is not None
 
     @property
@@ -276,10 +278,17 @@ class FollowedLoader(BatchSampler):
 
 def global_order(sampler: Any) -> list[Any]:
     """Return the samples of this epoch in the order in which all ranks of a distributed sampler read them together."""
+    if isinstance(sampler, GlobalOrderSampler):
+        return list(sampler.order())
     whole = copy.copy(sampler)
     whole.num_replicas, whole.rank, whole.drop_last = 1, 0, False
     whole.num_samples = whole.total_size = len(whole.dataset)
     return list(whole)
+
+
+def epoch_size(sampler: Any) -> int:
+    """Return how many samples there are in :func:`global_order`."""
+    return sampler.epoch_size if isinstance(sampler, GlobalOrderSampler) else len(sampler.dataset)
 
 
 def rank_share(size: int, consumed: int, ranks: int, drop_last: bool) -> int:

@@ -118,6 +118,13 @@ class ParallelLayout:
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
+    def sequence_multiple(self) -> int:
+        """What the length of a sequence is a multiple of, in tokens, so that ranks get equal shares."""
+        slices = 2 if self.context_parallel_size > 1 else 1
+        shares = self.tensor_model_parallel_size if self.sequence_parallel else 1
+        return self.context_parallel_size * math.lcm(slices, shares)
+
+    @property
     def pipeline_stages(self) -> list[list[str]]:
         """Stages that ``pipeline_model_parallel_layout`` names, in layer order; empty where it is None."""
         layout = self.pipeline_model_parallel_layout
@@ -310,7 +317,7 @@ def _check_sequence(layout: ParallelLayout, shape: ModelShape) -> None:
     cp, tp = layout.context_parallel_size, layout.tensor_model_parallel_size
     reasons = [f"context_parallel_size={cp} (two slices a rank)"] if cp > 1 else []
     reasons += [f"sequence_parallel with tensor_model_parallel_size={tp}"] if layout.sequence_parallel else []
-    unit = cp * math.lcm(2 if cp > 1 else 1, tp if layout.sequence_parallel else 1)
+    unit = layout.sequence_multiple
     if shape.seq_length is not None and shape.seq_length % unit:
         raise ValueError(
             f"seq_length={shape.seq_length} is not a multiple of {unit}, which {' and '.join(reasons)} asks for;"

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One order of the samples for every layout, and the DataLoaders that read in it.
+
+The order of an epoch follows from the seed and the number of the epoch alone. :class:`GlobalOrderSampler` deals it out
+in turns: with ``n`` data-parallel ranks, rank ``r`` reads the samples ``r``, ``r + n``, ``r + 2 n`` and so on. What all
+ranks have read together is then always a prefix of the order, whatever ``n`` is, so that a run on other ranks with the
+same global batch sees the same samples in every step, and a resumed one goes on where the other stopped
+(``data_position.py``). Ranks of one model copy read the same samples.
+
+An epoch ends with the last whole global batch. The samples that are left over are counted in the log; another epoch's
+order leaves out others. Lightning's own sampler repeats samples instead, as many as the ranks ask for.
+
+The data modules of this package build their loaders with :func:`training_loader` and :func:`evaluation_loader`; yours
+may too.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lightning_mcore.sizes import require_size
+
+logger = logging.getLogger(__name__)
+
+
+class GlobalOrderSampler(DistributedSampler[Any]):
+    """Deals out whole global batches of one order that does not depend on the ranks.
+
+    Args:
+        dataset: Samples to read, of a known number.
+        num_replicas: Data-parallel ranks.
+        rank: Which of them this is.
+        global_batch_size: Samples of all ranks in one optimizer step; an epoch has a multiple of it.
+        shuffle: Draw a new order in each epoch; otherwise the order is that of the dataset.
+        seed: Of the order.
+
+    Raises:
+        ValueError: The dataset is smaller than a global batch, or the ranks do not divide one.
+        TypeError: A size is not an int.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        num_replicas: int,
+        rank: int,
+        global_batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        require_size("global_batch_size", global_batch_size)
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last=True)
+        if global_batch_size % num_replicas:
+            raise ValueError(
+                f"global_batch_size={global_batch_size} cannot be dealt out to {num_replicas} data-parallel ranks;"
+                f" choose a multiple of {num_replicas}"
+            )
+        self.global_batch_size = global_batch_size
+        self.epoch_size = len(cast(Sized, dataset)) // global_batch_size * global_batch_size
+        if self.epoch_size == 0:
+            raise ValueError(
+                f"the dataset has {len(cast(Sized, dataset))} samples, fewer than the {global_batch_size} of a global"
+                " batch; give more data, or lower the batch size, accumulate_grad_batches or the number of ranks"
+            )
+        self.num_samples = self.epoch_size // num_replicas
+        self.total_size = self.epoch_size
+
+    @property
+    def left_over(self) -> int:
+        """How many samples an epoch leaves out."""
+        return len(cast(Sized, self.dataset)) - self.epoch_size
+
+    def order(self, rank: int = 0, ranks: int = 1) -> Sequence[int]:
+        """Return the samples of this epoch in the order in which all ranks read them together, or one rank's share."""
+        if not self.shuffle:
+            return range(rank, self.epoch_size, ranks)
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        permutation = torch.randperm(len(cast(Sized, self.dataset)), generator=generator)
+        return permutation[rank : self.epoch_size : ranks].tolist()
+
+    def __iter__(self) -> Iterator[int]:
+        """Return this rank's samples of the epoch."""
+        return iter(self.order(self.rank, self.num_replicas))
+
+
+def training_loader(
+    trainer: pl.Trainer | None,
+    dataset: Dataset[Any],
+    batch_size: int,
+    *,
+    seed: int = 1234,
+    shuffle: bool = True,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> DataLoader[Any]:
+    """Return a loader of whole global batches, in an order that is the same on every layout.
+
+    Args:
+        trainer: Of the run, for its ranks and ``accumulate_grad_batches``; None for one rank.
+        dataset: Samples to read, of a known number.
+        batch_size: Samples of one data-parallel rank in a batch.
+        seed: Of the order.
+        shuffle: Draw a new order in each epoch; otherwise the order is that of the dataset.
+        collate_fn: Makes a batch of samples.
+        num_workers: Processes that load ahead.
+        pin_memory: Copy batches into pinned memory first.
+
+    Raises:
+        ValueError: The dataset is smaller than a global batch.
+        TypeError: A size is not an int.
+    """
+    require_size("batch_size", batch_size)
+    rank, ranks = data_parallel_place(trainer)
+    accumulated = trainer.accumulate_grad_batches if trainer is not None else 1
+    size = batch_size * ranks * accumulated
+    sampler = GlobalOrderSampler(dataset, ranks, rank, size, shuffle, seed)
+    if sampler.left_over and rank == 0:
+        logger.info(
+            "each epoch leaves out %d of %d samples, which fill no global batch of %d",
+            sampler.left_over,
+            sampler.left_over + sampler.epoch_size,
+            size,
+        )
+    return DataLoader(
+        dataset,
+        batch_size,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        drop_last=True,
+        persistent_workers=num_workers > 0,
+    )
+
+
+def evaluation_loader(
+    dataset: Dataset[Any],
+    batch_size: int,
+    *,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> DataLoader[Any]:
+    """Return a loader of all samples in the order of the dataset; Lightning deals them out to the ranks.
+
+    Args:
+        dataset: Samples to read.
+        batch_size: Samples of one data-parallel rank in a batch.
+        collate_fn: Makes a batch of samples.
+        num_workers: Processes that load ahead.
+        pin_memory: Copy batches into pinned memory first.
+
+    Raises:
+        ValueError: ``batch_size`` is below 1.
+        TypeError: A size is not an int.
+    """
+    require_size("batch_size", batch_size)
+    return DataLoader(
+        dataset,
+        batch_size,
+        shuffle=False,
+        collate_fn=collate_fn,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        persistent_workers=num_workers > 0,
+    )
+
+
+def data_parallel_place(trainer: pl.Trainer | None) -> tuple[int, int]:
+    """Return (rank, ranks) among which samples are dealt out: data-parallel ranks, or 0 of 1 outside of a run."""
+    places = trainer.distributed_sampler_kwargs if trainer is not None else None
+    return (places["rank"], places["num_replicas"]) if places else (0, 1)
