@@ -5,19 +5,24 @@ Pure PyTorch: nothing here knows Megatron or communicates. ``core_attention.py``
 :func:`attend`. Two small values say all there is to say about who sees whom:
 
 * A :class:`QueryRun` is a stretch of neighbouring queries and the keys of the sequence they belong to: the whole
-  sequence without context parallelism, each of a rank's two slices with it (``context_split.py``). Whatever changes
-  *which* queries belong to which keys, as packed sequences do, only makes other runs.
+  sequence without context parallelism, each of a rank's two slices with it (``context_split.py``). A row of packed
+  sequences is a run, or two, for each of them, and one without keys for the padding behind it.
 * A :class:`Reach` says how far a query sees back and ahead: causal attention, a sliding window, or everything.
 
 A run that starts with its sequence is what PyTorch's kernels call causal, and needs no mask. On CUDA in half precision
 the flash kernel also knows causal attention that ends at the last key. Any other run is cut into blocks of queries that
 meet only the keys within reach. Whether a query sees a key depends on their distance alone, so one small mask serves
-every block, and every layer: a block's mask is a stretch of its columns.
+every block of every run, and every layer: a block's mask is a stretch of its columns.
+
+Queries, keys and values are split into their runs at once. A slice for each run would cost a gradient of the size of
+the whole tensor for each of them.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +66,7 @@ class QueryRun:
     Args:
         rows: Where the queries are among the queries of this rank.
         position: The key that belongs to the first query, counted among all keys.
-        keys: Where the keys of the sequence are among all keys.
+        keys: Where the keys of the sequence are among all keys. Without keys the queries are padding.
     """
 
     rows: range
@@ -101,6 +106,30 @@ def sequence_runs(num_queries: int, num_keys: int, rank: int = 0, size: int = 1)
     ]
 
 
+@functools.lru_cache(maxsize=64)
+def packed_runs(offsets: tuple[int, ...], lengths: tuple[int, ...], rank: int = 0, size: int = 1) -> list[QueryRun]:
+    """Return the runs of a row of packed sequences; their padding neither sees nor is seen.
+
+    Args:
+        offsets: Where the sequences begin, padding included, and where the last one ends.
+        lengths: How many of their tokens are real.
+        rank: Rank in the context-parallel group.
+        size: Ranks of that group, each of which holds two slices of every sequence.
+    """
+    runs = []
+    row = 0
+    for (start, end), length in zip(itertools.pairwise(offsets), lengths, strict=True):
+        tokens, parts = (end - start, (0,)) if size == 1 else ((end - start) // (2 * size), slices_of_rank(rank, size))
+        for part in parts:
+            first = start + part * tokens
+            real = min(max(start + length - first, 0), tokens)
+            for count, keys in ((real, range(start, start + length)), (tokens - real, range(0))):
+                if count > 0:
+                    runs.append(QueryRun(range(row, row + count), first, keys))
+                    row += count
+    return runs
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, runs: list[QueryRun], reach: Reach, softmax: Softmax) -> Tensor:
     """Compute attention, run by run.
 
@@ -108,18 +137,59 @@ def attend(query: Tensor, key: Tensor, value: Tensor, runs: list[QueryRun], reac
         query: [b, h, queries, d].
         key: [b, groups, keys, d], in the order of the sequence; ``groups`` divides ``h``.
         value: [b, groups, keys, d_v].
-        runs: The queries, in order and without gaps.
+        runs: The queries, in order and without gaps. Two runs have the same keys, or none in common.
         reach: How far a query sees within its sequence.
         softmax: Scale and dropout.
 
     Returns:
-        [b, h, queries, d_v].
+        [b, h, queries, d_v]; zero where a run has no keys.
     """
     width = value.size(-1)
-    if width < key.size(-1):  # the fused kernels want one head size; columns of zeros change nothing
-        value = functional.pad(value, (0, key.size(-1) - width))
-    parts = [part for run in runs for part in _attend_run(query, key, value, run, reach, softmax)]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))[..., :width]
+    value = _widen(value, key.size(-1))
+    mask = _SharedMask(runs, reach)
+    queries = torch.split(query, [len(run.rows) for run in runs], dim=2)
+    keys, values = _pieces(key, runs), _pieces(value, runs)
+    parts: list[Tensor] = []
+    for run, rows in zip(runs, queries, strict=True):
+        if len(run.keys) > 0:
+            parts += _attend_run(rows, keys[run.keys.start], values[run.keys.start], run, reach, softmax, mask)
+        else:
+            parts.append(_Silence.apply(rows, value.size(-1)))  # type: ignore[no-untyped-call]
+    return _joined(parts)[..., :width]
+
+
+class _Silence(torch.autograd.Function):
+    """The output of queries that see nothing: zeros, and zero gradients, so that no parameter is left without one."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, width: int) -> Tensor:
+        ctx.shape = rows.shape
+        return rows.new_zeros(*rows.shape[:-1], width)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].new_zeros(ctx.shape), None
+
+
+def _widen(value: Tensor, width: int) -> Tensor:
+    """Return values with columns of zeros up to ``width``, which the fused kernels want and which change nothing."""
+    missing = width - value.size(-1)
+    return functional.pad(value, (0, missing)) if missing > 0 else value
+
+
+def _pieces(tensor: Tensor, runs: list[QueryRun]) -> dict[int, Tensor]:
+    """Return the keys (or values) of each sequence, by where they begin."""
+    ends = {run.keys.start: run.keys.stop for run in runs if len(run.keys) > 0}
+    cuts = sorted({0, tensor.size(2), *ends, *ends.values()})
+    pieces = torch.split(tensor, [end - start for start, end in itertools.pairwise(cuts)], dim=2)
+    return dict(zip(cuts, pieces, strict=False))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Put outputs behind one another, [b, h, queries, d]; in memory [queries, b, h, d], which is how they go on."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([part.permute(2, 0, 1, 3) for part in parts]).permute(1, 2, 0, 3)
 
 
 def visible(run: QueryRun, reach: Reach, device: torch.device) -> Tensor:
@@ -134,31 +204,33 @@ def visible(run: QueryRun, reach: Reach, device: torch.device) -> Tensor:
 
 
 def _attend_run(
-    query: Tensor, key: Tensor, value: Tensor, run: QueryRun, reach: Reach, softmax: Softmax
+    rows: Tensor, key: Tensor, value: Tensor, run: QueryRun, reach: Reach, softmax: Softmax, shared: "_SharedMask"
 ) -> Iterator[Tensor]:
-    """Yield the outputs of a run in order, [b, h, block, d] each."""
-    rows = query[:, :, run.rows.start : run.rows.stop]
-    count = len(run.rows)
-    first, last = run.keys.start, run.keys.stop
+    """Yield the outputs of a run in order, [b, h, block, d] each; keys and values are those of its sequence."""
+    reach = _within_sequence(run, reach)
+    count, position = len(run.rows), run.position - run.keys.start  # places are counted within the sequence
     if reach.is_everything:
-        yield attend_once(rows, key[:, :, first:last], value[:, :, first:last], softmax)
-    elif reach.is_causal and run.position == first:
-        last = min(last, first + count)
-        yield attend_once(rows, key[:, :, first:last], value[:, :, first:last], softmax, is_causal=True)
-    elif reach.is_causal and _flash_ends_at_the_last_key(query, value):
-        last = run.position + count
-        bias = causal_lower_right(count, last - first)
-        yield attend_once(rows, key[:, :, first:last], value[:, :, first:last], softmax, bias)
+        yield attend_once(rows, key, value, softmax)
+    elif reach.is_causal and position == 0:
+        yield attend_once(rows, key[:, :, :count], value[:, :, :count], softmax, is_causal=True)
+    elif reach.is_causal and _flash_ends_at_the_last_key(rows, value):
+        last = position + count
+        yield attend_once(rows, key[:, :, :last], value[:, :, :last], softmax, causal_lower_right(count, last))
     else:
         size = _block_size(count, reach)
-        nearest, farthest = _distances(run, size, reach)
-        mask = _distance_mask(size, nearest, farthest, reach, rows.dtype, rows.device)
+        mask, nearest = shared.take(rows.dtype, rows.device)
         for start in range(0, count, size):
             block = rows[:, :, start : start + size]
-            position = run.position + start
-            first, last = _keys_in_reach(run, position, block.size(2), reach)
-            columns = mask[: block.size(2), first - position - nearest : last - position - nearest]
+            first, last = _keys_in_reach(len(run.keys), position + start, block.size(2), reach)
+            columns = mask[: block.size(2), first - position - start - nearest : last - position - start - nearest]
             yield attend_once(block, key[:, :, first:last], value[:, :, first:last], softmax, columns)
+
+
+def _within_sequence(run: QueryRun, reach: Reach) -> Reach:
+    """Return a reach without the sides that do not end within the sequence of a run."""
+    farthest = len(run.keys) - 1
+    back, ahead = (None if side is None or side >= farthest else side for side in (reach.back, reach.ahead))
+    return Reach(back, ahead)
 
 
 def _block_size(count: int, reach: Reach) -> int:
@@ -169,18 +241,34 @@ def _block_size(count: int, reach: Reach) -> int:
     return min(count, _LARGEST_BLOCK, max(_SMALLEST_BLOCK, sum(sides)))
 
 
-def _keys_in_reach(run: QueryRun, position: int, count: int, reach: Reach) -> tuple[int, int]:
+def _keys_in_reach(num_keys: int, position: int, count: int, reach: Reach) -> tuple[int, int]:
     """Return the first key, and the one after the last, that ``count`` queries from ``position`` on can see."""
-    first = run.keys.start if reach.back is None else max(run.keys.start, position - reach.back)
-    last = run.keys.stop if reach.ahead is None else min(run.keys.stop, position + count + reach.ahead)
+    first = 0 if reach.back is None else max(0, position - reach.back)
+    last = num_keys if reach.ahead is None else min(num_keys, position + count + reach.ahead)
     return first, last
 
 
-def _distances(run: QueryRun, size: int, reach: Reach) -> tuple[int, int]:
-    """Return the range of distances from the first query of a block to a key that the blocks of a run can meet."""
-    nearest = -len(run.keys) if reach.back is None else -reach.back
-    farthest = len(run.keys) if reach.ahead is None else size + reach.ahead
-    return nearest, farthest
+class _SharedMask:
+    """The mask that the blocks of all runs share, made when the first of them asks for it."""
+
+    def __init__(self, runs: list[QueryRun], reach: Reach) -> None:
+        self._runs, self._reach = runs, reach
+        self._made: tuple[Tensor, int] | None = None
+
+    def take(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, int]:
+        """Return the mask, and the distance from a block's first query to the key of the first column."""
+        if self._made is None:
+            self._made = self._make(dtype, device)
+        return self._made
+
+    def _make(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, int]:
+        reach = self._reach
+        longest = max(len(run.keys) for run in self._runs)
+        longest = 1 << (longest - 1).bit_length()  # rows of other lengths then have the same mask
+        size = max(_block_size(len(run.rows), _within_sequence(run, reach)) for run in self._runs if len(run.keys) > 0)
+        nearest = -longest if reach.back is None else -min(reach.back, longest)
+        farthest = longest if reach.ahead is None else size + min(reach.ahead, longest)
+        return _distance_mask(size, nearest, farthest, reach, dtype, device), nearest
 
 
 @functools.lru_cache(maxsize=4)

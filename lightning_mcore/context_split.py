@@ -9,11 +9,17 @@ slices ``r`` and ``2 * size - 1 - r``: one cheap, one expensive, the same work f
     rank 0     0 1                6 7
     rank 1           2 3   4 5
 
+Packed sequences stand behind one another in one row. Each of them is cut like a sequence of its own, and a rank's two
+slices of the first are followed by its two slices of the second. So every rank has the same work whatever the lengths,
+and the boundaries on a rank are those of the row divided by ``size``.
+
 The batch is cut this way before the step (``MCoreModule.shard_context``), rotary embeddings by Megatron, and keys and
 values are put back in order by the core attention (``attention.py``). These are functions of tensors only; nothing here
 communicates.
 
-Source: ``get_batch_on_this_cp_rank`` (megatron.core.utils, 0.16.1).
+Source: ``get_batch_on_this_cp_rank`` (megatron.core.utils, 0.16.1); for packed sequences
+``_get_thd_freqs_on_this_cp_rank`` (megatron.core.models.common.embeddings.rope_utils, 0.16.1), which follows
+TransformerEngine's ``thd`` layout.
 """
 
 from collections.abc import Sequence
@@ -37,8 +43,7 @@ def split_for_context_parallel(tensor: Tensor, rank: int, size: int, dim: int = 
     Raises:
         ValueError: The sequence does not divide into ``2 * size`` slices, or there is no such rank.
     """
-    if not 0 <= rank < size:
-        raise ValueError(f"rank={rank} is not in a context-parallel group of {size}; choose 0 to {size - 1}")
+    _check_rank(rank, size)
     if size == 1:
         return tensor
     length = tensor.size(dim)
@@ -84,3 +89,140 @@ def unsplit_from_context_parallel(shares: Sequence[Tensor], dim: int = 1) -> Ten
 def slices_of_rank(rank: int, size: int) -> tuple[int, int]:
     """Return which two of the ``2 * size`` slices of a sequence a context-parallel rank holds."""
     return rank, 2 * size - 1 - rank
+
+
+def split_packed_for_context_parallel(
+    tensor: Tensor, offsets: Sequence[int], rank: int, size: int, dim: int = 1
+) -> Tensor:
+    """Return the two slices of each packed sequence that a context-parallel rank holds, in the order of the row.
+
+    Args:
+        tensor: Rows of packed sequences along ``dim``, for example [b, s].
+        offsets: Where the sequences begin, padding included, and where the last one ends: from 0 to s.
+        rank: Rank in the context-parallel group.
+        size: Ranks of that group.
+        dim: The dimension of the row.
+
+    Returns:
+        The share of this rank, for example [b, s / size]; the tensor itself where ``size`` is 1.
+
+    Raises:
+        ValueError: A sequence does not divide into ``2 * size`` slices, the offsets are not those of the row, or there
+            is no such rank.
+    """
+    _check_rank(rank, size)
+    check_packed_offsets(offsets, tensor.size(dim), size)
+    if size == 1:
+        return tensor
+    boundaries = torch.tensor(offsets, device=tensor.device)
+    return tensor.index_select(dim, packed_positions(boundaries, tensor.size(dim), rank, size))
+
+
+def unsplit_packed_from_context_parallel(shares: Sequence[Tensor], offsets: Sequence[int], dim: int = 1) -> Tensor:
+    """Put rows of packed sequences together: the inverse of :func:`split_packed_for_context_parallel`.
+
+    Args:
+        shares: One tensor for each context-parallel rank, in rank order, for example [b, s / size].
+        offsets: Where the sequences begin, padding included, and where the last one ends: from 0 to s.
+        dim: The dimension of the row.
+
+    Returns:
+        The rows in their own order, for example [b, s]; differentiable.
+
+    Raises:
+        ValueError: There is no share, a sequence does not divide, or the offsets are not those of the row.
+    """
+    size = len(shares)
+    if size == 0:
+        raise ValueError("no shares were given; give one tensor for each context-parallel rank")
+    joined = torch.cat(tuple(shares), dim)
+    check_packed_offsets(offsets, joined.size(dim), size)
+    if size == 1:
+        return joined
+    return joined.index_select(dim, packed_order(torch.tensor(offsets, device=joined.device), joined.size(dim), size))
+
+
+def packed_positions(offsets: Tensor, length: int, rank: int, size: int) -> Tensor:
+    """Return where the tokens of a rank stand in their row; computed on the device of ``offsets``, which is not read.
+
+    Args:
+        offsets: [..., n + 1], where the sequences of each row begin, padding included; the last entry is ``length``.
+            Equal neighbours stand for a sequence without tokens.
+        length: Tokens of a row.
+        rank: Rank in the context-parallel group.
+        size: Ranks of that group.
+
+    Returns:
+        [..., length / size] int64.
+    """
+    index = sequence_of_tokens(offsets, length, size)
+    starts = offsets.long().gather(-1, index)
+    slices = (offsets.long().gather(-1, index + 1) - starts) // (2 * size)  # tokens of a slice
+    within = torch.arange(length // size, device=offsets.device) - starts // size
+    early, late = slices_of_rank(rank, size)
+    return starts + within + torch.where(within < slices, early * slices, (late - 1) * slices)
+
+
+def packed_order(offsets: Tensor, length: int, size: int) -> Tensor:
+    """Return where each token of a row stands among the shares of all ranks, one behind the other.
+
+    Args:
+        offsets: [n + 1], where the sequences begin, padding included, and where the last one ends.
+        length: Tokens of the row.
+        size: Ranks of the context-parallel group.
+
+    Returns:
+        [length] int64.
+    """
+    positions = torch.cat([packed_positions(offsets, length, rank, size) for rank in range(size)])
+    return torch.empty_like(positions).scatter_(0, positions, torch.arange(length, device=offsets.device))
+
+
+def sequence_of_tokens(offsets: Tensor, length: int, size: int = 1) -> Tensor:
+    """Return to which of a row's packed sequences each token of a rank belongs; the same on every rank.
+
+    Args:
+        offsets: [..., n + 1], where the sequences of each row begin, padding included; the last entry is ``length``.
+        length: Tokens of a row.
+        size: Ranks of the context-parallel group.
+
+    Returns:
+        [..., length / size] int64, from 0 to n - 1.
+    """
+    tokens = torch.arange(length // size, device=offsets.device, dtype=offsets.dtype)
+    ends = (offsets[..., 1:] // size).contiguous()
+    return torch.searchsorted(ends, tokens.expand(*ends.shape[:-1], -1).contiguous(), right=True)
+
+
+def check_packed_offsets(offsets: Sequence[int], length: int, size: int) -> None:
+    """Refuse boundaries of packed sequences that are not those of a row, or that a group cannot cut.
+
+    Args:
+        offsets: Where the sequences begin, padding included, and where the last one ends.
+        length: Tokens of the row.
+        size: Ranks of the context-parallel group.
+
+    Raises:
+        ValueError: The offsets do not rise from 0 to ``length``, or a sequence does not divide into ``2 * size``.
+    """
+    if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != length:
+        ends = f"run from {offsets[0]} to {offsets[-1]}" if len(offsets) > 0 else "are missing"
+        raise ValueError(f"the boundaries of packed sequences {ends}; give them from 0 to the row's {length} tokens")
+    for index in range(len(offsets) - 1):
+        tokens = offsets[index + 1] - offsets[index]
+        if tokens < 0:
+            raise ValueError(
+                f"the boundaries of packed sequences fall from {offsets[index]} to {offsets[index + 1]}; "
+                "give them in rising order"
+            )
+        if size > 1 and tokens % (2 * size):
+            padded = -(-tokens // (2 * size)) * 2 * size
+            raise ValueError(
+                f"packed sequence {index} has {tokens} tokens, padding included, which do not divide into "
+                f"2 * context_parallel_size={2 * size} slices; pad it to {padded} tokens"
+            )
+
+
+def _check_rank(rank: int, size: int) -> None:
+    if not 0 <= rank < size:
+        raise ValueError(f"rank={rank} is not in a context-parallel group of {size}; choose 0 to {size - 1}")

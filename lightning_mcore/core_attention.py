@@ -5,9 +5,11 @@ Megatron's own ``DotProductAttention`` holds the whole ``[s, s]`` matrix of scor
 other one is TransformerEngine's, which needs CUDA. :class:`TorchAttention` takes their place
 (``backend.gpt_block_spec`` puts it there). It turns what Megatron passes into the terms of ``attention.py``.
 
+Packed sequences come as one row, with ``PackedSeqParams`` that say where each of them lies (``packed_sequences.py``).
+They are computed one by one, so that no memory grows with the square of the row, and no bit of one depends on another.
+
 Under context parallelism a rank holds two slices of each sequence (``context_split.py``). Its queries stay where they
-are; the keys and values of all ranks are gathered in one collective and put in the order of the sequence. Backward
-returns to each rank the gradients of its own tokens, summed over the ranks that looked at them.
+are; the keys and values of all ranks are gathered (``gathered_keys.py``).
 
 Multi-latent attention rotates one key head that all heads share, those of other tensor-parallel ranks too. Megatron's
 local layers leave its gradient a partial sum on each rank; here it is completed (``_CompleteSharedGradient``).
@@ -32,8 +34,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from lightning_mcore.attention import Reach, Softmax, attend, attend_once, sequence_runs, visible
-from lightning_mcore.context_split import unsplit_from_context_parallel
+from lightning_mcore.attention import Reach, Softmax, attend, attend_once, packed_runs, sequence_runs, visible
+from lightning_mcore.gathered_keys import over_whole_sequences
+from lightning_mcore.packed_sequences import Boundaries, boundaries_of
 
 logger = logging.getLogger(__name__)
 
@@ -111,35 +114,59 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
                 is hidden in addition to what the mask type and the window hide. None under context parallelism.
             attn_mask_type: Overrides the layer's, as Megatron does while it decodes.
             attention_bias: Must be None.
-            packed_seq_params: Must be None.
+            packed_seq_params: Where packed sequences lie in a row of t tokens. The tensors then have no dimension b:
+                query is [t / cp, h / tp, d]. Each sequence sees itself alone, and padding is not seen.
 
         Returns:
-            [s / cp, b, h / tp * d_v].
+            [s / cp, b, h / tp * d_v]; for packed sequences [t / cp, h / tp * d_v], zero for padding.
 
         Raises:
             ValueError: Something is given that this layout or backend cannot honour.
-            NotImplementedError: The sequences are packed.
         """
         mask_type = attn_mask_type or self.attn_mask_type
-        self._check_call(query, key, mask_type, attention_mask, attention_bias, packed_seq_params)
+        self._check_call(query, key, mask_type, attention_mask, attention_bias)
+        if packed_seq_params is None:
+            return self._attend(query, key, value, mask_type, attention_mask, None)
+        boundaries = self._check_packed(query, attention_mask, packed_seq_params)
+        query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
+        return self._attend(query, key, value, mask_type, None, boundaries).squeeze(1)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask_type: AttnMaskType,
+        attention_mask: Tensor | None,
+        boundaries: Boundaries | None,
+    ) -> Tensor:
+        """Compute attention of [s / cp, b, ...]; with boundaries, b is 1 and the row holds packed sequences."""
         if self.shared_key_group is not None:
             width = self.config.qk_pos_emb_head_dim
             key = _CompleteSharedGradient.apply(key, width, self.shared_key_group)  # type: ignore[no-untyped-call]
-        rank, size = 0, 1
-        if self.cp_group is not None:
-            rank, size = self.cp_group.rank(), self.cp_group.size()
-            key, value = gather_keys_and_values(key, value, self.cp_group)
-        runs = sequence_runs(query.size(0), key.size(0), rank, size)
+        rank, size = (0, 1) if self.cp_group is None else (self.cp_group.rank(), self.cp_group.size())
+        if boundaries is None:
+            offsets: tuple[int, ...] = (0, key.size(0) * size)
+            runs = sequence_runs(query.size(0), offsets[-1], rank, size)
+        else:
+            offsets = boundaries.offsets
+            runs = packed_runs(offsets, boundaries.lengths, rank, size)
         reach = self._reach(mask_type)
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         softmax = Softmax(self.softmax_scale, self.attention_dropout if self.training else 0.0)
-        with self._dropout_state(softmax.dropout):
+
+        def over(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
             if attention_mask is None:
                 context = attend(query, key, value, runs, reach, softmax)
             else:
                 seen = visible(runs[0], reach, query.device) & ~attention_mask
                 context = attend_once(query, key, value, softmax, seen)
-        return context.permute(2, 0, 1, 3).flatten(2)
+            return context.permute(2, 0, 1, 3)
+
+        with self._dropout_state(softmax.dropout):
+            if self.cp_group is None:
+                return over(query, key, value).flatten(2)
+            return over_whole_sequences(query, key, value, over, offsets, self.cp_group).flatten(2)
 
     def _reach(self, mask_type: AttnMaskType) -> Reach:
         back, ahead = (None if side < 0 else side for side in self.window_size)
@@ -162,13 +189,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         mask_type: AttnMaskType,
         attention_mask: Tensor | None,
         attention_bias: Tensor | None,
-        packed_seq_params: PackedSeqParams | None,
     ) -> None:
-        if packed_seq_params is not None:
-            raise NotImplementedError(
-                "packed_seq_params is given, and the torch backend does not take packed sequences yet; "
-                'pass None, or choose transformer_impl="transformer_engine" on CUDA'
-            )
         if attention_bias is not None:
             raise ValueError("attention_bias is given, and the torch backend takes none; pass None")
         if attention_mask is not None and self.cp_group is not None:
@@ -183,6 +204,30 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
                 f"causal attention has {query.size(0)} queries and {key.size(0)} keys; give as many of each, or "
                 "attn_mask_type=AttnMaskType.causal_bottom_right where the queries are the last of the sequence"
             )
+
+    def _check_packed(self, query: Tensor, attention_mask: Tensor | None, params: PackedSeqParams) -> Boundaries:
+        """Return the boundaries of packed sequences; refuse what does not go with them."""
+        boundaries = boundaries_of(params)
+        if query.dim() != 3:
+            raise ValueError(
+                f"packed_seq_params is given with queries of shape {list(query.shape)}; give [tokens, heads, head size]"
+            )
+        if attention_mask is not None:
+            raise ValueError(
+                "attention_mask is given with packed sequences, whose boundaries say who sees whom; pass None"
+            )
+        if params.cp_group is not None or params.local_cp_size is not None:
+            raise ValueError(
+                "packed_seq_params has a context-parallel group of its own, and the torch backend has one for all "
+                "batches; leave out cp_group and local_cp_size"
+            )
+        size = 1 if self.cp_group is None else self.cp_group.size()
+        if query.size(0) * size != boundaries.offsets[-1]:
+            raise ValueError(
+                f"packed sequences of {boundaries.offsets[-1]} tokens, padding included, do not make up a row of "
+                f"{query.size(0) * size}; let cu_seqlens_q_padded end with the row"
+            )
+        return boundaries
 
 
 def check_attention(config: TransformerConfig, is_causal: bool = True) -> None:
@@ -212,24 +257,6 @@ def check_attention(config: TransformerConfig, is_causal: bool = True) -> None:
             f"window_size={config.window_size} looks {ahead} tokens ahead, and the attention is causal; "
             f"choose ({back}, 0)"
         )
-
-
-def gather_keys_and_values(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Gather the keys and values of whole sequences over the context-parallel ranks, in one collective.
-
-    Args:
-        key: [s / cp, b, groups, d].
-        value: [s / cp, b, groups, d_v].
-        group: The context-parallel ranks.
-
-    Returns:
-        Keys [s, b, groups, d] and values [s, b, groups, d_v] in the order of the sequence. Their gradients are summed
-        over the group, and each rank gets those of its own tokens.
-    """
-    joined = torch.cat((key, value), dim=-1)
-    gathered = tensor_parallel.gather_from_sequence_parallel_region(joined, group=group)
-    whole = unsplit_from_context_parallel(gathered.chunk(group.size()), dim=0)
-    return whole[..., : key.size(-1)], whole[..., key.size(-1) :]
 
 
 class _CompleteSharedGradient(torch.autograd.Function):

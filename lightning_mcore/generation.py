@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mcore.context_split import unsplit_from_context_parallel
+from lightning_mcore.context_split import packed_order, unsplit_from_context_parallel
 
 
 def vocab_parallel_argmax(logits: Tensor, vocab_size: int, tp_group: dist.ProcessGroup) -> Tensor:
@@ -67,9 +67,22 @@ def logits_at(
     return slices.transpose(0, 1).flatten(1)[:, :vocab_size]
 
 
-def gather_sequence(shares: Tensor, cp_group: dist.ProcessGroup) -> Tensor:
-    """Return whole sequences in their own order: [b, s / cp] on each context-parallel rank to [b, s] on all."""
-    return unsplit_from_context_parallel(list(_gather(shares, cp_group)))
+def gather_sequence(shares: Tensor, cp_group: dist.ProcessGroup, cu_seqlens_padded: Tensor | None = None) -> Tensor:
+    """Return whole sequences in their own order.
+
+    Args:
+        shares: [b, s / cp], those of this context-parallel rank.
+        cp_group: The context-parallel ranks.
+        cu_seqlens_padded: [b, n + 1], where the sub-sequences of packed rows begin; None where they are not packed.
+
+    Returns:
+        [b, s], the same on every rank of the group.
+    """
+    gathered = list(_gather(shares, cp_group))
+    if cu_seqlens_padded is None or cp_group.size() == 1:
+        return unsplit_from_context_parallel(gathered)
+    length = shares.size(1) * cp_group.size()
+    return torch.cat(gathered, dim=1).gather(1, packed_order(cu_seqlens_padded, length, cp_group.size()))
 
 
 def sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

@@ -7,8 +7,9 @@ to ``Trainer(precision=...)``. The steps below say nothing about ranks or stages
 a module of your own: build in ``configure_model``, call ``self.model(...)`` once in each step.
 
 A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted: ``labels[i]`` is to be predicted at
-``tokens[i]``) and, optionally, ``loss_mask`` (1 where a token counts, 0 elsewhere) and ``position_ids`` (of learned
-positions; rotary ones count from the start of the row).
+``tokens[i]``; -100 for no target) and, optionally, ``loss_mask`` (1 where a token counts, 0 elsewhere) and
+``position_ids`` (of learned positions; rotary ones count from the start of the row). Rows may be packed
+(``packing.py``): each sub-sequence then sees itself alone.
 """
 
 import functools
@@ -27,6 +28,16 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_mcore import generation
 from lightning_mcore.backend import TransformerImpl, check_backend, gpt_block_spec, resolve_transformer_impl
+from lightning_mcore.language_step import (
+    LossNormalization,
+    ModelInputs,
+    check_normalization,
+    check_vocabulary,
+    microbatch_shape,
+    num_tokens,
+    position_ids,
+    token_mean,
+)
 from lightning_mcore.model_shape import ModelShape
 from lightning_mcore.module import MCoreModule
 from lightning_mcore.multi_token import MultiTokenGPT, check_multi_token, gpt_mtp_block_spec
@@ -34,7 +45,7 @@ from lightning_mcore.positions import PositionEmbedding, check_positions, gpt_ar
 from lightning_mcore.process_groups import process_group
 from lightning_mcore.sizes import require_size
 from lightning_mcore.throughput import StepClock, model_copies, training_flops_per_token
-from lightning_mcore.transformer_fields import DEFAULTS, build_transformer_config, check_transformer_fields
+from lightning_mcore.transformer_fields import build_transformer_config, check_transformer_fields
 
 Batch = dict[str, Tensor]
 
@@ -43,7 +54,8 @@ class MCoreGPT(MCoreModule):
     """A GPT language model with its training recipe: AdamW, linear warm-up, cosine decay.
 
     Logs ``train_loss``, ``val_loss`` and ``test_loss`` (means over tokens), and at each optimizer step ``grad_norm``
-    (before clipping), ``tokens_per_second`` (of all ranks together, validation time left out) and ``model_tflops``
+    (before clipping), ``tokens_per_second`` (of all ranks together, padding of packed rows and validation time left
+    out) and ``model_tflops``
     (of one device, in TFLOP/s; see ``throughput.py`` for what is counted). The strategy adds the losses of routers and
     of multi-token prediction (``auxiliary_logs.py``).
 
@@ -72,6 +84,8 @@ class MCoreGPT(MCoreModule):
             numbers are the same on all of them. ``tensor_model_parallel_size`` must divide the padded size.
         transformer_impl: Whose layers: ``"local"`` (plain PyTorch), ``"transformer_engine"``, or ``"auto"``, which
             takes the second where it is installed and the device is a GPU.
+        loss_normalization: Mean of the loss over ``"tokens"``, or over ``"samples"`` (rows, or the sub-sequences of
+            packed ones) of the mean over the tokens of each.
 
     Raises:
         ValueError: A value does not fit, or a field of ``transformer`` is unknown or has another home.
@@ -98,6 +112,7 @@ class MCoreGPT(MCoreModule):
         share_embeddings_and_output_weights: bool = False,
         make_vocab_size_divisible_by: int = 128,
         transformer_impl: TransformerImpl = "auto",
+        loss_normalization: LossNormalization = "tokens",
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -110,6 +125,7 @@ class MCoreGPT(MCoreModule):
             )
         self.vocab_size = vocab_size
         self.seq_length = seq_length
+        self.loss_normalization = loss_normalization
         self.transformer = check_transformer_fields(transformer)
         check_positions(self.hparams, self.transformer)
         self.padded_vocab_size = -(-vocab_size // make_vocab_size_divisible_by) * make_vocab_size_divisible_by
@@ -137,6 +153,7 @@ class MCoreGPT(MCoreModule):
         device_type = self._device_type()
         check_backend(config, resolve_transformer_impl(self.hparams["transformer_impl"], device_type), device_type)
         check_multi_token(config, self.hparams["share_embeddings_and_output_weights"])
+        check_normalization(self.loss_normalization, config)
 
     def configure_model(self) -> None:
         """Build the chunks that this rank owns."""
@@ -167,44 +184,50 @@ class MCoreGPT(MCoreModule):
         return ModelShape.from_config(fields, seq_length=self.seq_length, vocab_size=self.padded_vocab_size)
 
     def microbatch_shape(self, batch: Batch) -> tuple[int, int]:
-        """Return ``(sequence length, rows)`` of a microbatch."""
-        rows, length = batch["tokens"].shape
-        return length, rows
+        """Return ``(sequence length, rows)`` of a microbatch; the rows of a packed one are joined."""
+        return microbatch_shape(batch)
 
     def shard_context(self, batch: Batch) -> Batch:
         """Return this context-parallel rank's share of a batch, with the positions that its tokens had."""
-        sharded: Batch = super().shard_context({**batch, "position_ids": _position_ids(batch)})
+        sharded: Batch = super().shard_context({**batch, "position_ids": position_ids(batch)})
         return sharded
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | dict[str, Any]:
-        """Return the mean loss of a microbatch and, unless ``calculate_per_token_loss=False``, its token count."""
-        losses = self._losses(batch)
-        mean, num_tokens = _mean(losses, batch)
-        self.log("train_loss", mean.detach(), batch_size=num_tokens, sync_dist=True, prog_bar=True)  # type: ignore[arg-type]
-        if {**DEFAULTS, **self.transformer}["calculate_per_token_loss"]:
-            return {"loss": mean, "num_tokens": num_tokens}
-        return self.masked_mean(losses, batch["loss_mask"]) if "loss_mask" in batch else mean
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Refuse tokens and labels that do not exist, while they are on the host.
+
+        Raises:
+            ValueError: There is one; a label of another rank's part of the vocabulary would count as nothing.
+        """
+        check_vocabulary(batch, self.vocab_size)
+        return batch
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        """Return the mean loss of a microbatch and, unless ``calculate_per_token_loss=False``, its weight."""
+        losses, inputs = self.token_losses(batch)
+        loss = self.normalized_loss(losses, inputs, self.loss_normalization)
+        self._log_loss("train_loss", loss, losses, inputs)
+        return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Log ``val_loss``."""
-        self._log_loss("val_loss", batch)
+        self._evaluate("val_loss", batch)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Log ``test_loss``."""
-        self._log_loss("test_loss", batch)
+        self._evaluate("test_loss", batch)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the most probable next token after each position, [b, s]."""
-        logits = self.model(batch["tokens"], _position_ids(batch), None)  # [b, s / cp, v / tp]
+        logits, _ = self.token_logits(batch)  # [b, s / cp, v / tp]
         best = generation.vocab_parallel_argmax(logits, self.vocab_size, process_group("tp"))
-        return generation.gather_sequence(best, process_group("cp"))
+        best = best.view(len(batch["tokens"]), -1)
+        return generation.gather_sequence(best, process_group("cp"), batch.get("cu_seqlens_padded"))
 
     def next_logits(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the logits after the position ``batch["last"]`` of each sequence, [b, vocab_size] in fp32."""
-        position_ids = _position_ids(batch)
-        logits = self.model(batch["tokens"], position_ids, None)
+        logits, inputs = self.token_logits(batch)
         groups = process_group("tp"), process_group("cp")
-        return generation.logits_at(logits, position_ids, batch["last"], self.vocab_size, *groups)
+        return generation.logits_at(logits, inputs.position_ids, batch["last"], self.vocab_size, *groups)
 
     def generate(
         self, prompt: list[int], max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
@@ -289,7 +312,7 @@ class MCoreGPT(MCoreModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         """Log the gradient norm and the speed, once for each optimizer step."""
-        self._clock.add(batch["tokens"].numel())
+        self._clock.add(num_tokens(batch))
         if self.trainer.global_step == self._stepped:
             return
         self._stepped = self.trainer.global_step
@@ -301,15 +324,17 @@ class MCoreGPT(MCoreModule):
         if grad_norm is not None:
             self.log("grad_norm", grad_norm)
 
-    def _losses(self, batch: Batch) -> Tensor:
-        """Return the cross entropy of each token, [b, s / cp]; vocabulary-parallel inside Megatron."""
-        more = {"loss_mask": batch["loss_mask"]} if self.config.mtp_num_layers and "loss_mask" in batch else {}
-        losses: Tensor = self.model(batch["tokens"], _position_ids(batch), None, labels=batch["labels"], **more)
-        return losses
+    def _log_loss(self, name: str, loss: Any, losses: Tensor, inputs: ModelInputs) -> None:
+        """Log a mean with its weight: that of the loss, or over tokens where the loss has none."""
+        assert inputs.loss_mask is not None
+        mean, weight = (
+            (loss["loss"], loss["num_tokens"]) if isinstance(loss, dict) else token_mean(losses, inputs.loss_mask)
+        )
+        self.log(name, mean.detach(), batch_size=weight, sync_dist=True, prog_bar=True)  # type: ignore[arg-type]
 
-    def _log_loss(self, name: str, batch: Batch) -> None:
-        mean, num_tokens = _mean(self._losses(batch), batch)
-        self.log(name, mean, batch_size=num_tokens, sync_dist=True, prog_bar=True)  # type: ignore[arg-type]
+    def _evaluate(self, name: str, batch: Batch) -> None:
+        losses, inputs = self.token_losses(batch)
+        self._log_loss(name, self.normalized_loss(losses, inputs, self.loss_normalization), losses, inputs)
 
     @functools.cached_property
     def _flops_per_token(self) -> float:
@@ -343,19 +368,3 @@ def warmup_cosine(step: int, warmup_steps: int, total_steps: float, least: float
         return (step + 1) / (warmup_steps + 1)
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     return least + (1 - least) * (1 + math.cos(math.pi * progress)) / 2
-
-
-def _position_ids(batch: Batch) -> Tensor:
-    """Return where each token stands in its sequence, [b, s]."""
-    if "position_ids" in batch:
-        return batch["position_ids"]
-    tokens = batch["tokens"]
-    return torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
-
-
-def _mean(losses: Tensor, batch: Batch) -> tuple[Tensor, int | Tensor]:
-    """Return the mean over the tokens that count, and how many these are (an int, without waiting, where all do)."""
-    if "loss_mask" not in batch:
-        return losses.mean(), losses.numel()
-    mask = batch["loss_mask"].to(losses.dtype)
-    return (losses * mask).sum() / mask.sum().clamp(min=1), mask.sum().int()

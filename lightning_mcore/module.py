@@ -21,6 +21,16 @@ from torch import Tensor
 
 from lightning_mcore.checkpoint_io import MCoreCheckpointIO
 from lightning_mcore.context_split import split_for_context_parallel
+from lightning_mcore.language_step import (
+    LossNormalization,
+    ModelInputs,
+    check_normalization,
+    is_packed,
+    microbatch_shape,
+    sample_mean,
+    split_packed_batch,
+    token_mean,
+)
 from lightning_mcore.layout import ModelShape, ParallelLayout
 from lightning_mcore.pipeline import ChunkFactory, Pipeline, PipelineHost
 from lightning_mcore.process_groups import pipeline_stage, process_group, process_groups_are_open
@@ -132,13 +142,14 @@ class MCoreModule(pl.LightningModule):
 
     def microbatch_shape(self, batch: Any) -> tuple[int, int] | None:
         """Return ``(sequence length, rows)`` of a microbatch, so that pipeline stages need not exchange shapes."""
-        return None
+        return microbatch_shape(batch) if is_packed(batch) else None
 
     def shard_context(self, batch: Any) -> Any:
         """Return this context-parallel rank's share of a batch; called before the step when cp > 1.
 
-        Every tensor with at least two dimensions is cut along dimension 1 in the zigzag order of TransformerEngine.
-        Override it where a tensor of your batch has no sequence in dimension 1.
+        Every tensor with at least two dimensions is cut along dimension 1 in the zigzag order of TransformerEngine; of
+        a packed batch, what has a value for each token is cut so within each sub-sequence. Override it where a tensor
+        of your batch has no sequence in dimension 1.
 
         Args:
             batch: A batch, any nesting of dicts, lists and tuples of tensors, [b, s, ...].
@@ -147,11 +158,89 @@ class MCoreModule(pl.LightningModule):
             The same structure, [b, s / cp, ...].
         """
         group = process_group("cp")
+        if is_packed(batch):
+            return split_packed_batch(batch, group.rank(), group.size())
 
         def shard(tensor: Tensor) -> Tensor:
             return split_for_context_parallel(tensor, group.rank(), group.size()) if tensor.dim() > 1 else tensor
 
         return apply_to_collection(batch, Tensor, shard)
+
+    def forward_step(self, batch: dict[str, Tensor], normalization: LossNormalization = "tokens") -> Any:
+        """Run a batch through the model and return its loss, for a ``training_step`` to return.
+
+        Made for models that are called as Megatron's ``GPTModel`` is. With more than one microbatch the losses are
+        weighed so that the loss of the optimizer step is the mean over all its tokens, or samples, on every layout.
+
+        Args:
+            batch: ``tokens`` and ``labels``, [b, s], dense or packed; see ``language_step.py`` for what else.
+            normalization: Mean over tokens, or over samples of the mean over the tokens of each.
+
+        Returns:
+            ``{"loss": mean, "num_tokens": its weight}``; the mean alone where the model's ``TransformerConfig`` has
+            ``calculate_per_token_loss=False``, which averages microbatches.
+
+        Raises:
+            ValueError: The batch contradicts itself, or losses of routers would be weighed wrongly.
+        """
+        losses, inputs = self.token_losses(batch)
+        return self.normalized_loss(losses, inputs, normalization)
+
+    def token_losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, ModelInputs]:
+        """Run a batch through the model and return the loss of each token of this rank, and what they belong to.
+
+        Args:
+            batch: As :meth:`forward_step` takes it.
+
+        Returns:
+            Losses, [b, s / cp], of a packed batch [1, b * s / cp], and what the model was given, of the same shape.
+        """
+        inputs = self.model_inputs(batch)
+        pipeline = self._pipeline_of_step()
+        losses: Tensor = pipeline(
+            inputs.tokens, inputs.position_ids, None, labels=inputs.labels, **inputs.arguments(self._config_of_chunks())
+        )
+        return losses, inputs
+
+    def token_logits(self, batch: dict[str, Tensor]) -> tuple[Tensor, ModelInputs]:
+        """Run a batch through the model and return the logits of this rank, and what they belong to.
+
+        Args:
+            batch: As :meth:`forward_step` takes it; labels are not needed.
+
+        Returns:
+            Logits, [b, s / cp, v / tp], of a packed batch [1, b * s / cp, v / tp], and what the model was given.
+        """
+        inputs = self.model_inputs(batch)
+        arguments = inputs.arguments(self._config_of_chunks())
+        arguments.pop("loss_mask", None)
+        logits: Tensor = self._pipeline_of_step()(inputs.tokens, inputs.position_ids, None, **arguments)
+        return logits, inputs
+
+    def model_inputs(self, batch: dict[str, Tensor]) -> ModelInputs:
+        """Return a batch, or this context-parallel rank's share of one, as the model takes it."""
+        group = process_group("cp") if self._host() is not None else None
+        return ModelInputs.of(batch) if group is None else ModelInputs.of(batch, group.rank(), group.size())
+
+    def normalized_loss(self, losses: Tensor, inputs: ModelInputs, normalization: LossNormalization = "tokens") -> Any:
+        """Return what :meth:`forward_step` returns, for losses of tokens that you have computed or changed yourself.
+
+        Args:
+            losses: A loss for each token of this rank.
+            inputs: Whose losses they are.
+            normalization: As in :meth:`forward_step`.
+        """
+        config = self._config_of_chunks()
+        check_normalization(normalization, config)
+        group = process_group("cp") if self._host() is not None else None
+        assert inputs.loss_mask is not None, "losses need labels"
+        if normalization == "samples":
+            mean, weight = sample_mean(losses, inputs, group)
+        elif config.calculate_per_token_loss:
+            mean, weight = token_mean(losses, inputs.loss_mask)
+        else:
+            return self.masked_mean(losses, inputs.loss_mask)
+        return {"loss": mean, "num_tokens": weight} if config.calculate_per_token_loss else mean
 
     def masked_mean(self, losses: Tensor, loss_mask: Tensor) -> Tensor:
         """Return the mean of ``losses`` where the mask is set, exact under context parallelism with ragged masks.
@@ -193,6 +282,17 @@ class MCoreModule(pl.LightningModule):
             return host.run_forward(step, batch)
         with torch.no_grad():
             return getattr(self, step)(batch, 0)
+
+    def _pipeline_of_step(self) -> Pipeline:
+        built: Pipeline | None = self.__dict__.get("_built_pipeline")
+        if built is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no model to run; build it in configure_model() with self.pipeline(...)"
+            )
+        return built
+
+    def _config_of_chunks(self) -> Any:
+        return self._pipeline_of_step().chunks[0].config
 
     def _host(self) -> PipelineHost | None:
         strategy = self._trainer.strategy if self._trainer is not None else None

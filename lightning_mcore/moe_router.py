@@ -7,8 +7,8 @@ first. megatron-core 0.16 takes the tokens of this rank alone: with sequence or 
 less than they should, by the number of ranks that share a sequence, and the loss of sequences by the rows of a
 microbatch as well. 0.19 has mended that. :class:`ExactRouter` does the multiplication itself, so that it is right in
 every version. The loss over all model copies is a sum of their parts, and Megatron averages gradients over the copies:
-in every version it weighs less by their number, which is made up for. What is counted stays in fp32: as bf16, a count
-stops at 256.
+in every version it weighs less by their number, which is made up for. Of packed rows padding counts for nothing, and
+the ranks that share a sequence have uneven parts of it. What is counted stays in fp32: as bf16, a count stops at 256.
 
 ``backend.gpt_block_spec`` puts it into every layer with experts.
 
@@ -18,6 +18,7 @@ Source: ``TopKRouter`` (megatron.core.transformer.moe.router, 0.16.1 and 0.19.2)
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
@@ -31,23 +32,42 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
         super().__init__(*args, **kwargs)
         self.weighs_tokens: bool = self.config.calculate_per_token_loss
         self.calculate_per_token_loss = False  # Megatron's multiplication
-        self.num_tokens: Tensor | int = 1
+        self.balancing_scale: Tensor | int = 1
+        self.z_scale: Tensor | int = 1
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose the experts of each token.
 
         Args:
             logits: [s / cp / tp, b, experts], tp with sequence parallelism.
-            padding_mask: [s / cp / tp, b], True where a token counts for nothing.
+            padding_mask: [s / cp / tp, b], True where a token counts for nothing. Megatron gives the later stages of a
+                pipeline [s / cp, b].
 
         Returns:
             Weights and choice, both [tokens, experts].
         """
-        if self.weighs_tokens:
-            tokens = logits.shape[0] * logits.shape[1] if padding_mask is None else (~padding_mask).sum()
-            self.num_tokens = tokens * self.tp_cp_group.size()
+        if padding_mask is not None and padding_mask.size(0) != logits.size(0):
+            padding_mask = padding_mask.chunk(self.tp_group.size())[self.tp_group.rank()]
+        self._set_scales(logits, padding_mask)
         routed: tuple[Tensor, Tensor] = super().routing(logits, padding_mask=padding_mask)
         return routed
+
+    def _set_scales(self, logits: Tensor, padding_mask: Tensor | None) -> None:
+        """Find what the losses of this microbatch are multiplied by.
+
+        A balancing loss is a mean over the tokens of all ranks that share a sequence. The z-loss is the mean over the
+        ranks of the mean over the tokens of each, and padding is not shared out evenly.
+        """
+        ranks = self.tp_cp_group.size()
+        own: Tensor | int = logits.shape[0] * logits.shape[1] if padding_mask is None else (~padding_mask).sum()
+        total = own * ranks
+        if isinstance(own, Tensor) and ranks > 1:
+            total = own.clone()
+            dist.all_reduce(total, group=self.tp_cp_group)
+        self.balancing_scale = total if self.weighs_tokens else 1
+        self.z_scale = own * ranks if self.weighs_tokens else 1
+        if not self.weighs_tokens and isinstance(total, Tensor) and ranks > 1:
+            self.z_scale = own * ranks / total.clamp(min=1)
 
     def attach_and_log_load_balancing_loss(
         self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, aux_loss_name: str, *args: Any, **kwargs: Any
@@ -55,8 +75,7 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
         """Attach a balancing loss to the gradient of ``activation``, and log it."""
         if aux_loss_name == "global_load_balancing_loss":
             aux_loss = scale_gradient(aux_loss, self.tp_dp_cp_group.size() / self.tp_cp_group.size())
-        if self.weighs_tokens:
-            aux_loss = scale_gradient(aux_loss, self.num_tokens)
+        aux_loss = scale_gradient(aux_loss, self.balancing_scale)
         attached: Tensor = super().attach_and_log_load_balancing_loss(
             activation, aux_loss_coeff, aux_loss, aux_loss_name, *args, **kwargs
         )
@@ -64,10 +83,10 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Attach the z-loss to the gradient of ``logits``, [tokens, experts], and log it."""
-        if not self.weighs_tokens:
+        if isinstance(self.z_scale, int) and self.z_scale == 1:
             attached: Tensor = super().apply_z_loss(logits, padding_mask=padding_mask)
             return attached
-        aside = super().apply_z_loss(scale_gradient(logits, self.num_tokens), padding_mask=padding_mask)
+        aside = super().apply_z_loss(scale_gradient(logits, self.z_scale), padding_mask=padding_mask)
         joined: Tensor = _Join.apply(logits, aside)  # type: ignore[no-untyped-call]
         return joined
 

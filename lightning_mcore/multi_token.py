@@ -8,34 +8,64 @@ is Megatron's spec with our norms in it, as ``backend.gpt_block_spec`` is for th
 may. Their losses are logged by ``auxiliary_logs.py``.
 """
 
+import inspect
+from collections.abc import Callable
 from typing import Any, Literal
 
 from megatron.core import __version__
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer import multi_token_prediction
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from lightning_mcore.backend import TorchNorm, last_layer_spec
+from lightning_mcore.packed_sequences import all_real
 
 _MEGATRON = __version__.partition("+")[0]  # 0.19 adds the commit of the folder that it runs in
+_SAVES_ALL_ARGUMENTS = "forward_func" in inspect.signature(MultiTokenPredictionLayer._checkpointed_forward).parameters
 
 
 class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no type information
     """``GPTModel`` that leaves multi-token prediction out where there are no labels, so that it also predicts.
 
-    Source: ``GPTModel._postprocess`` (0.16.1 needs labels with ``mtp_num_layers``; 0.19.2 makes some up).
+    With packed sequences those layers are told that padding is real. Megatron shifts tokens, labels and the loss mask
+    by the boundaries of the real tokens, as if they stood there without the padding in between. Shifted by the padded
+    boundaries, the last real token of a sequence meets the padding behind it, which the loss mask hides.
+
+    Source: ``GPTModel._postprocess`` (0.16.1 needs labels with ``mtp_num_layers``; 0.19.2 makes some up);
+    ``_roll_tensor_packed_seq`` (megatron.core.transformer.multi_token_prediction, both) reads ``cu_seqlens_q``.
     """
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Tensor:
         if labels is not None or not self.config.mtp_num_layers or not self.post_process:
+            if self.config.mtp_num_layers and kwargs.get("packed_seq_params") is not None:
+                kwargs["packed_seq_params"] = all_real(kwargs["packed_seq_params"])
             return super()._postprocess(hidden_states, *args, labels=labels, **kwargs)  # type: ignore[no-any-return]
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(hidden_states, weight=weight)  # [s, b, v / tp]
         transposed: Tensor = logits.transpose(0, 1).contiguous()
         return transposed
+
+
+class PackedMultiTokenLayer(MultiTokenPredictionLayer):  # type: ignore[misc]  # megatron-core has no type information
+    """Megatron's layer, whose recomputation also takes packed sequences.
+
+    Source: ``MultiTokenPredictionLayer._checkpointed_forward`` (0.16.1 saves every argument as if it were a tensor).
+    """
+
+    def _checkpointed_forward(self, forward_func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
+        packed, names = kwargs["packed_seq_params"], list(kwargs)
+
+        def forward(*values: Any, **named: Any) -> Tensor:
+            given = {**dict(zip(names, values, strict=False)), **named}  # by place, or by name if it is not recomputed
+            return forward_func(**{**given, "packed_seq_params": packed})
+
+        return super()._checkpointed_forward(forward, *args, **{**kwargs, "packed_seq_params": None})
 
 
 def gpt_mtp_block_spec(
@@ -67,10 +97,11 @@ def gpt_mtp_block_spec(
         use_transformer_engine=transformer_impl == "transformer_engine",
         vp_stage=vp_stage,
     )
-    if block is not None and transformer_impl == "local":
-        for layer in block.layer_specs:
-            for name in ("enorm", "hnorm", "layer_norm"):
-                setattr(layer.submodules, name, TorchNorm)
+    for layer in block.layer_specs if block is not None else ():
+        if _SAVES_ALL_ARGUMENTS:
+            layer.module = PackedMultiTokenLayer
+        for name in ("enorm", "hnorm", "layer_norm") if transformer_impl == "local" else ():
+            setattr(layer.submodules, name, TorchNorm)
     return block
 
 

@@ -150,15 +150,15 @@ class StepClock:
         self._now = now
         self._since: float | None = None
         self._elapsed = 0.0
-        self._tokens = 0
+        self._tokens: Any = 0
 
     def start(self) -> None:
         """Begin to measure, or go on after :meth:`pause`; nothing happens where the clock runs already."""
         if self._since is None:
             self._since = self._now()
 
-    def add(self, tokens: int) -> None:
-        """Count the tokens of a batch."""
+    def add(self, tokens: Any) -> None:
+        """Count the tokens of a batch: a number, or a tensor that is not read before the step is over."""
         self._tokens += tokens
 
     def pause(self) -> None:
@@ -170,7 +170,7 @@ class StepClock:
     def step(self) -> float:
         """Return the tokens per second since the last step, and measure the next one from here."""
         self.pause()
-        rate = self._tokens / max(self._elapsed, 1e-9)
+        rate = float(self._tokens) / max(self._elapsed, 1e-9)
         self._elapsed, self._tokens = 0.0, 0
         self.start()
         return rate

@@ -91,6 +91,12 @@ def gradient_slices(modules: Iterable[DistributedDataParallel]) -> list[Slice]:
     return slices
 
 
+def plain_gradient_slices(module: nn.Module) -> list[Slice]:
+    """Return a copy of the gradients of a module that is not wrapped."""
+    gradients = {p.data_ptr(): p.grad for p in module.parameters() if p.grad is not None}
+    return [_as_slice(part, part.data) for part in _sharded_tensors_of(module, gradients)]
+
+
 def whole_gradients(module: DistributedDataParallel) -> dict[int, torch.Tensor]:
     """Return the finished gradient of each parameter, by the parameter's address; collective as above."""
     gradients = {}

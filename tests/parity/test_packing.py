@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed equals unpacked: rows of several documents train as the documents do one by one, on every layout.
+
+``tests/parity/packed.py`` has the documents and the reference. Losses agree to 1e-6, gradients to the tolerance of
+``test_layouts.py``.
+"""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.layouts import Layout
+from tests.parity.global_tensors import assemble, spread
+from tests.parity.packed import (
+    LONGER_ROWS,
+    RECIPE,
+    ROWS,
+    Mean,
+    Result,
+    Rows,
+    loss_of_copies,
+    one_by_one,
+    slices_of,
+    train_packed,
+)
+from tests.ranks import run_ranks
+from tests.tiny import Recipe
+
+pytestmark = pytest.mark.distributed
+
+TOLERANCE = 1e-5
+ALL: tuple[Mean, ...] = ("tokens", "samples", "microbatches")
+
+LAYOUTS = (
+    Layout(),
+    Layout(tp=2, sp=True),
+    Layout(cp=2),
+    Layout(cp=4),
+    Layout(dp=2, cp=2, distributed_optimizer=True),
+    Layout(tp=2, sp=True, cp=2),
+    Layout(pp=2),
+    Layout(pp=2, vp=2),
+    Layout(pp=2, cp=2),
+    Layout(moe=True, dp=2, ep=2),
+    Layout(moe=True, cp=2, ep=2),
+    Layout(moe=True, tp=2, sp=True, pp=2),
+)
+WIDE = replace(RECIPE, micro_batch_size=2)
+
+
+@functools.cache
+def _reference(one_rank: Layout, recipe: Recipe, rows: Rows) -> dict[Mean, Result]:
+    (results,) = run_ranks(1, one_by_one, one_rank, recipe, rows, ALL, recipe.micro_batch_size, timeout=120)
+    return results
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.id)
+def test_packed_rows_train_as_their_documents_do_one_by_one(layout: Layout) -> None:
+    _compare(layout, RECIPE, ROWS, ALL)
+
+
+@pytest.mark.parametrize("layout", [Layout(cp=2), Layout(pp=2)], ids=lambda layout: layout.id)
+def test_a_microbatch_may_have_several_packed_rows(layout: Layout) -> None:
+    _compare(layout, WIDE, ROWS, ALL)
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=2, vp=2), Layout(pp=2, cp=2)], ids=lambda layout: layout.id)
+def test_rows_of_a_step_may_differ_in_length_in_a_pipeline(layout: Layout) -> None:
+    _compare(layout, RECIPE, LONGER_ROWS, ("tokens",))
+
+
+def test_the_meanings_of_the_loss_differ_on_these_documents() -> None:
+    results = _reference(Layout(), RECIPE, ROWS)
+    key = "output_layer.weight"
+    for one, other in (("tokens", "samples"), ("samples", "microbatches"), ("tokens", "microbatches")):
+        difference = (results[one].gradients[key] - results[other].gradients[key]).abs().max()
+        assert difference > 0.05 * results[one].gradients[key].abs().max()
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(moe=True)], ids=lambda layout: layout.id)
+def test_what_stands_in_padding_has_no_say(layout: Layout) -> None:
+    recipe = replace(RECIPE, aux_loss=0.02) if layout.moe else RECIPE
+    means: tuple[Mean, ...] = ("tokens",)
+    one, other = (run_ranks(1, train_packed, layout, recipe, ROWS, means, pad, timeout=120) for pad in (0, 77))
+    assert other[0]["tokens"].losses == pytest.approx(one[0]["tokens"].losses, rel=1e-6)
+    worst = spread(slices_of([other[0]["tokens"]]), assemble(slices_of([one[0]["tokens"]])))
+    assert {key: value for key, value in worst.items() if value > 1e-6} == {}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(moe=True, dp=2, ep=2),
+        Layout(moe=True, cp=2, ep=2),
+        Layout(moe=True, tp=2, sp=True),
+        Layout(moe=True, tp=2, sp=True, pp=2),
+    ],
+    ids=lambda layout: layout.id,
+)
+def test_losses_of_routers_weigh_the_same_on_packed_rows_of_every_layout(layout: Layout) -> None:
+    z_loss = (("moe_z_loss_coeff", 0.01),)
+    recipe = replace(RECIPE, aux_loss=0.05, options=z_loss)
+    means: tuple[Mean, ...] = ("tokens", "microbatches")
+    (whole,) = run_ranks(1, train_packed, layout.one_rank, recipe, ROWS, means, timeout=120)
+    traces = run_ranks(layout.world_size, train_packed, layout, recipe, ROWS, means, timeout=120)
+    plain = _reference(layout.one_rank, RECIPE, ROWS)
+    for mean in means:
+        wanted = assemble(slices_of([whole[mean]]))
+        router = "decoder.layers.mlp.router.weight"
+        assert (wanted[router] - plain[mean].gradients[router]).abs().max() > 0.01 * wanted[router].abs().max()
+        worst = spread(slices_of([trace[mean] for trace in traces]), wanted)
+        assert {key: value for key, value in worst.items() if value > TOLERANCE} == {}, mean
+
+
+def _compare(layout: Layout, recipe: Recipe, rows: Rows, means: tuple[Mean, ...]) -> None:
+    reference = _reference(layout.one_rank, recipe, rows)
+    ranks = run_ranks(layout.world_size, train_packed, layout, recipe, rows, means, timeout=180)
+    for mean in means:
+        wanted = reference[mean]
+        traces = [rank[mean] for rank in ranks]
+        loss = loss_of_copies(traces, layout, rows, mean, recipe.micro_batch_size)
+        assert loss == pytest.approx(wanted.loss, rel=1e-6), mean
+        slices = slices_of(traces)
+        worst = spread(slices, wanted.gradients)
+        print(f"{layout.id}, {mean}: {max(worst.values()):.1e}")
+        assert {key: value for key, value in worst.items() if not value <= TOLERANCE} == {}, mean
+        whole = assemble(slices)["output_layer.weight"].double().flatten()
+        expected = wanted.gradients["output_layer.weight"].double().flatten()
+        assert torch.dot(whole, expected) / torch.dot(expected, expected) == pytest.approx(1.0, abs=1e-6), mean
