@@ -35,7 +35,6 @@ from lightning_mcore.language_step import (
     check_vocabulary,
     microbatch_shape,
     num_tokens,
-    position_ids,
     token_mean,
 )
 from lightning_mcore.model_shape import ModelShape
@@ -186,11 +185,6 @@ class MCoreGPT(MCoreModule):
     def microbatch_shape(self, batch: Batch) -> tuple[int, int]:
         """Return ``(sequence length, rows)`` of a microbatch; the rows of a packed one are joined."""
         return microbatch_shape(batch)
-
-    def shard_context(self, batch: Batch) -> Batch:
-        """Return this context-parallel rank's share of a batch, with the positions that its tokens had."""
-        sharded: Batch = super().shard_context({**batch, "position_ids": position_ids(batch)})
-        return sharded
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Refuse tokens and labels that do not exist, while they are on the host.

@@ -10,8 +10,9 @@
   mean over tokens, or over samples of the mean within each.
 
 A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted; -100 where there is no target), and
-optionally ``loss_mask`` (1 where a token counts, 0 elsewhere) and ``position_ids``. A packed one, as ``packing.py``
-makes it, has the boundaries of its sub-sequences too, ``cu_seqlens`` and ``cu_seqlens_padded``, [b, n + 1].
+optionally ``loss_mask`` (1 where a token counts, 0 elsewhere), ``position_ids``, and ``lengths`` [b], the tokens of
+each row that are no padding. A packed one, as ``packed_rows.py`` makes it, has the boundaries of its sub-sequences too,
+``cu_seqlens`` and ``cu_seqlens_padded``, [b, n + 1].
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,14 @@ import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from lightning_mcore.packed_sequences import PackedSequences, packed_sequences, sequence_index, split_packed_rows
+from lightning_mcore.context_split import split_for_context_parallel
+from lightning_mcore.packed_sequences import (
+    PackedSequences,
+    all_real,
+    packed_sequences,
+    sequence_index,
+    split_packed_rows,
+)
 
 LossNormalization: TypeAlias = Literal["tokens", "samples"]
 _OF_SEQUENCES = ("cu_seqlens", "cu_seqlens_padded", "sample_ids")
@@ -69,10 +77,13 @@ class ModelInputs:
             counts = (~ignored).float()
             loss_mask = counts if loss_mask is None else loss_mask * counts
             labels = labels.masked_fill(ignored, 0)
-        if not is_packed(batch):
-            samples = torch.arange(tokens.size(0), device=tokens.device)[:, None].expand_as(tokens)
-            return cls(tokens, position_ids(batch), labels, loss_mask, samples, tokens.size(0), None, None)
-        return cls._packed(batch, labels, loss_mask, cp_rank, cp_size)
+        if is_packed(batch):
+            return cls._packed(batch, labels, loss_mask, cp_rank, cp_size)
+        places = split_for_context_parallel(_arange(tokens, tokens.size(1) * cp_size), cp_rank, cp_size)
+        samples = torch.arange(tokens.size(0), device=tokens.device)[:, None].expand_as(tokens)
+        padding = places >= batch["lengths"][:, None] if "lengths" in batch else None
+        positions = batch.get("position_ids", places)
+        return cls(tokens, positions, labels, loss_mask, samples, tokens.size(0), padding, None)
 
     @classmethod
     def _packed(
@@ -88,7 +99,7 @@ class ModelInputs:
         row = torch.arange(rows, device=tokens.device)[:, None]
         return cls(
             tokens=tokens.reshape(1, -1),
-            position_ids=position_ids(batch).reshape(1, -1),
+            position_ids=batch.get("position_ids", place).reshape(1, -1),
             labels=None if labels is None else labels.reshape(1, -1),
             loss_mask=None if loss_mask is None else loss_mask.reshape(1, -1),
             samples=(row * num_sequences + index).reshape(1, -1),
@@ -101,7 +112,8 @@ class ModelInputs:
         """Return what ``GPTModel`` takes besides tokens, positions, mask and labels; only what says something."""
         arguments: dict[str, Any] = {}
         if self.packed is not None:
-            arguments["packed_seq_params"] = self.packed
+            # Megatron's multi-token prediction looks for boundaries in cu_seqlens_q alone, padded or not.
+            arguments["packed_seq_params"] = all_real(self.packed) if config.mtp_num_layers else self.packed
         if self.padding is not None and config.num_moe_experts is not None:
             arguments["padding_mask"] = self.padding
         if self.loss_mask is not None and config.mtp_num_layers:
@@ -114,18 +126,6 @@ def is_packed(batch: Any) -> bool:
     return isinstance(batch, dict) and "cu_seqlens" in batch
 
 
-def position_ids(batch: dict[str, Tensor]) -> Tensor:
-    """Return where each token of a batch, not cut yet unless it says so itself, stands in its sequence, [b, s]."""
-    if "position_ids" in batch:
-        return batch["position_ids"]
-    tokens = batch["tokens"]
-    places = _arange(tokens, tokens.size(1))
-    if is_packed(batch):
-        padded = batch["cu_seqlens_padded"]
-        places = places - padded.gather(1, sequence_index(padded, tokens.size(1)))
-    return places
-
-
 def microbatch_shape(batch: dict[str, Tensor]) -> tuple[int, int]:
     """Return (sequence length, rows) of a microbatch as the layers see it; the rows of a packed one are joined."""
     rows, length = batch["tokens"].shape
@@ -133,8 +133,10 @@ def microbatch_shape(batch: dict[str, Tensor]) -> tuple[int, int]:
 
 
 def num_tokens(batch: dict[str, Tensor]) -> int | Tensor:
-    """Return the tokens of a batch; of a packed one those that are not padding, without waiting for the device."""
-    return batch["cu_seqlens"][:, -1].sum() if is_packed(batch) else batch["tokens"].numel()
+    """Return the tokens of a batch, without those that are known to be padding; does not wait for the device."""
+    if is_packed(batch):
+        return batch["cu_seqlens"][:, -1].sum()
+    return batch["lengths"].sum() if "lengths" in batch else batch["tokens"].numel()
 
 
 def split_packed_batch(batch: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
@@ -148,7 +150,6 @@ def split_packed_batch(batch: dict[str, Tensor], rank: int, size: int) -> dict[s
     Returns:
         The tensors of the shape of ``tokens``, [b, s / size]; all others, the boundaries among them, as they are.
     """
-    batch = {**batch, "position_ids": position_ids(batch)}
     whole, padded = batch["tokens"].shape, batch["cu_seqlens_padded"]
     return {
         name: split_packed_rows(value, padded, rank, size) if _is_of_tokens(name, value, whole) else value

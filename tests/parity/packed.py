@@ -12,17 +12,19 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreStrategy
-from lightning_mcore.packed_rows import build_row, collate_rows
+from lightning_mcore import MCoreModule, MCoreStrategy
+from lightning_mcore.packed_rows import build_row, collate_padded, collate_rows
 from lightning_mcore.packing import TokenSample
 from tests import tiny
 from tests.layouts import Layout
 from tests.parity.bare_loop import Trace, process_groups
-from tests.parity.global_tensors import Slice, assemble, fill_weights, plain_gradient_slices
+from tests.parity.global_tensors import Slice, assemble, fill_weights, plain_gradient_slices, whole_gradients
 from tests.parity.lightning_loop import TinyGPT, make_trainer
+from tests.parity.linear import START, WIDTH, Linear
 from tests.tiny import Batch, Recipe
 
 Mean = Literal["tokens", "samples", "microbatches"]
@@ -156,6 +158,122 @@ def train_packed(
         assert module.trace is not None
         traces[mean] = module.trace
     return traces
+
+
+class LinearTokens(Linear):
+    """A chunk with one weight, called as ``GPTModel`` is: half the squared error of a line through fixed points."""
+
+    def forward(  # type: ignore[override]
+        self, tokens: Tensor, position_ids: Tensor, attention_mask: None, labels: Tensor, packed_seq_params: Any
+    ) -> Tensor:
+        """Return the error of each token."""
+        x, y = points()
+        return (x[tokens] @ self.weight - y[labels]) ** 2 / 2
+
+
+class LinearPacked(MCoreModule):
+    """A user's module over it, on packed rows.
+
+    Args:
+        mean: What its loss is the mean of.
+        copies: Data-parallel ranks.
+    """
+
+    def __init__(self, mean: Mean, copies: int) -> None:
+        super().__init__()
+        self.mean = mean
+        self.copies = copies
+        self.gradient: Tensor | None = None
+
+    def configure_model(self) -> None:
+        fields = self.megatron_fields() | {"calculate_per_token_loss": self.mean != "microbatches"}
+        config = TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1, **fields)
+        self.model = self.pipeline(lambda *, pre_process, post_process, vp_stage: LinearTokens(config))
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        batches = packed_microbatches(ROWS, 1)[parallel_state.get_data_parallel_rank() :: self.copies]
+        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return self.forward_step(batch, "samples" if self.mean == "samples" else "tokens")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        (chunk,) = self.trainer.strategy._chunks.ddp
+        (gradient,) = whole_gradients(chunk).values()
+        self.gradient = gradient.detach().double().clone()
+
+
+def points() -> tuple[Tensor, Tensor]:
+    """Return for each token where it stands, [v, 5], and for each label its height, [v]."""
+    generator = torch.Generator().manual_seed(9)
+    return torch.randn(tiny.VOCAB_SIZE, WIDTH, generator=generator), torch.randn(tiny.VOCAB_SIZE, generator=generator)
+
+
+def analytic_gradient(mean: Mean) -> Tensor:
+    """Return the gradient of :class:`LinearPacked` in fp64, from the formula."""
+    x, y = (values.double() for values in points())
+    total = torch.zeros(WIDTH, dtype=torch.float64)
+    samples = [sample for row in all_documents(ROWS) for sample in row]
+    for sample, weights in zip(samples, token_weights(ROWS, mean, 1), strict=True):
+        at, height = x[sample.tokens[:-1]], y[sample.tokens[1:]]
+        error = at @ torch.tensor(START, dtype=torch.float64) - height
+        total += ((weights.double() * error)[:, None] * at).sum(0)
+    return total
+
+
+def linear_gradients(layout: Layout, means: tuple[Mean, ...]) -> dict[Mean, Tensor]:
+    """Return the gradient of one step for each meaning of the loss, on this rank of ``layout``."""
+    gradients: dict[Mean, Tensor] = {}
+    for mean in means:
+        module = LinearPacked(mean, layout.dp)
+        make_trainer(layout.world_size, MCoreStrategy(**layout.strategy_arguments), len(ROWS) // layout.dp).fit(module)
+        assert module.gradient is not None
+        gradients[mean] = module.gradient
+    return gradients
+
+
+class OneByOneGPT(PackedGPT):
+    """The same module on a microbatch for each document, which is not packed."""
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        samples = [sample for row in all_documents(self.rows) for sample in row]
+        return DataLoader([collate_padded([sample]) for sample in samples], batch_size=None)  # type: ignore[arg-type]
+
+
+def train_one_by_one(layout: Layout, recipe: Recipe, rows: Rows) -> Trace:
+    """Train on the documents, each a microbatch, for one step."""
+    module = OneByOneGPT(layout, recipe, rows, "tokens")
+    accumulate = sum(len(lengths) for _, lengths in rows)
+    make_trainer(layout.world_size, MCoreStrategy(**layout.strategy_arguments), accumulate).fit(module)
+    assert module.trace is not None
+    return module.trace
+
+
+class Losses(PackedGPT):
+    """Says the loss of each token of the packed rows, and to which document it belongs."""
+
+    def predict_dataloader(self) -> DataLoader[Batch]:
+        return self.train_dataloader()
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:
+        losses, inputs = self.token_losses(batch)
+        return losses, inputs.samples
+
+
+def token_losses(layout: Layout, rows: Rows, changed: int | None) -> list[tuple[Tensor, Tensor]]:
+    """Return the losses of this rank's tokens in each row; the document of this number has other tokens."""
+    module = Losses(layout, RECIPE, rows, "tokens")
+    batches = packed_microbatches(rows, 1)
+    if changed is not None:
+        batch = batches[0]
+        start, end = batch["cu_seqlens_padded"][0, changed : changed + 2].tolist()
+        batch["tokens"][0, start:end] = (batch["tokens"][0, start:end] + 1) % tiny.VOCAB_SIZE
+    trainer = make_trainer(layout.world_size, MCoreStrategy(**layout.strategy_arguments), 1)
+    predicted: Any = trainer.predict(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return predicted
 
 
 def loss_of_copies(traces: list[Trace], layout: Layout, rows: Rows, mean: Mean, size: int) -> float:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from megatron.core.transformer import multi_token_prediction
 
 from tests.layouts import Layout
 from tests.parity.global_tensors import assemble, spread
@@ -20,9 +21,13 @@ from tests.parity.packed import (
     Mean,
     Result,
     Rows,
+    analytic_gradient,
+    linear_gradients,
     loss_of_copies,
     one_by_one,
     slices_of,
+    token_losses,
+    train_one_by_one,
     train_packed,
 )
 from tests.ranks import run_ranks
@@ -31,6 +36,7 @@ from tests.tiny import Recipe
 pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-5
+COUNTS_OWN_TOKENS = hasattr(multi_token_prediction, "process_mtp_loss")  # since 0.17
 ALL: tuple[Mean, ...] = ("tokens", "samples", "microbatches")
 
 LAYOUTS = (
@@ -112,6 +118,46 @@ def test_losses_of_routers_weigh_the_same_on_packed_rows_of_every_layout(layout:
         assert (wanted[router] - plain[mean].gradients[router]).abs().max() > 0.01 * wanted[router].abs().max()
         worst = spread(slices_of([trace[mean] for trace in traces]), wanted)
         assert {key: value for key, value in worst.items() if value > TOLERANCE} == {}, mean
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(), Layout(cp=2), Layout(cp=4), Layout(dp=2, cp=2)], ids=lambda layout: layout.id
+)
+def test_the_gradient_of_packed_rows_has_the_scale_of_the_formula(layout: Layout) -> None:
+    for gradients in run_ranks(layout.world_size, linear_gradients, layout, ALL, timeout=120):
+        for mean in ALL:
+            wanted = analytic_gradient(mean)
+            assert (gradients[mean] @ wanted / (wanted @ wanted)).item() == pytest.approx(1.0, abs=1e-6), mean
+            torch.testing.assert_close(gradients[mean], wanted, rtol=0, atol=1e-6 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(cp=2), Layout(tp=2, sp=True)], ids=lambda layout: layout.id)
+def test_a_document_that_changes_changes_not_one_bit_of_its_neighbours(layout: Layout) -> None:
+    rows = ROWS[:1]
+    before = run_ranks(layout.world_size, token_losses, layout, rows, None, timeout=120)
+    for changed in range(len(rows[0][1])):
+        after = run_ranks(layout.world_size, token_losses, layout, rows, changed, timeout=120)
+        for old, new in zip(before, after, strict=True):
+            [(losses, samples)], [(now, _)] = old, new
+            assert torch.equal(losses[samples != changed], now[samples != changed])
+            assert (losses[samples == changed] != now[samples == changed]).any()
+
+
+MTP = replace(RECIPE, options=(("mtp_num_layers", 1), ("mtp_loss_scaling_factor", 0.3)))
+MTP_LAYOUTS = (Layout(tp=2, sp=True), Layout(pp=2), *(() if COUNTS_OWN_TOKENS else (Layout(cp=2),)))
+
+
+@pytest.mark.parametrize("layout", MTP_LAYOUTS, ids=lambda layout: layout.id)
+def test_multi_token_prediction_guesses_within_documents_alone_on_every_layout(layout: Layout) -> None:
+    (dense,) = run_ranks(1, train_one_by_one, layout.one_rank, MTP, ROWS, timeout=120)
+    (whole,) = run_ranks(1, train_packed, layout.one_rank, MTP, ROWS, ("tokens",), timeout=120)
+    traces = run_ranks(layout.world_size, train_packed, layout, MTP, ROWS, ("tokens",), timeout=120)
+    wanted = assemble(slices_of([whole["tokens"]]))
+    worst = spread(slices_of([trace["tokens"] for trace in traces]), wanted)
+    assert {key: value for key, value in worst.items() if value > TOLERANCE} == {}
+    if not COUNTS_OWN_TOKENS:  # later releases weigh each microbatch of multi-token prediction by its own tokens
+        worst = spread(slices_of([whole["tokens"]]), assemble(slices_of([dense])))
+        assert {key: value for key, value in worst.items() if value > TOLERANCE} == {}
 
 
 def _compare(layout: Layout, recipe: Recipe, rows: Rows, means: tuple[Mean, ...]) -> None:
