@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mcore.context_split import packed_order, unsplit_from_context_parallel
+from lightning_mcore.context_split import packed_positions, unsplit_from_context_parallel
 
 
 def vocab_parallel_argmax(logits: Tensor, vocab_size: int, tp_group: dist.ProcessGroup) -> Tensor:
@@ -81,8 +81,10 @@ def gather_sequence(shares: Tensor, cp_group: dist.ProcessGroup, cu_seqlens_padd
     gathered = list(_gather(shares, cp_group))
     if cu_seqlens_padded is None or cp_group.size() == 1:
         return unsplit_from_context_parallel(gathered)
-    length = shares.size(1) * cp_group.size()
-    return torch.cat(gathered, dim=1).gather(1, packed_order(cu_seqlens_padded, length, cp_group.size()))
+    size = cp_group.size()
+    places = [packed_positions(cu_seqlens_padded, shares.size(1) * size, rank, size) for rank in range(size)]
+    joined = torch.cat(gathered, dim=1)
+    return torch.empty_like(joined).scatter_(1, torch.cat(places, dim=1), joined)
 
 
 def sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

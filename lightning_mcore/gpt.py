@@ -22,7 +22,7 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -37,6 +37,7 @@ from lightning_mcore.language_step import (
     num_tokens,
     token_mean,
 )
+from lightning_mcore.metrics import TokenAccuracy, TokenPerplexity
 from lightning_mcore.model_shape import ModelShape
 from lightning_mcore.module import MCoreModule
 from lightning_mcore.multi_token import MultiTokenGPT, check_multi_token, gpt_mtp_block_spec
@@ -52,11 +53,11 @@ Batch = dict[str, Tensor]
 class MCoreGPT(MCoreModule):
     """A GPT language model with its training recipe: AdamW, linear warm-up, cosine decay.
 
-    Logs ``train_loss``, ``val_loss`` and ``test_loss`` (means over tokens), and at each optimizer step ``grad_norm``
-    (before clipping), ``tokens_per_second`` (of all ranks together, padding of packed rows and validation time left
-    out) and ``model_tflops``
-    (of one device, in TFLOP/s; see ``throughput.py`` for what is counted). The strategy adds the losses of routers and
-    of multi-token prediction (``auxiliary_logs.py``).
+    Logs ``train_loss``, ``val_loss`` and ``test_loss`` (means over tokens), ``val_perplexity`` and ``val_accuracy`` (of
+    the next token; also ``test_``), and at each optimizer step ``grad_norm`` (before clipping), ``tokens_per_second``
+    (of all ranks together, known padding and validation time left out) and ``model_tflops`` (of one device, in TFLOP/s;
+    see ``throughput.py`` for what is counted). The strategy adds the losses of routers and of multi-token prediction
+    (``auxiliary_logs.py``).
 
     Args:
         vocab_size: Tokens that exist. The embedding is padded, see ``make_vocab_size_divisible_by``.
@@ -128,6 +129,10 @@ class MCoreGPT(MCoreModule):
         self.transformer = check_transformer_fields(transformer)
         check_positions(self.hparams, self.transformer)
         self.padded_vocab_size = -(-vocab_size // make_vocab_size_divisible_by) * make_vocab_size_divisible_by
+        self.metrics = nn.ModuleDict()
+        for stage in ("val", "test"):
+            self.metrics[f"{stage}_perplexity"] = TokenPerplexity()
+            self.metrics[f"{stage}_accuracy"] = TokenAccuracy(vocab_size)
         self._config: TransformerConfig | None = None
         self._clock = StepClock()
         self._stepped = 0
@@ -203,12 +208,12 @@ class MCoreGPT(MCoreModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log ``val_loss``."""
-        self._evaluate("val_loss", batch)
+        """Log ``val_loss``, ``val_perplexity`` and ``val_accuracy``."""
+        self._evaluate("val", batch)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log ``test_loss``."""
-        self._evaluate("test_loss", batch)
+        """Log ``test_loss``, ``test_perplexity`` and ``test_accuracy``."""
+        self._evaluate("test", batch)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the most probable next token after each position, [b, s]."""
@@ -326,9 +331,15 @@ class MCoreGPT(MCoreModule):
         )
         self.log(name, mean.detach(), batch_size=weight, sync_dist=True, prog_bar=True)  # type: ignore[arg-type]
 
-    def _evaluate(self, name: str, batch: Batch) -> None:
-        losses, inputs = self.token_losses(batch)
-        self._log_loss(name, self.normalized_loss(losses, inputs, self.loss_normalization), losses, inputs)
+    def _evaluate(self, stage: str, batch: Batch) -> None:
+        logits, inputs = self.token_logits(batch)
+        losses = self.losses_of_logits(logits, inputs)
+        self._log_loss(f"{stage}_loss", self.normalized_loss(losses, inputs, self.loss_normalization), losses, inputs)
+        metrics: Any = self.metrics
+        metrics[f"{stage}_perplexity"].update(losses, inputs.loss_mask)
+        metrics[f"{stage}_accuracy"].update(logits, inputs.labels, inputs.loss_mask)
+        for name in (f"{stage}_perplexity", f"{stage}_accuracy"):
+            self.log(name, metrics[name], on_step=False, on_epoch=True)
 
     @functools.cached_property
     def _flops_per_token(self) -> float:

@@ -217,6 +217,21 @@ class MCoreModule(pl.LightningModule):
         logits: Tensor = self._pipeline_of_step()(inputs.tokens, inputs.position_ids, None, **arguments)
         return logits, inputs
 
+    def losses_of_logits(self, logits: Tensor, inputs: ModelInputs) -> Tensor:
+        """Return the loss of each token from :meth:`token_logits`, as the model computes it; on the last stage.
+
+        Args:
+            logits: Of this rank, [b, s / cp, v / tp].
+            inputs: What the model was given, labels included.
+
+        Returns:
+            Losses, [b, s / cp].
+        """
+        pipeline = self._pipeline_of_step()
+        chunk: Any = pipeline.chunks[pipeline.is_last.index(True)]
+        losses: Tensor = chunk.compute_language_model_loss(inputs.labels, logits.transpose(0, 1).contiguous())
+        return losses
+
     def model_inputs(self, batch: dict[str, Tensor]) -> ModelInputs:
         """Return a batch, or this context-parallel rank's share of one, as the model takes it."""
         group = process_group("cp") if self._host() is not None else None

@@ -29,6 +29,7 @@ from lightning_mcore import checkpoint_manifest, sharded_state
 from lightning_mcore.agreement import on_all
 from lightning_mcore.checkpoint_io import CONTENT_METADATA, MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
 from lightning_mcore.chunks import ModelChunks, find_pipeline, synchronize_parameters
+from lightning_mcore.metrics import settle_tokens_seen
 from lightning_mcore.module import MCoreModule
 from lightning_mcore.optimizer import MCoreOptimizer
 from lightning_mcore.optimizer_shards import load_whole_state
@@ -107,8 +108,9 @@ class MCorePersistence(MCoreParallelism):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the weights for a one-file checkpoint, or what stands beside the shards of a split model."""
-        state = super().lightning_module_state_dict()
         assert self.lightning_module is not None
+        settle_tokens_seen(self.lightning_module)
+        state = super().lightning_module_state_dict()
         return state if self._saves_one_file else sharded_state.state_outside_chunks(self.lightning_module, state)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MCoreGPT on packed rows: it trains, validates and predicts alike on every layout, and refuses what it cannot cut."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_mcore import MCoreGPT
+from lightning_mcore.packed_rows import collate_rows, pack
+from tests.parity.global_tensors import fill_weights
+from tests.ranks import RanksFailedError, run_ranks
+from tests.toy import Memory, make_trainer
+
+pytestmark = pytest.mark.distributed
+
+VOCAB_SIZE, ROW = 40, 32
+LENGTHS = (6, 25, 9, 17, 3, 30, 12, 12, 8, 20, 5, 14)
+TRANSFORMER: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 64,
+    "add_bias_linear": False,
+}
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "dp2": (2, {}),
+    "tp2, cp2": (
+        4,
+        {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": True},
+    ),
+    "pp2, cut into rows": (2, {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}),
+}
+
+
+def rows(multiple: int = 8) -> list[dict[str, Tensor]]:
+    """Return packed rows of counting sequences."""
+    samples = [((torch.arange(length + 1) + 7 * n) % VOCAB_SIZE).tolist() for n, length in enumerate(LENGTHS)]
+    return pack(samples, ROW, multiple=multiple)
+
+
+def loader(batch_size: int, dataset: Any = None) -> DataLoader[Any]:
+    """Return the rows, in order."""
+    return DataLoader(rows() if dataset is None else dataset, batch_size, collate_fn=collate_rows)
+
+
+class Filled(MCoreGPT):
+    """Starts from weights that do not depend on the layout."""
+
+    def configure_model(self) -> None:
+        is_new = not hasattr(self, "model")
+        super().configure_model()
+        if is_new:
+            fill_weights(self.model.chunks)
+
+
+def gpt() -> MCoreGPT:
+    """Return the same model each time."""
+    return Filled(VOCAB_SIZE, ROW, TRANSFORMER, learning_rate=1e-2)
+
+
+def run(strategy: dict[str, Any], copies: int) -> tuple[dict[str, float], list[list[int]], list[dict[str, float]]]:
+    """Train, validate and predict; return what was validated, predicted and logged."""
+    model, memory = gpt(), Memory()
+    trainer = make_trainer(strategy, max_epochs=2, logger=memory, accumulate_grad_batches=2 // copies)
+    trainer.fit(model, loader(2, rows()[:4]))
+    [validated] = trainer.validate(model, loader(2), verbose=False)
+    predicted: Any = trainer.predict(model, loader(2))
+    return validated, torch.cat(predicted).tolist(), memory.rows
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    """Run on every layout."""
+    return {
+        name: run_ranks(ranks, run, strategy, 2 if name == "dp2" else 1, timeout=180)
+        for name, (ranks, strategy) in LAYOUTS.items()
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "one"])
+def test_packed_rows_give_the_same_numbers_on_every_layout(results: dict[str, Any], name: str) -> None:
+    [(validated, predicted, _)] = results["one"]
+    assert validated["val_perplexity"] == pytest.approx(torch.tensor(validated["val_loss"]).exp().item(), rel=1e-5)
+    assert 0 < validated["val_accuracy"] < 1
+    for rank, (found, tokens, _) in enumerate(results[name]):
+        assert found == pytest.approx(validated, rel=1e-4)
+        here = predicted if name != "dp2" else predicted[rank::2]
+        assert tokens == here[: len(tokens)]
+
+
+def test_the_speed_counts_tokens_and_no_padding(results: dict[str, Any]) -> None:
+    [(_, _, logged)] = results["one"]
+    assert all(row["tokens_per_second"] > 0 for row in logged if "tokens_per_second" in row)
+
+
+def too_small_a_multiple() -> None:
+    """Train rows whose sub-sequences two context-parallel ranks cannot cut."""
+    make_trainer({"context_parallel_size": 2}, max_epochs=1).fit(gpt(), loader(2, rows(multiple=1)))
+
+
+def a_label_too_many() -> None:
+    """Train on a token that does not exist."""
+    dataset = rows()
+    dataset[1]["labels"][5] = VOCAB_SIZE
+    make_trainer({}, max_epochs=1).fit(gpt(), loader(2, dataset))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (too_small_a_multiple, "packed sequence .* do not divide into 2 . context_parallel_size=4 slices; pad it to"),
+        (
+            a_label_too_many,
+            "labels hold 40 at row 1, position 5, outside the vocabulary of vocab_size=40; choose 0 to 39",
+        ),
+    ],
+)
+def test_a_batch_that_cannot_be_run_is_refused_in_one_sentence(function: Any, message: str) -> None:
+    with pytest.raises(RanksFailedError, match=message):
+        run_ranks(2, function, timeout=120)
