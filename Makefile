@@ -26,7 +26,8 @@ ARGS ?=
 LIGHTNING ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install check format test test-lightning test-mcore-latest fuzz demo bench bench-checkpoint torture clean
+.PHONY: help install check format test test-lightning test-mcore-latest fuzz demo demo-finetune bench bench-checkpoint \
+	bench-packing bench-preprocess torture clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -57,8 +58,16 @@ test: $(INSTALLED)  ## run all tests
 	MIN_TESTS=$(MIN_TESTS) $(RUN) -m pytest --numprocesses $(WORKERS) $(PYTEST_ARGS)
 
 # Python 3.11 installs megatron-core 0.16.1; later releases ask for 3.12, yet all that is used of them runs on 3.11.
-# So their wheel is unpacked beside .venv and comes first on the path.
+# So their wheel is unpacked beside .venv and comes first on the path, and its one compiled file is made for this Python.
 LATEST := .mcore-$(MCORE_LATEST)
+
+define BUILD_HELPERS
+import subprocess, sys, sysconfig, torch.utils.cpp_extension as extension; \
+paths = [*extension.include_paths(), sysconfig.get_paths()["include"]]; \
+source = sys.argv[1] + ".cpp"; built = sys.argv[1] + "_cpp" + sysconfig.get_config_var("EXT_SUFFIX"); \
+flags = ["-O2", "-shared", "-std=c++17", "-fPIC", *("-I" + path for path in paths)]; \
+sys.exit(subprocess.call(["g++", *flags, source, "-o", built]))
+endef
 
 $(LATEST)/.unpacked: $(INSTALLED)
 	rm -rf $(LATEST)
@@ -67,6 +76,7 @@ $(LATEST)/.unpacked: $(INSTALLED)
 	$(RUN) -m pip download --quiet --no-deps --dest $(LATEST)/wheels --only-binary=:all: triton
 	for wheel in $(LATEST)/wheels/*.whl; do $(RUN) -m zipfile -e "$$wheel" $(LATEST)/site; done
 	rm -r $(LATEST)/wheels
+	$(RUN) -c '$(BUILD_HELPERS)' $(LATEST)/site/megatron/core/datasets/helpers
 	@touch $@
 
 test-mcore-latest: $(LATEST)/.unpacked  ## run all tests on the newest megatron-core that is supported
@@ -98,11 +108,20 @@ fuzz: $(INSTALLED)  ## validate thousands of random settings and train a sample 
 demo: $(INSTALLED)  ## train a small GPT on four CPU ranks, tensor and pipeline parallel
 	$(RUN) examples/pretrain_gpt.py $(ARGS)
 
+demo-finetune: $(INSTALLED)  ## fine-tune a small GPT on packed conversations, tensor and context parallel
+	$(RUN) examples/finetune_gpt.py $(ARGS)
+
 bench: $(INSTALLED)  ## time our step against a bare Megatron loop
 	$(RUN) -m benchmarks.overhead $(ARGS)
 
 bench-checkpoint: $(INSTALLED)  ## time saves and loads against plain copies
 	$(RUN) -m benchmarks.checkpoint $(ARGS)
+
+bench-packing: $(INSTALLED)  ## fill rows, pack a million samples, train packed against padded
+	$(RUN) -m benchmarks.packing $(ARGS)
+
+bench-preprocess: $(INSTALLED)  ## time `lightning-mcore preprocess` against the tokenizer alone
+	$(RUN) -m benchmarks.preprocess $(ARGS)
 
 torture: $(INSTALLED)  ## kill ranks at random moments of saves, 500 times
 	$(RUN) -m benchmarks.checkpoint_torture $(ARGS)

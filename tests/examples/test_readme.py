@@ -37,6 +37,20 @@ if __name__ == "__main__":
     print("trained to", float(trainer.callback_metrics["train_loss"]), "in", trainer.global_step, "steps")
 """
 
+_FINETUNE = """
+
+if __name__ == "__main__":
+    import os
+    from pathlib import Path
+
+    from tests.chats import characters, exchanges, write
+
+    if "LOCAL_RANK" not in os.environ:
+        write(Path("chats.jsonl"), exchanges(60))
+    shape = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    finetune("chats.jsonl", characters(), shape, seq_length=64, accelerator="cpu")
+"""
+
 
 def test_the_first_example_is_complete_within_forty_lines() -> None:
     lines = TEXT.splitlines()
@@ -62,6 +76,15 @@ def test_the_users_own_model_runs_under_every_strategy(strategy: str, tmp_path: 
     output = run_example(str(script), strategy, folder=tmp_path)
     loss = float(re.findall(r"trained to (\S+) in 4 steps", output)[0])
     assert 0 < loss < 6  # ln 256 = 5.5 before any step
+
+
+@pytest.mark.slow
+def test_the_example_of_packed_fine_tuning_runs(tmp_path: Path) -> None:
+    script = tmp_path / "finetune.py"
+    script.write_text(BLOCKS[2] + _FINETUNE)
+    output = run_example(str(script), folder=tmp_path)
+    assert "train data: packed 54 of 54 samples" in output
+    assert "`max_epochs=1` reached" in output
 
 
 def test_every_file_that_the_readme_names_exists() -> None:
