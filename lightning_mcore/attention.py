@@ -33,6 +33,7 @@ from lightning_mcore.context_split import slices_of_rank
 
 _LARGEST_BLOCK = 1024  # queries that share a mask: larger blocks read fewer keys twice, smaller ones have smaller masks
 _SMALLEST_BLOCK = 128  # queries; below it the calls cost more than the keys out of reach
+_LARGEST_MASK = 2**21  # queries times keys, unless a smallest block needs more: 8 MiB in fp32
 _FLASH_HEAD_SIZE = 256  # largest head of the flash kernel
 
 
@@ -217,7 +218,7 @@ def _attend_run(
         last = position + count
         yield attend_once(rows, key[:, :, :last], value[:, :, :last], softmax, causal_lower_right(count, last))
     else:
-        size = _block_size(count, reach)
+        size = shared.block_size(run, reach)
         mask, nearest = shared.take(rows.dtype, rows.device)
         for start in range(0, count, size):
             block = rows[:, :, start : start + size]
@@ -233,12 +234,14 @@ def _within_sequence(run: QueryRun, reach: Reach) -> Reach:
     return Reach(back, ahead)
 
 
-def _block_size(count: int, reach: Reach) -> int:
-    """Return how many of ``count`` queries share a mask: about as many as a window is wide."""
+def _block_size(count: int, reach: Reach, longest: int) -> int:
+    """Return how many of ``count`` queries share a mask over at most ``longest`` keys.
+
+    About as many as a window is wide; without one, fewer the more keys there are, for the mask has as many columns.
+    """
     sides = [side for side in (reach.back, reach.ahead) if side is not None]
-    if len(sides) < 2:
-        return min(count, _LARGEST_BLOCK)
-    return min(count, _LARGEST_BLOCK, max(_SMALLEST_BLOCK, sum(sides)))
+    wanted = sum(sides) if len(sides) == 2 else _LARGEST_MASK // longest
+    return min(count, _LARGEST_BLOCK, max(_SMALLEST_BLOCK, wanted))
 
 
 def _keys_in_reach(num_keys: int, position: int, count: int, reach: Reach) -> tuple[int, int]:
@@ -253,7 +256,12 @@ class _SharedMask:
 
     def __init__(self, runs: list[QueryRun], reach: Reach) -> None:
         self._runs, self._reach = runs, reach
+        self._longest = 1 << max(len(run.keys) - 1 for run in runs).bit_length()  # other rows then have the same mask
         self._made: tuple[Tensor, int] | None = None
+
+    def block_size(self, run: QueryRun, reach: Reach) -> int:
+        """Return how many queries of a run share the mask."""
+        return _block_size(len(run.rows), reach, self._longest)
 
     def take(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, int]:
         """Return the mask, and the distance from a block's first query to the key of the first column."""
@@ -262,10 +270,8 @@ class _SharedMask:
         return self._made
 
     def _make(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, int]:
-        reach = self._reach
-        longest = max(len(run.keys) for run in self._runs)
-        longest = 1 << (longest - 1).bit_length()  # rows of other lengths then have the same mask
-        size = max(_block_size(len(run.rows), _within_sequence(run, reach)) for run in self._runs if len(run.keys) > 0)
+        reach, longest = self._reach, self._longest
+        size = max(self.block_size(run, _within_sequence(run, reach)) for run in self._runs if len(run.keys) > 0)
         nearest = -longest if reach.back is None else -min(reach.back, longest)
         farthest = longest if reach.ahead is None else size + min(reach.ahead, longest)
         return _distance_mask(size, nearest, farthest, reach, dtype, device), nearest
@@ -282,7 +288,8 @@ def _distance_mask(
         ``nearest + x`` places after the block's first query.
     """
     with torch.inference_mode(False):  # a mask first made in validation is kept for backward in training
-        distance = torch.arange(nearest, farthest, device=device)[None] - torch.arange(size, device=device)[:, None]
+        columns = torch.arange(nearest, farthest, dtype=torch.int32, device=device)
+        distance = columns[None] - torch.arange(size, dtype=torch.int32, device=device)[:, None]
         mask = torch.zeros(distance.shape, dtype=dtype, device=device)
         return mask.masked_fill_(~_within(distance, reach), float("-inf"))
 

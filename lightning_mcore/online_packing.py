@@ -11,8 +11,8 @@ Data modules that read streams use it; each data-loading worker has one of its o
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,13 +25,12 @@ from lightning_mcore.packing_statistics import PackingStatistics
 from lightning_mcore.sizes import require_size
 
 
-@dataclass(order=True)
-class _OpenRow:
+class _OpenRow(NamedTuple):
     """A row that is not full; rows are ordered from the fullest to the emptiest, the oldest first among equals."""
 
     room: int
     number: int
-    samples: list[TokenSample] = field(compare=False, default_factory=list)
+    samples: list[TokenSample]
 
 
 class OnlinePacker:
@@ -152,16 +151,16 @@ class OnlinePacker:
         """Put a sample into a row and return the rows that are to be closed."""
         length = self._padded(sample)
         done = []
-        place = bisect_left(self._open, _OpenRow(length, -1))
+        place = bisect_left(self._open, _OpenRow(length, -1, []))
         if place < len(self._open):
             row = self._open.pop(place)
         else:
             if len(self._open) == self.open_rows:
                 done.append(self._open.pop(0))
-            row = _OpenRow(self.row_length, self._next_number)
+            row = _OpenRow(self.row_length, self._next_number, [])
             self._next_number += 1
         row.samples.append(sample)
-        row.room -= length
+        row = _OpenRow(row.room - length, row.number, row.samples)
         if row.room:
             insort(self._open, row)
         else:

@@ -93,8 +93,10 @@ def build_row(
         pad_token: What stands in padding.
 
     Raises:
-        ValueError: There is no sample, one of them is empty, they do not fit, or a token is outside the vocabulary.
+        ValueError: There is no sample, one of them is empty, they do not fit, ``multiple`` does not divide the row, or
+            a token is outside the vocabulary.
     """
+    require_multiple(row_length, multiple)
     lengths = _lengths(samples)
     padded = -(-lengths // multiple) * multiple
     if padded.sum() > row_length:

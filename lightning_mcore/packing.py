@@ -103,12 +103,16 @@ def pack_lengths(lengths: NDArray[Any] | Sequence[int], row_length: int, multipl
         multiple: Each sample is padded to a multiple of this; it divides ``row_length``.
 
     Raises:
+        TypeError: The lengths are no flat array of ints.
         ValueError: A sample takes no place or more than a row has, or ``multiple`` does not divide the row.
     """
     require_multiple(row_length, multiple)
     lengths = np.asarray(lengths)
     if not lengths.size:
         return PackedRows(np.zeros(0, np.int64), np.zeros(1, np.int64))
+    if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
+        raise TypeError(f"lengths of dtype {lengths.dtype} and shape {lengths.shape}; give a flat array of ints")
+    lengths = lengths.astype(np.int64)
     refused = np.flatnonzero((lengths < 1) | (lengths > row_length))
     if refused.size:
         raise ValueError(
@@ -275,8 +279,9 @@ def count_rows(
     rows: PackedRows, lengths: NDArray[Any], row_length: int, multiple: int, into: PackingStatistics
 ) -> None:
     """Add rows that :func:`pack_lengths` made to the counts."""
-    tokens = int(np.sum(lengths, dtype=np.int64))
-    padded = int(np.sum(-(-lengths // multiple), dtype=np.int64)) * multiple
+    lengths = np.asarray(lengths, np.int64)
+    tokens = int(lengths.sum())
+    padded = int((-(-lengths // multiple)).sum()) * multiple
     into.add_rows(len(rows), row_length, tokens, padded - tokens)
 
 

@@ -2,6 +2,7 @@
 """Attention as it is defined, the whole matrix of scores in double precision: what every fast path is measured by."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -40,3 +41,36 @@ def window(length: int, back: int, ahead: int) -> Tensor:
         for query in range(length)
     ]
     return torch.tensor(rows)
+
+
+def naive_packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor,
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    scale: float | None = None,
+) -> Tensor:
+    """Return attention in a row of packed sequences, each of which sees itself alone.
+
+    Args:
+        query: [t, h, d].
+        key: [t, groups, d].
+        value: [t, groups, d_v].
+        seen: Bool, [t, t], who sees whom where both are of one sequence.
+        offsets: Where the sequences begin, padding included, and where the last one ends.
+        lengths: How many of their tokens are real; the output of the others is zero.
+        scale: None for ``1 / sqrt(d)``.
+
+    Returns:
+        [t, h * d_v], float64.
+    """
+    together = torch.zeros(query.size(0), query.size(0), dtype=torch.bool)
+    real = torch.zeros(query.size(0), 1, dtype=torch.float64)
+    for start, length in zip(offsets, lengths, strict=False):
+        together[start : start + length, start : start + length] = True
+        real[start : start + length] = 1
+    nothing = torch.eye(query.size(0), dtype=torch.bool) & (real == 0)  # a softmax over no keys would be nan
+    rows = (tensor[:, None] for tensor in (query, key, value))
+    return naive_attention(*rows, seen & together | nothing, scale)[:, 0] * real

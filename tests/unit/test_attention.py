@@ -350,7 +350,7 @@ def test_a_window_may_look_ahead_where_attention_is_not_causal() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "sentence"),
     [
-        ({"packed_seq_params": PackedSeqParams()}, NotImplementedError, "packed_seq_params is given"),
+        ({"packed_seq_params": PackedSeqParams()}, ValueError, "qkv_format=None; the torch backend takes 'thd'"),
         ({"attention_bias": torch.zeros(1)}, ValueError, "attention_bias is given.*pass None"),
         ({"attention_mask": torch.zeros(1, 1, S, S)}, ValueError, "torch.float32; give torch.bool"),
     ],

@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What packing gives: how full rows are, how fast samples are packed, and what training gains by it.
+
+* **Fill.** The share of places that hold a token, for three distributions of lengths: best-fit decreasing over all
+  samples, the packer of streams with a bounded number of open rows, and what one would have without them: first-fit and
+  next-fit in the order of the samples, and padded batches.
+* **Packing speed.** Samples a second on one core: deciding which sample goes where (``pack_lengths``), and making
+  tensors of the rows (``build_row``, ``OnlinePacker``).
+* **Training speed.** Real tokens a second of one CPU rank under ``MCoreStrategy``. One ``Trainer.fit`` trains on one
+  group of samples after another, each group in every form: packed, padded to the longest of a batch, padded to the
+  length of a row; a batch of each in turn, and as many optimizer steps. So all forms see the same samples at the same
+  moments of a shared machine. The time of a batch is everything: collating it, Lightning's loops, the optimizer. If a
+  place of a row cost the same in every form, packing would win by the inverse of the share of places that hold a token
+  in the padded form; the *efficiency* is what it does win, over that.
+
+    python -m benchmarks.packing
+    python -m benchmarks.packing --parts training --rounds 5
+
+The results, with versions and commit, go to benchmarks/results/.
+"""
+
+import argparse
+import contextlib
+import statistics
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch.utils.data import DataLoader, IterableDataset
+
+from benchmarks.overhead import LEARNING_RATE, REPOSITORY, circumstances, transformer_fields, write_results
+from lightning_mcore import MCoreGPT, MCoreStrategy
+from lightning_mcore.online_packing import OnlinePacker
+from lightning_mcore.packed_rows import build_row, collate_padded, collate_rows
+from lightning_mcore.packing import TokenSample, pack_lengths
+from tests.ranks import run_ranks
+
+PARTS = ("fill", "speed", "training")
+VOCAB_SIZE = 1024
+ROW_LENGTH = 8192  # of the first two parts
+WARM_UP = 1  # rounds that are not counted
+TRAINING_FORMS = ("packed", "padded to the longest of a batch", "padded to the row")
+
+
+def distributions(count: int) -> dict[str, np.ndarray]:
+    """Return lengths of samples in tokens: documents, anything up to a row, and short questions with long answers."""
+    generator = np.random.default_rng(1)
+    bimodal = np.where(
+        generator.random(count) < 0.7, generator.normal(250, 80, count), generator.normal(2500, 600, count)
+    )
+    return {
+        "log-normal": np.clip(generator.lognormal(6, 1, count).astype(np.int64), 1, ROW_LENGTH),
+        "uniform": generator.integers(1, ROW_LENGTH + 1, count),
+        "bimodal": np.clip(bimodal.astype(np.int64), 1, ROW_LENGTH),
+    }
+
+
+# ---- how full rows are
+
+
+def measure_fill(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the fill of each distribution under each way to make rows."""
+    results = []
+    for name, lengths in distributions(options.fill_samples).items():
+        places = {
+            "best-fit decreasing": len(pack_lengths(lengths, ROW_LENGTH)) * ROW_LENGTH,
+            **{f"online, {rows} open rows": online_rows(lengths, rows) * ROW_LENGTH for rows in options.open_rows},
+            "first-fit": first_fit_rows(lengths) * ROW_LENGTH,
+            "next-fit": online_rows(lengths, 1) * ROW_LENGTH,
+            "8 padded to the longest": padded_places(lengths, 8),
+            "one in a row": len(lengths) * ROW_LENGTH,
+        }
+        results.append({"lengths": name, "mean": float(lengths.mean()), **fills(lengths, places)})
+        print(results[-1], flush=True)
+    return results
+
+
+def fills(lengths: np.ndarray, places: dict[str, int]) -> dict[str, float]:
+    return {name: float(lengths.sum() / number) for name, number in places.items()}
+
+
+def online_rows(lengths: np.ndarray, open_rows: int) -> int:
+    """Return how many rows the packer of streams makes, its counts alone."""
+    packer = OnlinePacker(ROW_LENGTH, open_rows=open_rows)
+    packer._close = lambda row: {}  # type: ignore[method-assign]  # no tensors are made
+    tokens = np.zeros(ROW_LENGTH + 1, np.int64)
+    made = sum(len(packer.add(TokenSample(tokens[: length + 1]))) for length in lengths.tolist())
+    return made + len(packer.flush())
+
+
+def first_fit_rows(lengths: np.ndarray) -> int:
+    """Return how many rows there are where each sample goes into the first that has room; a tree of the most room."""
+    leaves = 1 << int(len(lengths) - 1).bit_length()
+    most = [ROW_LENGTH] * (2 * leaves)
+    opened = 0
+    for length in lengths.tolist():
+        node = 1
+        while node < leaves:
+            node = 2 * node if most[2 * node] >= length else 2 * node + 1
+        opened = max(opened, node - leaves + 1)
+        most[node] -= length
+        while node > 1:
+            node //= 2
+            most[node] = max(most[2 * node], most[2 * node + 1])
+    return opened
+
+
+def padded_places(lengths: np.ndarray, batch_size: int) -> int:
+    starts = range(0, len(lengths), batch_size)
+    return sum(len(batch) * int(batch.max()) for batch in (lengths[start : start + batch_size] for start in starts))
+
+
+# ---- how fast samples are packed
+
+
+def median_rate(amount: float, action: Callable[[], Any], rounds: int) -> float:
+    """Return how much of an amount an action does in a second, in the median of some rounds."""
+    seconds = []
+    for _ in range(rounds):
+        since = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - since)
+    return amount / statistics.median(seconds)
+
+
+def measure_speed(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return samples and tokens a second on one core."""
+    torch.set_num_threads(1)
+    results: list[dict[str, Any]] = []
+    count = options.speed_samples
+    for name, lengths in distributions(count).items():
+        for multiple in (1, 8):
+            rate = median_rate(count, lambda: pack_lengths(lengths, ROW_LENGTH, multiple), options.speed_rounds)  # noqa: B023
+            results.append({"what": f"pack_lengths, multiple={multiple}", "lengths": name, "samples_per_second": rate})
+            print(results[-1], flush=True)
+    lengths = distributions(count // 20)["log-normal"]
+    samples = as_samples(lengths)
+    rows = pack_lengths(lengths, ROW_LENGTH)
+    packer = OnlinePacker(ROW_LENGTH)
+    actions = {
+        "build_row": lambda: [build_row([samples[index] for index in row], ROW_LENGTH) for row in rows],
+        "OnlinePacker.add, rows built": lambda: [packer.add(sample) for sample in samples],
+    }
+    for what, action in actions.items():
+        rate = median_rate(len(samples), action, options.speed_rounds)
+        tokens = rate * float(lengths.mean())
+        results.append({"what": what, "lengths": "log-normal", "samples_per_second": rate, "tokens_per_second": tokens})
+        print(results[-1], flush=True)
+    return results
+
+
+def as_samples(lengths: np.ndarray, seed: int = 1) -> list[TokenSample]:
+    """Return samples of random tokens."""
+    generator = np.random.default_rng(seed)
+    tokens = generator.integers(0, VOCAB_SIZE, int(lengths.sum()) + len(lengths))
+    ends = np.cumsum(lengths + 1)
+    return [
+        TokenSample(tokens[end - length - 1 : end], None, number)
+        for number, (end, length) in enumerate(zip(ends.tolist(), lengths.tolist(), strict=True))
+    ]
+
+
+# ---- what training gains
+
+
+class Forms(IterableDataset[dict[str, torch.Tensor]]):
+    """Groups of samples, each in every form, a batch of each form in turn; ``plan`` says what each batch is.
+
+    Args:
+        options: How many samples of which lengths.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.plan: list[tuple[int, str]] = []
+        self.tokens: Counter[tuple[int, str]] = Counter()
+        self.places: Counter[tuple[int, str]] = Counter()
+        self.seconds: Counter[tuple[int, str]] = Counter()  # of making batches
+        self.all_seconds = 0.0
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for number in range(WARM_UP + self.options.rounds):
+            samples = self.group(number)
+            batches = {form: self.batches(form, samples) for form in TRAINING_FORMS}
+            while batches:
+                for form in list(batches):
+                    since = time.perf_counter()
+                    batch = next(batches[form], None)
+                    seconds = time.perf_counter() - since
+                    key = (number, form)
+                    self.seconds[key] += seconds
+                    self.all_seconds += seconds
+                    if batch is None:
+                        del batches[form]
+                        continue
+                    self.plan.append(key)
+                    self.tokens[key] += int(batch.pop("real"))
+                    self.places[key] += batch["tokens"].numel()
+                    yield batch
+
+    def group(self, number: int) -> list[TokenSample]:
+        generator = np.random.default_rng(number)
+        lengths = generator.lognormal(np.log(self.options.median), 1, self.options.group).astype(np.int64)
+        return as_samples(np.clip(lengths, 2, self.options.row_length), number)
+
+    def batches(self, form: str, samples: Sequence[TokenSample]) -> Iterator[dict[str, torch.Tensor]]:
+        size, row_length = self.options.batch_size, self.options.row_length
+        steps = -(-len(samples) // size)
+        if form != "packed":
+            length = row_length if form == "padded to the row" else None
+            for start in range(0, len(samples), size):
+                batch = collate_padded(samples[start : start + size], row_length=length)
+                yield {**batch, "real": batch["lengths"].sum()}
+            return
+        rows = list(pack_lengths([sample.length for sample in samples], row_length))
+        for step in range(steps):  # as many optimizer steps as the other forms have
+            part = rows[step * len(rows) // steps : (step + 1) * len(rows) // steps]
+            if part:
+                batch = collate_rows([build_row([samples[index] for index in row], row_length) for row in part])
+                yield {**batch, "real": batch["cu_seqlens"][:, -1].sum()}
+
+
+class BatchTimes(pl.Callback):
+    """Takes the time of each batch, from the end of the one before; Lightning fetches ahead, so without making batches.
+
+    Args:
+        forms: Knows how long making batches takes.
+    """
+
+    def __init__(self, forms: Forms) -> None:
+        self.forms = forms
+        self.seconds: list[float] = []
+        self.since = 0.0
+
+    def now(self) -> float:
+        return time.perf_counter() - self.forms.all_seconds
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.since = self.now()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        now = self.now()
+        self.seconds.append(now - self.since)
+        self.since = now
+
+
+def train(options: argparse.Namespace) -> dict[str, Any]:
+    """Rank function: seconds, tokens and places of each form in each round."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    forms = Forms(options)
+    times = BatchTimes(forms)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=MCoreStrategy(),
+        plugins=[LightningEnvironment()],
+        max_epochs=1,
+        gradient_clip_val=1.0,
+        callbacks=[times],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = MCoreGPT(
+        VOCAB_SIZE,
+        options.row_length,
+        transformer_fields(options),
+        learning_rate=LEARNING_RATE,
+        min_learning_rate=LEARNING_RATE,
+    )
+    trainer.fit(model, DataLoader(forms, batch_size=None))
+    for key, seconds in zip(forms.plan, times.seconds, strict=True):
+        forms.seconds[key] += seconds
+    return {"seconds": forms.seconds, "tokens": forms.tokens, "places": forms.places}
+
+
+def measure_training(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the speed of each form, and what packing wins over it."""
+    found = run_ranks(1, train, options, timeout=3600)[0]
+    rounds = range(WARM_UP, WARM_UP + options.rounds)
+    results = []
+    for form in TRAINING_FORMS:
+        tokens = sum(found["tokens"][number, form] for number in rounds)
+        places = sum(found["places"][number, form] for number in rounds)
+        rates = [found["tokens"][number, form] / found["seconds"][number, form] for number in rounds]
+        gains = [found["seconds"][number, form] / found["seconds"][number, "packed"] for number in rounds]
+        inverse = places / tokens
+        results.append(
+            {
+                "form": form,
+                "rounds": len(rounds),
+                "fill": tokens / places,
+                "median_tokens_per_second": statistics.median(rates),
+                "gain_of_packing": statistics.median(gains),
+                "inverse_of_fill": inverse,
+                "efficiency": statistics.median(gains) / inverse,
+                "seconds": [found["seconds"][number, form] for number in rounds],
+            }
+        )
+    return results
+
+
+# ---- to read
+
+
+def table(results: dict[str, list[dict[str, Any]]]) -> str:
+    """Return the results as Markdown tables."""
+    lines: list[str] = []
+    if "fill" in results:
+        ways = [name for name in results["fill"][0] if name not in ("lengths", "mean")]
+        lines += ["Share of the places that hold a token, rows of 8,192:", ""]
+        lines += [f"| lengths (mean) | {' | '.join(ways)} |", "|---" * (len(ways) + 1) + "|"]
+        for row in results["fill"]:
+            cells = " | ".join(f"{row[way]:.4f}" for way in ways)
+            lines.append(f"| {row['lengths']} ({row['mean']:,.0f}) | {cells} |")
+        lines.append("")
+    if "speed" in results:
+        lines += ["Packing on one core, medians:", "", "| what | lengths | samples/s | tokens/s |", "|---|---|---|---|"]
+        for row in results["speed"]:
+            tokens = f"{row['tokens_per_second']:,.0f}" if "tokens_per_second" in row else ""
+            lines.append(f"| {row['what']} | {row['lengths']} | {row['samples_per_second']:,.0f} | {tokens} |")
+        lines.append("")
+    if "training" in results:
+        lines += [
+            "Training on one CPU rank, real tokens, medians of rounds on the same samples:",
+            "",
+            "| form | rounds | fill | tokens/s | packing wins | inverse of the fill | efficiency |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {row['form']} | {row['rounds']} | {row['fill']:.3f} | {row['median_tokens_per_second']:,.0f} | "
+            f"{row['gain_of_packing']:.2f} | {row['inverse_of_fill']:.2f} | {row['efficiency']:.2f} |"
+            for row in results["training"]
+        ]
+    return "\n".join(lines).strip()
+
+
+def main() -> None:
+    """Measure the parts that were asked for and write the results."""
+    parser = argparse.ArgumentParser(description="Measure packing: fill of the rows, speed, gain in training.")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--fill-samples", type=int, default=200_000)
+    parser.add_argument("--open-rows", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--speed-samples", type=int, default=1_000_000)
+    parser.add_argument("--speed-rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=12, help="groups of samples to train on that count")
+    parser.add_argument("--group", type=int, default=128, help="samples of a group")
+    parser.add_argument("--median", type=int, default=60, help="tokens of a sample in training, log-normal")
+    parser.add_argument("--row-length", type=int, default=512, help="tokens of a row in training")
+    parser.add_argument("--batch-size", type=int, default=8, help="samples of a padded batch")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    options = parser.parse_args()
+    output = options.output
+    del options.output
+    facts = circumstances(options)
+    measures = {"fill": measure_fill, "speed": measure_speed, "training": measure_training}
+    results = {part: measures[part](options) for part in PARTS if part in options.parts}
+    write_results(output, "packing", "What packing gives", facts, results, table(results))
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokenizer of ``lightning-mcore preprocess``, as the workers and the dataset's files need it.
+
+A tokenizer of the ``tokenizers`` package is one text, its ``tokenizer.json``, and so is the inside of every fast
+tokenizer of ``transformers``. The workers get that text and need nothing but ``tokenizers``, which gives the same ids
+as the tokenizer that wraps it. Only a tokenizer that ``transformers`` runs in Python is loaded anew by each worker.
+"""
+
+import hashlib
+import importlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What has to be known of a tokenizer.
+
+    Attributes:
+        name: What the user called it.
+        json: Its ``tokenizer.json``; None for one that transformers runs in Python.
+        vocab_size: One more than the largest id.
+        eod: Id of the token at the end of a document; None where there is no such token.
+    """
+
+    name: str
+    json: str | None
+    vocab_size: int
+    eod: int | None
+
+    @property
+    def digest(self) -> str:
+        """Return what tells it from others."""
+        return hashlib.sha256((self.json or self.name).encode()).hexdigest()[:16]
+
+
+def load_tokenizer(name: str, eod_token: str | None = None) -> TokenizerFacts:
+    """Load a tokenizer.
+
+    Args:
+        name: A ``tokenizer.json``, or a folder or name for AutoTokenizer.
+        eod_token: The token at the end of a document; None takes the tokenizer's end of sequence.
+
+    Raises:
+        FileNotFoundError: There is no such tokenizer.
+        ValueError: It cannot be read, or does not know ``eod_token``.
+        ModuleNotFoundError: The package that reads it is not installed.
+    """
+    if os.path.isfile(name):
+        return _of_file(name, eod_token)
+    transformers: Any = importlib.import_module("transformers")
+    try:
+        loaded = transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        what = "folder" if os.path.isdir(name) else "tokenizer"
+        raise FileNotFoundError(
+            f"AutoTokenizer finds nothing it can read in the {what} {name} ({reason}); give a folder or name for"
+            " transformers, or a tokenizer.json"
+        ) from None
+    inside = getattr(loaded, "backend_tokenizer", None)
+    text = inside.to_str() if hasattr(inside, "to_str") else None
+    vocabulary = loaded.get_vocab()
+    eod = loaded.eos_token_id if eod_token is None else _known(eod_token, vocabulary, name)
+    return TokenizerFacts(name, text, 1 + max(vocabulary.values(), default=-1), eod)
+
+
+def _of_file(name: str, eod_token: str | None) -> TokenizerFacts:
+    try:
+        kind: Any = importlib.import_module("tokenizers").Tokenizer
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            f"{name} needs the package tokenizers to be read; pip install tokenizers", name="tokenizers"
+        ) from None
+    try:
+        loaded = kind.from_file(name)
+    except Exception as error:  # the package has no class of its own
+        raise ValueError(
+            f"{name} is no tokenizer.json ({str(error).splitlines()[0].rstrip('.')}); give one, or a folder or name for"
+            " transformers"
+        ) from None
+    vocabulary = loaded.get_vocab(with_added_tokens=True)
+    eod_token = eod_token or _named_beside(name)
+    eod = None if eod_token is None else _known(eod_token, vocabulary, name)
+    return TokenizerFacts(name, loaded.to_str(), 1 + max(vocabulary.values(), default=-1), eod)
+
+
+def _known(token: str, vocabulary: dict[str, int], name: str) -> int:
+    if token not in vocabulary:
+        raise ValueError(f"--eod-token {token!r} is no token of {name}; choose one of its {len(vocabulary)} tokens")
+    return vocabulary[token]
+
+
+def _named_beside(name: str) -> str | None:
+    """Return the end of sequence that the ``tokenizer_config.json`` beside a ``tokenizer.json`` names, if one does."""
+    try:
+        config = json.loads(Path(name).with_name("tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    token = config.get("eos_token") if isinstance(config, dict) else None
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tuning data on ranks: every rank reads its part, a stream is resumed exactly, and a fault is told by all."""
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_mcore import MCoreGPT, token_stream
+from lightning_mcore.finetuning_data import MCoreFinetuningData
+from tests.chats import characters, exchanges, write
+from tests.distributed.test_resume import Run, Save
+from tests.ranks import run_ranks
+from tests.toy import make_trainer
+
+pytestmark = pytest.mark.distributed
+
+ROWS = 61
+CP2 = {"context_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+
+
+class Watch(pl.Callback):
+    """Writes down the samples of every batch, and every step."""
+
+    def __init__(self) -> None:
+        self.batches: list[str] = []
+        self.losses: list[str] = []
+        self.padded: set[int] = set()
+        self.batches_at_step = 0
+        self._step = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._step = trainer.global_step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        samples = [number for number in batch["sample_ids"].flatten().tolist() if number >= 0]
+        self.batches.append(f"{trainer.current_epoch} {samples}")
+        if "cu_seqlens_padded" in batch:
+            self.padded |= set(batch["cu_seqlens_padded"].flatten().tolist())
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
+        if trainer.global_step != self._step:
+            self._step, self.batches_at_step = trainer.global_step, len(self.batches)
+            self.losses.append(f"{self._step} {float(outputs['loss'])!r}")
+
+
+def gpt() -> MCoreGPT:
+    """Return a GPT for the tokens of bytes, with dropout."""
+    sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "hidden_dropout": 0.1}
+    return MCoreGPT(vocab_size=260, seq_length=64, transformer=sizes, learning_rate=1e-2, min_learning_rate=1e-2)
+
+
+def finetuning(folder: str, seq_length: int = 64, **options: Any) -> MCoreFinetuningData:
+    """Return the data of the files in a folder."""
+    return MCoreFinetuningData(f"{folder}/*.jsonl", characters(), seq_length, cache_dir=f"{folder}/cache", **options)
+
+
+def train(
+    strategy: Any, data: MCoreFinetuningData, folder: str = "", moments: tuple[str, ...] = (), **options: Any
+) -> tuple[Run, Watch]:
+    """Train on this rank, from a checkpoint if there is one."""
+    resume = options.pop("resume", None)
+    pl.seed_everything(7 if resume is None else 99, workers=True, verbose=False)
+    watch = Watch()
+    save = Save(folder, moments, watch)  # type: ignore[arg-type]
+    trainer = make_trainer(strategy, callbacks=[watch, save], **options)
+    trainer.fit(gpt(), datamodule=data, ckpt_path=resume)
+    return Run(watch.batches, watch.losses, save.places), watch
+
+
+def samples(batches: list[str]) -> list[int]:
+    """Return the numbers of the samples in what :class:`Watch` wrote down."""
+    return [int(number) for batch in batches for number in batch.partition("[")[2][:-1].split(",")]
+
+
+# Files
+
+
+def learn(folder: str) -> dict[str, tuple[Run, set[int]]]:
+    """Train on layouts, packed and padded; return what was read and where sub-sequences begin."""
+    found = {}
+    for name, strategy, packing in (
+        ("dp2", {}, True),
+        ("dp2-padded", {}, False),
+        ("cp2", CP2, True),
+        ("cp2-padded", CP2, False),
+        ("pp2", PP2, True),
+    ):
+        data = finetuning(folder, batch_size=2, packing=packing, validation_share=0.1)
+        run, watch = train(strategy, data, max_epochs=2)
+        found[name] = run, watch.padded
+    return found
+
+
+@pytest.mark.slow
+def test_every_layout_reads_its_part_and_learns(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", exchanges(ROWS))
+    first, second = run_ranks(2, learn, str(tmp_path), timeout=180)
+    for name, (run, padded) in first.items():
+        losses = [float(loss.split()[1]) for loss in run.losses]
+        assert losses[-1] < 0.8 * losses[0], name
+        assert not name.startswith("cp2") or all(place % 4 == 0 for place in padded)
+        other = second[name][0]
+        if name.startswith("dp2"):
+            assert not set(samples(run.batches[:4])) & set(samples(other.batches[:4]))
+        else:
+            assert run.batches == other.batches
+    assert {place % 4 for place in first["dp2"][1]} != {0}
+    assert len(first["dp2-padded"][0].batches) > len(first["dp2"][0].batches)
+
+
+# A stream
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "packed": ({"shuffle_buffer": 4}, {"accumulate_grad_batches": 2}),
+    "padded-workers": ({"shuffle_buffer": 8, "packing": False, "batch_size": 4, "num_workers": 1}, {}),
+}
+MOMENTS = ("batch 3", "batch 4", "epoch 0")
+
+
+def stream_whole(folder: str, data: str) -> dict[str, Run]:
+    """Train every case for two epochs, taking checkpoints."""
+    token_stream.BATCHES_BETWEEN_STATES, token_stream.OPEN_ROWS = 2, 2
+    return {
+        name: train({}, finetuning(data, streaming=True, **options), f"{folder}/{name}", MOMENTS, **trainer)[0]
+        for name, (options, trainer) in two_epochs().items()
+    }
+
+
+def two_epochs() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    return {name: (options, {**trainer, "max_epochs": 2}) for name, (options, trainer) in CASES.items()}
+
+
+def stream_on(folder: str, data: str) -> dict[str, dict[str, Run]]:
+    """Go on from every checkpoint of every case."""
+    token_stream.BATCHES_BETWEEN_STATES, token_stream.OPEN_ROWS = 2, 2
+    return {
+        name: {
+            moment: train(
+                {}, finetuning(data, streaming=True, **options), resume=f"{folder}/{name}/{moment}.ckpt", **trainer
+            )[0]
+            for moment in MOMENTS
+        }
+        for name, (options, trainer) in two_epochs().items()
+    }
+
+
+def resume_elsewhere(folder: str, data: str) -> tuple[str, str]:
+    """Return what a run on one rank says in the middle of an epoch, and its first batch after the end of one."""
+    options, trainer = two_epochs()["packed"]
+    with pytest.raises(ValueError, match="resume on 2, or from the end of an epoch") as raised:
+        train({}, finetuning(data, streaming=True, **options), resume=f"{folder}/packed/batch 4.ckpt", **trainer)
+    run, _ = train({}, finetuning(data, streaming=True, **options), resume=f"{folder}/packed/epoch 0.ckpt", **trainer)
+    return str(raised.value), run.batches[0]
+
+
+@pytest.mark.slow
+def test_a_resumed_stream_is_the_stream_without_a_break_and_on_other_ranks_begins_the_next_epoch(
+    tmp_path: Path,
+) -> None:
+    rows = exchanges(ROWS)
+    write(tmp_path / "data/a.jsonl", rows[:20])
+    write(tmp_path / "data/b.jsonl", rows[20:])
+    arguments = (str(tmp_path / "runs"), str(tmp_path / "data"))
+    whole = run_ranks(2, stream_whole, *arguments, timeout=180)
+    resumed = run_ranks(2, stream_on, *arguments, timeout=180)
+    for name in CASES:
+        first, second = (run[name] for run in whole)
+        assert len(first.batches) == len(second.batches), "one rank had more batches than the other"
+        epochs = [samples([b for run in (first, second) for b in run.batches if b[0] == str(n)]) for n in (0, 1)]
+        for epoch in epochs:
+            assert len(epoch) == len(set(epoch))
+            assert len(epoch) > 50
+        assert epochs[0] != epochs[1]
+        for run, again in zip(whole, resumed, strict=True):
+            for moment in MOMENTS:
+                batches, steps = run[name].places[moment]
+                assert again[name][moment].batches == run[name].batches[batches:], (name, moment)
+                assert again[name][moment].losses == run[name].losses[steps:], (name, moment)
+    [(said, batch)] = run_ranks(1, resume_elsewhere, *arguments, timeout=120)
+    assert said.startswith(
+        "the checkpoint holds the states of dataloaders in the middle of an epoch on 2 data-parallel"
+    )
+    assert batch.startswith("1 ")
+
+
+# Faults
+
+
+def fail(folder: str) -> dict[str, str]:
+    """Return what this rank says of faults in files, in rows, and in one that only the other rank reads."""
+    said = {}
+    for name, options in {
+        "line": {},
+        "line-stream": {"streaming": True},
+        "missing": {"train_files": f"{folder}/nothing/*.jsonl"},
+        "long": {"train_files": f"{folder}/long/*.jsonl"},
+        "long-on-rank-1": {"train_files": f"{folder}/long/*.jsonl", "streaming": True, "shuffle_buffer": 1},
+        "small": {"train_files": f"{folder}/small/*.jsonl"},
+        "row": {"train_files": f"{folder}/small/*.jsonl", "seq_length": 66, "strategy": CP2},
+    }.items():
+        chosen: dict[str, Any] = {"train_files": f"{folder}/broken/*.jsonl", "seq_length": 64, **options}
+        strategy = chosen.pop("strategy", {})
+        data = MCoreFinetuningData(tokenizer=characters(), cache_dir=f"{folder}/cache", batch_size=2, **chosen)
+        with pytest.raises((ValueError, FileNotFoundError)) as raised:
+            train(strategy, data, max_epochs=1)
+        said[name] = str(raised.value).replace(f"{folder}/", "")
+        dist.barrier()
+    return said
+
+
+def test_a_fault_is_told_by_every_rank_in_one_sentence(tmp_path: Path) -> None:
+    rows = exchanges(8)
+    for number, place in (("0", "broken"), ("1", "broken"), ("0", "long"), ("0", "small")):
+        write(tmp_path / place / f"{number}.jsonl", rows[:1] if place == "small" else rows)
+    with (tmp_path / "broken/1.jsonl").open("a") as file:
+        file.write('{"prompt": "q"\n')
+    with (tmp_path / "long/0.jsonl").open("a") as file:
+        file.write('{"prompt": "p8", "response": "r8"}\n{"prompt": "p9", "response": "' + 99 * "r" + '"}\n')
+    first, second = run_ranks(2, fail, str(tmp_path), timeout=120)
+    assert first == second
+    assert not any("\n" in sentence for sentence in first.values())
+    broken = "line 9 of broken/1.jsonl is no JSON object: Expecting ',' delimiter at column 15; mend it or leave it out"
+    assert first["line"] == first["line-stream"] == broken
+    assert first["missing"].startswith("train_files='nothing/*.jsonl' is no file; give a file, a folder or a pattern")
+    assert first["long"].startswith(
+        "1 of 10 samples of train_files='long/*.jsonl' take more than the 64 tokens of a row"
+    )
+    assert first["long-on-rank-1"].startswith("sample 9 takes 106 places, more than row_length=64; choose")
+    assert first["small"].startswith("the dataset has 1 samples, fewer than the 4 of a global batch")
+    assert first["row"].startswith(
+        "seq_length=66 is not a multiple of 4, which the layout and the precision of this run"
+    )
+
+
+def test_samples_are_dealt_out_without_overlap_in_a_stream_of_two_ranks(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", exchanges(ROWS))
+    shares = run_ranks(2, read_stream, str(tmp_path), timeout=120)
+    assert len(shares[0]) == len(shares[1]) == 30  # of 61: the rank with one more leaves it out
+    assert len(set(chain(*shares))) == 60
+
+
+def read_stream(folder: str) -> list[int]:
+    """Return the numbers of the samples that this rank reads in an epoch."""
+    data = finetuning(folder, streaming=True, packing=False)
+    run, _ = train({}, data, max_epochs=1)
+    return samples(run.batches)
+
+
+def test_the_common_random_numbers_are_left_alone_by_a_stream(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", exchanges(8))
+    data = finetuning(str(tmp_path), streaming=True, packing=False, num_workers=1)
+    data.setup("fit")
+    before = torch.get_rng_state()
+    list(data.train_dataloader())
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,478 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``MCorePretrainingData``: Megatron's own rows, one order on every layout and across a resume, refusals on all ranks.
+
+The datasets here say where each token comes from: document ``d`` of a dataset is a run of tokens ``first + d``.
+"""
+
+import importlib.util
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from jsonargparse import ArgumentParser
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from torch import Tensor
+
+from lightning_mcore import MCoreGPT
+from lightning_mcore.indexed_blend import _EndOfDocument
+from lightning_mcore.indexed_files import facts_path, write_index
+from lightning_mcore.pretraining_data import MCorePretrainingData
+from tests.ranks import RanksFailedError, run_ranks
+from tests.toy import make_trainer
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None,
+        reason="this megatron-core was compiled for another Python",
+    ),
+]
+
+SEQ_LENGTH = 8
+VOCAB_SIZE = 256
+EOD = 0
+
+
+def make_dataset(prefix: Path, first: int, documents: int = 60) -> str:
+    """Write documents of 5 to 24 tokens, the last of each the end-of-document token."""
+    lengths = np.array([5 + 7 * number % 20 for number in range(documents)], dtype=np.int32)
+    tokens = np.repeat(np.arange(first, first + documents), lengths).astype(np.uint16)
+    tokens[np.cumsum(lengths) - 1] = EOD
+    Path(f"{prefix}.bin").write_bytes(tokens.tobytes())
+    write_index(f"{prefix}.idx", lengths, np.uint16)
+    return str(prefix)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[str]:
+    """Make two datasets of different tokens."""
+    return [make_dataset(tmp_path / "a", 1), make_dataset(tmp_path / "b", 101)]
+
+
+def make_data(paths: Any, **changed: Any) -> MCorePretrainingData:
+    return MCorePretrainingData(paths, **{"seq_length": SEQ_LENGTH, "batch_size": 2, "num_workers": 0, **changed})
+
+
+def train_rows(data: MCorePretrainingData) -> list[list[int]]:
+    data.setup("fit")
+    return [row for batch in data.train_dataloader() for row in batch["tokens"].tolist()]
+
+
+# ---- rows
+
+
+def test_labels_are_the_tokens_that_follow(two: list[str]) -> None:
+    data = make_data(two[0], train_samples=40)
+    data.setup("fit")
+    batches = list(data.train_dataloader())
+    assert len(batches) == 20
+    stream = np.fromfile(f"{two[0]}.bin", np.uint16).tolist()
+    runs = "".join(chr(token) for token in stream)
+    for batch in batches:
+        assert {key: (tuple(value.shape), value.dtype) for key, value in batch.items()} == {
+            "tokens": ((2, SEQ_LENGTH), torch.int64),
+            "labels": ((2, SEQ_LENGTH), torch.int64),
+            "loss_mask": ((2, SEQ_LENGTH), torch.float32),
+            "position_ids": ((2, SEQ_LENGTH), torch.int64),
+        }
+        assert torch.equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
+        assert batch["loss_mask"].all()
+        assert torch.equal(batch["position_ids"], torch.arange(SEQ_LENGTH).expand(2, -1))
+        for row, label in zip(batch["tokens"].tolist(), batch["labels"][:, -1].tolist(), strict=True):
+            for part in "".join(map(chr, [*row, label])).split(chr(EOD)):
+                assert part in runs
+
+
+def test_positions_and_mask_follow_the_documents_on_request(two: list[str]) -> None:
+    Path(facts_path(two[0])).write_text('{"eod_token_id": 0, "vocab_size": 256}')
+    data = make_data(two[0], train_samples=40, reset_position_ids=True, eod_mask_loss=True)
+    data.setup("fit")
+    for batch in data.train_dataloader():
+        for tokens, mask, positions in zip(batch["tokens"], batch["loss_mask"], batch["position_ids"], strict=True):
+            assert torch.equal(mask, (tokens != EOD).float())
+            wanted, place = [], 0
+            for token in tokens.tolist():
+                wanted.append(place)
+                place = 0 if token == EOD else place + 1
+            assert positions.tolist() == wanted
+
+
+def test_splits_share_no_document(two: list[str]) -> None:
+    data = make_data(two[0], split="60,20,20")
+    data.setup("fit")
+    data.setup("test")
+    loaders = [data.train_dataloader(), data.val_dataloader(), data.test_dataloader()]
+    seen = [{token for batch in loader for token in batch["tokens"].flatten().tolist()} - {EOD} for loader in loaders]
+    assert seen[0] <= set(range(1, 37))
+    assert seen[1] <= set(range(37, 49))
+    assert seen[2] <= set(range(49, 61))
+    assert all(len(tokens) > 9 for tokens in seen)
+
+
+def test_weights_are_the_shares_of_the_rows(two: list[str]) -> None:
+    rows = train_rows(make_data({two[0]: 3, two[1]: 1}, train_samples=200))
+    from_b = [max(row) > 100 for row in rows]
+    assert len(rows) == 200
+    assert sum(from_b) == 50
+    assert all(sum(from_b[:count]) in (count // 4, count // 4 + 1) for count in range(4, 200, 4))
+
+
+def test_several_datasets_without_weights_are_read_once(two: list[str]) -> None:
+    data = make_data(two, split="1")
+    rows = train_rows(data)
+    tokens = sum(np.fromfile(f"{prefix}.bin", np.uint16).size - 1 for prefix in two)
+    assert len(rows) == tokens // SEQ_LENGTH // 2 * 2
+    assert data.val_dataloader() == data.test_dataloader() == []
+    first, second = ([row for batch in data.train_dataloader() for row in batch["tokens"].tolist()] for _ in range(2))
+    assert first == second == rows  # of the same epoch; the sampler shuffles by epoch
+    loader = data.train_dataloader()
+    loader.sampler.set_epoch(1)
+    other = [row for batch in loader for row in batch["tokens"].tolist()]
+    assert other != rows
+
+
+def test_each_split_may_have_its_own_datasets(two: list[str]) -> None:
+    data = make_data(None, train_paths=two[0], val_paths={two[1]: 1.0}, train_samples=20, val_samples=6)
+    assert max(max(row) for row in train_rows(data)) <= 60
+    rows = [row for batch in data.val_dataloader() for row in batch["tokens"].tolist()]
+    assert len(rows) == 6
+    assert min(max(row) for row in rows) > 100
+    assert data.test_dataloader() == []
+
+
+def builders_rows(kind: str, two: list[str], cache: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Rank function: the rows of ours, and of Megatron's builder."""
+    blend = {"one": [two[0]], "many": two, "weights": two, "alone": [two[0]]}[kind]
+    weights = [0.75, 0.25] if kind == "weights" else None
+    paths = dict(zip(two, [0.75, 0.25], strict=True)) if kind == "weights" else blend
+    samples = 50 if kind == "many" else 150
+    common: dict[str, Any] = {
+        "random_seed": 7,
+        "sequence_length": SEQ_LENGTH,
+        "path_to_cache": cache,
+        "tokenizer": _EndOfDocument(EOD),
+        "reset_position_ids": False,
+        "reset_attention_mask": False,
+        "eod_mask_loss": False,
+        "create_attention_mask": False,
+    }
+    if kind == "alone":
+        given: dict[str, Any] = {"blend_per_split": [(blend, None), None, None]}
+        data = make_data(None, train_paths=paths, train_samples=samples, seed=7)
+    else:
+        given = {"blend": (blend, weights), "split": "80,20,0"}
+        data = make_data(paths, split="80,20", train_samples=samples, seed=7)
+    config = GPTDatasetConfig(**common, **given)
+    theirs = BlendedMegatronDatasetBuilder(GPTDataset, [samples, 4, 0], lambda: True, config).build()[0]
+    ours = train_rows(data)
+    return ours, [theirs[number]["tokens"].tolist() for number in range(len(ours))]
+
+
+@pytest.mark.parametrize("kind", ["one", "many", "weights", "alone"])
+def test_the_rows_are_those_of_megatrons_builder(kind: str, two: list[str], tmp_path: Path) -> None:
+    for ours, theirs in run_ranks(2, builders_rows, kind, two, str(tmp_path / "theirs"), timeout=120):
+        assert len(ours) >= 50
+        assert ours == theirs
+
+
+# ---- the order of a run
+
+
+class Tokens(pl.Callback):
+    """Writes down the rows of each optimizer step, of all data-parallel ranks."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, list[list[int]]] = {}
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: Any, batch: dict[str, Tensor], batch_idx: int
+    ) -> None:
+        own = batch["tokens"]
+        ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(ranks, own)
+        rows = torch.stack(ranks, 1).flatten(0, 1)  # rank r reads the samples r, r + n, ...
+        self.steps.setdefault(trainer.global_step, []).extend(rows.tolist())
+
+
+class Gpt(MCoreGPT):
+    """A small GPT that validates."""
+
+    def __init__(self, vocab_size: int = VOCAB_SIZE, seq_length: int = SEQ_LENGTH) -> None:
+        sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+        super().__init__(vocab_size=vocab_size, seq_length=seq_length, transformer=sizes)
+
+
+Steps = dict[int, list[list[int]]]
+
+
+def fit(paths: Any, batch_size: int, accumulate: int, **changed: Any) -> tuple[Steps, float]:
+    """Rank function: train, and return the rows of each step and the last loss of the validation."""
+    of_data = ("train_samples", "seed", "split")
+    data = make_data(paths, batch_size=batch_size, **{key: changed.pop(key) for key in of_data if key in changed})
+    save_to, ckpt_path = changed.pop("save_to", None), changed.pop("ckpt_path", None)
+    watch = Tokens()
+    callbacks: list[pl.Callback] = [watch]
+    if save_to is not None:
+        callbacks.append(pl.callbacks.ModelCheckpoint(save_to, filename="{step}", every_n_train_steps=2, save_top_k=-1))
+        changed["enable_checkpointing"] = True
+    trainer = make_trainer({}, callbacks=callbacks, accumulate_grad_batches=accumulate, **{"max_steps": 6, **changed})
+    trainer.fit(Gpt(), datamodule=data, ckpt_path=ckpt_path)
+    return watch.steps, float(trainer.callback_metrics["val_loss"]) if "val_loss" in trainer.callback_metrics else 0.0
+
+
+def test_the_order_is_the_same_on_other_ranks_and_after_a_resume(two: list[str], tmp_path: Path) -> None:
+    paths = {two[0]: 0.6, two[1]: 0.4}
+    save_to = str(tmp_path / "saved")
+    [(alone, _)] = run_ranks(1, fit, paths, 4, 2, save_to=save_to, timeout=120)
+    assert [len(rows) for rows in alone.values()] == [8] * 6
+    assert [row for rows in alone.values() for row in rows] == train_rows(make_data(paths, train_samples=48))
+    rest = {step: rows for step, rows in alone.items() if step >= 4}
+    for steps, _ in run_ranks(2, fit, paths, 4, 1, timeout=120):
+        assert steps == alone
+    resumed = run_ranks(2, fit, paths, 2, 2, ckpt_path=f"{save_to}/step=4.ckpt", timeout=120)
+    for steps, _ in resumed:
+        assert steps == rest
+    [(shorter, _)] = run_ranks(1, fit, paths, 4, 2, ckpt_path=f"{save_to}/step=4.ckpt", max_steps=5, timeout=120)
+    assert shorter == {4: alone[4]}
+
+
+def test_a_run_that_would_change_the_order_is_refused(two: list[str], tmp_path: Path) -> None:
+    save_to = str(tmp_path / "saved")
+    run_ranks(1, fit, two[0], 4, 1, save_to=save_to, max_steps=2, timeout=120)
+    resume: dict[str, Any] = {"ckpt_path": f"{save_to}/step=2.ckpt", "timeout": 120}
+    for changed, sentence in [
+        (
+            {"max_steps": 4},
+            "the run now needs 16 training samples, and the checkpoint's run drew 8, on which the order of all samples"
+            " depends; give train_samples=8 to read these again when they are used up, or begin a new run with"
+            " load_weights",
+        ),
+        (
+            {"train_samples": 12},
+            "train_samples=12, and the checkpoint's run drew 8, on which the order of all samples depends; give"
+            " train_samples=8, or begin a new run with load_weights",
+        ),
+        (
+            {"seed": 5},
+            "the checkpoint was taken with other data: seed was 1234 and is now 5; resume with the data of its run, or"
+            " begin a new run with load_weights",
+        ),
+    ]:
+        with pytest.raises(RanksFailedError) as failed:
+            run_ranks(1, fit, two[0], 4, 1, **resume, **changed)
+        assert f"ValueError: {sentence}\n" in failed.value.errors[0]
+    [(steps, _)] = run_ranks(1, fit, two[0], 4, 1, train_samples=8, max_steps=4, **resume)
+    assert list(steps) == [2, 3]
+
+
+def test_a_model_split_over_ranks_validates_on_it(two: list[str]) -> None:
+    [(_, first), (_, second)] = run_ranks(
+        2, fit, two[0], 2, 1, split="80,20", max_steps=2, val_check_interval=2, timeout=120
+    )
+    assert first == second > 0
+
+
+def test_a_checkpoint_that_is_read_after_the_loader_was_made_is_refused(two: list[str]) -> None:
+    data = make_data(two[0], train_samples=40)
+    train_rows(data)
+    state = data.state_dict()
+    assert state["train_samples"] == 40
+    data.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"the training loader of 40 samples was made before the checkpoint was read"):
+        data.load_state_dict({**state, "train_samples": 80})
+
+
+# ---- index files
+
+
+def test_index_files_are_made_once_for_each_content(two: list[str], tmp_path: Path) -> None:
+    def folders() -> set[str]:
+        return {path.name for path in (tmp_path / "cache").iterdir()}
+
+    rows = train_rows(make_data(two[0], train_samples=40, cache_dir=str(tmp_path / "cache")))
+    first = folders()
+    assert len(first) == 1
+    assert train_rows(make_data(two[0], train_samples=40, cache_dir=str(tmp_path / "cache"))) == rows
+    assert folders() == first
+    make_dataset(Path(two[0]), 30, documents=50)  # under the same name
+    assert train_rows(make_data(two[0], train_samples=40, cache_dir=str(tmp_path / "cache"))) != rows
+    assert len(folders() - first) == 1
+
+
+def test_a_crash_leaves_no_half_of_the_index_files(
+    two: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, saved = np.save, []
+
+    def save_or_crash(path: Any, *args: Any, **kwargs: Any) -> None:
+        saved.append(path)
+        if len(saved) == 3:
+            Path(path).write_bytes(b"half")
+            raise KeyboardInterrupt
+        real(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("numpy.save", save_or_crash)
+        with pytest.raises(KeyboardInterrupt):
+            train_rows(make_data(two[0], train_samples=40))
+    assert len(train_rows(make_data(two[0], train_samples=40))) == 40
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"seq_length": 0}, "seq_length=0 is too small; choose 1 or more"),
+        ({"batch_size": 1.5}, "batch_size=1.5 is not an int; give an int of 1 or more"),
+        ({"paths": []}, "data_paths is empty; name the prefix of a dataset"),
+        ({"paths": None}, "no data is given; give data_paths, or train_paths, val_paths and test_paths"),
+        ({"paths": ["a", "a"]}, "data_paths names a dataset twice; name it once, and give it a larger weight"),
+        (
+            {"paths": [1]},
+            "data_paths=[1] is neither a prefix nor a list of prefixes nor a dict of prefixes and weights",
+        ),
+        ({"paths": {"a": 1, "b": -0.5}}, "data_paths gives b the weight -0.5; give a positive number, or leave the"),
+        ({"paths": {"a": 0}}, "data_paths gives a the weight 0; give a positive number, or leave the dataset out"),
+        ({"paths": {"a": float("nan")}}, "data_paths gives a the weight nan; give a positive number"),
+        ({"split": "90,5,3,2"}, "split='90,5,3,2' is no list of shares for training, validation and test; give up to"),
+        ({"split": "90;10"}, "split='90;10' is no list of shares"),
+        ({"split": "0,0,0"}, "split='0,0,0' leaves nothing to any split; give a positive share"),
+        ({"val_paths": "b"}, "data_paths and val_paths are both given; give one blend to split, or one for each split"),
+        ({"paths": None, "train_paths": "a", "split": "1"}, "split='1' divides data_paths, which is not given; give"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(changed: dict[str, Any], sentence: str) -> None:
+    paths = changed.pop("paths", "a")
+    with pytest.raises((ValueError, TypeError)) as caught:
+        make_data(paths, **changed)
+    assert str(caught.value).startswith(sentence)
+
+
+def refused(paths: Any, changed: dict[str, Any], model: dict[str, int]) -> str:
+    """Rank function: what the fit was refused with."""
+    warnings.filterwarnings("ignore")
+    try:
+        make_trainer({}, max_steps=3).fit(Gpt(**model), datamodule=make_data(paths, **changed))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "it was accepted"
+
+
+def lose(name: str) -> Callable[[list[str]], None]:
+    return lambda two: Path(two[0] + name).unlink()
+
+
+REFUSALS: dict[str, tuple[Callable[[list[str]], Any], dict[str, Any], dict[str, int], str]] = {
+    "no bin": (lose(".bin"), {}, {}, "FileNotFoundError: A.bin does not exist; give the prefix of a dataset that"),
+    "no idx": (lose(".idx"), {}, {}, "FileNotFoundError: A.idx does not exist; give the prefix of a dataset that"),
+    "a file": (
+        lambda two: two.__setitem__(0, two[0] + ".bin"),
+        {},
+        {},
+        "ValueError: A.bin is a file; give what both files of the dataset begin with, A",
+    ),
+    "too small": (
+        lambda two: make_dataset(Path(two[0]), 1, documents=10),
+        {},
+        {},
+        "ValueError: the val split of A has 0 tokens in 0 of its 10 documents, and a sample of seq_length=8 needs 9;"
+        " give it more documents, a larger share in split, or a smaller seq_length",
+    ),
+    "more than there is": (
+        lambda two: None,
+        {"paths": 2, "train_samples": 5000},
+        {},
+        "ValueError: the train split has 168 rows of seq_length=8, fewer than the 5000 that are asked for; give the"
+        " datasets weights, so that they are repeated, or ask for fewer",
+    ),
+    "less than a batch": (
+        lambda two: None,
+        {"train_samples": 3},
+        {},
+        "ValueError: the dataset has 3 samples, fewer than the 4 of a global batch;",
+    ),
+    "no end of document": (
+        lambda two: None,
+        {"reset_position_ids": True},
+        {},
+        "ValueError: reset_position_ids=True needs the end-of-document token, and the datasets name none; give",
+    ),
+    "vocabulary": (
+        lambda two: Path(facts_path(two[0])).write_text('{"vocab_size": 300}'),
+        {},
+        {},
+        "ValueError: A was made with a vocabulary of 300 and the model has vocab_size=256; choose vocab_size=300 or",
+    ),
+    "longer than the model": (
+        lambda two: None,
+        {},
+        {"seq_length": 4},
+        "ValueError: seq_length=8 of the data is more than the 4 of the model; choose 4 or less, or a model of a",
+    ),
+    "cache": (
+        lambda two: Path(two[0] + ".cache").write_text("a file"),
+        {},
+        {},
+        "OSError: the index files of the dataset cannot be written to cache_dir='A.cache' (",
+    ),
+    "no training data": (
+        lambda two: None,
+        {"split": "0,1"},
+        {},
+        "ValueError: there is no data to train on; give train_paths, or a split with a share for training",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_wrong_data_is_one_sentence_on_every_rank(case: str, two: list[str]) -> None:
+    spoil, changed, model, sentence = REFUSALS[case]
+    name = two[0]
+    spoil(two)
+    changed = {"split": "80,20", **changed} if case != "too small" else changed
+    paths = two if changed.pop("paths", 1) == 2 else two[0]
+    said = [text.replace(name, "A") for text in run_ranks(2, refused, paths, changed, model, timeout=120)]
+    assert all(text.startswith(sentence) for text in said), said
+
+
+def test_a_megatron_core_without_its_compiled_part_is_refused(two: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"^megatron\.core\.datasets\.helpers_cpp, the compiled part of"):
+        make_data(two[0]).setup("fit")
+
+
+def test_weights_without_an_end_are_refused(two: list[str]) -> None:
+    data = make_data({two[0]: 1, two[1]: 2})
+    data.setup("fit")
+    with pytest.raises(ValueError, match=r"have no end of their own; give train_samples, or Trainer\(max_steps=\)"):
+        data.train_dataloader()
+
+
+def test_a_loader_before_setup_is_refused(two: list[str]) -> None:
+    with pytest.raises(RuntimeError, match="the train data is not set up yet; call setup"):
+        make_data(two[0]).train_dataloader()
+
+
+def test_more_validation_than_there_is_is_refused(two: list[str]) -> None:
+    data = make_data(two[0], split="80,20", val_samples=500)
+    data.setup("validate")
+    with pytest.raises(ValueError, match=r"val_samples=500 is more than the \d+ rows that there are; choose"):
+        data.val_dataloader()
+
+
+def test_the_command_line_takes_all_forms_of_paths() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(MCorePretrainingData, "data")
+    for paths in ("a", ["a", "b"], {"a": 0.3, "b": 0.7}):
+        given = parser.parse_object({"data": {"data_paths": paths, "seq_length": 8, "batch_size": 2}})
+        assert given.data.data_paths == paths
+        parser.instantiate_classes(given)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of every form become the same conversations; what does not fit is refused with its place."""
+
+from typing import Any
+
+import pytest
+
+from lightning_mcore.conversations import ConversationReader
+
+HELLO = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+ROWS: dict[str, tuple[dict[str, Any], list[dict[str, str]]]] = {
+    "prompt_response": ({"prompt": "Hi", "response": "Hello", "extra": 3}, HELLO),
+    "alpaca": ({"instruction": "Hi", "output": "Hello"}, HELLO),
+    "alpaca-input": (
+        {"instruction": "Add", "input": "1 2", "output": "3"},
+        [{"role": "user", "content": "Add\n\n1 2"}, {"role": "assistant", "content": "3"}],
+    ),
+    "alpaca-empty-input": ({"instruction": "Hi", "input": "", "output": "Hello"}, HELLO),
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello", "weight": 1}]},
+        HELLO,
+    ),
+    "sharegpt-system": (
+        {"conversations": [{"from": "system", "value": "Be kind"}, {"from": "user", "value": "Hi"}]},
+        [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Hi"}],
+    ),
+    "messages": ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}, HELLO),
+    "messages-parts": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]},
+                {"role": "assistant", "content": "Hello", "tool_calls": None},
+            ]
+        },
+        HELLO,
+    ),
+    "messages-null": ({"messages": None}, []),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_becomes_a_conversation_and_its_form_is_told_from_the_columns(row: str) -> None:
+    columns, expected = ROWS[row]
+    assert ConversationReader(columns).messages(columns, "row 0") == expected
+    named: Any = row.partition("-")[0]
+    assert ConversationReader(columns, named).messages(columns, "row 0") == expected
+
+
+def test_prompt_and_response_may_have_other_names_and_null_is_empty() -> None:
+    reader = ConversationReader(["q", "a"], prompt_column="q", response_column="a")
+    assert [turn["content"] for turn in reader.messages({"q": "Hi", "a": None}, "row 0")] == ["Hi", ""]
+
+
+@pytest.mark.parametrize(
+    ("columns", "format", "sentence"),
+    [
+        (
+            ["text", "id"],
+            "auto",
+            "the columns 'text', 'id' fit none of the formats (prompt_response: prompt, response; messages: messages;"
+            " sharegpt: conversations; alpaca: instruction, output); rename columns, or name those of your prompts and"
+            " responses with prompt_column and response_column",
+        ),
+        (
+            ["instruction", "input"],
+            "alpaca",
+            "format='alpaca' needs the column 'output', and the data has 'instruction', 'input'; choose another"
+            " format, or name the columns with prompt_column and response_column",
+        ),
+        (
+            ["prompt"],
+            "chatml",
+            "format='chatml' is unknown; choose 'auto', 'prompt_response', 'alpaca', 'sharegpt' or 'messages'",
+        ),
+    ],
+)
+def test_columns_that_fit_no_form_are_named(columns: list[str], format: Any, sentence: str) -> None:
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011
+        ConversationReader(columns, format)
+    assert str(refusal.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "sentence"),
+    [
+        (
+            {"messages": [{"role": "user", "content": "Hi"}, {"role": "bot", "content": "Hello"}]},
+            ValueError,
+            "message 1 of row 7 has the role 'bot'; choose 'system', 'user', 'assistant' or 'tool'",
+        ),
+        (
+            {"conversations": [{"from": "robot", "value": "Hi"}]},
+            ValueError,
+            "message 0 of row 7 has the role 'robot'; choose 'human', 'gpt', 'system', 'user', 'assistant' or 'tool'",
+        ),
+        (
+            {"messages": [{"from": "human", "value": "Hi"}]},
+            ValueError,
+            "message 0 of row 7 has the fields 'from', 'value'; it needs 'role' and 'content', or choose another"
+            " format",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}]},
+            ValueError,
+            "message 0 of row 7 has 'tool_calls', which is not supported; write the call into its text, or leave the"
+            " row out",
+        ),
+        (
+            {"messages": "Hi"},
+            TypeError,
+            "row 7 has no list of messages; give a list of objects with 'role' and 'content'",
+        ),
+        (
+            {"prompt": 3, "response": "Hello"},
+            TypeError,
+            "'prompt' of row 7 is of type int; give text, or a list of parts of text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+            TypeError,
+            "'content' of message 0 of row 7 is of type list; give text, or a list of parts of text",
+        ),
+    ],
+)
+def test_a_row_that_is_no_conversation_is_refused_with_its_place(
+    row: dict[str, Any], kind: type[Exception], sentence: str
+) -> None:
+    with pytest.raises(kind) as refusal:
+        ConversationReader(row).messages(row, "row 7")
+    assert str(refusal.value) == sentence

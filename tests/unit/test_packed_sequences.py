@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Megatron's layers are told of packed sequences: checked, on the host too, and cut for context parallelism."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from lightning_mcore.context_split import split_packed_for_context_parallel, unsplit_packed_from_context_parallel
+from lightning_mcore.packed_sequences import (
+    Boundaries,
+    PackedSequences,
+    all_real,
+    boundaries_of,
+    packed_sequences,
+    sequence_index,
+    split_packed_rows,
+)
+
+REAL = torch.tensor([[0, 5, 20, 23, 23], [0, 16, 30, 30, 30]], dtype=torch.int32)
+PADDED = torch.tensor([[0, 8, 24, 32, 32], [0, 16, 32, 32, 32]], dtype=torch.int32)
+ROW = 32
+
+
+def changed(tensor: Tensor, row: int, index: int, value: int) -> Tensor:
+    copy = tensor.clone()
+    copy[row, index] = value
+    return copy
+
+
+def test_rows_become_one_row_without_entries_that_hold_nothing() -> None:
+    packed = packed_sequences(REAL, PADDED, ROW)
+
+    assert isinstance(packed, PackedSeqParams)
+    assert packed.qkv_format == "thd"
+    assert packed.cu_seqlens_q_padded.tolist() == [0, 8, 24, 32, 48, 64]
+    assert packed.cu_seqlens_q.tolist() == [0, 5, 20, 23, 39, 53]
+    assert torch.equal(packed.cu_seqlens_kv, packed.cu_seqlens_q)
+    assert torch.equal(packed.cu_seqlens_kv_padded, packed.cu_seqlens_q_padded)
+    assert {packed.cu_seqlens_q.dtype, packed.cu_seqlens_q_padded.dtype} == {torch.int32}
+    assert packed.boundaries == Boundaries((0, 8, 24, 32, 48, 64), (5, 15, 3, 16, 14))
+    assert boundaries_of(packed) is packed.boundaries
+
+
+def test_the_longest_sequence_is_counted_with_its_padding() -> None:
+    packed = packed_sequences(torch.tensor([[0, 3, 5]]), torch.tensor([[0, 20, 32]]), ROW)
+
+    assert (packed.max_seqlen_q, packed.max_seqlen_kv) == (20, 20)
+    assert type(packed.max_seqlen_q) is int
+
+
+def test_a_sequence_of_padding_alone_keeps_its_place() -> None:
+    packed = packed_sequences(torch.tensor([[0, 0, 8]]), torch.tensor([[0, 24, 32]]), ROW)
+
+    assert packed.boundaries == Boundaries((0, 24, 32), (0, 8))
+
+
+@pytest.mark.parametrize("all_real_tokens", [True, False])
+def test_transformer_engine_is_told_whether_there_is_padding(all_real_tokens: bool) -> None:
+    packed = packed_sequences(PADDED if all_real_tokens else REAL, PADDED, ROW)
+
+    known = "pad_between_seqs" in {field.name for field in dataclasses.fields(PackedSeqParams)}
+    assert getattr(packed, "pad_between_seqs", None) == (None if not known else not all_real_tokens)
+
+
+def test_fields_that_megatron_does_not_know_stay_with_us() -> None:
+    ours = {field.name for field in dataclasses.fields(PackedSequences)}
+    theirs = {field.name for field in dataclasses.fields(PackedSeqParams)}
+
+    assert ours - theirs == {"boundaries"}
+
+
+def test_for_code_that_knows_no_padding_all_tokens_are_real() -> None:
+    packed = all_real(packed_sequences(REAL, PADDED, ROW))
+
+    assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_q_padded.tolist() == [0, 8, 24, 32, 48, 64]
+    assert packed.boundaries == Boundaries((0, 8, 24, 32, 48, 64), (8, 16, 8, 16, 16))
+
+
+def test_boundaries_made_by_others_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=torch.tensor([0, 3, 9]), cu_seqlens_kv=torch.tensor([0, 3, 9])
+    )
+    first = boundaries_of(params)
+    monkeypatch.setattr(Tensor, "tolist", lambda tensor: pytest.fail("read again"))
+
+    assert boundaries_of(params) is first
+    assert first == Boundaries((0, 3, 9), (3, 6))
+
+
+def test_a_batch_is_read_from_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, tolist = [], Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda tensor: reads.append(tensor.shape) or tolist(tensor))
+    for name in ("item", "__int__", "__bool__", "__index__", "nonzero"):
+        monkeypatch.setattr(Tensor, name, lambda *_: pytest.fail("read again"))
+
+    packed = packed_sequences(REAL, PADDED, ROW, 2)
+    boundaries_of(packed)
+    split_packed_rows(PADDED.new_zeros(2, ROW), PADDED, 0, 2)
+    sequence_index(PADDED, ROW, 2)
+
+    assert len(reads) == 1
+
+
+@pytest.mark.parametrize(
+    ("real", "padded", "sentence"),
+    [
+        (REAL[0], PADDED[0], r"shape \[5\].*give both as \[rows, sequences \+ 1\]"),
+        (REAL, PADDED[:1], r"shape \[2, 5\] and cu_seqlens_padded \[1, 5\]"),
+        (REAL, changed(PADDED, 1, 0, 2), "row 1 .*run from 2 to 32; give them from 0 to the row's 32 tokens"),
+        (REAL, changed(PADDED, 0, 4, 31), "row 0 .*run from 0 to 31"),
+        (REAL, changed(PADDED, 0, 2, 4), "row 0 .*fall from 8 to 4; give them in rising order"),
+        (changed(REAL, 0, 1, 9), PADDED, "row 0 .*packed sequence 0 has 9 real tokens in a space of 8"),
+        (changed(REAL, 1, 2, 15), PADDED, "row 1 .*packed sequence 1 has -1 real tokens"),
+        (changed(REAL, 1, 0, 1), PADDED, "row 1 .*counted from 1 on; let cu_seqlens begin with 0"),
+        (REAL, changed(PADDED, 0, 1, 10), "row 0 .*sequence 0 has 10 tokens, padding .*=4 slices; pad it to 12 tokens"),
+    ],
+)
+def test_boundaries_that_do_not_fit_are_refused_with_their_row(real: Tensor, padded: Tensor, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        packed_sequences(real, padded, ROW, context_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({}, "neither cu_seqlens nor padded ones"),
+        ({"cu_seqlens_q": torch.zeros(2, 2)}, r"shape \[2, 2\].*give both as \[sequences \+ 1\]"),
+        ({"cu_seqlens_q": torch.tensor([0])}, r"shape \[1\]"),
+        ({"cu_seqlens_q": torch.tensor([1, 4])}, "run from 1 to 4"),
+        (
+            {"cu_seqlens_q": torch.tensor([0, 5]), "cu_seqlens_q_padded": torch.tensor([0, 4])},
+            "5 real tokens in a space",
+        ),
+    ],
+)
+def test_boundaries_made_by_others_are_checked(fields: dict[str, Any], sentence: str) -> None:
+    fields = {**fields, **{name.replace("_q", "_kv"): tensor for name, tensor in fields.items()}}
+
+    with pytest.raises(ValueError, match=sentence):
+        boundaries_of(PackedSeqParams(qkv_format="thd", **fields))
+
+
+# ---- cut for context parallelism
+
+
+def test_a_rank_holds_two_slices_of_every_sequence() -> None:
+    shares = [split_packed_for_context_parallel(torch.arange(24)[None], [0, 8, 24], rank, 2) for rank in range(2)]
+
+    assert shares[0].tolist() == [[0, 1, 6, 7, 8, 9, 10, 11, 20, 21, 22, 23]]
+    assert shares[1].tolist() == [[2, 3, 4, 5, 12, 13, 14, 15, 16, 17, 18, 19]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("offsets", [[0, 24], [0, 8, 24], [0, 16, 16, 24], [0, 0, 8, 16, 24, 24]])
+def test_shares_of_all_ranks_make_the_row_again(offsets: list[int], dim: int, size: int) -> None:
+    row = torch.randn(24, 24)
+
+    shares = [split_packed_for_context_parallel(row, offsets, rank, size, dim) for rank in range(size)]
+
+    assert {share.size(dim) for share in shares} == {24 // size}
+    assert torch.equal(unsplit_packed_from_context_parallel(shares, offsets, dim), row)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("shape", [(2, ROW), (2, ROW, 3)])
+def test_rows_are_cut_as_the_one_row_that_they_become(shape: tuple[int, ...], size: int) -> None:
+    rows = torch.randn(shape)
+    offsets = packed_sequences(REAL, PADDED, ROW, size).boundaries.offsets
+
+    for rank in range(size):
+        mine = split_packed_rows(rows, PADDED, rank, size)
+        expected = split_packed_for_context_parallel(rows.flatten(0, 1)[None], offsets, rank, size)
+        assert mine.shape[:2] == (2, ROW // size)
+        assert torch.equal(mine.flatten(0, 1)[None], expected)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_each_token_of_a_rank_knows_its_sequence(size: int) -> None:
+    whole = torch.tensor([[0] * 8 + [1] * 16 + [2] * 8, [0] * 16 + [1] * 16])
+
+    for rank in range(size):
+        assert torch.equal(sequence_index(PADDED, ROW, size), split_packed_rows(whole, PADDED, rank, size))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "sentence"),
+    [
+        ([0, 8], "run from 0 to 8; give them from 0 to the row's 24 tokens"),
+        ([], "are missing"),
+        ([0, 16, 8, 24], "fall from 16 to 8"),
+        ([0, 6, 24], "sequence 0 has 6 tokens, padding included, .*context_parallel_size=4 slices; pad it to 8 tokens"),
+    ],
+)
+def test_a_row_that_cannot_be_cut_is_refused(offsets: list[int], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        split_packed_for_context_parallel(torch.zeros(1, 24), offsets, 0, 2)
+    with pytest.raises(ValueError, match=sentence):
+        unsplit_packed_from_context_parallel([torch.zeros(1, 12)] * 2, offsets)
+
+
+def test_a_rank_outside_the_group_and_an_empty_group_are_refused() -> None:
+    with pytest.raises(ValueError, match="rank=2 is not in a context-parallel group of 2; choose 0 to 1"):
+        split_packed_for_context_parallel(torch.zeros(1, 8), [0, 8], 2, 2)
+    with pytest.raises(ValueError, match="no shares"):
+        unsplit_packed_from_context_parallel([], [0, 8])
