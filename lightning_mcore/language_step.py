@@ -112,7 +112,7 @@ class ModelInputs:
         """Return what ``GPTModel`` takes besides tokens, positions, mask and labels; only what says something."""
         arguments: dict[str, Any] = {}
         if self.packed is not None:
-            # Megatron's multi-token prediction looks for boundaries in cu_seqlens_q alone, padded or not.
+            # Multi-token prediction of a plain GPTModel looks for boundaries in cu_seqlens_q alone, padded or not.
             arguments["packed_seq_params"] = all_real(self.packed) if config.mtp_num_layers else self.packed
         if self.padding is not None and config.num_moe_experts is not None:
             arguments["padding_mask"] = self.padding

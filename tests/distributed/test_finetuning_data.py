@@ -99,7 +99,7 @@ def learn(folder: str) -> dict[str, tuple[Run, set[int]]]:
 
 @pytest.mark.slow
 def test_every_layout_reads_its_part_and_learns(tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl", exchanges(ROWS))
+    write(tmp_path / "a.jsonl", exchanges(36))
     first, second = run_ranks(2, learn, str(tmp_path), timeout=180)
     for name, (run, padded) in first.items():
         losses = [float(loss.split()[1]) for loss in run.losses]

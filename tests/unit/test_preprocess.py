@@ -380,12 +380,14 @@ def test_a_mended_file_costs_no_more_than_itself(folder: Path, tmp_path: Path) -
     command = options(folder, tmp_path / "out", str(tmp_path / "*.jsonl"), piece_bytes=500)
     with pytest.raises(ValueError, match=r"c\.jsonl, line 51 is no JSON"):
         preprocess(command)
-    (tmp_path / "c.jsonl").write_bytes(b"".join(lines[30:]))
+    (tmp_path / "c.jsonl").write_bytes(b"".join(lines[30:40]))  # less than was tokenised of it before
     watch = Watch()
     assert preprocess(command, watch).went_on
     assert watch.seen[0] == Progress(**{**vars(watch.seen[0]), "files": 1, "pieces": 0})
     assert watch.seen[0].documents == sum(bool(text) for text in DOCUMENTS[:30])
-    assert list(documents_of(tmp_path / "out")) == expected(folder)
+    kept = sum(bool(text) for text in DOCUMENTS[:40])
+    assert list(documents_of(tmp_path / "out")) == expected(folder)[:kept]
+    assert (tmp_path / "out.bin").stat().st_size == 2 * sum(map(len, expected(folder)[:kept]))
 
 
 def test_small_text_files_share_pieces_and_an_interruption_loses_none(folder: Path, tmp_path: Path) -> None:
