@@ -12,6 +12,8 @@ the tokenizer is a byte-level BPE of 32,000 tokens that is trained on it. In tur
 * **The command.** ``python -m lightning_mcore.cli preprocess``, from its start to its end: importing the package,
   reading and parsing the file, tokenising, making arrays, writing, fsync and the index. And *tokenising*: the same
   without the start of Python, as the command itself measures it.
+* **Side by side.** The tokenizer alone, in one process, and a command of one worker at the same time, so that both see
+  the same moments of a shared machine; without the start of Python.
 
     python -m benchmarks.preprocess
     python -m benchmarks.preprocess --megabytes 500 --rounds 5 --workers 2
@@ -30,6 +32,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +43,9 @@ from benchmarks.overhead import REPOSITORY, circumstances, write_results
 
 EOD = "<|endoftext|>"
 ALONE = """
-import json, sys, time
+import json, os, sys, time
 from tokenizers import Tokenizer
-tokenizer_path, text_path, number, count = sys.argv[1:]
+tokenizer_path, text_path, number, count, stop = sys.argv[1:]
 batches, size = [[]], 0
 with open(text_path, encoding="utf-8") as file:
     for index, line in enumerate(file):
@@ -57,10 +60,17 @@ encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
 print("ready", flush=True)
 sys.stdin.readline()
 begin, processor = time.perf_counter(), time.process_time()
-for batch in batches:
-    if batch:
-        encode(batch, add_special_tokens=False)
-print(time.perf_counter() - begin, time.process_time() - processor, flush=True)
+done = 0
+while True:
+    for batch in batches:
+        if batch:
+            encode(batch, add_special_tokens=False)
+            done += sum(len(text.encode()) for text in batch)
+            if stop and os.path.exists(stop):
+                break
+    if not stop or os.path.exists(stop):
+        break
+print(time.perf_counter() - begin, time.process_time() - processor, done, flush=True)
 """
 
 
@@ -106,7 +116,7 @@ def tokenizer_alone(tokenizer: Path, text: Path, processes: int, threads: int) -
     }
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", ALONE, str(tokenizer), str(text), str(number), str(processes)],
+            [sys.executable, "-c", ALONE, str(tokenizer), str(text), str(number), str(processes), ""],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -125,7 +135,7 @@ def tokenizer_alone(tokenizer: Path, text: Path, processes: int, threads: int) -
     for process in running:
         answer, _ = process.communicate()
         seconds.append([float(value) for value in answer.split()])
-    return max(wall for wall, _ in seconds), sum(processor for _, processor in seconds)
+    return max(wall for wall, _, _ in seconds), sum(processor for _, processor, _ in seconds)
 
 
 def whole_command(tokenizer: Path, text: Path, output: Path, workers: int) -> tuple[float, float, float]:
@@ -140,6 +150,32 @@ def whole_command(tokenizer: Path, text: Path, output: Path, workers: int) -> tu
     return seconds, processor, float(speed)
 
 
+def side_by_side(tokenizer: Path, text: Path, folder: Path) -> float:
+    """Return the speed of a command of one worker over that of the tokenizer alone, which runs as long as it."""
+    stop, output = folder / "stop", folder / "beside"
+    stop.unlink(missing_ok=True)
+    alone = subprocess.Popen(
+        [sys.executable, "-c", ALONE, str(tokenizer), str(text), "0", "1", str(stop)],
+        env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert alone.stdout is not None
+    assert alone.stdout.readline() == "ready\n"
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(whole_command, tokenizer, text, output, 1)
+        while not Path(f"{output}.unfinished").exists() and not running.done():
+            time.sleep(0.02)
+        assert alone.stdin is not None
+        alone.stdin.write("\n")
+        alone.stdin.flush()
+        _, _, own = running.result()
+    stop.touch()
+    wall, _, done = (float(value) for value in alone.communicate()[0].split())
+    return own / (done / 1e6 / wall)
+
+
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Measure all of it in turns."""
     text, tokenizer = folder / "text.jsonl", folder / "tokenizer.json"
@@ -147,6 +183,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     write_tokenizer(tokenizer, text, options.vocab_size)
     speeds: dict[str, list[float]] = {"alone": [], "threads": [], "command": [], "tokenising": []}
     shares: list[float] = []
+    beside: list[float] = []
     for turn in range(options.rounds):
         alone, alone_processor = tokenizer_alone(tokenizer, text, options.workers, 1)
         speeds["alone"].append(size / alone)
@@ -156,7 +193,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         speeds["command"].append(size / seconds)
         speeds["tokenising"].append(own)
         shares.append(alone_processor / processor)
-        print({name: round(values[-1], 2) for name, values in speeds.items()}, "MB/s", flush=True)
+        beside.append(side_by_side(tokenizer, text, folder))
+        print({name: round(values[-1], 2) for name, values in speeds.items()}, "MB/s;", beside[-1], flush=True)
     pairs = list(zip(speeds["command"], speeds["alone"], speeds["tokenising"], strict=True))
     return {
         "megabytes": size,
@@ -165,7 +203,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "tokenising_over_alone": statistics.median(own / alone for _, alone, own in pairs),
         "seconds_beyond_tokenising": statistics.median(size / command - size / own for command, _, own in pairs),
         "processor_share": statistics.median(shares),
-        "all": {**speeds, "processor_shares": shares},
+        "side_by_side": statistics.median(beside),
+        "all": {**speeds, "processor_shares": shares, "side_by_side": beside},
     }
 
 
@@ -185,6 +224,8 @@ def table(found: dict[str, Any]) -> str:
             f"| the command without the start of Python | {speed['tokenising']:.2f}"
             f" | {found['tokenising_over_alone']:.3f} |",
             "",
+            "Side by side, a command of one worker without its start has"
+            f" {found['side_by_side']:.3f} of the speed of the tokenizer alone.",
             f"Of the processor time of the command, {found['processor_share']:.3f} is what the tokenizer alone takes.",
             f"Starting Python and importing the package take {found['seconds_beyond_tokenising']:.1f} s of the command,"
             " whatever the size of the text.",

@@ -43,7 +43,8 @@ def split_for_context_parallel(tensor: Tensor, rank: int, size: int, dim: int = 
     Raises:
         ValueError: The sequence does not divide into ``2 * size`` slices, or there is no such rank.
     """
-    _check_rank(rank, size)
+    if not 0 <= rank < size:
+        raise ValueError(f"rank={rank} is not in a context-parallel group of {size}; choose 0 to {size - 1}")
     if size == 1:
         return tensor
     length = tensor.size(dim)
@@ -89,57 +90,6 @@ def unsplit_from_context_parallel(shares: Sequence[Tensor], dim: int = 1) -> Ten
 def slices_of_rank(rank: int, size: int) -> tuple[int, int]:
     """Return which two of the ``2 * size`` slices of a sequence a context-parallel rank holds."""
     return rank, 2 * size - 1 - rank
-
-
-def split_packed_for_context_parallel(
-    tensor: Tensor, offsets: Sequence[int], rank: int, size: int, dim: int = 1
-) -> Tensor:
-    """Return the two slices of each packed sequence that a context-parallel rank holds, in the order of the row.
-
-    Args:
-        tensor: Rows of packed sequences along ``dim``, for example [b, s].
-        offsets: Where the sequences begin, padding included, and where the last one ends: from 0 to s.
-        rank: Rank in the context-parallel group.
-        size: Ranks of that group.
-        dim: The dimension of the row.
-
-    Returns:
-        The share of this rank, for example [b, s / size]; the tensor itself where ``size`` is 1.
-
-    Raises:
-        ValueError: A sequence does not divide into ``2 * size`` slices, the offsets are not those of the row, or there
-            is no such rank.
-    """
-    _check_rank(rank, size)
-    check_packed_offsets(offsets, tensor.size(dim), size)
-    if size == 1:
-        return tensor
-    boundaries = torch.tensor(offsets, device=tensor.device)
-    return tensor.index_select(dim, packed_positions(boundaries, tensor.size(dim), rank, size))
-
-
-def unsplit_packed_from_context_parallel(shares: Sequence[Tensor], offsets: Sequence[int], dim: int = 1) -> Tensor:
-    """Put rows of packed sequences together: the inverse of :func:`split_packed_for_context_parallel`.
-
-    Args:
-        shares: One tensor for each context-parallel rank, in rank order, for example [b, s / size].
-        offsets: Where the sequences begin, padding included, and where the last one ends: from 0 to s.
-        dim: The dimension of the row.
-
-    Returns:
-        The rows in their own order, for example [b, s]; differentiable.
-
-    Raises:
-        ValueError: There is no share, a sequence does not divide, or the offsets are not those of the row.
-    """
-    size = len(shares)
-    if size == 0:
-        raise ValueError("no shares were given; give one tensor for each context-parallel rank")
-    joined = torch.cat(tuple(shares), dim)
-    check_packed_offsets(offsets, joined.size(dim), size)
-    if size == 1:
-        return joined
-    return joined.index_select(dim, packed_order(torch.tensor(offsets, device=joined.device), joined.size(dim), size))
 
 
 def packed_positions(offsets: Tensor, length: int, rank: int, size: int) -> Tensor:
@@ -191,7 +141,8 @@ def sequence_of_tokens(offsets: Tensor, length: int, size: int = 1) -> Tensor:
     """
     tokens = torch.arange(length // size, device=offsets.device, dtype=offsets.dtype)
     ends = (offsets[..., 1:] // size).contiguous()
-    return torch.searchsorted(ends, tokens.expand(*ends.shape[:-1], -1).contiguous(), right=True)
+    found = torch.searchsorted(ends, tokens.expand(*ends.shape[:-1], -1).contiguous(), right=True)
+    return found.clamp(max=ends.size(-1) - 1)  # boundaries that end early are refused later, where they are read
 
 
 def check_packed_offsets(offsets: Sequence[int], length: int, size: int) -> None:
@@ -221,8 +172,3 @@ def check_packed_offsets(offsets: Sequence[int], length: int, size: int) -> None
                 f"packed sequence {index} has {tokens} tokens, padding included, which do not divide into "
                 f"2 * context_parallel_size={2 * size} slices; pad it to {padded} tokens"
             )
-
-
-def _check_rank(rank: int, size: int) -> None:
-    if not 0 <= rank < size:
-        raise ValueError(f"rank={rank} is not in a context-parallel group of {size}; choose 0 to {size - 1}")

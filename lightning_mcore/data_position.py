@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_mcore.random_state import RandomState, from_plain, put_common, take_common, to_plain
@@ -210,7 +211,14 @@ class FollowedLoader(BatchSampler):
         assert self.samples_of_batch is not None
         sampler = self._loader_sampler
         consumed = position.batches * position.ranks * position.batch_size
-        rest = deal(global_order(sampler), consumed, sampler.num_replicas, sampler.rank, sampler.drop_last)
+        order = global_order(sampler)
+        rest = deal(order, consumed, sampler.num_replicas, sampler.rank, sampler.drop_last)
+        read = self.remaining(position) * self.samples_of_batch * sampler.num_replicas
+        if isinstance(sampler, GlobalOrderSampler) and consumed + read < len(order):
+            rank_zero_info(
+                f"the rest of this epoch leaves out {len(order) - consumed - read} samples more, for the global batch"
+                " is not the one that the checkpoint was taken with"
+            )
         if self._slot == "sampler":
             return rest
         return BatchSampler(rest, self.samples_of_batch, self._inner.drop_last)

@@ -8,9 +8,7 @@ pipeline stage and in ``generate``; they know nothing of Lightning.
 """
 
 import contextlib
-import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -127,17 +125,6 @@ def check_sampling(
         raise ValueError(f"temperature={temperature} is negative; choose 0 for the most probable token, or more")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k} leaves no token to draw; choose 1 or more, or None for all")
-
-
-def sequence_multiple(fields: Mapping[str, Any]) -> int:
-    """Return what the length of a sequence must be a multiple of, so that the layout can cut it.
-
-    Args:
-        fields: The ``TransformerConfig`` fields that the strategy owns; a size that is absent is 1.
-    """
-    cp = fields.get("context_parallel_size", 1)
-    zigzag = 2 * cp if cp > 1 else 1
-    return math.lcm(zigzag, cp * fields["tensor_model_parallel_size"]) if fields.get("sequence_parallel") else zigzag
 
 
 def last_window(tokens: list[int], seq_length: int, multiple: int, device: torch.device) -> dict[str, Tensor]:

@@ -32,6 +32,7 @@ from lightning_mcore.language_step import (
     LossNormalization,
     ModelInputs,
     check_normalization,
+    check_places,
     check_vocabulary,
     microbatch_shape,
     num_tokens,
@@ -192,12 +193,15 @@ class MCoreGPT(MCoreModule):
         return microbatch_shape(batch)
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Refuse tokens and labels that do not exist, while they are on the host.
+        """Refuse tokens and labels that do not exist, and sequences without positions, while they are on the host.
 
         Raises:
-            ValueError: There is one; a label of another rank's part of the vocabulary would count as nothing.
+            ValueError: There is one; a label outside the vocabulary would count as nothing. A rank that reads other
+                data learns of it when this one ends.
         """
         check_vocabulary(batch, self.vocab_size)
+        if self.hparams["position_embedding_type"] == "learned_absolute":
+            check_places(batch, self.seq_length)
         return batch
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
@@ -252,7 +256,8 @@ class MCoreGPT(MCoreModule):
         """
         generation.check_sampling(prompt, self.vocab_size, max_new_tokens, temperature, top_k)
         generator = torch.Generator().manual_seed(seed)
-        multiple = generation.sequence_multiple(self.megatron_fields())
+        host = self._host()
+        multiple = host.layout.sequence_multiple if host is not None else 1
         tokens = list(prompt)
         with generation.evaluating(self):
             for _ in range(max_new_tokens):

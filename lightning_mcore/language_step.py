@@ -23,17 +23,18 @@ import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from lightning_mcore.context_split import split_for_context_parallel
+from lightning_mcore.context_split import sequence_of_tokens, split_for_context_parallel
 from lightning_mcore.packed_sequences import (
     PackedSequences,
     all_real,
     packed_sequences,
-    sequence_index,
     split_packed_rows,
 )
+from lightning_mcore.sizes import neighbours
 
 LossNormalization: TypeAlias = Literal["tokens", "samples"]
-_OF_SEQUENCES = ("cu_seqlens", "cu_seqlens_padded", "sample_ids")
+_BOUNDARIES = ("cu_seqlens", "cu_seqlens_padded")
+_OF_SEQUENCES = (*_BOUNDARIES, "sample_ids")
 IGNORED_LABEL = -100
 """What Hugging Face and torch write where there is no target."""
 
@@ -93,7 +94,7 @@ class ModelInputs:
         tokens = batch["tokens"]
         rows, row_length = tokens.size(0), tokens.size(1) * cp_size
         packed = packed_sequences(real, padded, row_length, cp_size)
-        index = sequence_index(padded, row_length, cp_size)  # within the row
+        index = sequence_of_tokens(padded, row_length, cp_size)  # within the row
         place = split_packed_rows(_arange(tokens, row_length), padded, cp_rank, cp_size) - padded.gather(1, index)
         num_sequences = real.size(1) - 1
         row = torch.arange(rows, device=tokens.device)[:, None]
@@ -122,8 +123,17 @@ class ModelInputs:
 
 
 def is_packed(batch: Any) -> bool:
-    """Whether the rows of a batch hold several sequences each."""
-    return isinstance(batch, dict) and "cu_seqlens" in batch
+    """Whether the rows of a batch hold several sequences each.
+
+    Raises:
+        ValueError: It has one kind of boundaries without the other.
+    """
+    if not isinstance(batch, dict) or not any(name in batch for name in _BOUNDARIES):
+        return False
+    missing = [name for name in _BOUNDARIES if name not in batch]
+    if missing:
+        raise ValueError(f"a packed batch has no {missing[0]}; give both cu_seqlens and cu_seqlens_padded")
+    return True
 
 
 def microbatch_shape(batch: dict[str, Tensor]) -> tuple[int, int]:
@@ -149,7 +159,16 @@ def split_packed_batch(batch: dict[str, Tensor], rank: int, size: int) -> dict[s
 
     Returns:
         The tensors of the shape of ``tokens``, [b, s / size]; all others, the boundaries among them, as they are.
+
+    Raises:
+        ValueError: The rows do not divide into ``2 * size`` slices.
     """
+    length = batch["tokens"].size(1)
+    if size > 1 and length % (2 * size):
+        raise ValueError(
+            f"a packed row of {length} tokens does not divide into 2 * context_parallel_size={2 * size} slices; choose"
+            f" {neighbours(length, 2 * size)} tokens"
+        )
     whole, padded = batch["tokens"].shape, batch["cu_seqlens_padded"]
     return {
         name: split_packed_rows(value, padded, rank, size) if _is_of_tokens(name, value, whole) else value
@@ -162,13 +181,13 @@ def token_mean(losses: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         losses: A loss for each token of this rank.
-        loss_mask: 1 where a token counts, 0 elsewhere.
+        loss_mask: 1 where a token counts, 0 elsewhere; a fraction lets a token that counts weigh less.
 
     Returns:
         A scalar, to be differentiated, and its weight.
     """
-    mask = loss_mask.to(losses.dtype)
-    return (losses * mask).sum() / mask.sum().clamp(min=1), mask.sum().int()
+    count = (loss_mask != 0).sum()
+    return (losses * loss_mask.to(losses.dtype)).sum() / count.clamp(min=1), count.int()
 
 
 def sample_mean(losses: Tensor, inputs: ModelInputs, cp_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
@@ -194,7 +213,8 @@ def sample_weights(inputs: ModelInputs, cp_group: dist.ProcessGroup | None) -> t
     """Return the share of each token in its sample, 0 where it does not count, and the number of samples that count."""
     assert inputs.loss_mask is not None
     mask = inputs.loss_mask
-    counts = mask.new_zeros(inputs.num_samples).index_add_(0, inputs.samples.reshape(-1), mask.reshape(-1))
+    counting = (mask != 0).to(mask.dtype).reshape(-1)
+    counts = mask.new_zeros(inputs.num_samples).index_add_(0, inputs.samples.reshape(-1), counting)
     if cp_group is not None and cp_group.size() > 1:
         dist.all_reduce(counts, group=cp_group)
     weights: Tensor = mask / counts.clamp(min=1)[inputs.samples]
@@ -227,6 +247,27 @@ def check_vocabulary(batch: dict[str, Tensor], vocab_size: int) -> None:
                 f"{name} hold {ids[tuple(place)].item()} at row {place[0]}, position {place[-1]}, outside the"
                 f" vocabulary of vocab_size={vocab_size}; choose {allowed}"
             )
+
+
+def check_places(batch: dict[str, Tensor], seq_length: int) -> None:
+    """Refuse sequences that are longer than the learned positions of a model.
+
+    Args:
+        batch: Dense or packed, on the host; on another device it is not read.
+        seq_length: Positions that there are, tokens.
+
+    Raises:
+        ValueError: A row, or a sub-sequence of a packed one with its padding, is longer.
+    """
+    if batch["tokens"].is_cuda:
+        return
+    packed = is_packed(batch)
+    longest = int(batch["cu_seqlens_padded"].diff(dim=1).max()) if packed else batch["tokens"].size(1)
+    if longest > seq_length:
+        raise ValueError(
+            f"a sequence takes {longest} places, and seq_length={seq_length} of the model are all that"
+            f" position_embedding_type='learned_absolute' has; choose shorter ones, or a model of a longer seq_length"
+        )
 
 
 def check_normalization(normalization: LossNormalization, config: TransformerConfig) -> None:

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_mcore.generation import vocab_parallel_argmax
+from lightning_mcore.language_step import IGNORED_LABEL
 from lightning_mcore.process_groups import process_group, process_groups_are_open
 
 logger = logging.getLogger(__name__)
-_IGNORED_LABEL = -100  # as in language_step.py
 Batch = Mapping[str, Any]
 
 
@@ -134,7 +134,7 @@ class TokenAccuracy(_ExactMetric):
                 "each position of this rank"
             )
         predicted = self._predict(logits.detach()).reshape(-1)
-        counts = labels.reshape(-1) != _IGNORED_LABEL
+        counts = labels.reshape(-1) != IGNORED_LABEL
         if loss_mask is not None:
             counts = counts & (loss_mask.reshape(-1) > 0)
         self.correct = self.correct + ((predicted == labels.reshape(-1)) & counts).sum()

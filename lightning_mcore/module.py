@@ -169,8 +169,9 @@ class MCoreModule(pl.LightningModule):
     def forward_step(self, batch: dict[str, Tensor], normalization: LossNormalization = "tokens") -> Any:
         """Run a batch through the model and return its loss, for a ``training_step`` to return.
 
-        Made for models that are called as Megatron's ``GPTModel`` is. With more than one microbatch the losses are
-        weighed so that the loss of the optimizer step is the mean over all its tokens, or samples, on every layout.
+        Made for models that are called as Megatron's ``GPTModel`` is. Under ``MCoreStrategy`` the losses of
+        microbatches are weighed so that the loss of the optimizer step is the mean over all its tokens, or samples, on
+        every layout; Lightning's own strategies average microbatches and ranks.
 
         Args:
             batch: ``tokens`` and ``labels``, [b, s], dense or packed; see ``language_step.py`` for what else.
@@ -194,9 +195,14 @@ class MCoreModule(pl.LightningModule):
 
         Returns:
             Losses, [b, s / cp], of a packed batch [1, b * s / cp], and what the model was given, of the same shape.
+
+        Raises:
+            ValueError: The batch has no labels, or contradicts itself.
         """
-        inputs = self.model_inputs(batch)
         pipeline = self._pipeline_of_step()
+        inputs = self.model_inputs(batch)
+        if inputs.labels is None:
+            raise ValueError(f"a batch with {', '.join(batch)} has no labels, which losses are made of; give them")
         losses: Tensor = pipeline(
             inputs.tokens, inputs.position_ids, None, labels=inputs.labels, **inputs.arguments(self._config_of_chunks())
         )

@@ -10,8 +10,8 @@ and reading them from a GPU waits for all that it has to do. So they are read on
 tensors, in a :class:`PackedSequences`, which every layer is handed. One that somebody else made is read when the first
 layer meets it (:func:`boundaries_of`).
 
-The functions on rows, :func:`split_packed_rows` and :func:`sequence_index`, prepare the batch for context parallelism
-and for losses of single samples. They stay on the device and read nothing.
+The function on rows, :func:`split_packed_rows`, prepares the batch for context parallelism. It stays on the device and
+reads nothing, so what is wrong with boundaries is said by :func:`packed_sequences`.
 
 Source: ``PackedSeqParams`` (megatron.core.packed_seq_params, 0.16.1 and 0.19.2); TransformerEngine's meaning of
 ``cu_seqlens_q_padded``: sequence ``i`` starts at ``padded[i]``, and its first ``cu[i + 1] - cu[i]`` tokens are real.
@@ -24,7 +24,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from lightning_mcore.context_split import check_packed_offsets, packed_positions, sequence_of_tokens
+from lightning_mcore.context_split import check_packed_offsets, packed_positions
 
 _BOUNDARIES = "_boundaries_on_the_host"  # where boundaries_of keeps what it read
 _HAS_PAD_BETWEEN_SEQS = "pad_between_seqs" in {field.name for field in fields(PackedSeqParams)}  # 0.16 lacks it
@@ -152,23 +152,9 @@ def split_packed_rows(tensor: Tensor, cu_seqlens_padded: Tensor, rank: int, size
     """
     if size == 1:
         return tensor
-    positions = packed_positions(cu_seqlens_padded, tensor.size(1), rank, size)
+    positions = packed_positions(cu_seqlens_padded, tensor.size(1), rank, size).clamp(0, tensor.size(1) - 1)
     index = positions.view(*positions.shape, *[1] * (tensor.dim() - 2)).expand(-1, -1, *tensor.shape[2:])
     return tensor.gather(1, index)
-
-
-def sequence_index(cu_seqlens_padded: Tensor, row_length: int, size: int = 1) -> Tensor:
-    """Return to which sequence of its row each token of a context-parallel rank belongs; the same on every rank.
-
-    Args:
-        cu_seqlens_padded: [b, n + 1] integers, where the sequences of each row begin; the last entry is ``row_length``.
-        row_length: Tokens of a row, s.
-        size: Ranks of the context-parallel group.
-
-    Returns:
-        [b, s / size] int64, from 0 to n - 1; padding belongs to the sequence that it follows.
-    """
-    return sequence_of_tokens(cu_seqlens_padded, row_length, size)
 
 
 def _described(boundaries: Boundaries, device: torch.device) -> PackedSequences:

@@ -61,7 +61,7 @@ def load_tokenizer(name: str, eod_token: str | None = None) -> TokenizerFacts:
             f"AutoTokenizer finds nothing it can read in the {what} {name} ({reason}); give a folder or name for"
             " transformers, or a tokenizer.json"
         ) from None
-    inside = getattr(loaded, "backend_tokenizer", None)
+    inside: Any = getattr(loaded, "backend_tokenizer", None)
     text = inside.to_str() if hasattr(inside, "to_str") else None
     vocabulary = loaded.get_vocab()
     eod = loaded.eos_token_id if eod_token is None else _known(eod_token, vocabulary, name)

@@ -16,6 +16,7 @@ It tokenises in one thread: as many processes as cores are faster than one proce
 share the tokenizer's cache of words.
 """
 
+import functools
 import importlib
 import itertools
 import json
@@ -45,7 +46,7 @@ def main() -> None:
             piece = pipe.recv()
             try:
                 encode = encode or encoder(settings)
-                answer = tokenise(piece, settings, encode)
+                answer: tuple[Any, ...] = tokenise(piece, settings, encode)
             except RefusedError as error:
                 answer = ("refused", str(error))
             except Exception:
@@ -55,7 +56,7 @@ def main() -> None:
         return  # the parent has ended, or has no more to do
 
 
-Encoder = Callable[[list[str]], list[list[int]]]
+Encoder = Callable[[list[str]], Iterator[list[int]]]
 
 
 def encoder(settings: dict[str, Any]) -> Encoder:
@@ -71,9 +72,9 @@ def encoder(settings: dict[str, Any]) -> Encoder:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         batch = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)  # without offsets into the text
-        return lambda texts: [encoding.ids for encoding in batch(texts, add_special_tokens=special)]
+        return lambda texts: (encoding.ids for encoding in batch(texts, add_special_tokens=special))
     slow: Any = importlib.import_module("transformers").AutoTokenizer.from_pretrained(settings["tokenizer"])
-    return lambda texts: [slow.encode(text, add_special_tokens=special, verbose=False) for text in texts]
+    return lambda texts: (slow.encode(text, add_special_tokens=special, verbose=False) for text in texts)
 
 
 def tokenise(piece: Piece, settings: dict[str, Any], encode: Encoder) -> tuple[str, bytes, bytes, int, int]:
@@ -87,14 +88,15 @@ def tokenise(piece: Piece, settings: dict[str, Any], encode: Encoder) -> tuple[s
         else:
             empty += 1
     size = sum(_size(text, place) for text, place in zip(texts, places, strict=True))
-    end = [] if settings["eod"] is None else [settings["eod"]]
     code = "H" if settings["token_bytes"] == 2 else "i"
     parts, lengths = [], array("i")
-    for ids in encode(texts) if texts else []:
+    for ids in encode(texts) if texts else ():  # one at a time, for lists of ints are large
         if not ids:
             empty += 1
             continue
-        tokens = array(code, ids + end)
+        tokens = array(code, ids)
+        if settings["eod"] is not None:
+            tokens.append(settings["eod"])
         parts.append(tokens)
         lengths.append(len(tokens))
     return "done", b"".join(parts), lengths.tobytes(), empty, size
@@ -142,7 +144,7 @@ def read_lines(piece: Piece, settings: dict[str, Any]) -> Iterator[Text]:
 def read_whole(piece: Piece, settings: dict[str, Any]) -> Iterator[Text]:
     """Yield each text file as one document."""
     for path in piece["paths"]:
-        yield _decoded({"path": path, "start": 0, "end": None}), lambda path=path: str(path)
+        yield _decoded({"path": path, "start": 0, "end": None}), functools.partial(str, path)
 
 
 def read_separated(piece: Piece, settings: dict[str, Any]) -> Iterator[Text]:

@@ -121,9 +121,10 @@ class Workers:
                     numbers.append(number)
             if not given:
                 return
-            for pipe in wait([pipe for pipe, numbers in in_hand.items() if numbers]):
-                assert isinstance(pipe, Connection)
-                answers[in_hand[pipe].pop(0)] = self._receive(pipe)
+            ready = wait([pipe for pipe, numbers in in_hand.items() if numbers])
+            for pipe in in_hand:
+                if pipe in ready:
+                    answers[in_hand[pipe].pop(0)] = self._receive(pipe)
             while turn in answers:
                 yield given.pop(turn), _opened(answers.pop(turn))
                 turn += 1

@@ -14,17 +14,15 @@ The data modules of this package build their loaders with :func:`training_loader
 may too.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_mcore.sizes import require_size
-
-logger = logging.getLogger(__name__)
 
 
 class GlobalOrderSampler(DistributedSampler[Any]):
@@ -37,6 +35,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         global_batch_size: Samples of all ranks in one optimizer step; an epoch has a multiple of it.
         shuffle: Draw a new order in each epoch; otherwise the order is that of the dataset.
         seed: Of the order.
+        of: What the dataset consists of, for messages.
 
     Raises:
         ValueError: The dataset is smaller than a global batch, or the ranks do not divide one.
@@ -51,6 +50,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         global_batch_size: int,
         shuffle: bool = True,
         seed: int = 0,
+        of: str = "samples",
     ) -> None:
         require_size("global_batch_size", global_batch_size)
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last=True)
@@ -63,7 +63,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         self.epoch_size = len(cast(Sized, dataset)) // global_batch_size * global_batch_size
         if self.epoch_size == 0:
             raise ValueError(
-                f"the dataset has {len(cast(Sized, dataset))} samples, fewer than the {global_batch_size} of a global"
+                f"the dataset has {len(cast(Sized, dataset))} {of}, fewer than the {global_batch_size} of a global"
                 " batch; give more data, or lower the batch size, accumulate_grad_batches or the number of ranks"
             )
         self.num_samples = self.epoch_size // num_replicas
@@ -97,6 +97,7 @@ def training_loader(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
     pin_memory: bool = False,
+    of: str = "samples",
 ) -> DataLoader[Any]:
     """Return a loader of whole global batches, in an order that is the same on every layout.
 
@@ -109,6 +110,7 @@ def training_loader(
         collate_fn: Makes a batch of samples.
         num_workers: Processes that load ahead.
         pin_memory: Copy batches into pinned memory first.
+        of: What the dataset consists of, for messages: samples, or rows.
 
     Raises:
         ValueError: The dataset is smaller than a global batch.
@@ -118,13 +120,11 @@ def training_loader(
     rank, ranks = data_parallel_place(trainer)
     accumulated = trainer.accumulate_grad_batches if trainer is not None else 1
     size = batch_size * ranks * accumulated
-    sampler = GlobalOrderSampler(dataset, ranks, rank, size, shuffle, seed)
-    if sampler.left_over and rank == 0:
-        logger.info(
-            "each epoch leaves out %d of %d samples, which fill no global batch of %d",
-            sampler.left_over,
-            sampler.left_over + sampler.epoch_size,
-            size,
+    sampler = GlobalOrderSampler(dataset, ranks, rank, size, shuffle, seed, of)
+    if sampler.left_over:
+        rank_zero_info(
+            f"each epoch leaves out {sampler.left_over} of {sampler.left_over + sampler.epoch_size} {of}, which fill no"
+            f" global batch of {size}"
         )
     return DataLoader(
         dataset,

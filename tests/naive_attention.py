@@ -3,9 +3,12 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from lightning_mcore.context_split import split_for_context_parallel, unsplit_from_context_parallel
 
 
 def naive_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float | None = None) -> Tensor:
@@ -74,3 +77,16 @@ def naive_packed_attention(
     nothing = torch.eye(query.size(0), dtype=torch.bool) & (real == 0)  # a softmax over no keys would be nan
     rows = (tensor[:, None] for tensor in (query, key, value))
     return naive_attention(*rows, seen & together | nothing, scale)[:, 0] * real
+
+
+def split_packed(tensor: Tensor, offsets: Sequence[int], rank: int, size: int, dim: int = 1) -> Tensor:
+    """Return a context-parallel rank's share of each packed sequence, cut one by one."""
+    parts = [tensor.narrow(dim, start, end - start) for start, end in pairwise(offsets)]
+    return torch.cat([split_for_context_parallel(part, rank, size, dim) for part in parts], dim)
+
+
+def unsplit_packed(shares: Sequence[Tensor], offsets: Sequence[int], dim: int = 1) -> Tensor:
+    """Put packed sequences together from the shares of all ranks, one by one."""
+    lengths = [(end - start) // len(shares) for start, end in pairwise(offsets)]
+    parts = zip(*(share.split(lengths, dim) for share in shares), strict=True)
+    return torch.cat([unsplit_from_context_parallel(part, dim) for part in parts], dim)

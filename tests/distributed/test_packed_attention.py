@@ -14,8 +14,6 @@ from torch import Tensor
 from lightning_mcore.backend import gpt_block_spec
 from lightning_mcore.context_split import (
     packed_order,
-    split_packed_for_context_parallel,
-    unsplit_packed_from_context_parallel,
 )
 from lightning_mcore.layout import ParallelLayout
 from lightning_mcore.multi_token import MultiTokenGPT, check_multi_token, gpt_mtp_block_spec
@@ -23,7 +21,7 @@ from lightning_mcore.packed_sequences import packed_sequences, split_packed_rows
 from lightning_mcore.positions import set_yarn
 from lightning_mcore.transformer_fields import build_transformer_config
 from tests.distributed.test_attention import HEADS, TOLERANCE, build, groups_of
-from tests.naive_attention import naive_packed_attention, window
+from tests.naive_attention import naive_packed_attention, split_packed, unsplit_packed, window
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -64,7 +62,7 @@ def attend_on_this_rank(size: int, changed: slice | None = None) -> dict[tuple[s
                 if changed is not None:
                     for tensor in whole[:3]:
                         tensor[changed] = 1 - 3 * tensor[changed]
-                *inputs, weights = (split_packed_for_context_parallel(t, offsets, rank, size, dim=0) for t in whole)
+                *inputs, weights = (split_packed(t, offsets, rank, size, dim=0) for t in whole)
                 for tensor in inputs:
                     tensor.requires_grad_()
                 context = build(layout, **case)(*inputs, None, packed_seq_params=params)
@@ -93,7 +91,7 @@ def test_ranks_together_compute_the_attention_of_packed_sequences(pack: str, cas
     shares = [results[pack, case] for results in results_of_ranks(size)]
 
     for parts, reference in zip(zip(*shares, strict=True), references, strict=True):
-        whole = unsplit_packed_from_context_parallel(parts, offsets, dim=0).double()
+        whole = unsplit_packed(parts, offsets, dim=0).double()
         assert (whole - reference).abs().max() <= TOLERANCE * max(1.0, reference.abs().max())  # of one token it is zero
 
 
@@ -109,7 +107,7 @@ def test_a_change_in_one_sequence_changes_no_bit_of_the_others_on_any_rank() -> 
             zip(*(results["ragged", case] for results in after), strict=True),
             strict=True,
         ):
-            first, second = (unsplit_packed_from_context_parallel(tensors, offsets, 0) for tensors in (parts, others))
+            first, second = (unsplit_packed(tensors, offsets, 0) for tensors in (parts, others))
             assert torch.equal(first[:8], second[:8])
             assert torch.equal(first[32:], second[32:])
             assert not torch.equal(first[changed], second[changed])

@@ -278,12 +278,10 @@ def test_logits_are_those_of_the_position_asked_for_without_padding() -> None:
     [(2, 1, False, 1), (2, 1, True, 2), (1, 3, False, 6), (3, 2, True, 12)],
 )
 def test_window_is_padded_to_what_the_layout_cuts(tp: int, cp: int, sequence_parallel: bool, multiple: int) -> None:
-    fields = {
-        "tensor_model_parallel_size": tp,
-        "context_parallel_size": cp,
-        "sequence_parallel": sequence_parallel,
-    }
-    assert generation.sequence_multiple(fields) == multiple
+    layout = ParallelLayout(
+        tensor_model_parallel_size=tp, context_parallel_size=cp, sequence_parallel=sequence_parallel
+    )
+    assert layout.sequence_multiple == multiple
     window = generation.last_window([1, 2, 3, 4, 5], 12, multiple, torch.device("cpu"))
     assert window["tokens"][0, :5].tolist() == [1, 2, 3, 4, 5]
     assert window["tokens"].size(1) % multiple == 0
@@ -295,10 +293,6 @@ def test_window_keeps_the_last_tokens_of_a_long_text() -> None:
     window = generation.last_window(list(range(20)), 8, 4, torch.device("cpu"))
     assert window["tokens"].tolist() == [list(range(12, 20))]
     assert window["last"].tolist() == [7]
-
-
-def test_a_module_outside_a_megatron_run_pads_nothing() -> None:
-    assert generation.sequence_multiple({}) == 1
 
 
 def interrupted_evaluation(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from lightning_mcore import MCoreModule
 from lightning_mcore.language_step import (
     ModelInputs,
     check_normalization,
+    check_places,
     check_vocabulary,
     microbatch_shape,
     num_tokens,
@@ -152,6 +153,34 @@ def test_a_mean_over_samples_is_refused_beside_losses_that_are_weighed_by_tokens
 def test_an_unknown_mean_is_refused() -> None:
     with pytest.raises(ValueError, match="'words' is unknown; choose 'tokens' or 'samples'"):
         check_normalization("words", config())  # type: ignore[arg-type]
+
+
+def test_a_fraction_of_a_mask_lets_a_token_weigh_less() -> None:
+    mask = torch.tensor([[1.0, 0.5, 0.0, 0.5]])
+    mean, weight = token_mean(torch.ones(1, 4), mask)
+    assert (mean.item(), weight.item()) == (pytest.approx(2 / 3), 3)
+
+
+@pytest.mark.parametrize("missing", ["cu_seqlens", "cu_seqlens_padded"])
+def test_one_kind_of_boundaries_without_the_other_is_refused(missing: str) -> None:
+    batch = {name: tensor for name, tensor in packed().items() if name != missing}
+    with pytest.raises(ValueError, match=f"a packed batch has no {missing}; give both"):
+        ModelInputs.of(batch)
+
+
+def test_a_packed_row_that_context_parallel_ranks_cannot_cut_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"a packed row of 16 tokens does not divide into .*=6 slices; choose 12 or 18"
+    ):
+        split_packed_batch(packed(), 0, 3)
+
+
+def test_sequences_without_learned_positions_are_refused() -> None:
+    check_places(packed(), 16)
+    with pytest.raises(ValueError, match="a sequence takes 16 places, and seq_length=15 of the model"):
+        check_places(packed(), 15)
+    with pytest.raises(ValueError, match="a sequence takes 10 places, and seq_length=9"):
+        check_places(padded(), 9)
 
 
 def test_a_forward_step_without_a_model_says_where_to_build_it() -> None:

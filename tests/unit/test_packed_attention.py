@@ -13,10 +13,9 @@ from torch import Tensor
 
 from lightning_mcore import attention
 from lightning_mcore.attention import QueryRun, Reach, Softmax, attend, packed_runs
-from lightning_mcore.context_split import split_packed_for_context_parallel, unsplit_packed_from_context_parallel
 from lightning_mcore.core_attention import TorchAttention
 from lightning_mcore.packed_sequences import PackedSequences, packed_sequences
-from tests.naive_attention import causal, naive_packed_attention, window
+from tests.naive_attention import causal, naive_packed_attention, split_packed, unsplit_packed, window
 
 pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")  # Megatron's own default
 
@@ -123,7 +122,7 @@ def test_runs_of_all_context_parallel_ranks_make_the_whole_attention(pack: str, 
 
     shares = []
     for rank in range(size):
-        mine = split_packed_for_context_parallel(inputs[0], offsets, rank, size, dim=0)
+        mine = split_packed(inputs[0], offsets, rank, size, dim=0)
         heads_first = [tensor.transpose(0, 1)[None] for tensor in (mine, *inputs[1:])]
         runs = packed_runs(tuple(offsets), tuple(lengths), rank, size)
         context = attend(*heads_first, runs, Reach(back, 0), Softmax(8**-0.5))
@@ -131,7 +130,7 @@ def test_runs_of_all_context_parallel_ranks_make_the_whole_attention(pack: str, 
 
     seen = causal(offsets[-1]) if back is None else window(offsets[-1], back, 0)
     expected = naive_packed_attention(*inputs, seen, offsets, lengths)
-    assert_same_with_gradients(unsplit_packed_from_context_parallel(shares, offsets, dim=0), expected, inputs)
+    assert_same_with_gradients(unsplit_packed(shares, offsets, dim=0), expected, inputs)
 
 
 def test_rows_of_a_batch_do_not_see_each_other() -> None:

@@ -9,16 +9,16 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from lightning_mcore.context_split import split_packed_for_context_parallel, unsplit_packed_from_context_parallel
+from lightning_mcore.context_split import sequence_of_tokens
 from lightning_mcore.packed_sequences import (
     Boundaries,
     PackedSequences,
     all_real,
     boundaries_of,
     packed_sequences,
-    sequence_index,
     split_packed_rows,
 )
+from tests.naive_attention import split_packed
 
 REAL = torch.tensor([[0, 5, 20, 23, 23], [0, 16, 30, 30, 30]], dtype=torch.int32)
 PADDED = torch.tensor([[0, 8, 24, 32, 32], [0, 16, 32, 32, 32]], dtype=torch.int32)
@@ -100,7 +100,7 @@ def test_a_batch_is_read_from_the_device_once(monkeypatch: pytest.MonkeyPatch) -
     packed = packed_sequences(REAL, PADDED, ROW, 2)
     boundaries_of(packed)
     split_packed_rows(PADDED.new_zeros(2, ROW), PADDED, 0, 2)
-    sequence_index(PADDED, ROW, 2)
+    sequence_of_tokens(PADDED, ROW, 2)
 
     assert len(reads) == 1
 
@@ -148,22 +148,10 @@ def test_boundaries_made_by_others_are_checked(fields: dict[str, Any], sentence:
 
 
 def test_a_rank_holds_two_slices_of_every_sequence() -> None:
-    shares = [split_packed_for_context_parallel(torch.arange(24)[None], [0, 8, 24], rank, 2) for rank in range(2)]
+    shares = [split_packed_rows(torch.arange(24)[None], torch.tensor([[0, 8, 24]]), rank, 2) for rank in range(2)]
 
     assert shares[0].tolist() == [[0, 1, 6, 7, 8, 9, 10, 11, 20, 21, 22, 23]]
     assert shares[1].tolist() == [[2, 3, 4, 5, 12, 13, 14, 15, 16, 17, 18, 19]]
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("dim", [0, 1, -1])
-@pytest.mark.parametrize("offsets", [[0, 24], [0, 8, 24], [0, 16, 16, 24], [0, 0, 8, 16, 24, 24]])
-def test_shares_of_all_ranks_make_the_row_again(offsets: list[int], dim: int, size: int) -> None:
-    row = torch.randn(24, 24)
-
-    shares = [split_packed_for_context_parallel(row, offsets, rank, size, dim) for rank in range(size)]
-
-    assert {share.size(dim) for share in shares} == {24 // size}
-    assert torch.equal(unsplit_packed_from_context_parallel(shares, offsets, dim), row)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -174,7 +162,7 @@ def test_rows_are_cut_as_the_one_row_that_they_become(shape: tuple[int, ...], si
 
     for rank in range(size):
         mine = split_packed_rows(rows, PADDED, rank, size)
-        expected = split_packed_for_context_parallel(rows.flatten(0, 1)[None], offsets, rank, size)
+        expected = split_packed(rows.flatten(0, 1)[None], offsets, rank, size)
         assert mine.shape[:2] == (2, ROW // size)
         assert torch.equal(mine.flatten(0, 1)[None], expected)
 
@@ -184,27 +172,10 @@ def test_each_token_of_a_rank_knows_its_sequence(size: int) -> None:
     whole = torch.tensor([[0] * 8 + [1] * 16 + [2] * 8, [0] * 16 + [1] * 16])
 
     for rank in range(size):
-        assert torch.equal(sequence_index(PADDED, ROW, size), split_packed_rows(whole, PADDED, rank, size))
+        assert torch.equal(sequence_of_tokens(PADDED, ROW, size), split_packed_rows(whole, PADDED, rank, size))
 
 
-@pytest.mark.parametrize(
-    ("offsets", "sentence"),
-    [
-        ([0, 8], "run from 0 to 8; give them from 0 to the row's 24 tokens"),
-        ([], "are missing"),
-        ([0, 16, 8, 24], "fall from 16 to 8"),
-        ([0, 6, 24], "sequence 0 has 6 tokens, padding included, .*context_parallel_size=4 slices; pad it to 8 tokens"),
-    ],
-)
-def test_a_row_that_cannot_be_cut_is_refused(offsets: list[int], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        split_packed_for_context_parallel(torch.zeros(1, 24), offsets, 0, 2)
-    with pytest.raises(ValueError, match=sentence):
-        unsplit_packed_from_context_parallel([torch.zeros(1, 12)] * 2, offsets)
-
-
-def test_a_rank_outside_the_group_and_an_empty_group_are_refused() -> None:
-    with pytest.raises(ValueError, match="rank=2 is not in a context-parallel group of 2; choose 0 to 1"):
-        split_packed_for_context_parallel(torch.zeros(1, 8), [0, 8], 2, 2)
-    with pytest.raises(ValueError, match="no shares"):
-        unsplit_packed_from_context_parallel([], [0, 8])
+@pytest.mark.parametrize("padded", [[0, 8, 20], [0, 8, 30], [4, 8, 24], [0, 16, 8]])
+def test_rows_with_wrong_boundaries_are_cut_all_the_same_so_that_the_check_can_speak(padded: list[int]) -> None:
+    for rank in range(2):
+        assert split_packed_rows(torch.zeros(1, 24), torch.tensor([padded]), rank, 2).shape == (1, 12)

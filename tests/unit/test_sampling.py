@@ -41,12 +41,12 @@ def test_a_resume_sees_the_order_that_the_sampler_has() -> None:
     assert global_order(sampler)[1::2] == list(sampler)
 
 
-def test_what_fills_no_global_batch_is_counted_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="lightning_mcore.sampling"):
-        loader = training_loader(None, Samples(11), 4)
-    assert [record.getMessage() for record in caplog.records] == [
-        "each epoch leaves out 3 of 11 samples, which fill no global batch of 4"
-    ]
+def test_what_fills_no_global_batch_is_told_to_the_user(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):  # the level of Lightning's own messages
+        loader = training_loader(None, Samples(11), 4, of="rows")
+    [record] = caplog.records
+    assert record.name.startswith("lightning.pytorch")
+    assert record.getMessage() == "each epoch leaves out 3 of 11 rows, which fill no global batch of 4"
     assert [len(batch["index"]) for batch in loader] == [4, 4]
 
 
