@@ -10,6 +10,7 @@ that it was done, 1 that it could not be, 2 that an argument is wrong, 130 that 
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -102,25 +103,34 @@ def _add_preprocess(commands: Any) -> None:
 
 def _preprocess(options: dict[str, Any]) -> int:
     progress = ProgressLine()
-    unfinished = f"what is done is kept in {options['output']}{UNFINISHED}, and the same command goes on from there"
     if options["separator"] is not None:
         options["separator"] = options["separator"].replace(r"\n", "\n").replace(r"\t", "\t")
     try:
         summary = preprocess(Options(**options), progress)
     except KeyboardInterrupt:
         progress.close()
-        print(f"interrupted; {unfinished}", file=sys.stderr)
+        print(f"interrupted{_what_is_kept(options['output'])}", file=sys.stderr)
         return _INTERRUPTED
     except _EXPECTED as error:
         progress.close()
         text = str(error)
         if isinstance(error, OSError) and error.strerror:
-            text = f"{error.strerror}{f': {error.filename}' if error.filename else ''}; {unfinished}"
+            text = (
+                f"{error.strerror}{f': {error.filename}' if error.filename else ''}{_what_is_kept(options['output'])}"
+            )
         print(f"error: {text}", file=sys.stderr)
         return 1
     progress.close()
     print(summary, flush=True)
     return 0
+
+
+def _what_is_kept(output: str) -> str:
+    """Return where unfinished work lies, as the end of a sentence; empty where there is none."""
+    place = output + UNFINISHED
+    return (
+        f"; what is done is kept in {place}, and the same command goes on from there" if os.path.exists(place) else ""
+    )
 
 
 if __name__ == "__main__":

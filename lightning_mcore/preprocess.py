@@ -31,6 +31,9 @@ from lightning_mcore.preprocess_workers import Workers
 PIECE_BYTES = 1 << 20
 
 
+TEXT_COLUMN = "text"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What to make of what.
@@ -53,7 +56,7 @@ class Options:
     inputs: Sequence[str]
     output: str
     tokenizer: str
-    text_column: str = "text"
+    text_column: str = TEXT_COLUMN
     format: str = "auto"
     separator: str | None = None
     append_eod: bool = True
@@ -78,6 +81,19 @@ class Options:
             raise ValueError("--separator is empty; give the text between two documents, or leave it out")
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"--workers {self.workers} is not positive; choose 1 or more")
+
+    def check_formats(self, formats: set[str]) -> None:
+        """Refuse a setting that none of the inputs has a use for.
+
+        Raises:
+            ValueError: There is one.
+        """
+        if self.separator is not None and "text" not in formats:
+            raise ValueError("--separator is of text files, and there is none among the inputs; leave it out")
+        if self.text_column != TEXT_COLUMN and formats == {"text"}:
+            raise ValueError(
+                f"--text-column {self.text_column} is of jsonl and parquet files, and all inputs are text; leave it out"
+            )
 
     def command(self, files: list[InputFile], facts: TokenizerFacts, eod: int | None) -> dict[str, Any]:
         """Return what decides the dataset, part by part, as a user would call it."""
@@ -162,6 +178,7 @@ def preprocess(options: Options, on_progress: Callable[[Progress, int], None] | 
     """
     options.check()
     files, left_out = find_inputs(options.inputs, options.format)
+    options.check_formats({file.format for file in files})
     for file in files:
         if file.format == "parquet":
             check_parquet(file, options.text_column)

@@ -137,7 +137,8 @@ def read_lines(piece: Piece, settings: dict[str, Any]) -> Iterator[Text]:
             raise RefusedError(f"{place()} has no column {column!r}; {_choose(list(row))}")
         text = row[column]
         if text is not None and not isinstance(text, str):
-            raise RefusedError(f"{place()} has {_kind(text)} in column {column!r}, not text; {_choose(list(row))}")
+            others = _choose([name for name in row if name != column])
+            raise RefusedError(f"{place()} has {_kind(text)} in column {column!r}, not text; {others}")
         yield text, place
 
 
@@ -206,7 +207,7 @@ def _lines_before(path: str, end: int) -> int:
 
 def _choose(columns: list[str]) -> str:
     shown = ", ".join(columns[:20]) + (", ..." if len(columns) > 20 else "")
-    return f"choose another of {shown} with --text-column" if columns else "it has no columns at all"
+    return f"choose another of {shown} with --text-column" if columns else "it has no other column"
 
 
 def _kind(value: object) -> str:

@@ -57,9 +57,9 @@ def refusal(inputs: list[str], tokenizer: str, place: Path, **changed: Any) -> s
         ),
         (
             b'{"text": ["a"], "raw": "a"}',
-            "data.jsonl, line 1 has a list in column 'text', not text; choose another of text, raw with --text-column",
+            "data.jsonl, line 1 has a list in column 'text', not text; choose another of raw with --text-column",
         ),
-        (b"{}", "data.jsonl, line 1 has no column 'text'; it has no columns at all"),
+        (b"{}", "data.jsonl, line 1 has no column 'text'; it has no other column"),
         (
             GOOD.encode() * 40 + '{"text": "ä"}'.encode("latin-1"),
             "data.jsonl, line 41 is no UTF-8 text (byte 1010 is 0xe4); convert the file to UTF-8,"
@@ -225,3 +225,24 @@ def test_files_that_are_no_dataset_are_told(tokenizer: str, tmp_path: Path) -> N
     Path(prefix + ".idx").write_bytes(b"something else, but long enough for a head")
     with pytest.raises(ValueError, match=r"out\.idx is no index of Megatron's"):
         read_index(prefix)
+
+
+def test_settings_that_no_input_has_a_use_for_are_refused(tokenizer: str, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text(GOOD)
+    (tmp_path / "data.txt").write_text("a b")
+    assert refusal([str(tmp_path / "data.jsonl")], tokenizer, tmp_path, separator="b") == (
+        "--separator is of text files, and there is none among the inputs; leave it out"
+    )
+    assert refusal([str(tmp_path / "data.txt")], tokenizer, tmp_path, text_column="body") == (
+        "--text-column body is of jsonl and parquet files, and all inputs are text; leave it out"
+    )
+
+
+def test_a_failure_before_any_work_does_not_speak_of_unfinished_work(
+    tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data.jsonl").write_text(GOOD)
+    missing = str(tmp_path / "no" / "such" / "place")
+    (tmp_path / "no").write_text("a file")
+    assert main(["preprocess", str(tmp_path / "data.jsonl"), "--output", missing, "--tokenizer", tokenizer]) == 1
+    assert "unfinished, and the same command" not in capsys.readouterr().err
