@@ -18,14 +18,13 @@ puts before a text, the response, and the EOS token. ``finetuning_data.py`` and 
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mcore.conversations import Message
+from lightning_mcore.conversations import Message, require_choice
 from lightning_mcore.packing import TokenSample
-from lightning_mcore.sizes import choices
 
 LossOn = Literal["assistant", "last_assistant", "all"]
 
@@ -44,6 +43,7 @@ class ChatEncoder:
         TypeError: It is no tokenizer of ``transformers``.
         ValueError: There is no such ``loss_on``, the tokenizer has neither chat template nor EOS token, or it does not
             say where in the text its tokens lie.
+        ModuleNotFoundError: It has a chat template, and ``jinja2`` is not installed.
     """
 
     def __init__(self, tokenizer: Any, loss_on: LossOn = "assistant") -> None:
@@ -52,14 +52,14 @@ class ChatEncoder:
                 f"tokenizer is of type {type(tokenizer).__name__}; give one of transformers, or a folder that holds"
                 " one: a tokenizer of the tokenizers package goes into PreTrainedTokenizerFast(tokenizer_object=...)"
             )
-        if loss_on not in get_args(LossOn):
-            raise ValueError(f"loss_on={loss_on!r} is unknown; choose {choices(map(repr, get_args(LossOn)))}")
+        require_choice("loss_on", loss_on, LossOn)
         self.tokenizer = tokenizer
         self.loss_on = loss_on
         template = tokenizer.chat_template
         if isinstance(template, dict):
             template = template.get("default")
         self.has_template = template is not None
+        self._refusal = _template_error() if self.has_template else ValueError
         self._marks_turns = self.has_template and _MARKS_TURNS.search(template) is not None
         if not self.has_template and tokenizer.eos_token_id is None:
             raise ValueError(
@@ -190,9 +190,18 @@ class ChatEncoder:
         return text
 
     def _apply(self, messages: Sequence[Message], name: str, **options: Any) -> Any:
-        from jinja2 import TemplateError
-
         try:
             return self.tokenizer.apply_chat_template(list(messages), **options)
-        except TemplateError as error:
+        except self._refusal as error:
             raise ValueError(f"the chat template refuses {name}: {error}; mend the row or the template") from error
+
+
+def _template_error() -> type[Exception]:
+    """Return what a template raises that refuses a conversation."""
+    try:
+        from jinja2 import TemplateError
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "a tokenizer with a chat template needs the package jinja2; install it: pip install jinja2"
+        ) from None
+    return TemplateError

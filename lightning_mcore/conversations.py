@@ -8,8 +8,9 @@ Data sets for fine-tuning come in four forms, and each has columns of its own, s
 * ``sharegpt``: ``conversations``, a list of ``{"from": "human", "value": "..."}``;
 * ``messages``: ``messages``, a list of ``{"role": "user", "content": "..."}`` as the OpenAI API has them.
 
-A text that is null counts as empty. Other columns, and other fields of a message, are left alone; a message that calls
-tools is refused, because its text alone would teach something else. ``chat_tokens.py`` makes tokens of the messages.
+A text that is null counts as empty, and a row without an answer is left out and counted. Other columns, and other
+fields of a message, are left alone; a message that calls tools is refused, because its text alone would teach something
+else. ``chat_tokens.py`` makes tokens of the messages.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,6 +36,9 @@ class ConversationReader:
         prompt_column: Column of the prompt, of ``prompt_response``.
         response_column: Column of the response, of ``prompt_response``.
 
+    Attributes:
+        needed: The columns that each row must have.
+
     Raises:
         ValueError: There is no such form, a column that it needs is missing, or the columns fit no form.
     """
@@ -46,8 +50,7 @@ class ConversationReader:
         prompt_column: str = "prompt",
         response_column: str = "response",
     ) -> None:
-        if format not in get_args(Format):
-            raise ValueError(f"format={format!r} is unknown; choose {choices(map(repr, get_args(Format)))}")
+        require_choice("format", format, Format)
         self.prompt_column = prompt_column
         self.response_column = response_column
         present = list(columns)
@@ -73,6 +76,7 @@ class ConversationReader:
                 " another format, or name the columns with prompt_column and response_column"
             )
         self.format: Format = format
+        self.needed = needed[format]
 
     def messages(self, row: Row, name: str) -> list[Message]:
         """Return the conversation of a row.
@@ -85,9 +89,15 @@ class ConversationReader:
             Messages with ``role`` (system, user, assistant or tool) and ``content``.
 
         Raises:
-            ValueError: A role is unknown, or a message has fields that its text does not stand for.
+            ValueError: A column is missing, a role is unknown, or a message has fields that its text does not stand
+                for.
             TypeError: What should be text is something else.
         """
+        missing = [column for column in self.needed if column not in row]
+        if missing:
+            raise ValueError(
+                f"{name} has the columns {_listed(row)}, and not {_listed(missing)}; give rows with the same columns"
+            )
         if self.format == "prompt_response":
             prompt, response = (_text(row[key], key, name) for key in (self.prompt_column, self.response_column))
             return _exchange(prompt, response)
@@ -97,6 +107,16 @@ class ConversationReader:
         if self.format == "sharegpt":
             return _conversation(row["conversations"], "from", "value", _SHAREGPT_ROLES, name)
         return _conversation(row["messages"], "role", "content", _ROLES, name)
+
+
+def require_choice(name: str, value: object, kind: Any) -> None:
+    """Refuse a value that is none of those of a ``Literal``.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if value not in get_args(kind):
+        raise ValueError(f"{name}={value!r} is unknown; choose {choices(map(repr, get_args(kind)))}")
 
 
 def _exchange(prompt: str, response: str) -> list[Message]:

@@ -7,6 +7,7 @@ it is, nor which line. So where it fails the files are read once more, slowly, u
 """
 
 import contextlib
+import functools
 import glob
 import json
 import os
@@ -88,16 +89,54 @@ def explained(files: Sequence[str]) -> Iterator[None]:
     """Name the file and the line, if what runs inside fails to read the files.
 
     Raises:
-        ValueError: It failed.
+        ValueError: It failed. What says nothing about files, such as a lack of memory, passes as it is.
     """
     try:
         yield
     except Exception as error:
+        if not _is_of_files(error):
+            raise
         reason = next(filter(None, map(_what_is_wrong, files)), None) or _different_columns(files)
+        if reason is None and all(map(_is_empty, files)):
+            reason = f"{files[0]} is empty; leave it out"
         if reason is None:
             cause = error.__cause__ or error
             reason = f"{_listed(files)} cannot be read: {' '.join(str(cause).split()) or type(cause).__name__}"
         raise ValueError(reason) from error
+
+
+def require_same_columns(files: Sequence[str]) -> None:
+    """Refuse files of which one has other columns than another; files without rows are left out of it.
+
+    Of a file of JSON one row is read, and the others only where that row has other columns than that of the first file.
+
+    Raises:
+        ValueError: Columns differ.
+    """
+    reason = _different_columns(files)
+    if reason is not None:
+        raise ValueError(reason)
+
+
+def name_of_row(files: Sequence[str], number: int) -> str:
+    """Return what to call a row in an error, with its file; the rows of all files are numbered one after another."""
+    first = 0
+    for file in files:
+        rows = _count_rows(file)
+        if number < first + rows:
+            return f"row {number - first} of {file}"
+        first += rows
+    return f"row {number} of {_listed(files)}"
+
+
+def _is_of_files(error: BaseException) -> bool:
+    """Whether an error may come of what is in files."""
+    from datasets.exceptions import DatasetsError
+    from pyarrow import ArrowException
+
+    if isinstance(error, TimeoutError | MemoryError) or isinstance(error.__cause__, TimeoutError | MemoryError):
+        return False
+    return isinstance(error, ValueError | OSError | ArrowException | DatasetsError)
 
 
 def _what_is_wrong(file: str) -> str | None:
@@ -112,9 +151,6 @@ def _what_is_wrong(file: str) -> str | None:
             return f"{file} is no whole parquet file: {' '.join(str(error).split())}"
         return None
     with open(file, "rb") as lines:
-        if not any(line.strip() for line in lines):
-            return f"{file} is empty; leave it out"
-        lines.seek(0)
         if lines.read(1) == b"[":
             return _broken_list(file)
         lines.seek(0)
@@ -149,11 +185,16 @@ def _broken_list(file: str) -> str | None:
 
 def _different_columns(files: Sequence[str]) -> str | None:
     """Return a sentence about files that do not have the same columns."""
-    first = _columns(files[0])
-    for file in files[1:]:
-        if _columns(file) != first:
+    every = functools.cache(_all_columns)
+    first: str | None = None
+    for file in files:
+        columns = _columns(file)
+        if not columns:
+            continue
+        first = first or file
+        if columns != _columns(first) and every(file) != every(first):
             return (
-                f"{file} has the columns {', '.join(_columns(file))}, and {files[0]} has {', '.join(first)}; give files"
+                f"{file} has the columns {', '.join(every(file))}, and {first} has {', '.join(every(first))}; give files"
                 " with the same columns, or read them in two runs"
             )
     return None
@@ -165,13 +206,42 @@ def _columns(file: str) -> list[str]:
         from pyarrow.parquet import read_schema
 
         return sorted(read_schema(file).names)
-    with open(file, "rb") as lines:
-        first = next((line for line in lines if line.strip()), b"{}")
-    try:
-        row = json.loads(first)
-    except ValueError:
-        return []
+    row = next(_rows(file), None)
     return sorted(row) if isinstance(row, dict) else []
+
+
+def _all_columns(file: str) -> list[str]:
+    """Return the columns that any row of a file has, sorted."""
+    if Path(file).suffix == ".parquet":
+        return _columns(file)
+    return sorted(set().union(*(row for row in _rows(file) if isinstance(row, dict))))
+
+
+def _rows(file: str) -> Iterator[Any]:
+    """Yield what a file of JSON holds, up to a broken line."""
+    with open(file, "rb") as lines, contextlib.suppress(ValueError):
+        if lines.read(1) == b"[":
+            yield from json.loads(Path(file).read_bytes())
+            return
+        lines.seek(0)
+        yield from (json.loads(line.decode("utf-8-sig")) for line in lines if line.strip())
+
+
+def _count_rows(file: str) -> int:
+    if Path(file).suffix == ".parquet":
+        from pyarrow.parquet import read_metadata
+
+        rows: int = read_metadata(file).num_rows
+        return rows
+    return sum(1 for _ in _rows(file))
+
+
+def _is_empty(file: str) -> bool:
+    """Whether a file of JSON has nothing but blank lines."""
+    if Path(file).suffix == ".parquet":
+        return False
+    with open(file, "rb") as lines:
+        return not any(line.strip() for line in lines)
 
 
 def _listed(files: Sequence[str]) -> str:

@@ -18,19 +18,17 @@ Batches are packed or dense ones, as ``packed_rows.py`` describes them, for ``MC
 
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from lightning_mcore.agreement import on_all
 from lightning_mcore.chat_tokens import ChatEncoder, LossOn
-from lightning_mcore.conversations import Format
-from lightning_mcore.data_files import find_files, load_rows
+from lightning_mcore.conversations import Format, require_choice
+from lightning_mcore.data_files import find_files, load_rows, require_same_columns
 from lightning_mcore.packed_dataset import PackedDataset, TokenizedSamples
 from lightning_mcore.packed_layout import PackingMultiples, packing_multiples
 from lightning_mcore.packed_rows import collate_padded, collate_rows
@@ -38,11 +36,10 @@ from lightning_mcore.packing import Overlong
 from lightning_mcore.packing_statistics import PackingStatistics
 from lightning_mcore.sampling import data_parallel_place, evaluation_loader, training_loader
 from lightning_mcore.sizes import require_flag, require_size
-from lightning_mcore.streaming import StreamLoader
+from lightning_mcore.streaming import StreamLoader, together
 from lightning_mcore.token_stream import StreamSettings
 from lightning_mcore.tokenized_files import Reading, columns_of_stream, tokenize_files
 
-T = TypeVar("T")
 _SPLITS = {"train": "train_files", "validation": "validation_files", "test": "test_files"}
 _OF_STAGE = {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",), "predict": ()}
 
@@ -67,6 +64,8 @@ class MCoreFinetuningData(pl.LightningDataModule):
         packing: Put several samples into a row; otherwise each has a row of its own, as long as the longest of a batch.
         overlong: A sample that is longer than a row is an ``error``, or it is ``cut`` or ``split``.
         streaming: Read, tokenise and pack the training files while training; for files that are too many to prepare.
+            The order of the samples then depends on ``seed``, the number of data-parallel ranks and ``num_workers``,
+            and a resume in the middle of an epoch needs the same of each.
         shuffle_buffer: With ``streaming``, how many samples are held back to draw the next one from; 1 keeps the order
             of the files. Without it, samples are shuffled as a whole.
         seed: Of the order and of ``validation_share``.
@@ -109,6 +108,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
         for name, size in (sizes | {"num_proc": num_proc}).items():
             require_size(name, size)
         require_size("num_workers", num_workers, at_least=0)
+        require_choice("overlong", overlong, Overlong)
         require_flag("packing", packing)
         require_flag("streaming", streaming)
         _check_validation(validation_share, validation_files, streaming)
@@ -178,14 +178,14 @@ class MCoreFinetuningData(pl.LightningDataModule):
                 sentence on every rank.
             ModuleNotFoundError: ``datasets`` is not installed.
         """
-        _together(self._raise_failure)
-        multiples = _together(self._multiples)
+        together(self._raise_failure)
+        multiples = together(self._multiples)
         if multiples != self._packed_for:  # another trainer, with another layout
             self._data, self._packed_for = {}, multiples
         splits = [name for name in self._prepared_splits(stage) if name not in self._data]
-        _together(lambda: self._open(splits, multiples))
+        together(lambda: self._open(splits, multiples))
         if self.streaming and stage in ("fit", None):
-            self._stream = _together(self._stream_settings)
+            self._stream = together(self._stream_settings)
 
     def train_dataloader(self) -> Any:
         """Rows of the training files, shuffled in each epoch."""
@@ -198,6 +198,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
             seed=self.seed,
             collate_fn=self._collate,
             num_workers=self.num_workers,
+            of="rows" if self.packing else "samples",
         )
 
     def val_dataloader(self) -> Any:
@@ -291,11 +292,12 @@ class MCoreFinetuningData(pl.LightningDataModule):
 
     def _stream_settings(self) -> StreamSettings:
         files = find_files(self.train_files, "train_files")
-        columns = columns_of_stream(load_rows(files, streaming=True), files)
+        reader = self.reading.reader(columns_of_stream(load_rows(files, streaming=True), files))
+        require_same_columns(files)
         multiples = self._multiples()
         return StreamSettings(
             files=files,
-            reader=self.reading.reader(columns),
+            reader=reader,
             encoder=ChatEncoder(self.tokenizer, self.reading.loss_on),
             row_length=self.seq_length,
             multiple=multiples.sub_sequence if self.packing else multiples.row,
@@ -331,8 +333,3 @@ def _summary(samples: TokenizedSamples, packing: bool) -> str:
         f"{len(lengths):,} of {samples.statistics.samples:,} samples, one in a row, {lengths.sum():,} tokens,"
         f" {lengths.mean():.1f} on average and {lengths.max()} at most{counts[1]}{counts[2]}"
     )
-
-
-def _together(do: Callable[[], T]) -> T:
-    """Do something that may fail, so that it fails on every rank with the same words."""
-    return on_all(do) if dist.is_initialized() and dist.get_world_size() > 1 else do()

@@ -65,6 +65,9 @@ class TokenizedSamples(Dataset[TokenSample]):
 
     def _pieces(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         [sample] = self._read([index])
+        if not len(sample.tokens):
+            self.statistics.leave_out_unanswered()
+            return (np.zeros(0, np.int64),) * 3
         pieces = fit_sample(sample, self._row_length, self.statistics, self._overlong, "drop")
         lengths = np.array([piece.length for piece in pieces], np.int64)
         return np.full_like(lengths, index), np.arange(len(pieces)), lengths

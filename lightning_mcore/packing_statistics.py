@@ -31,6 +31,7 @@ class PackingStatistics:
         pieces_without_target: Pieces that were left out because no target is in them.
         too_short: Samples that were left out because they have fewer than two tokens.
         without_target: Samples that were left out because no target is in them.
+        without_answer: Samples that were left out because nothing in them is said that could be learnt.
     """
 
     samples: int = 0
@@ -46,6 +47,7 @@ class PackingStatistics:
     pieces_without_target: int = 0
     too_short: int = 0
     without_target: int = 0
+    without_answer: int = 0
 
     @property
     def padding(self) -> int:
@@ -59,13 +61,13 @@ class PackingStatistics:
 
     @property
     def fill(self) -> float:
-        """Share of the places that hold a real token, 0 to 1."""
+        """Share of the places that hold a real token, 0 to 1; 1 where there are no rows."""
         return 1.0 - self.padding_share
 
     @property
     def left_out(self) -> int:
         """Samples that are in no row."""
-        return self.too_short + self.without_target
+        return self.without_answer + self.too_short + self.without_target
 
     @property
     def lossless(self) -> bool:
@@ -86,6 +88,11 @@ class PackingStatistics:
         self.sub_sequence_padding += sub_sequence_padding
         self.row_padding += rows * row_length - tokens - sub_sequence_padding
 
+    def leave_out_unanswered(self) -> None:
+        """Count a sample in which nothing is said that could be learnt."""
+        self.samples += 1
+        self.without_answer += 1
+
     def log(self) -> None:
         """Write the line to the log: a warning where something was left out or cut, else for information."""
         logger.log(logging.INFO if self.lossless else logging.WARNING, "%s", self)
@@ -95,9 +102,10 @@ class PackingStatistics:
         return type(self)(*(getattr(self, name) + getattr(other, name) for name in names))
 
     def __str__(self) -> str:
+        filled = f", {self.fill:.2%} filled" if self.rows else ""
         parts = [
-            f"packed {self.packed:,} of {self.samples:,} samples, {self.tokens:,} tokens, into {self.rows:,} rows, "
-            f"{self.fill:.2%} filled"
+            f"packed {self.packed:,} of {self.samples:,} samples, {self.tokens:,} tokens, into {self.rows:,} rows"
+            + filled
         ]
         if self.cut:
             parts.append(f"cut {self.cut:,} that were longer than a row by {self.cut_tokens:,} tokens")
@@ -105,6 +113,8 @@ class PackingStatistics:
             parts.append(f"split {self.split:,} that were longer than a row into {self.pieces:,} pieces")
         if self.pieces_without_target:
             parts.append(f"left out {self.pieces_without_target:,} pieces without a target")
+        if self.without_answer:
+            parts.append(f"left out {self.without_answer:,} without an answer")
         if self.too_short:
             parts.append(f"left out {self.too_short:,} of fewer than two tokens")
         if self.without_target:

@@ -6,7 +6,8 @@ workers are taken in turns. What this loader adds:
 
 * **One end for all.** The shares of the ranks do not have exactly as many batches. Before a batch is handed out the
   ranks agree that each has one; when one has none, the epoch ends for all of them, and what is left is counted in the
-  log. A failure of one rank, such as a broken line, is the failure of all, with the same words.
+  log. A failure of one rank, such as a broken line, is the failure of all, with the same words. So is an epoch without
+  any batch: nothing would be learnt, and a run that counts steps would never end.
 * **Its own state in the checkpoint.** Lightning saves the state of a loader that has ``state_dict``, and
   ``exact_resume.py`` keeps one for each data-parallel rank. It says how many batches of the epoch count, which is not
   how many were handed out: Lightning reads one batch ahead, and a checkpoint between two optimizer steps belongs to the
@@ -21,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -35,6 +36,7 @@ from lightning_mcore.epoch_place import Place
 from lightning_mcore.packing_statistics import PackingStatistics
 from lightning_mcore.token_stream import Batch, Item, ReaderPlace, ReaderStreams, StreamSettings
 
+T = TypeVar("T")
 _AHEAD = 2  # batches that Lightning may have read ahead, and one to be sure
 
 
@@ -62,7 +64,11 @@ class StreamLoader:
         self.sampler = EpochNumber()
 
     def __iter__(self) -> Iterator[Batch]:
-        """Read an epoch, or what is left of one; nothing is read before the first batch is asked for."""
+        """Read an epoch, or what is left of one; nothing is read before the first batch is asked for.
+
+        Raises:
+            ValueError: The epoch has no batch, or a file or a row cannot be read.
+        """
         restored, self._restored = self._restored, None
         places, first, given = [ReaderPlace()] * max(1, self._num_workers), 0, 0
         epoch = self.sampler.epoch
@@ -83,7 +89,7 @@ class StreamLoader:
             while True:
                 item = running.take(items)
                 if not _all(item is not None and item.failure is None):
-                    _together(partial(_raise_failure, item))
+                    together(partial(_raise_failure, item))
                     self._finish(running, items, item)
                     return
                 assert item is not None
@@ -150,13 +156,28 @@ class StreamLoader:
         while item is not None and item.failure is None:
             dropped += self._settings.batch_size
             item = running.take(items)
-        _together(partial(_raise_failure, item))
+        together(partial(_raise_failure, item))
         mine = (self._rank, running.statistics, running.left_out + dropped)
         found = {rank: (counts, rows) for rank, counts, rows in (gather(mine) if _many() else [mine])}
         statistics = sum((counts for counts, _ in found.values()), PackingStatistics())
         rows = sum(rows for _, rows in found.values())
+        if not running.batches:
+            raise ValueError(self._why_no_batch(statistics, rows))
         said = f"; rows that fill no batch of all ranks, left out: {rows}" if rows else ""
         rank_zero_info(f"epoch {running.epoch} of the stream: {statistics}{said}")
+
+    def _why_no_batch(self, statistics: PackingStatistics, rows: int) -> str:
+        settings, readers = self._settings, max(1, self._num_workers)
+        files = (
+            settings.files[0] if len(settings.files) == 1 else f"{settings.files[0]} and {len(settings.files) - 1} more"
+        )
+        if not statistics.packed:
+            return f"nothing in {files} can be learnt ({statistics}); give rows with answers"
+        return (
+            f"the stream of {files} has {rows} rows, which fill no batch: each of {self._ranks} data-parallel ranks"
+            f" needs {settings.batch_size} rows from one of its {readers} readers, {settings.batch_size * self._ranks}"
+            f" on all of them ({statistics}); give more data, or lower batch_size, num_workers or the number of ranks"
+        )
 
 
 class EpochNumber:
@@ -255,6 +276,6 @@ def _all(mine: bool) -> bool:
     return all_true(mine) if _many() else mine
 
 
-def _together(do: Callable[[], None]) -> None:
-    """Do something that may fail, so that it fails on every rank."""
-    on_all(do) if _many() else do()
+def together(do: Callable[[], T]) -> T:
+    """Do something that may fail, so that it fails on every rank with the same words."""
+    return on_all(do) if _many() else do()

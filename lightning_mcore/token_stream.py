@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_mcore.chat_tokens import ChatEncoder
-from lightning_mcore.conversations import ConversationReader
-from lightning_mcore.data_files import explained, load_rows
+from lightning_mcore.conversations import ConversationReader, Row
+from lightning_mcore.data_files import explained, load_rows, name_of_row
 from lightning_mcore.online_packing import OnlinePacker
 from lightning_mcore.packed_rows import collate_padded, collate_rows
 from lightning_mcore.packing import Overlong, TokenSample, fit_sample
@@ -150,7 +150,8 @@ class _Reader:
         self._share = share
         self._shares = shares
         self._rng = np.random.default_rng([settings.seed, epoch, share])
-        self._rows = load_rows(_in_order(settings, epoch), streaming=True)
+        self._files = _in_order(settings, epoch)
+        self._rows = load_rows(self._files, streaming=True)
         self._passed = 0
         self._buffer: list[TokenSample] = []
         self._packer = _packer(settings)
@@ -210,15 +211,37 @@ class _Reader:
             self._passed += rows
             if rows <= self._share:  # the last turn
                 continue
-            row = {name: values[self._share] for name, values in turn.items()}
-            name = f"row {number} of {settings.files[0] if len(settings.files) == 1 else 'the stream'}"
-            yield settings.encoder.encode(settings.reader.messages(row, name), number, name)
+            absent = dict.fromkeys(settings.reader.needed)  # in a stretch of rows without them
+            sample = self._sample(absent | {name: values[self._share] for name, values in turn.items()}, number)
+            if len(sample.tokens):
+                yield sample
+            else:
+                self._packer.statistics.leave_out_unanswered()
+
+    def _sample(self, row: Row, number: int) -> TokenSample:
+        """Return the sample of a row; where that fails, the file of the row is looked for."""
+        try:
+            return self._encode(row, number, f"row {number}")
+        except (ValueError, TypeError):
+            return self._encode(row, number, name_of_row(self._files, number))  # fails again, and says where
+
+    def _encode(self, row: Row, number: int, name: str) -> TokenSample:
+        settings = self._settings
+        sample = settings.encoder.encode(settings.reader.messages(row, name), number, name)
+        if settings.overlong == "error" and sample.length > settings.row_length:
+            raise ValueError(
+                f"{name} takes {sample.length} tokens, more than the seq_length={settings.row_length} of a row; choose"
+                " a larger seq_length, overlong='cut' or overlong='split'"
+            )
+        return sample
 
     def _collate(self, rows: list[Any]) -> Batch:
         settings = self._settings
         if settings.packing:
             return collate_rows(rows)
-        return collate_padded(rows, settings.multiple, vocab_size=settings.vocab_size)
+        batch = collate_padded(rows, settings.multiple, vocab_size=settings.vocab_size)
+        self._packer.statistics.row_padding += batch["tokens"].numel() - int(batch["lengths"].sum())
+        return batch
 
     def _state(self) -> State:
         return {
@@ -240,7 +263,10 @@ class _OneInARow:
 
     def add(self, sample: TokenSample) -> list[TokenSample]:
         """Return the sample, or what is left of it."""
-        return fit_sample(sample, self._row_length, self.statistics, self._overlong, "drop")
+        pieces = fit_sample(sample, self._row_length, self.statistics, self._overlong, "drop")
+        self.statistics.rows += len(pieces)
+        self.statistics.tokens += sum(piece.length for piece in pieces)
+        return pieces
 
     def flush(self) -> list[TokenSample]:
         """Return nothing: no sample waits here."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_mcore.chat_tokens import ChatEncoder, LossOn
-from lightning_mcore.conversations import ConversationReader, Format, Row
+from lightning_mcore.conversations import ConversationReader, Format, Row, require_choice
 from lightning_mcore.data_files import explained, file_marks, load_rows
 
 _CACHE_VERSION = "1"
@@ -23,12 +23,20 @@ _CACHE_VERSION = "1"
 
 @dataclass(frozen=True)
 class Reading:
-    """How rows become conversations and conversations tokens; ``MCoreFinetuningData`` says what each means."""
+    """How rows become conversations and conversations tokens; ``MCoreFinetuningData`` says what each means.
+
+    Raises:
+        ValueError: There is no such ``format`` or ``loss_on``.
+    """
 
     format: Format = "auto"
     prompt_column: str = "prompt"
     response_column: str = "response"
     loss_on: LossOn = "assistant"
+
+    def __post_init__(self) -> None:
+        require_choice("format", self.format, Format)
+        require_choice("loss_on", self.loss_on, LossOn)
 
     def reader(self, columns: Iterable[str]) -> ConversationReader:
         """Return what makes conversations of rows with these columns."""
@@ -86,13 +94,11 @@ def columns_of_stream(rows: Any, files: Sequence[str]) -> list[str]:
     Raises:
         ValueError: It has no row, or a file is broken.
     """
-    if rows.column_names is not None:
-        return list(rows.column_names)
     with explained(files):
-        first = next(iter(rows), None)
-    if first is None:
-        raise ValueError(f"{files[0]} has no rows; give files with at least one")
-    return list(first)
+        columns = rows.column_names if rows.column_names is not None else list(next(iter(rows), {}))
+        if not columns:
+            raise ValueError("it has no rows")
+    return list(columns)
 
 
 class _Tokenize:

@@ -203,6 +203,8 @@ def fail(folder: str) -> dict[str, str]:
         "long": {"train_files": f"{folder}/long/*.jsonl"},
         "long-on-rank-1": {"train_files": f"{folder}/long/*.jsonl", "streaming": True, "shuffle_buffer": 1},
         "small": {"train_files": f"{folder}/small/*.jsonl"},
+        "small-stream": {"train_files": f"{folder}/small/*.jsonl", "streaming": True},
+        "columns-stream": {"train_files": f"{folder}/columns/*.jsonl", "streaming": True},
         "row": {"train_files": f"{folder}/small/*.jsonl", "seq_length": 66, "strategy": CP2},
     }.items():
         chosen: dict[str, Any] = {"train_files": f"{folder}/broken/*.jsonl", "seq_length": 64, **options}
@@ -223,6 +225,8 @@ def test_a_fault_is_told_by_every_rank_in_one_sentence(tmp_path: Path) -> None:
         file.write('{"prompt": "q"\n')
     with (tmp_path / "long/0.jsonl").open("a") as file:
         file.write('{"prompt": "p8", "response": "r8"}\n{"prompt": "p9", "response": "' + 99 * "r" + '"}\n')
+    write(tmp_path / "columns/0.jsonl", rows)
+    write(tmp_path / "columns/1.jsonl", [{"prompt": "q", "answer": "a"}])
     first, second = run_ranks(2, fail, str(tmp_path), timeout=120)
     assert first == second
     assert not any("\n" in sentence for sentence in first.values())
@@ -232,8 +236,19 @@ def test_a_fault_is_told_by_every_rank_in_one_sentence(tmp_path: Path) -> None:
     assert first["long"].startswith(
         "1 of 10 samples of train_files='long/*.jsonl' take more than the 64 tokens of a row"
     )
-    assert first["long-on-rank-1"].startswith("sample 9 takes 106 places, more than row_length=64; choose")
-    assert first["small"].startswith("the dataset has 1 samples, fewer than the 4 of a global batch")
+    assert first["long-on-rank-1"].startswith(
+        "row 9 of long/0.jsonl takes 106 tokens, more than the seq_length=64 of a"
+    )
+    assert first["small"].startswith("the dataset has 1 rows, fewer than the 4 of a global batch")
+    assert first["small-stream"] == (
+        "the stream of small/0.jsonl has 1 rows, which fill no batch: each of 2 data-parallel ranks needs 2 rows from"
+        " one of its 1 readers, 4 on all of them (packed 1 of 1 samples, 32 tokens, into 1 rows, 50.00% filled); give"
+        " more data, or lower batch_size, num_workers or the number of ranks"
+    )
+    assert first["columns-stream"] == (
+        "columns/1.jsonl has the columns answer, prompt, and columns/0.jsonl has prompt, response; give files with the"
+        " same columns, or read them in two runs"
+    )
     assert first["row"].startswith(
         "seq_length=66 is not a multiple of 4, which the layout and the precision of this run"
     )

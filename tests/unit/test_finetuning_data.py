@@ -154,7 +154,7 @@ def test_what_teaches_nothing_is_left_out_and_counted(tmp_path: Path) -> None:
     rows = [*exchanges(5), {"prompt": "q", "response": ""}, {"prompt": "q", "response": None}]
     module = opened(tmp_path, write(tmp_path / "a.jsonl", rows))
     assert samples_of(module.train_dataloader()) == expected(rows[:5])
-    assert "left out 2 of fewer than two tokens" in str(module.statistics["train"])
+    assert "left out 2 without an answer" in str(module.statistics["train"])
 
 
 def test_a_sample_that_is_longer_than_a_row_is_refused_cut_or_split(tmp_path: Path) -> None:
@@ -278,8 +278,8 @@ def test_rows_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     assert stream(tmp_path, file) == sentence
     silent = write(tmp_path / "silent.jsonl", [{"prompt": "q", "response": ""}])
     assert refusal(tmp_path, silent) == (
-        "nothing in train_files='silent.jsonl' can be learnt (packed 0 of 1 samples, 0 tokens, into 0 rows, 100.00%"
-        " filled; left out 1 of fewer than two tokens); give rows with answers"
+        "nothing in train_files='silent.jsonl' can be learnt (packed 0 of 1 samples, 0 tokens, into 0 rows; left out"
+        " 1 without an answer); give rows with answers"
     )
     share = {"validation_share": 0.01}
     assert refusal(tmp_path, write(tmp_path / "a.jsonl", exchanges(3)), **share) == (
