@@ -53,6 +53,18 @@ def find_files(given: str | Sequence[str], name: str) -> list[str]:
     return found
 
 
+def with_rows(files: Sequence[str]) -> list[str]:
+    """Return the files that have rows; ``datasets`` takes no columns from one without, and fails on the next.
+
+    Raises:
+        ValueError: None has rows.
+    """
+    found = [file for file in files if not _is_empty(file)]
+    if not found:
+        raise ValueError(f"{files[0]} is empty; leave it out")
+    return found
+
+
 def load_rows(files: Sequence[str], cache_dir: str | None = None, streaming: bool = False) -> Any:
     """Open files as a ``datasets.Dataset``, or an ``IterableDataset`` with ``streaming``.
 
@@ -97,8 +109,6 @@ def explained(files: Sequence[str]) -> Iterator[None]:
         if not _is_of_files(error):
             raise
         reason = next(filter(None, map(_what_is_wrong, files)), None) or _different_columns(files)
-        if reason is None and all(map(_is_empty, files)):
-            reason = f"{files[0]} is empty; leave it out"
         if reason is None:
             cause = error.__cause__ or error
             reason = f"{_listed(files)} cannot be read: {' '.join(str(cause).split()) or type(cause).__name__}"
@@ -106,7 +116,7 @@ def explained(files: Sequence[str]) -> Iterator[None]:
 
 
 def require_same_columns(files: Sequence[str]) -> None:
-    """Refuse files of which one has other columns than another; files without rows are left out of it.
+    """Refuse files of which one has other columns than another.
 
     Of a file of JSON one row is read, and the others only where that row has other columns than that of the first file.
 
@@ -194,8 +204,8 @@ def _different_columns(files: Sequence[str]) -> str | None:
         first = first or file
         if columns != _columns(first) and every(file) != every(first):
             return (
-                f"{file} has the columns {', '.join(every(file))}, and {first} has {', '.join(every(first))}; give files"
-                " with the same columns, or read them in two runs"
+                f"{file} has the columns {', '.join(every(file))}, and {first} has {', '.join(every(first))}; give"
+                " files with the same columns, or read them in two runs"
             )
     return None
 

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore.chat_tokens import ChatEncoder, LossOn
 from lightning_mcore.conversations import Format, require_choice
-from lightning_mcore.data_files import find_files, load_rows, require_same_columns
+from lightning_mcore.data_files import find_files, load_rows, require_same_columns, with_rows
 from lightning_mcore.packed_dataset import PackedDataset, TokenizedSamples
 from lightning_mcore.packed_layout import PackingMultiples, packing_multiples
 from lightning_mcore.packed_rows import collate_padded, collate_rows
@@ -275,7 +275,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
     def _tokenized(self, split: str) -> Any:
         """Return the rows of files as tokens, from the cache if they are there; a share of training is read with it."""
         name = _SPLITS["train" if self.validation_share and split == "validation" else split]
-        files = find_files(getattr(self, name), name)
+        files = with_rows(find_files(getattr(self, name), name))
         return tokenize_files(files, name, self.tokenizer, self.reading, self.cache_dir, self.num_proc)
 
     def _check_vocabulary(self, tokenized: Any, split: str) -> None:
@@ -291,7 +291,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
             )
 
     def _stream_settings(self) -> StreamSettings:
-        files = find_files(self.train_files, "train_files")
+        files = with_rows(find_files(self.train_files, "train_files"))
         reader = self.reading.reader(columns_of_stream(load_rows(files, streaming=True), files))
         require_same_columns(files)
         multiples = self._multiples()

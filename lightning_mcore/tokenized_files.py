@@ -92,12 +92,12 @@ def columns_of_stream(rows: Any, files: Sequence[str]) -> list[str]:
     """Return the columns of a ``datasets.IterableDataset``, from its first row where it does not know them.
 
     Raises:
-        ValueError: It has no row, or a file is broken.
+        ValueError: Its rows have no columns, or a file is broken.
     """
     with explained(files):
         columns = rows.column_names if rows.column_names is not None else list(next(iter(rows), {}))
         if not columns:
-            raise ValueError("it has no rows")
+            raise ValueError("its rows have no columns")
     return list(columns)
 
 
