@@ -8,7 +8,11 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*not installed", category=UserWarning)
     from lightning_mcore.checkpoint_io import MCoreCheckpointIO
     from lightning_mcore.communication import CommunicationOptions
-    from lightning_mcore.finetuning_data import MCoreFinetuningData
+    from lightning_mcore.data.finetuning_data import MCoreFinetuningData
+    from lightning_mcore.data.online_packing import OnlinePacker
+    from lightning_mcore.data.packed_rows import collate_padded, collate_rows, pack
+    from lightning_mcore.data.packing import TokenSample
+    from lightning_mcore.data.pretraining_data import MCorePretrainingData
     from lightning_mcore.gpt import MCoreGPT
     from lightning_mcore.layout import ModelShape, ParallelLayout
     from lightning_mcore.metrics import (
@@ -21,12 +25,8 @@ with warnings.catch_warnings():
     )
     from lightning_mcore.module import MCoreModule
     from lightning_mcore.muon import MuonWithAdamW
-    from lightning_mcore.online_packing import OnlinePacker
-    from lightning_mcore.packed_rows import collate_padded, collate_rows, pack
-    from lightning_mcore.packing import TokenSample
     from lightning_mcore.precision import MCorePrecision
     from lightning_mcore.preemption import PreemptionCheckpoint
-    from lightning_mcore.pretraining_data import MCorePretrainingData
     from lightning_mcore.progress import MCoreProgressBar
     from lightning_mcore.session import single_process
     from lightning_mcore.strategy import MCoreStrategy

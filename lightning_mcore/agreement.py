@@ -19,7 +19,14 @@ import torch.distributed as dist
 T = TypeVar("T")
 R = TypeVar("R")
 
-_KNOWN: tuple[type[Exception], ...] = (FileNotFoundError, OSError, ValueError, TypeError, RuntimeError)
+_KNOWN: tuple[type[Exception], ...] = (
+    FileNotFoundError,
+    OSError,
+    ModuleNotFoundError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+)
 _groups: dict[Any, Any] = {}
 
 
@@ -89,6 +96,15 @@ def on_all(mine: Callable[[], T]) -> T:
     kept: list[T] = []
     collect(lambda: kept.append(mine()), lambda _: None)
     return kept[0]
+
+
+def together(mine: Callable[[], T]) -> T:
+    """Do what :func:`on_all` does where there are several ranks, and simply do it on a single one.
+
+    Raises:
+        Exception: It failed on some rank; on all ranks, as :func:`collect` has it.
+    """
+    return on_all(mine) if dist.is_initialized() and dist.get_world_size() > 1 else mine()
 
 
 def gather(own: T) -> list[T]:

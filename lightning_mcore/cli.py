@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_mcore.preprocess import Options, ProgressLine, preprocess
-from lightning_mcore.preprocess_inputs import FORMATS, UNFINISHED
+from lightning_mcore.data.preprocess import Options, ProgressLine, preprocess
+from lightning_mcore.data.preprocess_inputs import FORMATS, UNFINISHED
 
 __all__ = ["console", "main"]
 

@@ -31,8 +31,8 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
+from lightning_mcore.data.sampling import GlobalOrderSampler
 from lightning_mcore.random_state import RandomState, from_plain, put_common, take_common, to_plain
-from lightning_mcore.sampling import GlobalOrderSampler
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ a module of your own: build in ``configure_model``, call ``self.model(...)`` onc
 A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted: ``labels[i]`` is to be predicted at
 ``tokens[i]``; -100 for no target) and, optionally, ``loss_mask`` (1 where a token counts, 0 elsewhere) and
 ``position_ids`` (of learned positions; rotary ones count from the start of the row). Rows may be packed
-(``packing.py``): each sub-sequence then sees itself alone.
+(``data/packing.py``): each sub-sequence then sees itself alone.
 """
 
 import functools

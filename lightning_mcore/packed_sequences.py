@@ -2,7 +2,7 @@
 """Packed sequences as Megatron's layers take them: which tokens of a row belong together.
 
 A packed batch has b rows of s tokens and says with ``cu_seqlens`` and ``cu_seqlens_padded`` where the sequences of each
-row lie (``packing.py`` makes such rows). To a model it is one row of b * s tokens, ``[1, b * s]``, in Megatron's format
+row lie (``data/packing.py`` makes such rows). To a model it is one row of b * s tokens, ``[1, b * s]``, in Megatron's format
 ``thd``: :func:`packed_sequences` turns the boundaries into the ``PackedSeqParams`` of that row.
 
 Megatron keeps boundaries in tensors of the device. The torch backend and the checks here want them as plain numbers,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_mcore import MCoreGPT, token_stream
-from lightning_mcore.finetuning_data import MCoreFinetuningData
+from lightning_mcore.data.finetuning_data import MCoreFinetuningData
 from tests.chats import characters, exchanges, write
 from tests.distributed.test_resume import Run, Save
 from tests.ranks import run_ranks

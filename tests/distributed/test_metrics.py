@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreGPT
+from lightning_mcore.data.packed_rows import build_row, collate_padded, collate_rows
+from lightning_mcore.data.packing import TokenSample, pack_lengths
 from lightning_mcore.metrics import (
     PackingEfficiency,
     PaddingShare,
@@ -25,8 +27,6 @@ from lightning_mcore.metrics import (
     TokenPerplexity,
     TokensSeen,
 )
-from lightning_mcore.packed_rows import build_row, collate_padded, collate_rows
-from lightning_mcore.packing import TokenSample, pack_lengths
 from tests.ranks import run_ranks
 from tests.toy import make_trainer
 

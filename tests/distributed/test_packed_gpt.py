@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreGPT
-from lightning_mcore.packed_rows import collate_rows, pack
+from lightning_mcore.data.packed_rows import collate_rows, pack
 from tests.parity.global_tensors import fill_weights
 from tests.ranks import RanksFailedError, run_ranks
 from tests.toy import Memory, make_trainer

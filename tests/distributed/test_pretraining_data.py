@@ -22,9 +22,9 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from torch import Tensor
 
 from lightning_mcore import MCoreGPT
-from lightning_mcore.indexed_blend import _EndOfDocument
-from lightning_mcore.indexed_files import facts_path, write_index
-from lightning_mcore.pretraining_data import MCorePretrainingData
+from lightning_mcore.data.indexed_blend import _EndOfDocument
+from lightning_mcore.data.indexed_files import facts_path, write_index
+from lightning_mcore.data.pretraining_data import MCorePretrainingData
 from tests.ranks import RanksFailedError, run_ranks
 from tests.toy import make_trainer
 

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_mcore.sampling import training_loader
+from lightning_mcore.data.sampling import training_loader
 from tests.ranks import run_ranks
 from tests.toy import PlainNet, Samples, StagedNet, make_trainer
 

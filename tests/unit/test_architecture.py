@@ -167,7 +167,8 @@ def imported_modules(path: Path) -> Iterator[str]:
 def imported_siblings(path: Path) -> set[str]:
     files = {file.stem for file in PACKAGE_FILES}
     parts = [name.split(".") for name in imported_modules(path)]
-    return {part[1] for part in parts if part[0] == "lightning_mcore" and len(part) > 1 and part[1] in files}
+    found = (next((name for name in part[1:] if name in files), None) for part in parts if part[0] == "lightning_mcore")
+    return {name for name in found if name is not None}
 
 
 def names_from(path: Path, packages: set[str]) -> set[str]:
@@ -187,8 +188,10 @@ def test_the_package_was_found() -> None:
 
 
 def test_every_level_names_files_that_exist() -> None:
-    assert sorted(set().union(*LEVELS)) == sorted(path.stem for path in PACKAGE_FILES)
-    assert sum(len(level) for level in LEVELS) == len(PACKAGE_FILES)
+    assert sorted(set().union(*LEVELS)) == sorted({path.stem for path in PACKAGE_FILES})
+    assert sum(len(level) for level in LEVELS) == len({path.stem for path in PACKAGE_FILES})
+    outside = [path for path in PACKAGE_FILES if path.stem != "__init__"]
+    assert len({path.stem for path in outside}) == len(outside), "two files share a name"
 
 
 @package_file
@@ -345,5 +348,5 @@ def test_the_package_and_its_metadata_give_one_version() -> None:
 
 def test_the_tour_names_every_file_of_the_package() -> None:
     tour = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    named_files = set(re.findall(r"`(\w+)\.py`", tour.partition("## A tour")[2].partition("\n## ")[0]))
+    named_files = set(re.findall(r"`(?:data/)?(\w+)\.py`", tour.partition("## A tour")[2].partition("\n## ")[0]))
     assert {path.stem for path in PACKAGE_FILES} - {"__init__"} == named_files

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_mcore.chat_tokens import ChatEncoder
-from lightning_mcore.finetuning_data import MCoreFinetuningData
-from lightning_mcore.packed_layout import PackingMultiples
+from lightning_mcore.data.chat_tokens import ChatEncoder
+from lightning_mcore.data.finetuning_data import MCoreFinetuningData
+from lightning_mcore.data.packed_layout import PackingMultiples
 from tests.chats import Row, characters, exchanges, write
 
 Samples = dict[int, tuple[list[int], list[int]]]
@@ -134,7 +134,9 @@ def test_another_layout_packs_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rows = exchanges(20)
     module = opened(tmp_path, write(tmp_path / "a.jsonl", rows))
     assert any(start % 4 for start in starts(module))
-    monkeypatch.setattr("lightning_mcore.finetuning_data.packing_multiples", lambda trainer: PackingMultiples(4, 8))
+    monkeypatch.setattr(
+        "lightning_mcore.data.finetuning_data.packing_multiples", lambda trainer: PackingMultiples(4, 8)
+    )
     module.setup("fit")
     assert not any(start % 4 for start in starts(module))
     assert samples_of(module.train_dataloader()) == expected(rows)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from lightning_mcore.chat_tokens import ChatEncoder
-from lightning_mcore.conversations import ConversationReader
-from lightning_mcore.data_files import explained, name_of_row
-from lightning_mcore.finetuning_data import MCoreFinetuningData
+from lightning_mcore.data.chat_tokens import ChatEncoder
+from lightning_mcore.data.conversations import ConversationReader
+from lightning_mcore.data.data_files import explained, name_of_row
+from lightning_mcore.data.finetuning_data import MCoreFinetuningData
 from tests.chats import Row, characters, exchanges, write
 
 SILENT: dict[str, Row] = {

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
-from lightning_mcore.chat_tokens import ChatEncoder
-from lightning_mcore.packing import TokenSample
+from lightning_mcore.data.chat_tokens import ChatEncoder
+from lightning_mcore.data.packing import TokenSample
 from tests.chats import APPENDING, characters
 
 TALK = [

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_mcore import MCoreModule
+from lightning_mcore.data.packed_rows import collate_padded, collate_rows, pack
+from lightning_mcore.data.packing import TokenSample
 from lightning_mcore.language_step import (
     ModelInputs,
     check_normalization,
@@ -21,8 +23,6 @@ from lightning_mcore.language_step import (
     split_packed_batch,
     token_mean,
 )
-from lightning_mcore.packed_rows import collate_padded, collate_rows, pack
-from lightning_mcore.packing import TokenSample
 
 Batch = dict[str, Tensor]
 SAMPLES = [list(range(1, 7)), list(range(20, 24)), list(range(40, 51))]  # 5, 3 and 10 places

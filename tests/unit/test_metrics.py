@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_mcore.data.packed_rows import build_row, collate_padded, collate_rows
+from lightning_mcore.data.packing import TokenSample
 from lightning_mcore.metrics import (
     PackingEfficiency,
     PaddingShare,
@@ -18,8 +20,6 @@ from lightning_mcore.metrics import (
     TokenPerplexity,
     TokensSeen,
 )
-from lightning_mcore.packed_rows import build_row, collate_padded, collate_rows
-from lightning_mcore.packing import TokenSample
 
 
 def losses_and_masks() -> list[tuple[Tensor, Tensor]]:

@@ -21,13 +21,13 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, Indexe
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from lightning_mcore import preprocess_journal
 from lightning_mcore.cli import main
-from lightning_mcore.indexed_files import read_facts, read_index, token_type, write_index
-from lightning_mcore.preprocess import Options, ProgressLine, Summary, preprocess
-from lightning_mcore.preprocess_inputs import cut, find_inputs
-from lightning_mcore.preprocess_journal import Journal, Progress
-from lightning_mcore.preprocess_worker import read_separated
+from lightning_mcore.data import preprocess_journal
+from lightning_mcore.data.indexed_files import read_facts, read_index, token_type, write_index
+from lightning_mcore.data.preprocess import Options, ProgressLine, Summary, preprocess
+from lightning_mcore.data.preprocess_inputs import cut, find_inputs
+from lightning_mcore.data.preprocess_journal import Journal, Progress
+from lightning_mcore.data.preprocess_worker import read_separated
 from tests.ranks import RanksFailedError, run_ranks
 
 EOD = "<|endoftext|>"
@@ -156,7 +156,7 @@ def test_the_files_are_those_of_megatrons_builder(tmp_path: Path, vocab_size: in
 def test_an_index_of_many_documents_is_written_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = np.arange(1, 11, dtype=np.int32)
     write_index(str(tmp_path / "whole"), lengths, np.uint16)
-    monkeypatch.setattr("lightning_mcore.indexed_files._BLOCK", 3)
+    monkeypatch.setattr("lightning_mcore.data.indexed_files._BLOCK", 3)
     write_index(str(tmp_path / "blocks"), lengths, np.uint16)
     assert (tmp_path / "whole").read_bytes() == (tmp_path / "blocks").read_bytes()
 
@@ -323,7 +323,7 @@ def test_a_crash_while_files_get_their_names_is_made_up_for(
         real(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_mcore.preprocess_journal.os.replace", replace_or_crash)
+        patch.setattr("lightning_mcore.data.preprocess_journal.os.replace", replace_or_crash)
         if step <= 3:
             with pytest.raises(KeyboardInterrupt):
                 preprocess(command)
@@ -456,7 +456,7 @@ def test_a_script_without_a_main_guard_runs_once(folder: Path, tmp_path: Path) -
     command = options(folder, tmp_path / "out", workers=2, piece_bytes=500)
     script = tmp_path / "script.py"
     script.write_text(
-        f"from lightning_mcore.preprocess import Options, preprocess\nprint(preprocess({command!r}).documents)\n"
+        f"from lightning_mcore.data.preprocess import Options, preprocess\nprint(preprocess({command!r}).documents)\n"
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == f"{len(expected(folder))}\n"
@@ -464,7 +464,7 @@ def test_a_script_without_a_main_guard_runs_once(folder: Path, tmp_path: Path) -
 
 def test_progress_away_from_a_terminal_is_a_line_now_and_then(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 5.0, 12.0, 13.0])
-    monkeypatch.setattr("lightning_mcore.preprocess.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("lightning_mcore.data.preprocess.time.monotonic", lambda: next(clock))
     line = ProgressLine(sys.stdout)
     for share in range(4):
         counts = {"text_bytes": share * 22_000_000, "documents": share * 5, "tokens": share * 1000}

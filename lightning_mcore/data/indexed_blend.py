@@ -32,10 +32,10 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from torch.utils.data import Dataset
 
-from lightning_mcore.agreement import decide, on_all
+from lightning_mcore.agreement import decide, together
 from lightning_mcore.atomic_directory import abandon, begin, publish
-from lightning_mcore.indexed_files import Index, read_index
-from lightning_mcore.indexed_shares import SPLITS, Blend
+from lightning_mcore.data.indexed_files import Index, read_index
+from lightning_mcore.data.indexed_shares import SPLITS, Blend
 
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 _SHARED_DISK_SECONDS = 30.0  # that a network disk may take to show what another machine wrote
@@ -152,7 +152,7 @@ def build(request: SplitRequest, cache_dir: str) -> Rows:
         OSError: The folder cannot be written.
     """
     folder = at_first_rank(lambda: _prepare(request, os.path.abspath(cache_dir)))
-    return on_all(lambda: _load(request, folder)) if dist.is_initialized() else _load(request, folder)
+    return together(lambda: _load(request, folder))
 
 
 def _prepare(request: SplitRequest, cache_dir: str) -> str:

@@ -19,7 +19,7 @@ run goes on with as many. ``MCoreFinetuningData(streaming=True)`` makes this loa
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,10 +31,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
-from lightning_mcore.agreement import all_true, gather, on_all
+from lightning_mcore.agreement import all_true, gather, together
+from lightning_mcore.data.packing_statistics import PackingStatistics
+from lightning_mcore.data.token_stream import Batch, Item, ReaderPlace, ReaderStreams, StreamSettings
 from lightning_mcore.epoch_place import Place
-from lightning_mcore.packing_statistics import PackingStatistics
-from lightning_mcore.token_stream import Batch, Item, ReaderPlace, ReaderStreams, StreamSettings
 
 T = TypeVar("T")
 _AHEAD = 2  # batches that Lightning may have read ahead, and one to be sure
@@ -274,8 +274,3 @@ def _many() -> bool:
 
 def _all(mine: bool) -> bool:
     return all_true(mine) if _many() else mine
-
-
-def together(do: Callable[[], T]) -> T:
-    """Do something that may fail, so that it fails on every rank with the same words."""
-    return on_all(do) if _many() else do()

@@ -22,11 +22,11 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from lightning_mcore.indexed_files import token_type
-from lightning_mcore.preprocess_inputs import InputFile, check_parquet, cut, find_inputs
-from lightning_mcore.preprocess_journal import Journal, Progress
-from lightning_mcore.preprocess_tokenizer import TokenizerFacts, load_tokenizer
-from lightning_mcore.preprocess_workers import Workers
+from lightning_mcore.data.indexed_files import token_type
+from lightning_mcore.data.preprocess_inputs import InputFile, check_parquet, cut, find_inputs
+from lightning_mcore.data.preprocess_journal import Journal, Progress
+from lightning_mcore.data.preprocess_tokenizer import TokenizerFacts, load_tokenizer
+from lightning_mcore.data.preprocess_workers import Workers
 
 PIECE_BYTES = 1 << 20
 

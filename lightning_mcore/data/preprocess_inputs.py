@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_mcore.preprocess_worker import Piece
+from lightning_mcore.data.preprocess_worker import Piece
 
 FORMATS = ("text", "jsonl", "parquet")
 UNFINISHED = ".unfinished"  # ending of the folder in which a dataset is made

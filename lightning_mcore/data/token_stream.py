@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lightning_mcore.chat_tokens import ChatEncoder
-from lightning_mcore.conversations import ConversationReader, Row
-from lightning_mcore.data_files import explained, load_rows, name_of_row
-from lightning_mcore.online_packing import OnlinePacker
-from lightning_mcore.packed_rows import collate_padded, collate_rows
-from lightning_mcore.packing import Overlong, TokenSample, fit_sample
-from lightning_mcore.packing_statistics import PackingStatistics
+from lightning_mcore.data.chat_tokens import ChatEncoder
+from lightning_mcore.data.conversations import ConversationReader, Row
+from lightning_mcore.data.data_files import explained, load_rows, name_of_row
+from lightning_mcore.data.online_packing import OnlinePacker
+from lightning_mcore.data.packed_rows import collate_padded, collate_rows
+from lightning_mcore.data.packing import Overlong, TokenSample, fit_sample
+from lightning_mcore.data.packing_statistics import PackingStatistics
 
 Batch = dict[str, Tensor]
 State = dict[str, Any]

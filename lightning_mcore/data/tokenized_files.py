@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_mcore.chat_tokens import ChatEncoder, LossOn
-from lightning_mcore.conversations import ConversationReader, Format, Row, require_choice
-from lightning_mcore.data_files import explained, file_marks, load_rows
+from lightning_mcore.data.chat_tokens import ChatEncoder, LossOn
+from lightning_mcore.data.conversations import ConversationReader, Format, Row, require_choice
+from lightning_mcore.data.data_files import explained, file_marks, load_rows
 
 _CACHE_VERSION = "1"
 
@@ -53,8 +53,8 @@ def tokenize_files(
 ) -> Any:
     """Return a ``datasets.Dataset`` with a row of tokens for each row of the files, from the cache if they are there.
 
-    Its columns: ``tokens`` and ``learnt`` as in :class:`~lightning_mcore.packing.TokenSample`, both empty where nothing
-    is to be learnt; ``length``, places that the sample takes in a row; ``num_targets``; ``largest``, the largest token.
+    Its columns: ``tokens`` and ``learnt`` as in :class:`~lightning_mcore.data.packing.TokenSample`, both empty where
+    nothing is to be learnt; ``length``, places that the sample takes in a row; ``num_targets``; ``largest``, the largest token.
 
     Args:
         files: What ``find_files`` found.

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_mcore.packing import (
+from lightning_mcore.data.packing import (
     Empty,
     Overlong,
     TokenSample,

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_mcore.packed_rows import build_row
-from lightning_mcore.packing import Overlong, TokenSample, count_rows, fit_sample, pack_lengths
-from lightning_mcore.packing_statistics import PackingStatistics
+from lightning_mcore.data.packed_rows import build_row
+from lightning_mcore.data.packing import Overlong, TokenSample, count_rows, fit_sample, pack_lengths
+from lightning_mcore.data.packing_statistics import PackingStatistics
 
 
 class TokenizedSamples(Dataset[TokenSample]):

@@ -32,10 +32,10 @@ from typing import Any
 import numpy as np
 
 from lightning_mcore.atomic_directory import sync_directory
-from lightning_mcore.indexed_files import facts_path, token_type, write_index
-from lightning_mcore.preprocess_inputs import UNFINISHED
-from lightning_mcore.preprocess_worker import Piece
-from lightning_mcore.preprocess_workers import Tokens
+from lightning_mcore.data.indexed_files import facts_path, token_type, write_index
+from lightning_mcore.data.preprocess_inputs import UNFINISHED
+from lightning_mcore.data.preprocess_worker import Piece
+from lightning_mcore.data.preprocess_workers import Tokens
 
 _SAVE_EVERY = 2.0  # seconds
 _FORMAT = 1

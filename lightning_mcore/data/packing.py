@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mcore.packing_statistics import PackingStatistics
+from lightning_mcore.data.packing_statistics import PackingStatistics
 from lightning_mcore.sizes import require_size
 
 Overlong = Literal["error", "cut", "split"]

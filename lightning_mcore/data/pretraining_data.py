@@ -17,10 +17,17 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
-from lightning_mcore.indexed_blend import Rows, SplitRequest, at_first_rank, build, require_helpers, require_samples
-from lightning_mcore.indexed_files import read_facts, read_index
-from lightning_mcore.indexed_shares import SPLITS, Blend, parse_paths, parse_split
-from lightning_mcore.sampling import data_parallel_place, evaluation_loader, training_loader
+from lightning_mcore.data.indexed_blend import (
+    Rows,
+    SplitRequest,
+    at_first_rank,
+    build,
+    require_helpers,
+    require_samples,
+)
+from lightning_mcore.data.indexed_files import read_facts, read_index
+from lightning_mcore.data.indexed_shares import SPLITS, Blend, parse_paths, parse_split
+from lightning_mcore.data.sampling import data_parallel_place, evaluation_loader, training_loader
 from lightning_mcore.sizes import require_flag, require_size
 
 DEFAULT_SPLIT = "969,30,1"

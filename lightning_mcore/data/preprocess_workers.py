@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
-from lightning_mcore import preprocess_worker
-from lightning_mcore.preprocess_worker import Piece
+from lightning_mcore.data import preprocess_worker
+from lightning_mcore.data.preprocess_worker import Piece
 
 _IN_HAND = 2  # pieces of a worker: one to work on, one to go on with
 _AHEAD = 8  # pieces for each worker between the first that is missing and the last that was given out

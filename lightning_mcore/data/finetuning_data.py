@@ -26,19 +26,20 @@ from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from lightning_mcore.chat_tokens import ChatEncoder, LossOn
-from lightning_mcore.conversations import Format, require_choice
-from lightning_mcore.data_files import find_files, load_rows, require_same_columns, with_rows
-from lightning_mcore.packed_dataset import PackedDataset, TokenizedSamples
-from lightning_mcore.packed_layout import PackingMultiples, packing_multiples
-from lightning_mcore.packed_rows import collate_padded, collate_rows
-from lightning_mcore.packing import Overlong
-from lightning_mcore.packing_statistics import PackingStatistics
-from lightning_mcore.sampling import data_parallel_place, evaluation_loader, training_loader
+from lightning_mcore.agreement import together
+from lightning_mcore.data.chat_tokens import ChatEncoder, LossOn
+from lightning_mcore.data.conversations import Format, require_choice
+from lightning_mcore.data.data_files import find_files, load_rows, require_same_columns, with_rows
+from lightning_mcore.data.packed_dataset import PackedDataset, TokenizedSamples
+from lightning_mcore.data.packed_layout import PackingMultiples, packing_multiples
+from lightning_mcore.data.packed_rows import collate_padded, collate_rows
+from lightning_mcore.data.packing import Overlong
+from lightning_mcore.data.packing_statistics import PackingStatistics
+from lightning_mcore.data.sampling import data_parallel_place, evaluation_loader, training_loader
+from lightning_mcore.data.streaming import StreamLoader
+from lightning_mcore.data.token_stream import StreamSettings
+from lightning_mcore.data.tokenized_files import Reading, columns_of_stream, tokenize_files
 from lightning_mcore.sizes import require_flag, require_size
-from lightning_mcore.streaming import StreamLoader, together
-from lightning_mcore.token_stream import StreamSettings
-from lightning_mcore.tokenized_files import Reading, columns_of_stream, tokenize_files
 
 _SPLITS = {"train": "train_files", "validation": "validation_files", "test": "test_files"}
 _OF_STAGE = {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",), "predict": ()}

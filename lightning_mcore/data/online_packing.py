@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_mcore.packed_rows import build_row
-from lightning_mcore.packing import Empty, Overlong, TokenSample, fit_sample, require_multiple
-from lightning_mcore.packing_statistics import PackingStatistics
+from lightning_mcore.data.packed_rows import build_row
+from lightning_mcore.data.packing import Empty, Overlong, TokenSample, fit_sample, require_multiple
+from lightning_mcore.data.packing_statistics import PackingStatistics
 from lightning_mcore.sizes import require_size
 
 

@@ -23,8 +23,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mcore.conversations import Message, require_choice
-from lightning_mcore.packing import TokenSample
+from lightning_mcore.data.conversations import Message, require_choice
+from lightning_mcore.data.packing import TokenSample
 
 LossOn = Literal["assistant", "last_assistant", "all"]
 
