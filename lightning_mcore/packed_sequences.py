@@ -2,8 +2,8 @@
 """Packed sequences as Megatron's layers take them: which tokens of a row belong together.
 
 A packed batch has b rows of s tokens and says with ``cu_seqlens`` and ``cu_seqlens_padded`` where the sequences of each
-row lie (``data/packing.py`` makes such rows). To a model it is one row of b * s tokens, ``[1, b * s]``, in Megatron's format
-``thd``: :func:`packed_sequences` turns the boundaries into the ``PackedSeqParams`` of that row.
+row lie (``data/packed_rows.py`` makes such rows). To a model it is one row of b * s tokens, ``[1, b * s]``, in
+Megatron's format ``thd``: :func:`packed_sequences` turns the boundaries into the ``PackedSeqParams`` of that row.
 
 Megatron keeps boundaries in tensors of the device. The torch backend and the checks here want them as plain numbers,
 and reading them from a GPU waits for all that it has to do. So they are read once for a batch and kept beside the

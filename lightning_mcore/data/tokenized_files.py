@@ -54,7 +54,8 @@ def tokenize_files(
     """Return a ``datasets.Dataset`` with a row of tokens for each row of the files, from the cache if they are there.
 
     Its columns: ``tokens`` and ``learnt`` as in :class:`~lightning_mcore.data.packing.TokenSample`, both empty where
-    nothing is to be learnt; ``length``, places that the sample takes in a row; ``num_targets``; ``largest``, the largest token.
+    nothing is to be learnt; ``length``, places that the sample takes in a row; ``num_targets``;
+    ``largest``, the largest token.
 
     Args:
         files: What ``find_files`` found.

@@ -46,7 +46,7 @@ def refusal(folder: Path, **options: Any) -> str:
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
     for file in ("streaming", "finetuning_data"):
-        monkeypatch.setattr(f"lightning_mcore.{file}.rank_zero_info", lines.append)
+        monkeypatch.setattr(f"lightning_mcore.data.{file}.rank_zero_info", lines.append)
     return lines
 
 
