@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_mcore import MCoreGPT, token_stream
+from lightning_mcore import MCoreGPT
+from lightning_mcore.data import token_stream
 from lightning_mcore.data.finetuning_data import MCoreFinetuningData
 from tests.chats import characters, exchanges, write
 from tests.distributed.test_resume import Run, Save

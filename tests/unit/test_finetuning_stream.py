@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mcore import token_stream
+from lightning_mcore.data import token_stream
 from lightning_mcore.data.chat_tokens import ChatEncoder
 from lightning_mcore.data.conversations import ConversationReader
 from lightning_mcore.data.streaming import StreamLoader
