@@ -9,12 +9,44 @@ pipeline stage and in ``generate``; they know nothing of Lightning.
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mcore.context_split import packed_positions, unsplit_from_context_parallel
+
+
+def continue_prompt(
+    module: Any,
+    prompt: list[int],
+    max_new_tokens: int,
+    multiple: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> list[int]:
+    """Return a prompt and the tokens that a model continues it with.
+
+    Args:
+        module: Has ``next_logits`` as a step, ``vocab_size`` and ``seq_length``.
+        prompt: Tokens to continue.
+        max_new_tokens: Tokens to add.
+        multiple: What the length of a sequence must be a multiple of on this layout.
+        temperature: Divides the logits; 0 takes the most probable token each time.
+        top_k: Draw among this many of the most probable tokens only.
+        seed: Of the draws.
+    """
+    check_sampling(prompt, module.vocab_size, max_new_tokens, temperature, top_k)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    with evaluating(module):
+        for _ in range(max_new_tokens):
+            window = last_window(tokens, module.seq_length, multiple, module.device)
+            logits = module.run_forward("next_logits", window)
+            tokens.append(sample(logits[0], temperature, top_k, generator))
+    return tokens
 
 
 def vocab_parallel_argmax(logits: Tensor, vocab_size: int, tp_group: dist.ProcessGroup) -> Tensor:

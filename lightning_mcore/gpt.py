@@ -12,22 +12,20 @@ A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted: ``
 (``data/packing.py``): each sub-sequence then sees itself alone.
 """
 
-import functools
-import math
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_mcore import generation
 from lightning_mcore.backend import TransformerImpl, check_backend, gpt_block_spec, resolve_transformer_impl
+from lightning_mcore.hf.pretrained import load_pretrained, pretrained_settings
 from lightning_mcore.language_step import (
     LossNormalization,
     ModelInputs,
@@ -35,23 +33,22 @@ from lightning_mcore.language_step import (
     check_places,
     check_vocabulary,
     microbatch_shape,
-    num_tokens,
     token_mean,
 )
+from lightning_mcore.learning_rate import learning_rate_course
 from lightning_mcore.metrics import TokenAccuracy, TokenPerplexity
 from lightning_mcore.model_shape import ModelShape
-from lightning_mcore.module import MCoreModule
 from lightning_mcore.multi_token import MultiTokenGPT, check_multi_token, gpt_mtp_block_spec
 from lightning_mcore.positions import PositionEmbedding, check_positions, gpt_arguments, set_yarn
 from lightning_mcore.process_groups import process_group
 from lightning_mcore.sizes import require_size
-from lightning_mcore.throughput import StepClock, model_copies, training_flops_per_token
+from lightning_mcore.speed_logs import SpeedLogs
 from lightning_mcore.transformer_fields import build_transformer_config, check_transformer_fields
 
 Batch = dict[str, Tensor]
 
 
-class MCoreGPT(MCoreModule):
+class MCoreGPT(SpeedLogs):
     """A GPT language model with its training recipe: AdamW, linear warm-up, cosine decay.
 
     Logs ``train_loss``, ``val_loss`` and ``test_loss`` (means over tokens), ``val_perplexity`` and ``val_accuracy`` (of
@@ -87,6 +84,7 @@ class MCoreGPT(MCoreModule):
             takes the second where it is installed and the device is a GPU.
         loss_normalization: Mean of the loss over ``"tokens"``, or over ``"samples"`` (rows, or the sub-sequences of
             packed ones) of the mean over the tokens of each.
+        hf: The Hugging Face model it was made from, as :meth:`from_pretrained` fills it in.
 
     Raises:
         ValueError: A value does not fit, or a field of ``transformer`` is unknown or has another home.
@@ -114,6 +112,7 @@ class MCoreGPT(MCoreModule):
         make_vocab_size_divisible_by: int = 128,
         transformer_impl: TransformerImpl = "auto",
         loss_normalization: LossNormalization = "tokens",
+        hf: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -135,9 +134,61 @@ class MCoreGPT(MCoreModule):
             self.metrics[f"{stage}_perplexity"] = TokenPerplexity()
             self.metrics[f"{stage}_accuracy"] = TokenAccuracy(vocab_size)
         self._config: TransformerConfig | None = None
-        self._clock = StepClock()
-        self._stepped = 0
-        self._local_grad_norm: Tensor | None = None
+        self._starts_pretrained = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str,
+        seq_length: int | None = None,
+        transformer: dict[str, Any] | None = None,
+        learning_rate: float = 3e-4,
+        min_learning_rate: float = 0.0,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        warmup_steps: int = 0,
+        make_vocab_size_divisible_by: int = 128,
+        transformer_impl: TransformerImpl = "auto",
+        loss_normalization: LossNormalization = "tokens",
+        family: str | None = None,
+    ) -> Self:
+        """Make a module from a Hugging Face model, and start from its weights on whatever layout it runs.
+
+        The weights are read when the model is built, each rank what it holds; not where a run goes on from a
+        checkpoint of its own.
+
+        Args:
+            path: Folder of the model, in safetensors, or its name on the Hugging Face hub.
+            seq_length: Tokens of a sequence; None for as many as the model was made for.
+            transformer: Fields of ``TransformerConfig`` to use instead of those that follow from its config.
+            learning_rate: As in the constructor; so are those that follow.
+            min_learning_rate: See there.
+            weight_decay: See there.
+            betas: See there.
+            warmup_steps: See there.
+            make_vocab_size_divisible_by: See there.
+            transformer_impl: See there.
+            loss_normalization: See there.
+            family: What kind of model it is: a ``model_type``, or ``"package.module:FAMILY"`` for one of your own;
+                None for what its config says.
+
+        Raises:
+            FileNotFoundError: There is no such model.
+            ValueError: It is of no known family, or its config asks for something that is not supported.
+        """
+        module = cls(
+            **pretrained_settings(path, family, seq_length, transformer),
+            learning_rate=learning_rate,
+            min_learning_rate=min_learning_rate,
+            weight_decay=weight_decay,
+            betas=betas,
+            warmup_steps=warmup_steps,
+            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+            transformer_impl=transformer_impl,
+            loss_normalization=loss_normalization,
+        )
+        module._starts_pretrained = True
+        return module
 
     @property
     def config(self) -> TransformerConfig:
@@ -165,11 +216,13 @@ class MCoreGPT(MCoreModule):
         if not hasattr(self, "model"):
             self._config = None  # of a run that ended before a model was built
         self.model = self.pipeline(self.build_chunk)
+        if self._starts_pretrained and (self._trainer is None or self._trainer.ckpt_path is None):
+            load_pretrained(self, self.hparams["hf"]["path"], self.hparams["hf"]["family"])
 
     def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
         """Build one chunk: the embedding where ``pre_process``, the output layer where ``post_process``."""
         impl = resolve_transformer_impl(self.hparams["transformer_impl"], self._device_type())
-        return MultiTokenGPT(
+        chunk = MultiTokenGPT(
             self.config,
             gpt_block_spec(self.config, impl, vp_stage),
             vocab_size=self.padded_vocab_size,
@@ -182,6 +235,8 @@ class MCoreGPT(MCoreModule):
             vp_stage=vp_stage,
             **gpt_arguments(self.hparams),
         )
+        chunk.existing_tokens = self.vocab_size
+        return chunk
 
     def model_shape(self) -> ModelShape:
         """Return the sizes that the layout must divide; builds nothing."""
@@ -254,18 +309,11 @@ class MCoreGPT(MCoreModule):
         Raises:
             ValueError: The prompt is empty or not of this vocabulary, or a number is out of its range.
         """
-        generation.check_sampling(prompt, self.vocab_size, max_new_tokens, temperature, top_k)
-        generator = torch.Generator().manual_seed(seed)
         host = self._host()
         multiple = host.layout.sequence_multiple if host is not None else 1
-        tokens = list(prompt)
-        with generation.evaluating(self):
-            for _ in range(max_new_tokens):
-                window = generation.last_window(tokens, self.seq_length, multiple, self.device)
-                logits = self.run_forward("next_logits", window)
-                tokens.append(generation.sample(logits[0], temperature, top_k, generator))
-        continued: list[int] = self.trainer.strategy.broadcast(tokens)  # data-parallel copies may round differently
-        return continued
+        continued = generation.continue_prompt(self, prompt, max_new_tokens, multiple, temperature, top_k, seed)
+        whole: list[int] = self.trainer.strategy.broadcast(continued)  # data-parallel copies may round differently
+        return whole
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Return AdamW, with weight decay on matrices only, and a learning rate that warms up and decays as a cosine.
@@ -281,52 +329,10 @@ class MCoreGPT(MCoreModule):
             {"params": [p for _, p in named if p.dim() <= 1], "weight_decay": 0.0},
         ]
         optimizer = AdamW(groups, lr=self.hparams["learning_rate"], betas=tuple(self.hparams["betas"]))
-        scheduler = LambdaLR(optimizer, self._learning_rate_course())
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    def _learning_rate_course(self) -> Callable[[int], float]:
         peak, least = self.hparams["learning_rate"], self.hparams["min_learning_rate"]
-        total = self.trainer.estimated_stepping_batches
-        if (total < 0 or math.isinf(total)) and least != peak:
-            raise ValueError(
-                f"the number of steps is unknown, and learning_rate={peak} is to decay to min_learning_rate={least}; "
-                "set Trainer(max_steps=...), or min_learning_rate=learning_rate for a constant rate"
-            )
-        warmup, least = self.hparams["warmup_steps"], least / peak if peak else 1.0
-        return functools.partial(warmup_cosine, warmup_steps=warmup, total_steps=total, least=least)
-
-    def on_train_start(self) -> None:
-        """Begin to measure."""
-        self._clock = StepClock()
-        self._stepped = self.trainer.global_step
-
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        """Go on measuring after validation."""
-        self._clock.start()
-
-    def on_validation_start(self) -> None:
-        """Leave validation out of the measurement."""
-        self._clock.pause()
-
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Measure the gradients where no MCoreStrategy does."""
-        if self._host() is None:
-            grads = [p.grad for p in self.parameters() if p.grad is not None]
-            self._local_grad_norm = torch.nn.utils.get_total_norm(grads)
-
-    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        """Log the gradient norm and the speed, once for each optimizer step."""
-        self._clock.add(num_tokens(batch))
-        if self.trainer.global_step == self._stepped:
-            return
-        self._stepped = self.trainer.global_step
-        tokens_per_second = self._clock.step() * model_copies(self.trainer.strategy)
-        flops = tokens_per_second * self._flops_per_token / self.trainer.world_size
-        self.log("tokens_per_second", tokens_per_second, prog_bar=True)
-        self.log("model_tflops", flops / 1e12)
-        grad_norm = getattr(self.trainer.optimizers[0], "grad_norm", self._local_grad_norm)  # Megatron's own, or ours
-        if grad_norm is not None:
-            self.log("grad_norm", grad_norm)
+        course = learning_rate_course(self.trainer, peak, least, self.hparams["warmup_steps"])
+        scheduler = LambdaLR(optimizer, course)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _log_loss(self, name: str, loss: Any, losses: Tensor, inputs: ModelInputs) -> None:
         """Log a mean with its weight: that of the loss, or over tokens where the loss has none."""
@@ -346,10 +352,6 @@ class MCoreGPT(MCoreModule):
         for name in (f"{stage}_perplexity", f"{stage}_accuracy"):
             self.log(name, metrics[name], on_step=False, on_epoch=True)
 
-    @functools.cached_property
-    def _flops_per_token(self) -> float:
-        return training_flops_per_token(self.transformer, self.padded_vocab_size, self.seq_length)
-
     def _build_config(self) -> TransformerConfig:
         owned = self.megatron_fields()
         if self.transformer.get("multi_latent_attention"):  # its attention rotates by itself
@@ -363,18 +365,3 @@ class MCoreGPT(MCoreModule):
             device_type: str = self._trainer.strategy.root_device.type
             return device_type
         return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def warmup_cosine(step: int, warmup_steps: int, total_steps: float, least: float) -> float:
-    """Return the factor of the learning rate: rises over the warm-up, falls as a cosine to ``least``, stays there.
-
-    Args:
-        step: Optimizer steps taken so far.
-        warmup_steps: Steps over which it rises; the first one already moves the weights.
-        total_steps: Steps of the whole run.
-        least: Factor at its end.
-    """
-    if step < warmup_steps:
-        return (step + 1) / (warmup_steps + 1)
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    return least + (1 - least) * (1 + math.cos(math.pi * progress)) / 2

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
 from megatron.core import __version__
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
@@ -37,9 +38,26 @@ class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
     by the boundaries of the real tokens, as if they stood there without the padding in between. Shifted by the padded
     boundaries, the last real token of a sequence meets the padding behind it, which the loss mask hides.
 
+    The rows that pad the vocabulary stand for no token, and have no part in a loss. So it is the same whatever the
+    padding, which parallel sizes ask for, and the same as that of a model without padding.
+
+    Attributes:
+        existing_tokens: Size of the vocabulary without padding; None where all rows stand for tokens.
+
     Source: ``GPTModel._postprocess`` (0.16.1 needs labels with ``mtp_num_layers``; 0.19.2 makes some up);
     ``_roll_tensor_packed_seq`` (megatron.core.transformer.multi_token_prediction, both) reads ``cu_seqlens_q``.
     """
+
+    existing_tokens: int | None = None
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Return the loss of each token, [b, s], of logits, [s, b, v / tp], whose padding is overwritten."""
+        if self.existing_tokens is not None and self.existing_tokens < self.vocab_size:
+            first = logits.size(-1) * self.pg_collection.tp.rank() if self.parallel_output else 0
+            padding = logits.detach()[..., max(0, self.existing_tokens - first) :]
+            padding.fill_(torch.finfo(logits.dtype).min)  # their gradients are then zero, with no need of autograd
+        losses: Tensor = super().compute_language_model_loss(labels, logits)
+        return losses
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Tensor:
         if labels is not None or not self.config.mtp_num_layers or not self.post_process:

@@ -58,7 +58,14 @@ _OF_THE_SCHEDULE = {"batch_p2p_comm", "variable_seq_lengths", "timers", "finaliz
     "grad_sync_func",
     "param_sync_func",
 }
-_OF_THE_MODULE = {"transformer_impl", "rotary_base", "rotary_percent", "position_embedding_type", "vocab_size"} | {
+OF_THE_MODULE = {
+    "transformer_impl",
+    "rotary_base",
+    "rotary_percent",
+    "position_embedding_type",
+    "vocab_size",
+    "yarn",
+} | {
     "rope_scaling",
     "rope_scaling_factor",
     "seq_len_interpolation_factor",
@@ -132,7 +139,7 @@ def _hints(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_home(name: str, hints: Mapping[str, Any]) -> None:
     """Refuse a name that Megatron does not have, or that is set elsewhere."""
-    if name in _OF_THE_MODULE:
+    if name in OF_THE_MODULE:
         raise ValueError(f"{name} is an argument of the module, not a field of transformer; move it one level up")
     if name in _OF_THE_STRATEGY:
         raise ValueError(f"{name} belongs to the strategy, not to the model; set it in MCoreStrategy({name}=...)")

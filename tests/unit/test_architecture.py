@@ -25,6 +25,8 @@ PYTHON_FILES = sorted(
     path for folder in ("lightning_mcore", "tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")
 )
 
+HF_FAMILIES = {path.stem for path in (PACKAGE / "hf" / "families").glob("*.py")} - {"__init__"}
+
 # Who may know whom: a file imports only files of the levels above it.
 LEVELS = [
     {
@@ -52,6 +54,9 @@ LEVELS = [
         "preprocess_tokenizer",
         "packing_statistics",
         "data_files",
+        "weight_rules",
+        "config_rules",
+        "learning_rate",
     },
     {
         "model_shape",
@@ -117,16 +122,17 @@ LEVELS = [
         "generation",
         "optimizer_options",
         "checkpoint_io",
+        "family",
     },
-    {"pipeline"},
-    {"chunks", "optimizer", "checkpoint_manifest"},
-    {"optimizer_shards"},
+    {"pipeline", "decoder_rules", "known_families", "weight_map"},
+    {"chunks", "optimizer", "checkpoint_manifest", "hf_config", *HF_FAMILIES},
+    {"optimizer_shards", "safetensors_folder"},
     {"stored_state"},
     {"sharded_state", "optimizer_factory"},
-    {"weights", "language_step"},
-    {"metrics"},
+    {"weights", "language_step", "model_pieces"},
+    {"metrics", "pretrained"},
     {"module"},
-    {"averaging", "fp8_checks"},
+    {"averaging", "fp8_checks", "speed_logs"},
     {"schedule", "precision"},
     {"parallelism", "gpt", "preemption"},
     {"persistence"},
@@ -348,5 +354,5 @@ def test_the_package_and_its_metadata_give_one_version() -> None:
 
 def test_the_tour_names_every_file_of_the_package() -> None:
     tour = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    named_files = set(re.findall(r"`(?:data/)?(\w+)\.py`", tour.partition("## A tour")[2].partition("\n## ")[0]))
-    assert {path.stem for path in PACKAGE_FILES} - {"__init__"} == named_files
+    named_files = set(re.findall(r"`(?:data/|hf/)?(\w+)\.py`", tour.partition("## A tour")[2].partition("\n## ")[0]))
+    assert {path.stem for path in PACKAGE_FILES} - {"__init__"} - HF_FAMILIES == named_files

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_mcore import generation
-from lightning_mcore.gpt import MCoreGPT, warmup_cosine
+from lightning_mcore.gpt import MCoreGPT
 from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.learning_rate import warmup_cosine
 
 TRANSFORMER: dict[str, Any] = {
     "num_layers": 2,

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the keys of a Hugging Face config become settings of Megatron, and the other way.
+
+A family (``family.py``) is a list of such rules. Each answers for some keys: it maps them, knows that they change no
+number, or refuses them. What no rule answers for is refused, so that no key that changes the numbers is passed over.
+
+*Fields* are settings by the name they have here: those of ``TransformerConfig``, and the arguments of ``MCoreGPT`` such
+as ``vocab_size`` and ``rotary_base``. Rules read a config as transformers has completed it, with all defaults.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Config = Mapping[str, Any]
+Fields = Mapping[str, Any]
+
+
+class ConfigRule(Protocol):
+    """What a rule answers. A class of your own may be one."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the Hugging Face config that it answers for."""
+        ...
+
+    def read(self, config: Config) -> dict[str, Any]:
+        """Return fields.
+
+        Args:
+            config: The Hugging Face config.
+
+        Raises:
+            ValueError: A value is not supported; says which and what is.
+        """
+        ...
+
+    def write(self, fields: Fields) -> dict[str, Any]:
+        """Return keys of the Hugging Face config.
+
+        Args:
+            fields: All fields of a model, with defaults.
+
+        Raises:
+            ValueError: The family has no key for a value; says which.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Same:
+    """One key, one field, one value.
+
+    Args:
+        key: Of the Hugging Face config.
+        field: Its name here.
+    """
+
+    key: str
+    field: str
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The key."""
+        return (self.key,)
+
+    def read(self, config: Config) -> dict[str, Any]:
+        """Return the field; None stays away, so that the default holds."""
+        value = config.get(self.key)
+        return {} if value is None else {self.field: value}
+
+    def write(self, fields: Fields) -> dict[str, Any]:
+        """Return the key."""
+        return {self.key: fields[self.field]}
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Fields that the whole family has in common.
+
+    Args:
+        fields: By name.
+    """
+
+    fields: dict[str, Any]
+    keys: tuple[str, ...] = ()
+
+    def read(self, config: Config) -> dict[str, Any]:
+        """Return the fields."""
+        return dict(self.fields)
+
+    def write(self, fields: Fields) -> dict[str, Any]:
+        """Refuse other values; there is no key for them."""
+        for name, value in self.fields.items():
+            if fields[name] != value:
+                raise ValueError(f"{name}={fields[name]!r} has no place in it, which always has {value!r}")
+        return {}
+
+
+@dataclass(frozen=True)
+class Only:
+    """A key with one value that is supported.
+
+    Args:
+        key: Of the Hugging Face config.
+        value: The value; a config without the key is taken to have it.
+        why: What another value would need, as the end of a sentence.
+    """
+
+    key: str
+    value: Any
+    why: str = "Megatron's model has no such thing"
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The key."""
+        return (self.key,)
+
+    def read(self, config: Config) -> dict[str, Any]:
+        """Refuse another value."""
+        refuse_unless(self.key, config.get(self.key, self.value), (self.value,), self.why)
+        return {}
+
+    def write(self, fields: Fields) -> dict[str, Any]:
+        """Return the key."""
+        return {self.key: self.value}
+
+
+@dataclass(frozen=True)
+class Unused:
+    """Keys that change no number of a model whose weights are given.
+
+    Args:
+        keys: Of the Hugging Face config.
+    """
+
+    keys: tuple[str, ...]
+
+    def read(self, config: Config) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def write(self, fields: Fields) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Keys and fields that belong together in some other way.
+
+    Args:
+        keys: Keys that the two functions know.
+        read: Turns the config into fields.
+        write: Turns fields into keys.
+    """
+
+    keys: tuple[str, ...]
+    read: Callable[[Config], dict[str, Any]] = field(repr=False)
+    write: Callable[[Fields], dict[str, Any]] = field(repr=False)
+
+
+def refuse_unless(key: str, value: Any, allowed: tuple[Any, ...], why: str) -> None:
+    """Refuse a value of a key.
+
+    Raises:
+        ValueError: It is none of those allowed.
+    """
+    if value not in allowed:
+        choices = " or ".join(map(repr, allowed))
+        raise ValueError(f"{key}={value!r} is not supported, for {why}; only {choices} is")

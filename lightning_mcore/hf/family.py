@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A family of Hugging Face models: what its config means here, and how its weights are named.
+
+A :class:`Family` is data: rules for config keys (``config_rules.py``), rules for weights (``weight_rules.py``), and the
+prefixes of layers. Those that come with the package lie in ``families/``; ``known_families.py`` finds them, and yours.
+How a model is split over ranks is no part of it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from lightning_mcore.hf.config_rules import ConfigRule
+from lightning_mcore.hf.weight_rules import WeightRule
+from lightning_mcore.transformer_fields import DEFAULTS, OF_THE_MODULE
+
+IRRELEVANT = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "is_encoder_decoder",
+        "label2id",
+        "max_position_embeddings",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "problem_type",
+        "return_dict",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+"""Keys of any config that change no number of a model whose weights are given."""
+
+TRAINING_ONLY = frozenset(
+    {
+        "attention_backend",
+        "attention_dropout",
+        "attention_softmax_in_fp32",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "calculate_per_token_loss",
+        "cp_comm_type",
+        "cross_entropy_fusion_impl",
+        "cross_entropy_loss_fusion",
+        "deterministic_mode",
+        "distribute_saved_activations",
+        "embedding_init_method_std",
+        "gradient_accumulation_fusion",
+        "hidden_dropout",
+        "init_method",
+        "init_method_std",
+        "masked_softmax_fusion",
+        "moe_aux_loss_coeff",
+        "moe_grouped_gemm",
+        "moe_input_jitter_eps",
+        "moe_per_layer_logging",
+        "moe_permute_fusion",
+        "moe_router_bias_update_rate",
+        "moe_router_fusion",
+        "moe_shared_expert_overlap",
+        "moe_token_dispatcher_type",
+        "moe_use_legacy_grouped_gemm",
+        "moe_z_loss_coeff",
+        "mtp_loss_scaling_factor",
+        "output_layer_init_method",
+        "perform_initialization",
+        "persist_layer_norm",
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_modules",
+        "recompute_num_layers",
+        "use_cpu_initialization",
+    }
+)
+"""Fields that say how a model is trained, not what it computes; a config need not have a place for them."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is known of a family of models.
+
+    Args:
+        model_type: As in ``config.json``.
+        architecture: Name of the class in transformers.
+        config: What the keys of its config mean.
+        layer: Weights of a layer: Megatron's names behind ``decoder.layers.<n>.``, Hugging Face's behind
+            ``layer_prefix``.
+        outside: Weights of no layer, with their whole names.
+        multi_token: Weights of a layer for multi-token prediction beside those of ``layer``: Megatron's names behind
+            ``mtp.layers.<n>.``, Hugging Face's behind the prefix of a layer that stands behind the last.
+        repeated: Tensors of such a layer that repeat one of the model, by the name of that.
+        unread: Endings of names of tensors that hold no weights.
+        layer_prefix: What Hugging Face's names of a layer's weights begin with; ``{layer}`` is its number.
+    """
+
+    model_type: str
+    architecture: str
+    config: tuple[ConfigRule, ...] = field(repr=False)
+    layer: tuple[WeightRule, ...] = field(repr=False)
+    outside: tuple[WeightRule, ...] = field(repr=False)
+    multi_token: tuple[WeightRule, ...] = field(default=(), repr=False)
+    repeated: Mapping[str, str] = field(default_factory=dict, repr=False)
+    unread: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    layer_prefix: str = "model.layers.{layer}."
+
+    def read_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a config says, as fields: the fewest that are needed, and all that differ from a default.
+
+        Args:
+            config: The Hugging Face config, with all defaults.
+
+        Raises:
+            ValueError: A key has a value that is not supported, or is not known.
+        """
+        fields: dict[str, Any] = {}
+        for rule in self.config:
+            fields |= rule.read(config)
+        known = IRRELEVANT.union(*(rule.keys for rule in self.config))
+        for key, value in config.items():
+            if key not in known and value is not None:
+                raise ValueError(
+                    f"{key}={value!r} is no key that a config of {self.model_type!r} is known to have, and it might"
+                    " change the numbers; remove it, or give a family that knows it"
+                )
+        return fields
+
+    def write_config(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys of a config that says what ``fields`` say, and no others.
+
+        Args:
+            fields: All fields of a model, as :func:`complete_fields` returns them.
+
+        Raises:
+            ValueError: Something that changes the numbers has no place in it.
+        """
+        config: dict[str, Any] = {}
+        try:
+            for rule in self.config:
+                config |= rule.write(fields)
+            again = complete_fields(self.read_config(config))
+        except ValueError as error:
+            raise ValueError(f"the model is not one of {self.model_type!r}: {error}") from error
+        for name, value in fields.items():
+            if name not in TRAINING_ONLY and again.get(name, value) != value:
+                raise ValueError(
+                    f"the model is not one of {self.model_type!r}: {name}={value!r} has no place in it, which would"
+                    f" have {again[name]!r}"
+                )
+        return config
+
+
+def complete_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields with the defaults of all others, and with sizes that follow from others filled in.
+
+    Args:
+        fields: Fields of ``TransformerConfig`` and settings of the module, by name.
+    """
+    config_class = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
+    whole: dict[str, Any] = {
+        item.name: item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
+        for item in dataclasses.fields(config_class)
+    }
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    whole |= {**MODULE_DEFAULTS, **DEFAULTS, **given}
+    derived: dict[str, Callable[[], Any]] = {
+        "num_query_groups": lambda: whole["num_attention_heads"],
+        "kv_channels": lambda: whole["hidden_size"] // whole["num_attention_heads"],
+        "ffn_hidden_size": lambda: 4 * whole["hidden_size"],
+        "moe_ffn_hidden_size": lambda: whole["ffn_hidden_size"] if whole["num_moe_experts"] else None,
+    }
+    for name, value in derived.items():
+        if whole[name] is None:
+            whole[name] = value()
+    return whole
+
+
+MODULE_DEFAULTS: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "rotary_percent": 1.0,
+    "rotary_base": 10000,
+    "rope_scaling": False,
+    "rope_scaling_factor": 8.0,
+    "seq_len_interpolation_factor": None,
+    "yarn": None,
+    "share_embeddings_and_output_weights": False,
+}
+"""Settings of ``MCoreGPT`` that say what a model computes, with its defaults."""
+
+
+def split_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of the module and the fields of its ``transformer``."""
+    module = {name: value for name, value in fields.items() if name in OF_THE_MODULE}
+    return module, {name: value for name, value in fields.items() if name not in OF_THE_MODULE}

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where families are found: those of this package, those that another package registers, and one given by its path.
+
+A package registers its own in its ``pyproject.toml``, and it is found by its name from then on::
+
+    [project.entry-points."lightning_mcore.families"]
+    gemma = "my_package.gemma:FAMILY"
+
+Nothing is registered at run time, so that a name means the same in every process.
+"""
+
+import importlib
+from importlib.metadata import entry_points
+
+from lightning_mcore.hf.family import Family
+
+ENTRY_POINTS = "lightning_mcore.families"
+
+_OWN = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "deepseek_v3",
+    "glm4_moe",
+)
+
+
+def family_names() -> list[str]:
+    """Return the names of all families, as they stand in ``config.json`` under ``model_type``."""
+    return [*_OWN, *sorted(entry.name for entry in entry_points(group=ENTRY_POINTS))]
+
+
+def find_family(name: str) -> Family:
+    """Return a family.
+
+    Args:
+        name: Its ``model_type``, or the path of a :class:`Family`, such as ``"my_package.gemma:FAMILY"``.
+
+    Raises:
+        ValueError: There is none of that name; names those there are.
+    """
+    if ":" in name:
+        return _import(name)
+    registered = next((entry.value for entry in entry_points(group=ENTRY_POINTS) if entry.name == name), None)
+    if registered is not None:
+        return _import(registered)
+    if name in _OWN:
+        return _import(f"lightning_mcore.hf.families.{name}:FAMILY")
+    raise ValueError(
+        f"models of type {name!r} are not supported; there are {', '.join(family_names())}, and you may give a family"
+        " of your own, family='package.module:FAMILY'"
+    )
+
+
+def _import(path: str) -> Family:
+    module, _, attribute = path.partition(":")
+    try:
+        family = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"family={path!r} cannot be imported, for {error}; give 'package.module:FAMILY'") from error
+    if not isinstance(family, Family):
+        raise ValueError(f"family={path!r} is a {type(family).__name__}, not a Family; give the path of one")
+    return family

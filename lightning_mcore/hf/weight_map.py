@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules of a family, put on the tensors of one model: which rectangle of which tensor equals which.
+
+Megatron's tensors go by their *whole* names here, with the number of the layer in them, such as
+``decoder.layers.3.mlp.linear_fc1.weight``. Checkpoints stack the layers of a model whose layers are alike and name them
+``decoder.layers.mlp.linear_fc1.weight``; :func:`whole_name` says where a stored rectangle belongs.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_mcore.hf.family import Family
+from lightning_mcore.hf.weight_rules import Block, Shape, WeightRule
+
+_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.+)")
+_STACKED = re.compile(r"(decoder|mtp)\.layers\.(?!\d)(.+)")
+_MULTI_TOKEN_LAYER = re.compile(r"(?:transformer_layer|mtp_model_layer)\.(.+)")  # up to megatron-core 0.16, and later
+
+
+@dataclass(frozen=True)
+class StoredPlace:
+    """Where a tensor with a whole name lies among tensors whose layers may be stacked.
+
+    Args:
+        key: Name of the stored tensor.
+        layer: Its place on the first axis of that; None where layers are not stacked.
+    """
+
+    key: str
+    layer: int | None
+
+
+def whole_names(key: str, shape: Shape) -> dict[str, tuple[StoredPlace, Shape]]:
+    """Return the tensors that a stored tensor consists of, by their whole names, with the shape of each.
+
+    Args:
+        key: Its name in a checkpoint.
+        shape: Its shape.
+    """
+    stacked = _STACKED.fullmatch(key)
+    if stacked is None:
+        return {key: (StoredPlace(key, None), shape)}
+    stem, rest = stacked.groups()
+    return {f"{stem}.layers.{layer}.{rest}": (StoredPlace(key, layer), shape[1:]) for layer in range(shape[0])}
+
+
+def whole_name(key: str, start: Shape, shape: Shape) -> tuple[str, Shape, Shape]:
+    """Return the whole name of a rectangle of a stored tensor, and where it begins and its shape in that tensor.
+
+    Args:
+        key: Name of the stored tensor.
+        start: Where the rectangle begins in it.
+        shape: Its shape; within one layer.
+    """
+    stacked = _STACKED.fullmatch(key)
+    if stacked is None:
+        return key, start, shape
+    stem, rest = stacked.groups()
+    return f"{stem}.layers.{start[0]}.{rest}", start[1:], shape[1:]
+
+
+class WeightMap:
+    """What equals what in one model.
+
+    Args:
+        family: Its rules.
+        fields: Settings of the model.
+        tensors: Shapes of Megatron's tensors of the whole model, by whole name.
+
+    Attributes:
+        blocks: Blocks of each Megatron tensor, by whole name.
+        shapes: Shapes of the Hugging Face tensors.
+        repeated: Hugging Face tensors that repeat another one, by the name of that.
+        in_fp32: Hugging Face tensors that are kept in fp32.
+
+    Raises:
+        ValueError: The family has no rule for a tensor.
+    """
+
+    def __init__(self, family: Family, fields: Mapping[str, Any], tensors: Mapping[str, Shape]) -> None:
+        self.blocks: dict[str, list[Block]] = {}
+        self.shapes: dict[str, Shape] = {}
+        self.in_fp32: set[str] = set()
+        self.repeated: dict[str, str] = {}
+        self._rules = _Rules(family, int(fields["num_layers"]))
+        for name, shape in tensors.items():
+            rule, prefix = self._rules.find(name)
+            self.blocks[name] = [_prefixed(block, prefix) for block in rule.blocks(shape, fields)]
+            if rule.in_fp32:
+                self.in_fp32 |= {block.hf for block in self.blocks[name]}
+        self.shapes = _shapes(block for blocks in self.blocks.values() for block in blocks)
+        self.repeated = self._rules.repeated(tensors)
+        self.shapes |= {name: self.shapes[other] for name, other in self.repeated.items()}
+
+    def of(self, hf: str) -> list[tuple[str, Block]]:
+        """Return the Megatron tensors and blocks that a Hugging Face tensor consists of."""
+        return self._by_hf()[hf]
+
+    def _by_hf(self) -> dict[str, list[tuple[str, Block]]]:
+        if not hasattr(self, "_found"):
+            self._found: dict[str, list[tuple[str, Block]]] = {}
+            for name, blocks in self.blocks.items():
+                for block in blocks:
+                    self._found.setdefault(block.hf, []).append((name, block))
+            self._found |= {name: self._found[other] for name, other in self.repeated.items()}
+        return self._found
+
+
+class _Rules:
+    """The rules of a family by the names they answer for."""
+
+    def __init__(self, family: Family, num_layers: int) -> None:
+        self._family = family
+        self._num_layers = num_layers
+        self._layer = {rule.megatron: rule for rule in family.layer}
+        self._multi_token = {rule.megatron: rule for rule in family.multi_token}
+        self._outside = {rule.megatron: rule for rule in family.outside}
+
+    def find(self, name: str) -> tuple[WeightRule, str]:
+        """Return the rule of a tensor, and what its Hugging Face names begin with."""
+        layer = _LAYER.fullmatch(name)
+        if layer is None:
+            found, prefix = self._outside.get(name), ""
+        elif layer[1] == "decoder":
+            found, prefix = self._layer.get(layer[3]), self._prefix(int(layer[2]))
+        else:
+            inner = _MULTI_TOKEN_LAYER.fullmatch(layer[3])
+            found = self._layer.get(inner[1]) if inner else self._multi_token.get(layer[3])
+            prefix = self._prefix(self._num_layers + int(layer[2]))
+        if found is None:
+            raise ValueError(
+                f"the model has {name}, for which models of type {self._family.model_type!r} have no tensor;"
+                " give the family that it belongs to"
+            )
+        return found, prefix
+
+    def repeated(self, names: Iterable[str]) -> dict[str, str]:
+        numbers = {int(layer[2]) for layer in map(_LAYER.fullmatch, names) if layer and layer[1] == "mtp"}
+        return {
+            self._prefix(self._num_layers + number) + name: other
+            for number in sorted(numbers)
+            for name, other in self._family.repeated.items()
+        }
+
+    def _prefix(self, layer: int) -> str:
+        return self._family.layer_prefix.replace("{layer}", str(layer))
+
+
+def _prefixed(block: Block, prefix: str) -> Block:
+    return Block(prefix + block.hf, block.hf_start, block.start, block.shape, block.transposed) if prefix else block
+
+
+def _shapes(blocks: Iterable[Block]) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {}
+    for block in blocks:
+        last = tuple(a + b for a, b in zip(block.hf_start, block.hf_shape, strict=True))
+        known = shapes.get(block.hf, last)
+        shapes[block.hf] = tuple(map(max, known, last))
+    return shapes

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a tensor of Megatron is made of tensors of Hugging Face, and the other way: rules that only say what equals what.
+
+Nothing is computed between the two: one is the other under another name, or rows of several in a row (queries, keys and
+values; gate and up), or a stack of them (experts), or turned round. So a rule is a list of :class:`Block`, each a
+rectangle of Megatron's tensor and the rectangle of a Hugging Face tensor that equals it, and the same list serves both
+directions. Neither says how a tensor is split over ranks: whoever holds a rectangle takes what lies in it.
+
+Megatron's names are those in checkpoints, with the layer's number; those of a layer are given without what stands
+before (``self_attention.linear_qkv.weight``, ``self_attn.q_proj.weight``). ``weight_map.py`` puts rules on a model.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Shape = tuple[int, ...]
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle of a Megatron tensor, and where its values stand in a Hugging Face tensor.
+
+    Args:
+        hf: Name of the Hugging Face tensor.
+        hf_start: Where the rectangle begins there.
+        start: Where it begins in Megatron's tensor, which may have more axes in front, of size 1 here.
+        shape: Its shape in Megatron's tensor.
+        transposed: Whether the Hugging Face tensor, of two axes, has them the other way round.
+    """
+
+    hf: str
+    hf_start: Shape
+    start: Shape
+    shape: Shape
+    transposed: bool = False
+
+    @property
+    def hf_shape(self) -> Shape:
+        """Shape of the rectangle in the Hugging Face tensor."""
+        inner = self.shape[len(self.shape) - len(self.hf_start) :]
+        return inner[::-1] if self.transposed else inner
+
+    def within(self, start: Shape, shape: Shape) -> "Block | None":
+        """Return the part of it that lies in a rectangle of Megatron's tensor; None where they have none in common."""
+        first = tuple(map(max, self.start, start))
+        last = tuple(min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, start, shape, strict=True))
+        if any(a >= b for a, b in zip(first, last, strict=True)):
+            return None
+        moved = tuple(a - b for a, b in zip(first, self.start, strict=True))[len(self.shape) - len(self.hf_start) :]
+        hf_start = tuple(a + b for a, b in zip(self.hf_start, moved[::-1] if self.transposed else moved, strict=True))
+        return Block(self.hf, hf_start, first, tuple(b - a for a, b in zip(first, last, strict=True)), self.transposed)
+
+
+class WeightRule(Protocol):
+    """What a rule answers. A class of your own may be one."""
+
+    @property
+    def megatron(self) -> str:
+        """Name of the Megatron tensor."""
+        ...
+
+    @property
+    def in_fp32(self) -> bool:
+        """Whether the Hugging Face model keeps it in fp32, whatever the type of the rest."""
+        ...
+
+    def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
+        """Return the blocks of a Megatron tensor.
+
+        Args:
+            shape: Its shape.
+            fields: Settings of the model, by Megatron's names.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Rename:
+    """The same tensor under another name.
+
+    Args:
+        megatron: Megatron's name.
+        hf: Hugging Face's.
+        in_fp32: Whether the Hugging Face model keeps it in fp32.
+    """
+
+    megatron: str
+    hf: str
+    in_fp32: bool = False
+
+    def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
+        """Return one block, the whole."""
+        origin = (0,) * len(shape)
+        return [Block(self.hf, origin, origin, shape)]
+
+
+@dataclass(frozen=True)
+class Transpose:
+    """A matrix that Hugging Face keeps the other way round, as GPT-2 does.
+
+    Args:
+        megatron: Megatron's name.
+        hf: Hugging Face's.
+    """
+
+    megatron: str
+    hf: str
+    in_fp32: bool = False
+
+    def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
+        """Return one block, the whole."""
+        return [Block(self.hf, (0, 0), (0, 0), shape, transposed=True)]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A matrix with a row for each token; Megatron's has more rows, which stand for no token and are zero.
+
+    Args:
+        megatron: Megatron's name.
+        hf: Hugging Face's.
+    """
+
+    megatron: str
+    hf: str
+    in_fp32: bool = False
+
+    def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
+        """Return one block, the rows of tokens that exist."""
+        origin = (0,) * len(shape)
+        return [Block(self.hf, origin, origin, (fields["vocab_size"], *shape[1:]))]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tensors with equally many rows, one behind the other: the gate and the up projection of an MLP.
+
+    Args:
+        megatron: Megatron's name.
+        hf: Hugging Face's names, in their order.
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    in_fp32: bool = False
+
+    def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
+        """Return a block for each of them."""
+        rows, rest = shape[0] // len(self.hf), shape[1:]
+        zeros = (0,) * len(rest)
+        return [Block(name, (0, *zeros), (number * rows, *zeros), (rows, *rest)) for number, name in enumerate(self.hf)]
+
+
+@dataclass(frozen=True)
+class QueryKeyValue:
+    """Projections, or their biases, that Megatron keeps together: for each group its queries, its key, its value.
+
+    Args:
+        megatron: Megatron's name.
+        query: Hugging Face's name of the queries.
+        key: Of the keys.
+        value: Of the values.
+    """
+
+    megatron: str
+    query: str
+    key: str
+    value: str
+    in_fp32: bool = False
+
+    def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
+        """Return three blocks for each group of heads."""
+        groups, channels = fields["num_query_groups"], fields["kv_channels"]
+        query_rows = fields["num_attention_heads"] // groups * channels
+        rest, row, found = shape[1:], 0, []
+        zeros = (0,) * len(rest)
+        for group in range(groups):
+            for name, rows in ((self.query, query_rows), (self.key, channels), (self.value, channels)):
+                found.append(Block(name, (group * rows, *zeros), (row, *zeros), (rows, *rest)))
+                row += rows
+        return found
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A stack of tensors, one for each expert.
+
+    Args:
+        each: The rule of one expert, with ``{expert}`` in Hugging Face's names.
+    """
+
+    each: WeightRule
+
+    @property
+    def megatron(self) -> str:
+        """Name of the stack."""
+        return self.each.megatron
+
+    @property
+    def in_fp32(self) -> bool:
+        """Whether the Hugging Face model keeps it in fp32."""
+        return self.each.in_fp32
+
+    def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
+        """Return the blocks of every expert."""
+        return [
+            Block(
+                block.hf.replace("{expert}", str(expert)),
+                block.hf_start,
+                (expert, *block.start),
+                (1, *block.shape),
+                block.transposed,
+            )
+            for block in self.each.blocks(shape[1:], fields)
+            for expert in range(shape[0])
+        ]
