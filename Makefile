@@ -27,7 +27,7 @@ LIGHTNING ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help install check format test test-lightning test-mcore-latest fuzz demo demo-finetune bench bench-checkpoint \
-	bench-packing bench-preprocess torture clean
+	bench-packing bench-preprocess bench-hf torture clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -122,6 +122,9 @@ bench-packing: $(INSTALLED)  ## fill rows, pack a million samples, train packed 
 
 bench-preprocess: $(INSTALLED)  ## time `lightning-mcore preprocess` against the tokenizer alone
 	$(RUN) -m benchmarks.preprocess $(ARGS)
+
+bench-hf: $(INSTALLED)  ## time Hugging Face models in and out against a copy
+	$(RUN) -m benchmarks.hf $(ARGS)
 
 torture: $(INSTALLED)  ## kill ranks at random moments of saves, 500 times
 	$(RUN) -m benchmarks.checkpoint_torture $(ARGS)

@@ -6,7 +6,8 @@ one process for each rank. Everything is plain Lightning but for two objects: ``
 Megatron's GPT, and ``MCoreStrategy``, which says how the model is split. On GPUs the same two run unchanged with
 ``Trainer(accelerator="gpu")``. ``examples/configs/pretrain_gpt.yaml`` is this run for LightningCLI.
 
-The files of the run (metrics, loss curve, generated text) go to ``outputs/pretrain_gpt``.
+The files of the run (metrics, loss curve, generated text) go to ``outputs/pretrain_gpt``, and in ``hf`` there the model
+as a Hugging Face model, with which ``transformers`` continues the same prompt at the end.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 import quiet  # noqa: F401
 from lightning_mcore import MCoreGPT, MCoreStrategy
-from run_report import LayoutTable, LossCurve, StepBar, TextSample
+from run_report import InTransformers, LayoutTable, LossCurve, StepBar, TextSample
 from stdlib_text import StdlibText
 
 
@@ -97,6 +98,7 @@ def build_trainer(options: argparse.Namespace) -> pl.Trainer:
             LayoutTable(),
             StepBar(),
             TextSample(str(options.output / "sample.txt"), max_new_tokens=options.sample_tokens),
+            InTransformers(str(options.output / "hf")),
             LossCurve(str(options.output / "loss.png")),
         ],
         enable_checkpointing=False,

@@ -7,6 +7,8 @@ first rank prints and writes.
 """
 
 import csv
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import matplotlib
 import torch.distributed as dist
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
+
+from lightning_mcore.hf.export import export_model
 
 matplotlib.use("Agg")  # draws into files; needs no display
 from matplotlib import pyplot
@@ -132,6 +136,56 @@ class TextSample(pl.Callback):
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.file.write_text(text, encoding="utf-8")
         _print(trainer, *(f"  | {line}" for line in text.splitlines()), f"sample:     {self.file}")
+
+
+class InTransformers(pl.Callback):
+    """Writes the trained model in Hugging Face form, and lets ``transformers`` continue a prompt with it.
+
+    Both take the most probable token each time, so that the texts can be compared; the data module brings
+    ``encode``, ``decode`` and ``save_tokenizer``.
+
+    Args:
+        folder: Where to write the model; that of an earlier run is replaced.
+        prompt: What the text starts with.
+        max_new_tokens: Tokens to generate; fewer where the model has no room for them.
+    """
+
+    def __init__(
+        self, folder: str = "outputs/pretrain_gpt/hf", prompt: str = "import os\n\n\ndef ", max_new_tokens: int = 40
+    ) -> None:
+        self.folder = Path(folder)
+        self.prompt = prompt
+        self.max_new_tokens = max_new_tokens
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Write and generate on every rank; load, print and compare on the first."""
+        data: Any = trainer.datamodule
+        export_model(pl_module, str(self.folder), replace=True)
+        prompt = data.encode(self.prompt)
+        count = min(self.max_new_tokens, pl_module.seq_length - len(prompt))
+        ours = pl_module.generate(prompt, count, temperature=0)
+        if not trainer.is_global_zero:
+            return
+        data.save_tokenizer(self.folder)
+        theirs, text = continue_with_transformers(self.folder, self.prompt, count)
+        same = sum(1 for _ in takewhile(bool, map(eq, ours[len(prompt) :], theirs)))
+        _print(
+            trainer,
+            f"\ntransformers continues with the most probable tokens; {same} of {count} are those that we find:",
+            *(f"  | {line}" for line in text.splitlines()),
+            f"model:      {self.folder}",
+        )
+
+
+def continue_with_transformers(folder: Path, prompt: str, count: int) -> tuple[list[int], str]:
+    """Return ``count`` most probable tokens after a prompt, and the text with them, as a user of the folder gets it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    tokens = model.generate(**inputs, max_new_tokens=count, do_sample=False)[0].tolist()
+    return tokens[inputs["input_ids"].shape[1] :], tokenizer.decode(tokens)
 
 
 def read_curve(metrics: Path, name: str) -> Curve:

@@ -78,9 +78,13 @@ class StdlibDialogues(MCoreFinetuningData):
 
     def prepare_data(self) -> None:
         """Write the exchanges and the tokenizer, unless they are there, and tokenise."""
+        self.write()
+        super().prepare_data()
+
+    def write(self) -> None:
+        """Write the exchanges and the tokenizer, unless they are there."""
         if not self.prepared.exists():
             write_dialogues(self.prepared, self._vocab_size, self.max_bytes)
-        super().prepare_data()
 
     def encode(self, question: str) -> list[int]:
         """Return a question as the tokens after which an answer follows."""

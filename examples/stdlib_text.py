@@ -142,6 +142,14 @@ class StdlibText(pl.LightningDataModule):
             return bytes(tokens).decode(errors="replace")
         return self._loaded_tokenizer.decode(list(tokens), skip_special_tokens=False)
 
+    def save_tokenizer(self, folder: Path) -> None:
+        """Write a tokenizer into ``folder`` that ``transformers`` loads and that does what encode and decode do."""
+        from transformers import PreTrainedTokenizerFast  # of one process, at the end of a run
+
+        tokenizer = self._loaded_tokenizer or byte_tokenizer()
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+        fast.save_pretrained(folder)
+
     @property
     def _loaded_tokenizer(self) -> Tokenizer | None:
         if self.tokenizer is None and self.vocab_size > NUM_BYTES:
@@ -222,11 +230,25 @@ def join_files(files: dict[str, str]) -> str:
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE: every text can be encoded, and decoding gives it back unchanged."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Return a tokenizer whose tokens are the bytes themselves: a BPE that merges nothing."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(NUM_BYTES) if byte not in shown]  # ByteLevel has letters from 256 on for these
+    letters = {chr(byte): byte for byte in shown} | {chr(NUM_BYTES + n): byte for n, byte in enumerate(hidden)}
+    return byte_level(models.BPE(vocab=letters, merges=[]))
+
+
+def byte_level(model: models.Model) -> Tokenizer:
+    """Return a tokenizer that knows every byte."""
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

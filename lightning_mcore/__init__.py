@@ -14,6 +14,7 @@ with warnings.catch_warnings():
     from lightning_mcore.data.packing import TokenSample
     from lightning_mcore.data.pretraining_data import MCorePretrainingData
     from lightning_mcore.gpt import MCoreGPT
+    from lightning_mcore.hf.save_hf_model import SaveHFModel
     from lightning_mcore.layout import ModelShape, ParallelLayout
     from lightning_mcore.metrics import (
         PackingEfficiency,
@@ -51,6 +52,7 @@ __all__ = [
     "PaddingShare",
     "ParallelLayout",
     "PreemptionCheckpoint",
+    "SaveHFModel",
     "TokenAccuracy",
     "TokenLoss",
     "TokenPerplexity",

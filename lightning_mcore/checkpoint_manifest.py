@@ -48,7 +48,7 @@ def describe(
         ``epoch``, ``saved_at`` (ISO 8601, UTC), ``model`` (class, vocabulary size, plain fields of the config) and
         ``contents``.
     """
-    trainer = module.trainer
+    trainer = module._trainer  # None where a checkpoint is made of no run
     return {
         "versions": {
             "torch": torch.__version__,
@@ -60,8 +60,8 @@ def describe(
         "world_size": world_size,
         "precision": precision,
         "use_distributed_optimizer": use_distributed_optimizer,
-        "global_step": trainer.global_step,
-        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step if trainer is not None else 0,
+        "epoch": trainer.current_epoch if trainer is not None else 0,
         "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": {
             "class": f"{type(module).__module__}.{type(module).__qualname__}",

@@ -16,7 +16,7 @@ import os
 import pickle
 import shutil
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import Any, Self
 
@@ -100,7 +100,7 @@ class CheckpointSave:
             raise
         return save
 
-    def _start_writing(self, pieces: list[Piece], files: dict[str, bytes], staging: Staging | None) -> None:
+    def _start_writing(self, pieces: Sequence[Piece], files: dict[str, bytes], staging: Staging | None) -> None:
         if staging is not None:
             pieces = staging.copy(pieces)
         prefix, path, directory = f"__{dist.get_rank()}_", self.path, self._directory

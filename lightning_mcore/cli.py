@@ -4,9 +4,12 @@
 ::
 
     lightning-mcore preprocess 'corpus/*.jsonl' --output data/corpus --tokenizer gpt2
+    lightning-mcore import models/llama start.ckpt
+    lightning-mcore export runs/last.ckpt models/tuned
 
 Each command has its own parser and one function, and reads nothing but what that function is given. Exit code 0 says
-that it was done, 1 that it could not be, 2 that an argument is wrong, 130 that Ctrl-C ended it.
+that it was done, 1 that it could not be, 2 that an argument is wrong, 130 that Ctrl-C ended it. For ``import`` and
+``export`` what cannot be done is a wrong argument: a folder, a family.
 """
 
 import argparse
@@ -21,6 +24,8 @@ from lightning_mcore.data.preprocess_inputs import FORMATS, UNFINISHED
 __all__ = ["console", "main"]
 
 _INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
+_WRONG = 2  # as argparse has it
+_DTYPES = ["auto", "bfloat16", "float16", "float32"]
 _EXPECTED = (OSError, ValueError, RuntimeError, ImportError)  # of a command; their text is for the user
 
 
@@ -44,6 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("lightning-mcore", description="Tools around Lightning and megatron-core.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_preprocess(commands)
+    _add_import(commands)
+    _add_export(commands)
     return parser
 
 
@@ -122,6 +129,66 @@ def _preprocess(options: dict[str, Any]) -> int:
         return 1
     progress.close()
     print(summary, flush=True)
+    return 0
+
+
+def _add_import(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "import",
+        help="make a sharded checkpoint from a Hugging Face model",
+        description="Make CKPT, a sharded checkpoint for every layout, of a Hugging Face model; needs no GPU.",
+    )
+    parser.add_argument(
+        "path", metavar="HF", help="folder of a Hugging Face model, in safetensors, or its name on the hub"
+    )
+    parser.add_argument("out", metavar="CKPT", help="the checkpoint, a directory that does not exist yet")
+    parser.add_argument("--family", help='model_type, or "package.module:FAMILY" (what its config says)')
+    parser.add_argument("--dtype", choices=_DTYPES, default="auto", help="of the weights in it (that of the model's)")
+    parser.set_defaults(run=_import)
+
+
+def _import(options: dict[str, Any]) -> int:
+    from lightning_mcore.hf.import_checkpoint import import_checkpoint
+
+    return _carried_out(lambda: import_checkpoint(options.pop("path"), options.pop("out"), **options))
+
+
+def _add_export(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "export",
+        help="make a Hugging Face model from a sharded checkpoint",
+        description="Make OUT, a Hugging Face model, of a sharded checkpoint of any layout; needs no GPU.",
+    )
+    parser.add_argument("path", metavar="CKPT", help="a checkpoint of MCoreStrategy or, with --like, of Megatron-LM")
+    parser.add_argument("out", metavar="OUT", help="the folder to write, which must be empty or not exist")
+    parser.add_argument(
+        "--like",
+        metavar="HF",
+        help="folder of a Hugging Face model whose config and tokenizer to use (those that the checkpoint names)",
+    )
+    parser.add_argument("--family", help='model_type, or "package.module:FAMILY" (what the checkpoint says)')
+    parser.add_argument("--dtype", choices=_DTYPES, default="auto", help="of the weights (that of the checkpoint's)")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file, such as 500MB (5GB)")
+    parser.set_defaults(run=_export)
+
+
+def _export(options: dict[str, Any]) -> int:
+    from lightning_mcore.hf.export import export_checkpoint
+
+    return _carried_out(lambda: export_checkpoint(options.pop("path"), options.pop("out"), **options))
+
+
+def _carried_out(command: Callable[[], None]) -> int:
+    """Run what leaves nothing behind when it fails, and return the exit code."""
+    try:
+        command()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except (*_EXPECTED, TypeError) as error:
+        text = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
+        print(f"error: {' '.join(text.split())}", file=sys.stderr)
+        return _WRONG
     return 0
 
 

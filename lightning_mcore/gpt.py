@@ -13,7 +13,7 @@ A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted: ``
 """
 
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
@@ -134,7 +134,7 @@ class MCoreGPT(SpeedLogs):
             self.metrics[f"{stage}_perplexity"] = TokenPerplexity()
             self.metrics[f"{stage}_accuracy"] = TokenAccuracy(vocab_size)
         self._config: TransformerConfig | None = None
-        self._starts_pretrained = False
+        self._starts_from: str | None = None
 
     @classmethod
     def from_pretrained(
@@ -151,14 +151,15 @@ class MCoreGPT(SpeedLogs):
         transformer_impl: TransformerImpl = "auto",
         loss_normalization: LossNormalization = "tokens",
         family: str | None = None,
-    ) -> Self:
+    ) -> "MCoreGPT":  # not Self, which LightningCLI cannot resolve
         """Make a module from a Hugging Face model, and start from its weights on whatever layout it runs.
 
         The weights are read when the model is built, each rank what it holds; not where a run goes on from a
         checkpoint of its own.
 
         Args:
-            path: Folder of the model, in safetensors, or its name on the Hugging Face hub.
+            path: Folder of the model, in safetensors, its name on the Hugging Face hub, or a checkpoint that
+                ``lightning-mcore import`` or a run of this class made.
             seq_length: Tokens of a sequence; None for as many as the model was made for.
             transformer: Fields of ``TransformerConfig`` to use instead of those that follow from its config.
             learning_rate: As in the constructor; so are those that follow.
@@ -187,7 +188,7 @@ class MCoreGPT(SpeedLogs):
             transformer_impl=transformer_impl,
             loss_normalization=loss_normalization,
         )
-        module._starts_pretrained = True
+        module._starts_from = path
         return module
 
     @property
@@ -216,8 +217,13 @@ class MCoreGPT(SpeedLogs):
         if not hasattr(self, "model"):
             self._config = None  # of a run that ended before a model was built
         self.model = self.pipeline(self.build_chunk)
-        if self._starts_pretrained and (self._trainer is None or self._trainer.ckpt_path is None):
-            load_pretrained(self, self.hparams["hf"]["path"], self.hparams["hf"]["family"])
+        if self._starts_from is not None and (self._trainer is None or self._trainer.ckpt_path is None):
+            load_pretrained(self, self._starts_from, self.hparams["hf"]["family"])
+            self._starts_from = None  # the weights that a run has trained stay in the next one
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Leave the weights to the checkpoint."""
+        self._starts_from = None
 
     def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
         """Build one chunk: the embedding where ``pre_process``, the output layer where ``post_process``."""

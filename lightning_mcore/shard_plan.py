@@ -56,11 +56,11 @@ class ShardPlan:
     """What one rank has to write.
 
     Args:
-        pieces: The pieces that this rank writes.
+        pieces: The pieces that this rank writes; each may be made when it is asked for.
         metadata: What all ranks write; on rank 0 only.
     """
 
-    pieces: list[Piece]
+    pieces: Sequence[Piece]
     metadata: Metadata | None
 
 

@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face models in and out, at any layout.
 
-``MCoreGPT.from_pretrained(path)`` starts from one; a family of your own is a :class:`Family` made of these rules.
+``MCoreGPT.from_pretrained(path)`` starts from one, ``SaveHFModel`` hands one back at the end of a run.
+:func:`export_checkpoint` and :func:`import_checkpoint` turn checkpoints into Hugging Face models and back, without a
+run; they are the commands ``lightning-mcore export`` and ``lightning-mcore import``. A family of your own is a
+:class:`Family` made of the rules below.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from lightning_mcore.hf.config_rules import ConfigRule, Constants, Derived, Only, Same, Unused
 from lightning_mcore.hf.family import Family
@@ -19,6 +25,11 @@ from lightning_mcore.hf.weight_rules import (
     WeightRule,
 )
 
+if TYPE_CHECKING:
+    from lightning_mcore.hf.export import export_checkpoint, export_model
+    from lightning_mcore.hf.import_checkpoint import import_checkpoint
+    from lightning_mcore.hf.save_hf_model import SaveHFModel
+
 __all__ = [
     "Block",
     "ConfigRule",
@@ -31,12 +42,30 @@ __all__ = [
     "Rename",
     "Rows",
     "Same",
+    "SaveHFModel",
     "Transpose",
     "Unused",
     "Vocabulary",
     "WeightRule",
+    "export_checkpoint",
+    "export_model",
     "family_names",
     "find_family",
+    "import_checkpoint",
     "load_pretrained",
     "pretrained_settings",
 ]
+
+_LATER = {
+    "SaveHFModel": "save_hf_model",
+    "export_checkpoint": "export",
+    "export_model": "export",
+    "import_checkpoint": "import_checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what stands above ``MCoreGPT``, which imports this package, when it is asked for."""
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)

@@ -54,19 +54,21 @@ class Same:
     Args:
         key: Of the Hugging Face config.
         field: Its name here.
+        others: What other releases of transformers call the key.
     """
 
     key: str
     field: str
+    others: tuple[str, ...] = ()
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The key."""
-        return (self.key,)
+        """The key, by all its names."""
+        return (self.key, *self.others)
 
     def read(self, config: Config) -> dict[str, Any]:
         """Return the field; None stays away, so that the default holds."""
-        value = config.get(self.key)
+        value = next((config[key] for key in self.keys if config.get(key) is not None), None)
         return {} if value is None else {self.field: value}
 
     def write(self, fields: Fields) -> dict[str, Any]:
@@ -98,6 +100,26 @@ class Constants:
 
 
 @dataclass(frozen=True)
+class Preset:
+    """Fields to start from that change no number of the model, so that a user may have others.
+
+    Args:
+        fields: By name.
+    """
+
+    fields: dict[str, Any]
+    keys: tuple[str, ...] = ()
+
+    def read(self, config: Config) -> dict[str, Any]:
+        """Return the fields."""
+        return dict(self.fields)
+
+    def write(self, fields: Fields) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+
+@dataclass(frozen=True)
 class Only:
     """A key with one value that is supported.
 
@@ -105,11 +127,13 @@ class Only:
         key: Of the Hugging Face config.
         value: The value; a config without the key is taken to have it.
         why: What another value would need, as the end of a sentence.
+        is_written: Whether a config is to have it; not where transformers does not know the key.
     """
 
     key: str
     value: Any
     why: str = "Megatron's model has no such thing"
+    is_written: bool = True
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -123,7 +147,7 @@ class Only:
 
     def write(self, fields: Fields) -> dict[str, Any]:
         """Return the key."""
-        return {self.key: self.value}
+        return {self.key: self.value} if self.is_written else {}
 
 
 @dataclass(frozen=True)

@@ -9,58 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_mcore.hf.config_rules import ConfigRule, Constants, Derived, Only, Same, Unused, refuse_unless
+from lightning_mcore.hf.rope_rules import ROPE
 from lightning_mcore.hf.weight_rules import QueryKeyValue, Rename, Rows, Vocabulary, WeightRule
 
 # ---- configs
 
-
-def _read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary positions: plain, stretched evenly, as in Llama 3, or as in YaRN."""
-    rope = dict(config.get("rope_parameters") or {})
-    kind = rope.pop("rope_type", "default")
-    fields: dict[str, Any] = {"rotary_base": _whole(rope.pop("rope_theta", 10000.0))}
-    percent = rope.pop("partial_rotary_factor", 1.0)
-    if percent != 1.0:
-        fields["rotary_percent"] = percent
-    factor = rope.pop("factor", None)
-    if kind == "linear":
-        fields["seq_len_interpolation_factor"] = factor
-    elif kind == "llama3":
-        refuse_unless("rope_parameters.low_freq_factor", rope.pop("low_freq_factor", 1.0), (1.0,), _LLAMA3)
-        refuse_unless("rope_parameters.high_freq_factor", rope.pop("high_freq_factor", 4.0), (4.0,), _LLAMA3)
-        original = rope.pop("original_max_position_embeddings", 8192)
-        refuse_unless("rope_parameters.original_max_position_embeddings", original, (8192,), _LLAMA3)
-        fields |= {"rope_scaling": True, "rope_scaling_factor": float(factor or 8.0)}
-    else:
-        refuse_unless("rope_parameters.rope_type", kind, ("default",), "Megatron has no such positions")
-    for key, value in rope.items():
-        if value is not None and not (kind == "default" and key == "original_max_position_embeddings"):
-            raise ValueError(f"rope_parameters.{key}={value!r} is not supported with rope_type={kind!r}; remove it")
-    return fields
-
-
-_LLAMA3 = "Megatron has Llama 3's own value built in"
-
-
-def _write_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
-    if fields["position_embedding_type"] != "rope":
-        raise ValueError(f"position_embedding_type={fields['position_embedding_type']!r} has no place in it")
-    rope: dict[str, Any] = {"rope_theta": float(fields["rotary_base"]), "rope_type": "default"}
-    if fields["rotary_percent"] != 1.0:
-        rope["partial_rotary_factor"] = fields["rotary_percent"]
-    if fields["seq_len_interpolation_factor"] is not None:
-        rope |= {"rope_type": "linear", "factor": fields["seq_len_interpolation_factor"]}
-    if fields["rope_scaling"]:
-        rope |= {"rope_type": "llama3", "factor": fields["rope_scaling_factor"]}
-        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    return {"rope_parameters": rope}
-
-
-def _whole(value: float) -> int | float:
-    return int(value) if float(value).is_integer() else value
-
-
-ROPE = Derived(("rope_parameters",), _read_rope, _write_rope)
 
 SIZES: tuple[ConfigRule, ...] = (
     Same("vocab_size", "vocab_size"),
@@ -71,7 +24,7 @@ SIZES: tuple[ConfigRule, ...] = (
     Same("num_key_value_heads", "num_query_groups"),
 )
 
-DECODER: tuple[ConfigRule, ...] = (
+WITHOUT_POSITIONS: tuple[ConfigRule, ...] = (
     *SIZES,
     Same("rms_norm_eps", "layernorm_epsilon"),
     Same("attention_dropout", "attention_dropout"),
@@ -85,17 +38,115 @@ DECODER: tuple[ConfigRule, ...] = (
             "add_bias_linear": False,
         }
     ),
-    ROPE,
 )
-"""Sizes, RMSNorm, gated SiLU without biases, rotary positions."""
+"""Sizes, RMSNorm, gated SiLU without biases."""
 
-HEAD_DIM = Same("head_dim", "kv_channels")
+DECODER: tuple[ConfigRule, ...] = (*WITHOUT_POSITIONS, ROPE, Same("head_dim", "kv_channels"))
+"""The same, with rotary positions of whole heads."""
 
-NO_ATTENTION_BIAS = Only(
-    "attention_bias", False, "Megatron has biases in all projections of attention and MLP, or none"
-)
+_ALL_OR_NONE = "Megatron has biases in all projections of attention and MLP, in queries, keys and values, or in none"
+
+NO_ATTENTION_BIAS = Only("attention_bias", False, _ALL_OR_NONE)
+
+NO_MLP_BIAS = Only("mlp_bias", False, _ALL_OR_NONE)
 
 PRETRAINING_TP = Unused(("pretraining_tp",))
+
+# ---- windows: in transformers a query sees so many keys with itself, in Megatron so many before itself
+
+_FULL, _WINDOWED = "full_attention", "sliding_attention"
+
+
+def _read_window(config: Mapping[str, Any]) -> dict[str, Any]:
+    size = config.get("sliding_window")
+    if size is None:
+        return {}
+    if size < 1:
+        raise ValueError(f"sliding_window={size!r} is not supported, for a query sees itself; only 1 and more are")
+    return {"window_size": [size - 1, 0]}
+
+
+def _write_window(fields: Mapping[str, Any]) -> dict[str, Any]:
+    if fields["window_attn_skip_freq"] is not None:
+        raise ValueError("it has windows in some layers alone, which have no place in it")
+    return {"sliding_window": _keys_seen(fields)}
+
+
+def _keys_seen(fields: Mapping[str, Any]) -> int | None:
+    if fields["window_size"] is None:
+        return None
+    back, ahead = fields["window_size"]
+    if back < 0 or ahead not in (0, -1):
+        raise ValueError(f"window_size={fields['window_size']!r} has no place in it, which has (n, 0)")
+    return int(back) + 1
+
+
+def _read_optional_window(config: Mapping[str, Any]) -> dict[str, Any]:
+    return _read_window(config) if config.get("use_sliding_window") else {}
+
+
+def _write_optional_window(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_write_window(fields), "use_sliding_window": fields["window_size"] is not None}
+
+
+def _read_windows(config: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = config.get("layer_types") or ()
+    for kind in kinds:
+        refuse_unless("layer_types", kind, (_FULL, _WINDOWED), "Megatron has no such layers")
+    windowed = [int(kind == _WINDOWED) for kind in kinds]
+    if not any(windowed):
+        return {}
+    if not config.get("use_sliding_window") or not config.get("sliding_window"):
+        raise ValueError(
+            f"layer_types has {_WINDOWED!r}, and use_sliding_window={config.get('use_sliding_window')!r} with"
+            f" sliding_window={config.get('sliding_window')!r} says how wide no window is; give both"
+        )
+    return _read_window(config) | ({} if all(windowed) else {"window_attn_skip_freq": windowed})
+
+
+def _write_windows(fields: Mapping[str, Any]) -> dict[str, Any]:
+    size = _keys_seen(fields)
+    flags = fields["window_attn_skip_freq"] or [size is not None] * fields["num_layers"]
+    kinds = [_WINDOWED if flag else _FULL for flag in flags]
+    return {"sliding_window": size, "use_sliding_window": size is not None, "layer_types": kinds}
+
+
+WINDOW = Derived(("sliding_window",), _read_window, _write_window)
+"""All layers have a window, or none."""
+
+OPTIONAL_WINDOW = Derived(
+    ("sliding_window", "use_sliding_window", "max_window_layers"), _read_optional_window, _write_optional_window
+)
+"""The same with a switch; ``max_window_layers`` is not read by that model."""
+
+WINDOWS = Derived(
+    ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"), _read_windows, _write_windows
+)
+"""Layers have a window by their kind; transformers makes the kinds of ``max_window_layers`` where there are none."""
+
+# ---- layers for multi-token prediction
+
+
+def _read_multi_token(config: Mapping[str, Any]) -> dict[str, Any]:
+    layers = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers")
+    return {"mtp_num_layers": layers} if layers else {}
+
+
+MULTI_TOKEN_LAYERS = Derived(
+    ("num_nextn_predict_layers", "num_mtp_layers"),
+    _read_multi_token,
+    lambda fields: {"num_nextn_predict_layers": fields["mtp_num_layers"] or 0},
+)
+
+MULTI_TOKEN: tuple[WeightRule, ...] = (
+    Rename("enorm.weight", "enorm.weight"),
+    Rename("hnorm.weight", "hnorm.weight"),
+    Rename("eh_proj.weight", "eh_proj.weight"),
+    Rename("final_layernorm.weight", "shared_head.norm.weight"),
+)
+
+REPEATED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+"""Checkpoints have the embedding and the output layer once more in each of those layers."""
 
 # ---- weights
 

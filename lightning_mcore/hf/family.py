@@ -14,11 +14,14 @@ from typing import Any
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from lightning_mcore.hf.config_rules import ConfigRule
+from lightning_mcore.hf.training_fields import TRAINING_ONLY
 from lightning_mcore.hf.weight_rules import WeightRule
+from lightning_mcore.positions import YARN_DEFAULTS
 from lightning_mcore.transformer_fields import DEFAULTS, OF_THE_MODULE
 
 IRRELEVANT = frozenset(
     {
+        "_attn_implementation_autoset",
         "_name_or_path",
         "architectures",
         "auto_map",
@@ -37,55 +40,15 @@ IRRELEVANT = frozenset(
         "pad_token_id",
         "problem_type",
         "return_dict",
+        "tokenizer_class",
         "torch_dtype",
         "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
         "use_cache",
     }
 )
 """Keys of any config that change no number of a model whose weights are given."""
-
-TRAINING_ONLY = frozenset(
-    {
-        "attention_backend",
-        "attention_dropout",
-        "attention_softmax_in_fp32",
-        "bias_activation_fusion",
-        "bias_dropout_fusion",
-        "calculate_per_token_loss",
-        "cp_comm_type",
-        "cross_entropy_fusion_impl",
-        "cross_entropy_loss_fusion",
-        "deterministic_mode",
-        "distribute_saved_activations",
-        "embedding_init_method_std",
-        "gradient_accumulation_fusion",
-        "hidden_dropout",
-        "init_method",
-        "init_method_std",
-        "masked_softmax_fusion",
-        "moe_aux_loss_coeff",
-        "moe_grouped_gemm",
-        "moe_input_jitter_eps",
-        "moe_per_layer_logging",
-        "moe_permute_fusion",
-        "moe_router_bias_update_rate",
-        "moe_router_fusion",
-        "moe_shared_expert_overlap",
-        "moe_token_dispatcher_type",
-        "moe_use_legacy_grouped_gemm",
-        "moe_z_loss_coeff",
-        "mtp_loss_scaling_factor",
-        "output_layer_init_method",
-        "perform_initialization",
-        "persist_layer_norm",
-        "recompute_granularity",
-        "recompute_method",
-        "recompute_modules",
-        "recompute_num_layers",
-        "use_cpu_initialization",
-    }
-)
-"""Fields that say how a model is trained, not what it computes; a config need not have a place for them."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +126,10 @@ class Family:
 
 
 def complete_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields with the defaults of all others, and with sizes that follow from others filled in.
+    """Return fields with the defaults of all others, with sizes that follow from others filled in, each said one way.
+
+    What has no effect, or can be said in several ways, is said as :func:`_one_way` does, so that equal models have
+    equal fields.
 
     Args:
         fields: Fields of ``TransformerConfig`` and settings of the module, by name.
@@ -184,7 +150,47 @@ def complete_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in derived.items():
         if whole[name] is None:
             whole[name] = value()
-    return whole
+    return whole | _one_way(whole)
+
+
+def _one_way(whole: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields that can be said in several ways, in one of them."""
+    activation = whole["activation_func"]
+    said: dict[str, Any] = {
+        "activation_func": activation.removeprefix("torch.nn.functional.")
+        if isinstance(activation, str)
+        else activation,
+        "mtp_num_layers": whole["mtp_num_layers"] or None,
+        "yarn": {**YARN_DEFAULTS, **whole["yarn"]} if whole["yarn"] is not None else None,
+    }
+    if whole["moe_router_topk_scaling_factor"] == 1.0:
+        said["moe_router_topk_scaling_factor"] = None
+    if whole["moe_router_load_balancing_type"] != "sinkhorn":  # which alone changes how tokens are routed
+        said["moe_router_load_balancing_type"] = "aux_loss"
+    return said | _one_way_of_windows(whole) | _one_way_of_experts(whole)
+
+
+def _one_way_of_windows(whole: Mapping[str, Any]) -> dict[str, Any]:
+    """Return which layers have a window as a tuple of flags; None for all of them."""
+    window, skip = whole["window_size"], whole["window_attn_skip_freq"]
+    if isinstance(skip, int):
+        skip = tuple(int((layer + 1) % skip != 0) for layer in range(whole["num_layers"]))
+    windowed = tuple(map(bool, skip)) if skip is not None else (True,)
+    if window is None or not any(windowed):
+        return {"window_size": None, "window_attn_skip_freq": None}
+    return {"window_attn_skip_freq": None if all(windowed) else windowed}
+
+
+def _one_way_of_experts(whole: Mapping[str, Any]) -> dict[str, Any]:
+    """Return which layers have experts as a tuple of flags; 1 for all of them."""
+    if not whole["num_moe_experts"]:
+        return {"moe_layer_freq": 1}
+    every = whole["moe_layer_freq"]
+    if isinstance(every, int):
+        every = tuple(layer % every == 0 for layer in range(whole["num_layers"]))
+    if all(every):
+        return {"moe_layer_freq": 1, "ffn_hidden_size": whole["moe_ffn_hidden_size"]}
+    return {"moe_layer_freq": tuple(map(bool, every))}
 
 
 MODULE_DEFAULTS: dict[str, Any] = {

@@ -107,8 +107,8 @@ def read_json(folder: str, name: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is no JSON file, for {error}; download it again") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON, or only a part of it ({error}); download it again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, not an object; download it again")
     return content

@@ -5,12 +5,11 @@ Megatron's modules say themselves which part of which tensor they hold (``sharde
 same serves to fill them from a Hugging Face model and to write one. Nothing here knows how a model is split.
 """
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import lightning.pytorch as pl
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from torch import Tensor
 
@@ -83,8 +82,8 @@ def _own_pieces(chunks: ModelChunks) -> tuple[list[ModelPiece], dict[str, Shape]
     """Return what this rank holds, and the shapes of the stored tensors that it is part of."""
     own, stored = [], {}
     for index in range(len(chunks.bare)):
-        for entry in _tensors_in(sharded_chunk(chunks, index)):
-            for piece in pieces_of(entry):
+        for entry in nested_values(sharded_chunk(chunks, index)):
+            for piece in pieces_of(entry) if isinstance(entry, ShardedTensor | ShardedTensorFactory) else ():
                 stored[piece.place.key] = tuple(piece.place.global_shape)
                 own.append(_piece(entry, piece.place, piece.start))
     return own, stored
@@ -98,11 +97,3 @@ def _piece(entry: ShardedTensor | ShardedTensorFactory, place: ShardedTensor, st
     return ModelPiece(
         *whole_name(place.key, tuple(place.global_offset), shape), data=data, is_main=is_main_replica(place.replica_id)
     )
-
-
-def _tensors_in(state: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
-    if isinstance(state, ShardedTensor | ShardedTensorFactory):
-        yield state
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            yield from _tensors_in(value)

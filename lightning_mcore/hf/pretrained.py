@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start from a Hugging Face model: its config becomes settings, its weights fill the chunks of the running layout.
 
-:func:`pretrained_settings` makes the arguments of ``MCoreGPT`` from a ``config.json``; :func:`load_pretrained` reads
-into each chunk that a rank has built the rectangles that belong there. No rank reads more of a tensor than it holds.
+:func:`pretrained_settings` makes the arguments of ``MCoreGPT`` from a ``config.json``, before there are ranks: what is
+wrong with config or files is found there. :func:`load_pretrained` reads into each chunk that a rank has built the
+rectangles that belong there. No rank reads more of a tensor than it holds.
+
+Both take a checkpoint directory as well, which ``lightning-mcore import`` or a run of ``MCoreGPT`` wrote: it has the
+settings and the weights, and the Hugging Face folder is not needed any more.
 """
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,18 +18,22 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from tqdm import tqdm
 
+from lightning_mcore import checkpoint_files
 from lightning_mcore.agreement import on_all
-from lightning_mcore.checkpoint_format import some_of
-from lightning_mcore.hf.family import Family, split_fields
+from lightning_mcore.checkpoint_io import MCoreCheckpointIO
+from lightning_mcore.chunks import find_pipeline
+from lightning_mcore.hf.family import Family, complete_fields, split_fields
 from lightning_mcore.hf.hf_config import family_of, local_folder, read_config, read_generation_config, read_json
-from lightning_mcore.hf.model_pieces import ModelPiece, ModelPieces, pieces_of_module
+from lightning_mcore.hf.hf_weights import HFWeights
+from lightning_mcore.hf.model_pieces import ModelPieces, pieces_of_module
 from lightning_mcore.hf.safetensors_folder import SafetensorsFolder
-from lightning_mcore.hf.weight_map import WeightMap
+from lightning_mcore.transformer_fields import OF_THE_MODULE
+from lightning_mcore.weights import load_weights
 
-_SHOWN = 5  # names in an error
+_FILLED = "_filled_from_hugging_face"  # set on a model that load_pretrained has filled
+_KEPT = sorted(OF_THE_MODULE - {"make_vocab_size_divisible_by", "transformer_impl"})  # what a model is, not how it runs
 _SILENT_SECONDS = 2.0  # reading that takes no longer shows no progress
 
 _log = logging.getLogger(__name__)
@@ -67,6 +76,15 @@ class HFSource:
             raise ValueError(f"{folder}/config.json: {error}") from error
         return cls(folder, known, config, fields)
 
+    def open_tensors(self) -> SafetensorsFolder:
+        """Read the headers of its weights.
+
+        Raises:
+            FileNotFoundError: A file is missing.
+            ValueError: A file is damaged, or the weights are quantised.
+        """
+        return SafetensorsFolder(self.folder, self.family.unread)
+
 
 def pretrained_settings(
     path: str,
@@ -77,7 +95,7 @@ def pretrained_settings(
     """Return the arguments of ``MCoreGPT`` that a Hugging Face model is made with.
 
     Args:
-        path: Its folder, or its name on the Hugging Face hub.
+        path: Its folder, its name on the Hugging Face hub, or a checkpoint of a model made from one.
         family: Name or path of its family; None for what its config says.
         seq_length: Tokens of a sequence in training; None for as many as the model was made for.
         transformer: Fields of ``TransformerConfig`` to use instead of those that follow from the config.
@@ -85,47 +103,66 @@ def pretrained_settings(
     Returns:
         ``vocab_size``, ``seq_length``, ``transformer`` and the settings of positions; ``hf`` says where they come from,
         as plain data.
+
+    Raises:
+        FileNotFoundError: There is no such model, or a file of it is missing.
+        ValueError: It is of no known family, its config asks for something that is not supported, or a file is damaged.
     """
-    source = HFSource.open(path, family)
-    module, fields = split_fields(source.fields)
-    if fields.get("mtp_num_layers") and not _has_multi_token_layers(source):
-        _log.info("%s has no weights for multi-token prediction, so the model is made without", source.folder)
-        del fields["mtp_num_layers"]
-    return {
-        **module,
-        "seq_length": seq_length or int(source.config["max_position_embeddings"]),
-        "transformer": {**fields, **(transformer or {})},
-        "hf": {
-            "path": path,
-            "family": family or source.family.model_type,
-            "config": read_json(source.folder, "config.json"),
-            "generation_config": read_generation_config(source.folder),
-        },
-    }
+    settings = _settings_of_checkpoint(path) if _is_checkpoint(path) else _settings_of_model(path, family)
+    settings["transformer"] = {**settings["transformer"], **(transformer or {})}
+    return {**settings, "seq_length": seq_length or settings["seq_length"]}
 
 
 def load_pretrained(module: pl.LightningModule, path: str, family: str | None = None) -> None:
     """Fill the chunks that ``pipeline()`` has built from a Hugging Face model; collective over the world.
 
+    Once for each model: where ``fit`` is followed by ``validate``, what was trained stays.
+
     Args:
         module: A module whose model is built and not wrapped yet, as at the end of ``configure_model``.
-        path: The model's folder, or its name on the Hugging Face hub.
+        path: The model's folder, its name on the Hugging Face hub, or a checkpoint of a model made from one.
         family: Name or path of its family; None for what its config says.
 
     Raises:
         FileNotFoundError: There is no such model, or a file of it is missing.
-        RuntimeError: The module has no model yet.
+        RuntimeError: The module has no model yet, or it is being trained.
         ValueError: The weights are not those of this model, or damaged; the same on every rank.
     """
-    source = on_all(lambda: HFSource.open(path, family))
-    pieces = pieces_of_module(module)
-    on_all(lambda: _fill(source, pieces))
+    pipeline = find_pipeline(module)
+    if pipeline is not None and pipeline.__dict__.get(_FILLED):
+        return
+    if any(hasattr(parameter, "main_grad") for parameter in module.parameters()):
+        raise RuntimeError("load_pretrained() was called while the model is trained; call it in configure_model()")
+    if _is_checkpoint(path):
+        load_weights(module, path)
+    else:
+        source = on_all(lambda: HFSource.open(path, family))
+        pieces = pieces_of_module(module)
+        on_all(lambda: _fill(source, pieces, running_fields(source, module)))
+    if pipeline is not None:
+        object.__setattr__(pipeline, _FILLED, True)
 
 
-def _fill(source: HFSource, pieces: ModelPieces) -> None:
-    weights = WeightMap(source.family, source.fields, pieces.shapes)
-    folder = SafetensorsFolder(source.folder)
-    check_tensors(source, folder, weights)
+def running_fields(source: HFSource, module: pl.LightningModule) -> dict[str, Any]:
+    """Return the settings of a model that is built: what its config says of itself, and the rest from its source.
+
+    Args:
+        source: What it is to be filled from.
+        module: A module whose model is built.
+    """
+    pipeline = find_pipeline(module)
+    config = getattr(pipeline.chunks[0], "config", None) if pipeline is not None else None
+    fields = complete_fields(source.fields)
+    plain = (bool, int, float, str, type(None))
+    return fields | {
+        name: getattr(config, name)
+        for name, value in fields.items()
+        if isinstance(value, plain) and isinstance(getattr(config, name, object()), plain)
+    }
+
+
+def _fill(source: HFSource, pieces: ModelPieces, fields: Mapping[str, Any]) -> None:
+    weights = HFWeights(source.open_tensors(), source.family, fields, pieces.shapes)
     own = tqdm(
         pieces.own,
         desc=f"reading {source.folder}",
@@ -134,79 +171,48 @@ def _fill(source: HFSource, pieces: ModelPieces) -> None:
         delay=_SILENT_SECONDS,
         leave=False,
     )
-    aliases: dict[str, list[str]] = {}
-    for name, other in weights.repeated.items():
-        aliases.setdefault(other, []).append(name)
     with torch.no_grad():
         for piece in own:
-            _read_piece(piece, folder, weights, aliases)
+            weights.fill(piece.data, piece.name, piece.start, piece.shape)
 
 
-def check_tensors(source: HFSource, folder: SafetensorsFolder, weights: WeightMap) -> None:
-    """Refuse a folder whose tensors are not those of the model.
-
-    Raises:
-        ValueError: Tensors are missing, are not known, or have other shapes.
-    """
-    wanted, found = weights.shapes, folder.shapes
-    missing = sorted(wanted.keys() - found.keys())
-    extra = sorted(name for name in found.keys() - wanted.keys() if not _is_left_out(source, name))
-    shapes = [
-        f"{name} ({list(found[name])})" for name in sorted(wanted.keys() & found.keys()) if wanted[name] != found[name]
-    ]
-    parts = []
-    if missing:
-        parts.append(f"it lacks {some_of(missing, _SHOWN)}")
-    if extra:
-        parts.append(f"it has {some_of(extra, _SHOWN)}, which the model has no place for")
-    if shapes:
-        first = next(name for name in sorted(wanted) if name in found and wanted[name] != found[name])
-        parts.append(f"shapes differ: {some_of(shapes, _SHOWN)}, where {list(wanted[first])} belongs")
-    if parts:
+def _settings_of_model(path: str, family: str | None) -> dict[str, Any]:
+    if os.path.isdir(path) and checkpoint_files.is_megatron_checkpoint(path):
         raise ValueError(
-            f"the weights in {source.folder} do not fit its config: {'; '.join(parts)}; give config and weights of one"
-            " model"
+            f"{path} is a checkpoint of Megatron-LM or another program, which does not say what model it is of; start"
+            f" from its weights with self.load_weights({path!r}) in configure_model"
         )
+    source = HFSource.open(path, family)
+    names = source.open_tensors().shapes
+    module, fields = split_fields(source.fields)
+    behind = source.family.layer_prefix.replace("{layer}", str(source.fields["num_layers"]))
+    if fields.get("mtp_num_layers") and not any(name.startswith(behind) for name in names):
+        _log.info("%s has no weights for multi-token prediction, so the model is made without", source.folder)
+        del fields["mtp_num_layers"]
+    return {
+        **module,
+        "seq_length": int(source.config["max_position_embeddings"]),
+        "transformer": fields,
+        "hf": {
+            "path": os.path.abspath(path) if os.path.isdir(path) else path,
+            "family": family or source.family.model_type,
+            "config": read_json(source.folder, "config.json"),
+            "generation_config": read_generation_config(source.folder),
+        },
+    }
 
 
-def _is_left_out(source: HFSource, name: str) -> bool:
-    """Whether a tensor has no place in the model for a good reason."""
-    if name.endswith(source.family.unread):
-        return True
-    if name == "lm_head.weight":
-        return bool(source.fields.get("share_embeddings_and_output_weights"))
-    layers = source.fields["num_layers"]
-    last = source.family.layer_prefix.partition("{layer}")[0]
-    number = name.removeprefix(last).partition(".")[0]
-    return bool(source.family.multi_token) and name.startswith(last) and number.isdigit() and int(number) >= layers
+def _is_checkpoint(path: str) -> bool:
+    return checkpoint_files.is_checkpoint_directory(path)
 
 
-def _has_multi_token_layers(source: HFSource) -> bool:
-    start = source.family.layer_prefix.replace("{layer}", str(source.fields["num_layers"]))
-    return any(name.startswith(start) for name in SafetensorsFolder(source.folder).shapes)
-
-
-def _read_piece(
-    piece: ModelPiece, folder: SafetensorsFolder, weights: WeightMap, aliases: Mapping[str, list[str]]
-) -> None:
-    """Read a rectangle into its place; what stands for no token becomes zero."""
-    parts = [part for block in weights.blocks[piece.name] if (part := block.within(piece.start, piece.shape))]
-    target = piece.data.view(piece.shape) if piece.data.shape != piece.shape else piece.data
-    if sum(torch.Size(part.shape).numel() for part in parts) < target.numel():
-        target.zero_()
-    for part in parts:
-        values = folder.read(part.hf, part.hf_start, part.hf_shape)
-        for alias in aliases.get(part.hf, ()):
-            _check_equal(folder, part.hf, alias, values, part.hf_start, part.hf_shape)
-        place = tuple(slice(a - b, a - b + n) for a, b, n in zip(part.start, piece.start, part.shape, strict=True))
-        target[place].copy_((values.t() if part.transposed else values).view_as(target[place]))
-
-
-def _check_equal(
-    folder: SafetensorsFolder, name: str, alias: str, values: Tensor, start: tuple[int, ...], shape: tuple[int, ...]
-) -> None:
-    if not torch.equal(values, folder.read(alias, start, shape)):
+def _settings_of_checkpoint(path: str) -> dict[str, Any]:
+    """Return the settings of the model in a checkpoint directory, without those of its training."""
+    saved = MCoreCheckpointIO().load_checkpoint(path).get(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, {})
+    hf = saved.get("hf")
+    if not hf:
         raise ValueError(
-            f"{alias} in {folder.folder} differs from {name}, and Megatron's model has one of them for both; set"
-            " mtp_num_layers=None in transformer to leave multi-token prediction out"
+            f"{path} is a checkpoint of a model that was not made from a Hugging Face model; start from it with"
+            f" self.load_weights({path!r}) in configure_model"
         )
+    return {name: saved[name] for name in (*_KEPT, "transformer", "hf") if name in saved}

@@ -2,17 +2,24 @@
 """The weights of a Hugging Face model on the disk: which tensors there are, and any rectangle of one.
 
 A model is one ``model.safetensors``, or several files with an index. Only headers are read when a
-:class:`SafetensorsFolder` is opened; a rectangle is read from the mapped file when it is asked for. Every file is
-checked to be as long as its header says, so that a broken download is found before training.
+:class:`SafetensorsFolder` is opened, and every file is checked to be as long as its header says, so that a broken
+download is found before a model is built. A rectangle is a view of the mapped file: nothing is read before it is
+copied, and nothing is copied twice.
+
+``pretrained.py`` and ``import_checkpoint.py`` read models with it. The format is simple enough to be read here, in a
+dozen lines, which says more precisely than the library what is wrong with a file, and where in it a tensor lies.
+
+Source: safetensors 0.6, "Format" in its README: 8 bytes with the length of the header, the header as JSON, the tensors.
 """
 
+import json
+import mmap
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_mcore.hf.hf_config import read_json
@@ -20,7 +27,26 @@ from lightning_mcore.hf.hf_config import read_json
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_FLOATS = {"F64", "F32", "F16", "BF16"}
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_LENGTH = 8  # bytes in front of the header, with its length
+_LONGEST_HEADER = 100 << 20  # bytes, as the library has it; more is no length but damage
+_OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+_AHEAD_FROM = 1 << 20  # bytes from which the disk is told what comes, instead of asked page by page
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor lies.
+
+    Args:
+        file: Name of the file.
+        dtype: Type of the values.
+        begin: Where they begin in the file, in bytes.
+    """
+
+    file: str
+    dtype: torch.dtype
+    begin: int
 
 
 class SafetensorsFolder:
@@ -28,96 +54,171 @@ class SafetensorsFolder:
 
     Args:
         folder: Where ``model.safetensors``, or its index, lies.
+        unread: Endings of the names of tensors that are passed over.
 
     Attributes:
         folder: The same.
-        shapes: Shape of every tensor, by name.
+        shapes: Shape of every other tensor, by name.
+        dtypes: Type of its values, by name.
 
     Raises:
         FileNotFoundError: There are no safetensors, or one of the files is missing.
         ValueError: A file is damaged, the index does not fit the files, or the weights are quantised.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, unread: tuple[str, ...] = ()) -> None:
         self.folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._files: dict[str, str] = {}
-        self._open: dict[str, Any] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._places: dict[str, _Place] = {}
+        self._mapped: dict[str, mmap.mmap] = {}
+        self._whole: dict[str, Tensor] = {}
         index = self._index()
-        for name in sorted(set(index.values())) if index is not None else [SINGLE_FILE]:
-            self._read_header(name)
+        for name in [SINGLE_FILE] if index is None else sorted(set(index.values())):
+            self._read_header(name, unread)
         if index is not None:
-            self._compare(index)
+            self._compare({name: file for name, file in index.items() if not name.endswith(unread)})
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Return a rectangle of a tensor.
+        """Return a rectangle of a tensor, as a view of the mapped file; copy it, and do not write to it.
 
         Args:
             name: Of the tensor.
             start: Where the rectangle begins.
             shape: Its shape.
-
-        Raises:
-            ValueError: The file cannot be read.
         """
-        with self._refusing(self._files[name]):
-            file = self._handle(self._files[name])
-            if shape == self.shapes[name]:
-                whole: Tensor = file.get_tensor(name)
-                return whole
-            place = tuple(slice(first, first + length) for first, length in zip(start, shape, strict=True))
-            part: Tensor = file.get_slice(name)[place]
-            return part
+        whole = self._view(name)
+        if shape == self.shapes[name]:
+            self._announce(name, 0, whole.nbytes)
+            return whole
+        if shape:
+            row = whole[0].nbytes if whole.numel() else 0
+            self._announce(name, start[0] * row, shape[0] * row)
+        return whole[tuple(slice(first, first + length) for first, length in zip(start, shape, strict=True))]
+
+    # ---- headers
 
     def _index(self) -> dict[str, str] | None:
+        """Return in which file each tensor lies; None where there is one file."""
         if not os.path.exists(os.path.join(self.folder, INDEX_FILE)):
             if not os.path.exists(os.path.join(self.folder, SINGLE_FILE)):
-                raise FileNotFoundError(
-                    f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; give a model in safetensors, which"
-                    " transformers writes with save_pretrained"
-                )
+                raise FileNotFoundError(self._without_safetensors())
             return None
         index = read_json(self.folder, INDEX_FILE).get("weight_map")
-        if not isinstance(index, dict) or any(os.path.basename(str(name)) != name for name in index.values()):
+        if not isinstance(index, dict) or not index or not all(map(_is_file_name, index.values())):
             raise ValueError(f"{self.folder}/{INDEX_FILE} has no weight_map of file names; download it again")
+        missing = sorted(name for name in set(index.values()) if not os.path.isfile(os.path.join(self.folder, name)))
+        if missing:
+            more = f" and {len(missing) - 1} more files" if len(missing) > 1 else ""
+            raise FileNotFoundError(
+                f"{self.folder} lacks {missing[0]}{more}, which {INDEX_FILE} names; download the model again"
+            )
         return index
 
-    def _read_header(self, file_name: str) -> None:
-        if not os.path.exists(os.path.join(self.folder, file_name)):
-            raise FileNotFoundError(f"{self.folder} lacks {file_name}, which its index names; download it again")
-        with self._refusing(file_name):
-            file = self._handle(file_name)
-            for name in file.keys():  # noqa: SIM118 (no mapping)
-                part = file.get_slice(name)
-                if part.get_dtype() not in _FLOATS:
-                    raise ValueError(
-                        f"{name} in {self.folder}/{file_name} holds {part.get_dtype()}, as in a quantised model;"
-                        " give the model in bf16, fp16 or fp32"
-                    )
-                self.shapes[name] = tuple(part.get_shape())
-                self._files[name] = file_name
+    def _without_safetensors(self) -> str:
+        others = sorted(name for name in os.listdir(self.folder) if name.endswith(_OTHER_FORMATS))
+        found = f", only {others[0]}" if others else ""
+        return (
+            f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{found}; give a model in safetensors, which"
+            " save_pretrained of transformers writes"
+        )
+
+    def _read_header(self, file_name: str, unread: tuple[str, ...]) -> None:
+        path = os.path.join(self.folder, file_name)
+        size = os.path.getsize(path)
+        header, first = self._header(path, size)
+        end = first
+        for name, entry in header.items():
+            kind, shape, begin, last = self._entry(file_name, name, entry)
+            end = max(end, first + last)
+            if not name.endswith(unread):
+                dtype = self._type(file_name, name, kind)
+                if begin < 0 or last - begin != prod(shape) * dtype.itemsize:
+                    raise self._unreadable(file_name, name)
+                self._places[name] = _Place(file_name, dtype, first + begin)
+                self.shapes[name], self.dtypes[name] = shape, dtype
+        if end != size:
+            raise ValueError(
+                f"{path} is damaged, for it has {size} bytes, and its header describes {end}; download it again"
+            )
+
+    def _header(self, path: str, size: int) -> tuple[dict[str, Any], int]:
+        """Return the header of a file, and where the tensors begin."""
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(_LENGTH), "little")
+            if not 0 < length <= min(size - _LENGTH, _LONGEST_HEADER):
+                raise ValueError(
+                    f"{path} is damaged, for it has {size} bytes and announces a header of {length}; download it again"
+                )
+            text = file.read(length)
+        try:
+            header = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged, for its header is no JSON; download it again") from error
+        if not isinstance(header, dict):
+            raise ValueError(f"{path} is damaged, for its header lists no tensors; download it again")
+        header.pop("__metadata__", None)
+        return header, _LENGTH + length
+
+    def _entry(self, file_name: str, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+        """Return type, shape, beginning and end of a tensor, the latter two counted from the end of the header."""
+        try:
+            begin, end = (int(offset) for offset in entry["data_offsets"])
+            return str(entry["dtype"]), tuple(int(size) for size in entry["shape"]), begin, end
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._unreadable(file_name, name) from error
+
+    def _type(self, file_name: str, name: str, kind: str) -> torch.dtype:
+        if kind not in _FLOATS:
+            raise ValueError(
+                f"{name} in {self.folder}/{file_name} holds {kind}, as in a quantised model; give the model in bf16,"
+                " fp16 or fp32"
+            )
+        return _FLOATS[kind]
+
+    def _unreadable(self, file_name: str, name: str) -> ValueError:
+        return ValueError(
+            f"{self.folder}/{file_name} is damaged, for its header does not say where {name} lies; download it again"
+        )
 
     def _compare(self, index: dict[str, str]) -> None:
-        wrong = sorted(name for name in index.keys() | self._files.keys() if index.get(name) != self._files.get(name))
+        found = {name: place.file for name, place in self._places.items()}
+        wrong = sorted(name for name in index.keys() | found.keys() if index.get(name) != found.get(name))
         if wrong:
             raise ValueError(
                 f"{self.folder}/{INDEX_FILE} and the files do not agree on {len(wrong)} tensors, the first is"
                 f" {wrong[0]}; download the model again"
             )
 
-    def _handle(self, file_name: str) -> Any:
-        if file_name not in self._open:
-            self._open[file_name] = safe_open(os.path.join(self.folder, file_name), framework="pt")
-        return self._open[file_name]
+    # ---- values
 
-    @contextmanager
-    def _refusing(self, file_name: str) -> Iterator[None]:
-        try:
-            yield
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{self.folder}/{file_name} is damaged, for {error}; download it again") from error
+    def _view(self, name: str) -> Tensor:
+        """Return a tensor in the memory of its mapped file."""
+        if name not in self._whole:
+            place, shape = self._places[name], self.shapes[name]
+            count = prod(shape) * place.dtype.itemsize
+            if count == 0:
+                return torch.empty(shape, dtype=place.dtype)
+            values = torch.frombuffer(self._map(place.file), dtype=torch.uint8, count=count, offset=place.begin)
+            if place.begin % place.dtype.itemsize:
+                values = values.clone()  # no view of it has this type
+            self._whole[name] = values.view(place.dtype).view(shape)
+        return self._whole[name]
+
+    def _map(self, file_name: str) -> mmap.mmap:
+        if file_name not in self._mapped:
+            with open(os.path.join(self.folder, file_name), "rb") as file:
+                self._mapped[file_name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._mapped[file_name]
+
+    def _announce(self, name: str, begin: int, length: int) -> None:
+        """Let the disk fetch a range of a tensor, of which much will be read."""
+        if length < _AHEAD_FROM or not hasattr(mmap, "MADV_WILLNEED"):
+            return
+        place = self._places[name]
+        first = (place.begin + begin) // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map(place.file).madvise(mmap.MADV_WILLNEED, first, place.begin + begin + length - first)
 
 
-def dtype_of(folder: SafetensorsFolder, name: str) -> torch.dtype:
-    """Return the type of a tensor's values."""
-    return folder.read(name, (0,) * len(folder.shapes[name]), (0,) * len(folder.shapes[name])).dtype
+def _is_file_name(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and os.path.basename(value) == value

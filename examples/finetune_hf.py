@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tune a Hugging Face model on two CPU processes, tensor parallel, and hand back a Hugging Face model.
+
+Run it with ``make demo-hf`` or ``python examples/finetune_hf.py``. ``--model`` names a folder, or a model on the hub,
+whose tokenizer has a chat template; without it ``transformers`` makes a tiny random Llama on the spot. Either way each
+rank reads only its part of the weights, the questions and answers of ``finetune_gpt.py`` are trained on, and at the end
+the two ranks write ``model.safetensors``, config and tokenizer, which ``transformers`` loads and answers with.
+"""
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+
+import lightning.pytorch as pl
+
+import quiet  # noqa: F401
+from lightning_mcore import MCoreFinetuningData, MCoreGPT, MCoreStrategy
+from lightning_mcore.hf.save_hf_model import SaveHFModel
+from run_report import LayoutTable, StepBar
+from stdlib_dialogues import StdlibDialogues
+
+QUESTION = "What does shutil.copytree(src, dst, symlinks=False) do?"
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; the defaults take about a minute on two cores."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder or name of the model to start from (a tiny random one)")
+    parser.add_argument("--output", type=Path, default=Path("outputs/finetune_hf"), help="folder for the files")
+    parser.add_argument("--devices", type=int, default=2, help="ranks, one process each (2)")
+    parser.add_argument("--tp", type=int, default=2, help="tensor_model_parallel_size (2)")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline_model_parallel_size (1)")
+    parser.add_argument("--seq-length", type=int, default=256, help="tokens in a row (256)")
+    parser.add_argument("--batch-size", type=int, default=8, help="rows of a data-parallel rank in a step (8)")
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--max-steps", type=int, default=100)
+    parser.add_argument("--max-bytes", type=int, default=5_000_000, help="how much of the library to read (5000000)")
+    return parser.parse_args(arguments)
+
+
+def make_model(folder: Path, dialogues: StdlibDialogues) -> None:
+    """Write a small Llama with random weights and a tokenizer, as anybody's ``save_pretrained`` would."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = dialogues.tokenizer
+    shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": len(tokenizer)}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
+    config = LlamaConfig(**shape, **heads, bos_token_id=None, eos_token_id=tokenizer.eos_token_id)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def answer(folder: Path) -> str:
+    """Return what ``transformers`` answers with a model."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    turn = [{"role": "user", "content": QUESTION}]
+    inputs = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    tokens = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0]
+    text: str = tokenizer.decode(tokens[inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text
+
+
+def main() -> None:
+    """Make a model if there is none, train it, and ask ``transformers`` about the result."""
+    options = parse_arguments()
+    pl.seed_everything(1, verbose=False)
+    dialogues = StdlibDialogues(options.seq_length, max_bytes=options.max_bytes)
+    start, end = options.model or str(options.output / "start"), options.output / "tuned"
+    if "LOCAL_RANK" not in os.environ:  # the first process, which starts the others
+        dialogues.write()
+        if options.model is None:
+            make_model(Path(start), dialogues)
+            shutil.rmtree(end, ignore_errors=True)  # of an earlier run; other people's models are not replaced
+
+    module = MCoreGPT.from_pretrained(
+        start, options.seq_length, learning_rate=options.learning_rate, warmup_steps=options.max_steps // 10
+    )
+    data = MCoreFinetuningData(
+        train_files=dialogues.train_files,
+        validation_files=dialogues.validation_files,
+        tokenizer=start,
+        seq_length=options.seq_length,
+        batch_size=options.batch_size,
+        overlong="split",
+        cache_dir=dialogues.cache_dir,
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=options.devices,
+        strategy=MCoreStrategy(
+            tensor_model_parallel_size=options.tp,
+            pipeline_model_parallel_size=options.pp,
+            sequence_parallel=options.tp > 1,
+        ),
+        max_steps=options.max_steps,
+        gradient_clip_val=1.0,
+        limit_val_batches=8,
+        callbacks=[LayoutTable(), StepBar(), SaveHFModel(str(end))],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=data)
+    if trainer.is_global_zero:
+        print(f"\nmodel: {end}\n{QUESTION}", *(f"  | {line}" for line in answer(end).strip().splitlines()), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

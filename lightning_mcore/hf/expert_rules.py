@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules for mixtures of experts: which layers have them, how tokens are routed, and their weights.
+
+A softmax routes in Mixtral and Qwen, a sigmoid with a bias for the choice alone in DeepSeek and GLM. Losses that
+balance the load are Megatron's own and are given for training, in ``transformer``.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_mcore.hf.config_rules import ConfigRule, Constants, Derived, Only, Preset, Same, Unused, refuse_unless
+from lightning_mcore.hf.weight_rules import Experts, Rename, Rows, WeightRule
+
+Config = Mapping[str, Any]
+Fields = Mapping[str, Any]
+
+_BEST_OF_GROUP = 2  # experts of a group that speak for it in transformers
+
+# ---- which layers
+
+
+def _layers_with_experts(fields: Fields) -> list[bool]:
+    if not fields["num_moe_experts"]:
+        raise ValueError("it has no experts")
+    flags = fields["moe_layer_freq"]
+    return [True] * fields["num_layers"] if flags == 1 else list(flags)
+
+
+def _read_layers(flags: list[bool]) -> dict[str, Any]:
+    return {} if all(flags) else {"moe_layer_freq": [int(flag) for flag in flags]}
+
+
+def _read_sparse(config: Config) -> dict[str, Any]:
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    layers = range(config["num_hidden_layers"])
+    return _read_layers([layer not in dense and (layer + 1) % step == 0 for layer in layers])
+
+
+def _write_sparse(fields: Fields) -> dict[str, Any]:
+    dense = [layer for layer, has_experts in enumerate(_layers_with_experts(fields)) if not has_experts]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+def _read_first_dense(config: Config) -> dict[str, Any]:
+    dense = config.get("first_k_dense_replace") or 0
+    return _read_layers([layer >= dense for layer in range(config["num_hidden_layers"])])
+
+
+def _write_first_dense(fields: Fields) -> dict[str, Any]:
+    flags = _layers_with_experts(fields)
+    dense = flags.count(False)
+    if any(flags[:dense]):
+        raise ValueError(
+            f"moe_layer_freq={fields['moe_layer_freq']!r} has no place in it, which has dense layers first"
+        )
+    return {"first_k_dense_replace": dense}
+
+
+def _write_all(fields: Fields) -> dict[str, Any]:
+    if not all(_layers_with_experts(fields)):
+        raise ValueError(
+            f"moe_layer_freq={fields['moe_layer_freq']!r} has no place in it, all layers of which have experts"
+        )
+    return {}
+
+
+SPARSE_LAYERS = Derived(("decoder_sparse_step", "mlp_only_layers"), _read_sparse, _write_sparse)
+"""Every so many layers have experts, but for some."""
+
+FIRST_DENSE = Derived(("first_k_dense_replace",), _read_first_dense, _write_first_dense)
+"""The first layers have none."""
+
+ALL_LAYERS = Derived((), lambda config: {}, _write_all)
+"""Every layer has experts."""
+
+# ---- how tokens are routed
+
+
+def _read_softmax(config: Config) -> dict[str, Any]:
+    if not config.get("norm_topk_prob", False):
+        return {"moe_router_pre_softmax": True}
+    _refuse_one_expert(config)
+    return {}
+
+
+def _read_normalised(config: Config) -> dict[str, Any]:
+    _refuse_one_expert(config)
+    return {}
+
+
+def _refuse_one_expert(config: Config) -> None:
+    if config["num_experts_per_tok"] == 1:
+        raise ValueError(
+            "num_experts_per_tok=1 is not supported where the weights of chosen experts are normalised, for then the"
+            " weight is 1 and no router is trained; only 2 and more are"
+        )
+
+
+def _read_sigmoid(config: Config) -> dict[str, Any]:
+    several = config["num_experts_per_tok"] > 1
+    why = f"Megatron normalises the weights of {config['num_experts_per_tok']} chosen experts"
+    why = why if several else "Megatron does not normalise the weight of one chosen expert"
+    refuse_unless("norm_topk_prob", config.get("norm_topk_prob", True), (several,), why)
+    return {}
+
+
+def _read_groups(config: Config) -> dict[str, Any]:
+    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    if chosen >= groups:  # all of them
+        return {}
+    counted = config["num_experts_per_tok"] // chosen
+    if counted != _BEST_OF_GROUP:
+        raise ValueError(
+            f"topk_group={chosen} of n_group={groups} with num_experts_per_tok={config['num_experts_per_tok']} is not"
+            f" supported, for Megatron judges a group by its num_experts_per_tok // topk_group = {counted} best"
+            f" experts, transformers by {_BEST_OF_GROUP}; only where both are the same, or all groups are chosen, is it"
+        )
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+
+
+def _write_groups(fields: Fields) -> dict[str, Any]:
+    chosen = fields["moe_router_group_topk"]
+    return {"n_group": fields["moe_router_num_groups"] if chosen else 1, "topk_group": chosen or 1}
+
+
+def _read_scale(config: Config) -> dict[str, Any]:
+    scale = float(config.get("routed_scaling_factor", 1.0))
+    refuse_unless("routed_scaling_factor", scale == 0.0, (False,), "then no expert would have a say")
+    return {"moe_router_topk_scaling_factor": scale} if scale != 1.0 else {}
+
+
+NO_ROUTER_LOSS: tuple[ConfigRule, ...] = (
+    Only(
+        "output_router_logits",
+        False,
+        "transformers then adds a loss for routers that is not Megatron's; set it to False and give from_pretrained"
+        " transformer={'moe_aux_loss_coeff': ...} if you want Megatron's",
+    ),
+    Unused(("router_aux_loss_coef",)),
+)
+
+SOFTMAX_ROUTER = Derived(
+    ("norm_topk_prob",), _read_softmax, lambda fields: {"norm_topk_prob": not fields["moe_router_pre_softmax"]}
+)
+"""A softmax over all experts; the weights of those chosen may be made to add up to 1."""
+
+NORMALISED_ROUTER = Derived((), _read_normalised, lambda fields: {})
+"""The same, where they always add up to 1."""
+
+SIGMOID_ROUTER: tuple[ConfigRule, ...] = (
+    Constants({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
+    Preset({"moe_router_dtype": "fp32", "moe_router_bias_update_rate": 0.0}),
+    Derived(("norm_topk_prob",), _read_sigmoid, lambda fields: {"norm_topk_prob": fields["moe_router_topk"] > 1}),
+    Derived(("n_group", "topk_group"), _read_groups, _write_groups),
+    Derived(
+        ("routed_scaling_factor",),
+        _read_scale,
+        lambda fields: {"routed_scaling_factor": fields["moe_router_topk_scaling_factor"] or 1.0},
+    ),
+)
+"""A sigmoid for each expert in fp32, in groups or not; its bias stays as it is, unless the user has it move."""
+
+# ---- sizes
+
+EXPERT_SIZES: tuple[ConfigRule, ...] = (
+    Same("num_experts_per_tok", "moe_router_topk"),
+    Same("moe_intermediate_size", "moe_ffn_hidden_size"),
+)
+
+
+def _read_shared(config: Config) -> dict[str, Any]:
+    shared = config.get("n_shared_experts", 1)
+    if not shared:
+        raise ValueError(f"n_shared_experts={shared!r} is not supported; only 1 and more are")
+    return {"moe_shared_expert_intermediate_size": shared * config["moe_intermediate_size"]}
+
+
+def _write_shared(fields: Fields) -> dict[str, Any]:
+    size, of_one = fields["moe_shared_expert_intermediate_size"], fields["moe_ffn_hidden_size"]
+    if not size or size % of_one:
+        raise ValueError(
+            f"moe_shared_expert_intermediate_size={size} has no place in it, whose shared experts are as large as"
+            f" {of_one}, or a multiple"
+        )
+    return {"n_shared_experts": size // of_one}
+
+
+SHARED_EXPERTS = Derived(("n_shared_experts",), _read_shared, _write_shared)
+"""Experts that see every token, all as large as the others, kept as one."""
+
+# ---- weights
+
+
+def expert_weights(gate: str, expert: str, names: tuple[str, str, str]) -> tuple[WeightRule, ...]:
+    """Return the rules of routed experts.
+
+    Args:
+        gate: Hugging Face's name of the router.
+        expert: What the names of an expert's weights begin with; ``{expert}`` is its number.
+        names: Of its gate, up and down projection.
+    """
+    gate_projection, up, down = (f"{expert}.{name}.weight" for name in names)
+    return (
+        Rename("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+        Rename("mlp.router.weight", f"{gate}.weight"),
+        Experts(Rows("mlp.experts.experts.linear_fc1.weight", (gate_projection, up))),
+        Experts(Rename("mlp.experts.experts.linear_fc2.weight", down)),
+    )
+
+
+def shared_expert_weights(expert: str) -> tuple[WeightRule, ...]:
+    """Return the rules of shared experts.
+
+    Args:
+        expert: What the names of their weights begin with.
+    """
+    return (
+        Rows("mlp.shared_experts.linear_fc1.weight", (f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight")),
+        Rename("mlp.shared_experts.linear_fc2.weight", f"{expert}.down_proj.weight"),
+    )
+
+
+EXPERTS = expert_weights("mlp.gate", "mlp.experts.{expert}", ("gate_proj", "up_proj", "down_proj"))
+
+EXPERT_BIAS = Rename("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", in_fp32=True)

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models out in Hugging Face form: of a sharded checkpoint, and of the model that is running.
+
+Both write what ``save_pretrained`` of transformers would: safetensors of a bounded size with an index, ``config.json``,
+generation config, and the tokenizer files of the model that training began with. Everything that can be refused is,
+before the first tensor is read; the folder stands under its name when it is whole.
+
+:func:`export_checkpoint` is what ``lightning-mcore export`` runs: one process, no GPU, one file of tensors in memory.
+:func:`export_model` runs on every rank of a training run, and each writes files of its own; ``save_hf_model.py`` is the
+callback for it.
+"""
+
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from lightning_mcore import atomic_directory
+from lightning_mcore.agreement import decide, on_all
+from lightning_mcore.checkpoint_format import unsaved
+from lightning_mcore.checkpoint_io import MCoreCheckpointIO
+from lightning_mcore.chunks import synchronize_parameters
+from lightning_mcore.hf.export_plan import MAX_SHARD_SIZE, ExportPlan, Place, parse_dtype, parse_size
+from lightning_mcore.hf.exported_config import (
+    Description,
+    describe,
+    warn_of_missing_tokenizer,
+    write_files,
+    write_json,
+)
+from lightning_mcore.hf.known_families import find_family
+from lightning_mcore.hf.live_tensors import exchange, places_of_all
+from lightning_mcore.hf.model_pieces import ModelPieces, pieces_of_module
+from lightning_mcore.hf.safetensors_folder import INDEX_FILE
+from lightning_mcore.hf.stored_tensors import StoredTensors
+from lightning_mcore.hf.weight_map import WeightMap
+from lightning_mcore.hf.weight_rules import Shape
+from lightning_mcore.persistence import MCorePersistence
+
+_T = TypeVar("_T")
+_SILENT_SECONDS = 2.0  # writing that takes no longer shows no progress
+_SYSTEM_ERROR = re.compile(r"os error (\d+)")  # how safetensors says why the disk refused
+
+
+def export_checkpoint(
+    path: str,
+    out: str,
+    *,
+    like: str | None = None,
+    family: str | None = None,
+    dtype: str = "auto",
+    max_shard_size: str | int = MAX_SHARD_SIZE,
+) -> None:
+    """Write the weights of a sharded checkpoint as a Hugging Face model, in this process alone and without a GPU.
+
+    Args:
+        path: A checkpoint that ``MCoreStrategy`` or Megatron-LM wrote, on any layout; a folder on this machine.
+        out: The folder to write; must not exist, or be empty.
+        like: Hugging Face folder that gives config, generation config and tokenizer where the checkpoint says nothing
+            of them, as one of Megatron-LM's, or where they should be others.
+        family: What kind of model to write: a ``model_type``, or ``"package.module:FAMILY"`` for one of your own; None
+            for what the checkpoint or ``like`` says, or else for the first that has a place for the model.
+        dtype: ``"bfloat16"``, ``"float16"``, ``"float32"``, or ``"auto"`` for that of the weights in the checkpoint.
+        max_shard_size: Bytes in a file, or a text such as ``"5GB"``.
+
+    Raises:
+        FileNotFoundError: There is nothing at ``path`` or ``like``.
+        OSError: The disk refuses; nothing is left under the name ``out``.
+        ValueError: An argument is wrong, the checkpoint is damaged, or its model is of no known family.
+    """
+    options = parse_dtype(dtype), parse_size(max_shard_size)
+    require_free(out)
+    stored = StoredTensors(path)
+    state = MCoreCheckpointIO().load_checkpoint(path) if stored.is_ours else {}
+    settings = state.get(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY) or {}
+    description = describe(path, settings, stored.shapes, like, family)
+    plan = _plan(description, stored.shapes, stored.places, *options)
+    warn_of_missing_tokenizer(settings, like)
+    with _new_folder(out) as folder, _progress(plan, out) as bar:
+        for file, names in plan.files.items():
+            write_shard(folder, file, {name: plan.assemble(name, stored.read) for name in names}, out)
+            bar.update(sum(map(plan.size, names)))
+        _saved(out, lambda: _finish(plan, description, folder))
+
+
+def export_model(
+    module: pl.LightningModule,
+    out: str,
+    *,
+    like: str | None = None,
+    family: str | None = None,
+    dtype: str = "auto",
+    max_shard_size: str | int = MAX_SHARD_SIZE,
+    replace: bool = False,
+) -> None:
+    """Write the running model as a Hugging Face model; collective over the world, at any layout.
+
+    During a run or after it, from every rank. Each rank writes files of its own into a folder that all of them see.
+
+    Args:
+        module: A module whose model is built with ``pipeline()``.
+        out: As for :func:`export_checkpoint`, and so are the others.
+        like: See there.
+        family: See there.
+        dtype: See there; ``"auto"`` is the type that the weights have in the model.
+        max_shard_size: See there.
+        replace: Whether a Hugging Face model that stands there is replaced, once the new one is whole.
+
+    Raises:
+        RuntimeError: The module has no model yet.
+        Exception: As for :func:`export_checkpoint`; the same on every rank.
+    """
+    decide(lambda: require_free(out, replace))
+    with _ready(module):
+        model = _LiveModel.prepare(module, like, family, dtype, max_shard_size)
+        plan = model.plan
+        if dist.get_rank() == 0:
+            warn_of_missing_tokenizer(dict(module.hparams), like)
+        with _shared_folder(out, _saves_beside(module, out)) as folder, _progress(plan, out) as bar:
+            files, ranks = list(plan.files), dist.get_world_size()
+            for first in range(0, len(files), ranks):
+                of_round = files[first : first + ranks]
+                tensors = exchange(plan, model.pieces, of_round)
+                on_all(partial(_write_own, folder, of_round, tensors, out))
+                bar.update(sum(plan.size(tensor) for file in of_round for tensor in plan.files[file]))
+            decide(lambda: _saved(out, lambda: _finish(plan, model.description, folder)))
+
+
+def check_export(
+    module: pl.LightningModule,
+    *,
+    like: str | None = None,
+    family: str | None = None,
+    dtype: str = "auto",
+    max_shard_size: str | int = MAX_SHARD_SIZE,
+) -> None:
+    """Raise now what :func:`export_model` would raise later, but for a folder that is taken; collective.
+
+    Args:
+        module: As for :func:`export_model`, and so are the others.
+        like: See there.
+        family: See there.
+        dtype: See there.
+        max_shard_size: See there.
+
+    Raises:
+        Exception: See there.
+    """
+    with _ready(module):
+        _LiveModel.prepare(module, like, family, dtype, max_shard_size)
+
+
+@dataclass(frozen=True)
+class _LiveModel:
+    """The running model and what is to be written of it.
+
+    Args:
+        pieces: What this rank holds.
+        description: What it is.
+        plan: What is written where; the same on every rank.
+    """
+
+    pieces: ModelPieces
+    description: Description
+    plan: ExportPlan
+
+    @classmethod
+    def prepare(
+        cls, module: pl.LightningModule, like: str | None, family: str | None, dtype: str, max_shard_size: str | int
+    ) -> "_LiveModel":
+        """Plan an export; collective over the world."""
+        options = on_all(lambda: (parse_dtype(dtype), parse_size(max_shard_size)))
+        pieces = pieces_of_module(module)
+        places = places_of_all(pieces)
+        settings, name = dict(module.hparams), type(module).__name__
+        description = decide(lambda: describe(name, settings, pieces.shapes, like, family))
+        return cls(pieces, description, on_all(lambda: _plan(description, pieces.shapes, places, *options)))
+
+
+def require_free(out: str, replace: bool = False) -> None:
+    """Refuse to write where something stands.
+
+    Args:
+        out: The folder to write.
+        replace: Whether a Hugging Face model may stand there.
+
+    Raises:
+        ValueError: A file stands there, or a folder that is not empty.
+    """
+    names = os.listdir(out) if os.path.isdir(out) else []
+    if (os.path.lexists(out) and not os.path.isdir(out)) or (names and not (replace and "config.json" in names)):
+        what = "holds other files" if names else "is a file"
+        raise ValueError(f"{out} {what}; give a folder that is empty, or does not exist yet")
+
+
+def write_shard(folder: str, file: str, tensors: dict[str, Tensor], out: str) -> None:
+    """Write a file of tensors, to the disk.
+
+    Args:
+        folder: Where to.
+        file: Its name.
+        tensors: By name.
+        out: What is exported, for messages.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    path = os.path.join(folder, file)
+    try:
+        with open(path, "wb"):  # with the rights that every new file has here
+            pass
+        save_file(tensors, path, metadata={"format": "pt"})
+        with open(path, "rb") as written:
+            os.fsync(written.fileno())
+    except SafetensorError as error:
+        found = _SYSTEM_ERROR.search(str(error))
+        number = int(found[1]) if found else errno.EIO
+        raise unsaved(out, OSError(number, os.strerror(number))) from error
+    except OSError as error:
+        raise unsaved(out, error) from error
+
+
+def _write_own(folder: str, files: Sequence[str], tensors: dict[str, Tensor], out: str) -> None:
+    if tensors:
+        write_shard(folder, files[dist.get_rank()], tensors, out)
+
+
+def _plan(
+    description: Description,
+    shapes: Mapping[str, Shape],
+    places: Mapping[str, list[Place]],
+    dtype: torch.dtype | None,
+    max_shard_size: int,
+) -> ExportPlan:
+    weights = WeightMap(find_family(description.family), description.fields, shapes)
+    return ExportPlan(weights, places, dtype, max_shard_size)
+
+
+def _finish(plan: ExportPlan, description: Description, folder: str) -> None:
+    if plan.index is not None:
+        write_json(os.path.join(folder, INDEX_FILE), plan.index)
+    write_files(description, plan.main_dtype, folder)
+
+
+@contextlib.contextmanager
+def _new_folder(out: str) -> Iterator[str]:
+    """Yield a folder that stands under its name at the end."""
+    folder = _saved(out, lambda: atomic_directory.begin(out))
+    try:
+        yield folder
+        _saved(out, lambda: atomic_directory.publish(out))
+    except BaseException:
+        atomic_directory.abandon(out)
+        raise
+
+
+@contextlib.contextmanager
+def _shared_folder(out: str, in_flight: Sequence[str]) -> Iterator[str]:
+    """Do the same with all ranks; what fails on one has failed on all, so all leave it alike."""
+    folder = decide(lambda: _saved(out, lambda: atomic_directory.begin(out, in_flight)))
+    try:
+        yield folder
+        decide(lambda: _saved(out, lambda: atomic_directory.publish(out)))
+    except BaseException:
+        if dist.get_rank() == 0:
+            atomic_directory.abandon(out)
+        raise
+
+
+def _saved(out: str, function: Callable[[], _T]) -> _T:
+    try:
+        return function()
+    except OSError as error:
+        raise unsaved(out, error) from error
+
+
+@contextlib.contextmanager
+def _ready(module: pl.LightningModule) -> Iterator[None]:
+    """Let Megatron's code run, with all parameters in place, where ``MCoreStrategy`` has the module."""
+    trainer = module._trainer
+    strategy: Any = trainer.strategy if trainer is not None else None
+    if not isinstance(strategy, MCorePersistence):
+        yield
+        return
+    with strategy.runtime():
+        if strategy._chunks is not None:
+            synchronize_parameters(strategy._chunks)
+        yield
+
+
+def _saves_beside(module: pl.LightningModule, out: str) -> list[str]:
+    """Return the names of checkpoints that this run is still writing in the same folder."""
+    trainer = module._trainer
+    io: Any = trainer.strategy.checkpoint_io if trainer is not None else None
+    saves = io._saves if isinstance(io, MCoreCheckpointIO) else []
+    parent = os.path.dirname(os.path.abspath(out))
+    return [os.path.basename(save.path) for save in saves if os.path.dirname(save.path) == parent]
+
+
+def _progress(plan: ExportPlan, out: str) -> Any:
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    return tqdm(
+        desc=f"writing {out}",
+        total=plan.total_size,
+        unit="B",
+        unit_scale=True,
+        disable=not first,
+        delay=_SILENT_SECONDS,
+        leave=False,
+    )

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an export writes: which Hugging Face tensor goes into which file, and of which rectangles it is made.
+
+The rectangles (:class:`Place`) are those of a checkpoint or those that ranks hold in memory; nothing here knows which.
+So ``export.py`` uses one plan for both, and every rank that makes it from the same places makes the same one.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mcore.checkpoint_format import some_of
+from lightning_mcore.hf.weight_map import WeightMap
+from lightning_mcore.hf.weight_rules import Block, Shape
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+MAX_SHARD_SIZE = "5GB"
+
+_FILE_NAMES = "model{suffix}.safetensors"
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]?B|)", re.IGNORECASE)
+_SHOWN = 5  # names in an error
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rectangle of a Megatron tensor that lies somewhere.
+
+    Args:
+        start: Where it begins in the tensor.
+        shape: Its shape there.
+        dtype: Type of its values.
+        source: Where it lies, for whoever reads it.
+    """
+
+    start: Shape
+    shape: Shape
+    dtype: torch.dtype
+    source: Any
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rectangle that is copied at once.
+
+    Args:
+        place: Holds it.
+        block: The rectangle, in Megatron's tensor and in Hugging Face's.
+    """
+
+    place: Place
+    block: Block
+
+    def within_place(self, held: Tensor) -> Tensor:
+        """Return its values as the Hugging Face tensor has them.
+
+        Args:
+            held: The whole rectangle of the place.
+        """
+        block = self.block
+        for axis, (start, first, length) in enumerate(zip(block.start, self.place.start, block.shape, strict=True)):
+            held = held.narrow(axis, start - first, length)
+        held = held.view(block.shape[len(block.shape) - len(block.hf_start) :])
+        return held.t() if block.transposed else held
+
+    def within_target(self, target: Tensor) -> Tensor:
+        """Return the rectangle of a Hugging Face tensor that it fills."""
+        for axis, (start, length) in enumerate(zip(self.block.hf_start, self.block.hf_shape, strict=True)):
+            target = target.narrow(axis, start, length)
+        return target
+
+
+class ExportPlan:
+    """What is written where.
+
+    Args:
+        weights: The rules, put on the model.
+        places: Rectangles of each Megatron tensor, by its whole name; together they are all of it.
+        dtype: Type to write; None for that of the places.
+        max_shard_size: Bytes of tensors in a file; one tensor may have more.
+
+    Attributes:
+        files: Names of the tensors in each file, by its name; files in their order.
+        shapes: Shapes of the tensors.
+        dtypes: Types of the tensors.
+
+    Raises:
+        ValueError: The places do not make whole tensors.
+    """
+
+    def __init__(
+        self,
+        weights: WeightMap,
+        places: Mapping[str, Sequence[Place]],
+        dtype: torch.dtype | None,
+        max_shard_size: int,
+    ) -> None:
+        self._weights = weights
+        self._places = places
+        _check_whole(weights, places)
+        self.shapes = weights.shapes
+        self.dtypes = {name: self._dtype_of(name, dtype) for name in weights.shapes}
+        self.files = _split({name: self.size(name) for name in self._in_order()}, max_shard_size)
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a tensor."""
+        return prod(self.shapes[name]) * self.dtypes[name].itemsize
+
+    @property
+    def total_size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(map(self.size, self.shapes))
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """The type that most of the values have."""
+        counts: dict[torch.dtype, int] = {}
+        for name, dtype in self.dtypes.items():
+            counts[dtype] = counts.get(dtype, 0) + prod(self.shapes[name])
+        return max(counts, key=lambda dtype: counts[dtype])
+
+    @property
+    def index(self) -> dict[str, Any] | None:
+        """Content of the index; None where there is one file."""
+        if len(self.files) == 1:
+            return None
+        counted = self.shapes.keys() - self._weights.repeated.keys()
+        return {
+            "metadata": {
+                "total_parameters": sum(prod(self.shapes[name]) for name in counted),
+                "total_size": self.total_size,
+            },
+            "weight_map": {name: file for file, names in self.files.items() for name in names},
+        }
+
+    def parts(self, name: str) -> list[Part]:
+        """Return what a tensor is made of, in an order that is the same wherever the plan is."""
+        found = []
+        for megatron, block in self._weights.of(name):
+            for place in self._places[megatron]:
+                if block.start and not _meet(block, place):
+                    continue  # many experts, and most are not this one
+                inside = block.within(place.start, place.shape)
+                if inside is not None:
+                    found.append(Part(place, inside))
+        return found
+
+    def assemble(self, name: str, read: Callable[[Place], Tensor]) -> Tensor:
+        """Return a tensor.
+
+        Args:
+            name: Of the tensor.
+            read: Returns the rectangle of a place.
+        """
+        target = torch.empty(self.shapes[name], dtype=self.dtypes[name])
+        for part in self.parts(name):
+            part.within_target(target).copy_(part.within_place(read(part.place)))
+        return target
+
+    def _dtype_of(self, name: str, dtype: torch.dtype | None) -> torch.dtype:
+        if name in self._weights.in_fp32:
+            return torch.float32
+        if dtype is not None:
+            return dtype
+        kinds = [self._places[megatron][0].dtype for megatron, _ in self._weights.of(name)]
+        widest = kinds[0]
+        for kind in kinds[1:]:
+            widest = torch.promote_types(widest, kind)
+        return widest
+
+    def _in_order(self) -> list[str]:
+        """Return the names as the model runs: the embedding, the layers, what is behind them."""
+
+        def place(name: str) -> tuple[int, list[tuple[int, str]]]:
+            megatron = self._weights.of(name)[0][0]
+            in_layer = re.search(r"\.\d+\.", name) is not None
+            part = 1 if in_layer else 0 if megatron.startswith("embedding.") else 2
+            return part, [(int(word), "") if word.isdigit() else (-1, word) for word in name.split(".")]
+
+        return sorted(self.shapes, key=place)
+
+
+def _meet(block: Block, place: Place) -> bool:
+    """Whether they have rows in common; quicker than to find out which."""
+    first, start = block.start[0], place.start[0]
+    return start < first + block.shape[0] and first < start + place.shape[0]
+
+
+def parse_dtype(name: str) -> torch.dtype | None:
+    """Return a type by its name; None for ``"auto"``.
+
+    Raises:
+        ValueError: It is none of those known.
+    """
+    if name not in DTYPES:
+        raise ValueError(f"dtype={name!r} is not known; choose {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
+    return None if name == "auto" else getattr(torch, name)
+
+
+def parse_size(size: str | int) -> int:
+    """Return a size in bytes.
+
+    Args:
+        size: A number, or a text such as ``"5GB"``, in powers of ten.
+
+    Raises:
+        ValueError: It is none, or zero.
+    """
+    found = _SIZE.fullmatch(str(size).strip()) if isinstance(size, str | int) and not isinstance(size, bool) else None
+    value = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
+    if value < 1:
+        raise ValueError(
+            f"max_shard_size={size!r} is no size of a file; give bytes, or a text such as '5GB' or '500MB'"
+        )
+    return value
+
+
+def _split(sizes: dict[str, int], most: int) -> dict[str, list[str]]:
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    return split_state_dict_into_shards_factory(
+        sizes, get_storage_size=lambda size: size, filename_pattern=_FILE_NAMES, max_shard_size=most
+    ).filename_to_tensors
+
+
+def _check_whole(weights: WeightMap, places: Mapping[str, Sequence[Place]]) -> None:
+    """Refuse rules that do not fit the tensors, and tensors of which something is missing."""
+    filled: dict[str, int] = {}
+    wrong = []
+    for name, blocks in weights.blocks.items():
+        axes = range(len(places[name][0].start))
+        ends = tuple(max(place.start[axis] + place.shape[axis] for place in places[name]) for axis in axes)
+        held, used = sum(prod(place.shape) for place in places[name]), sum(prod(block.shape) for block in blocks)
+        # One block that is smaller is the vocabulary, without the rows that pad it.
+        if held != prod(ends) or (len(blocks) > 1 and used != held):
+            wrong.append(name)
+        for block in blocks:
+            filled[block.hf] = filled.get(block.hf, 0) + prod(block.shape)
+            if any(a + n > end for a, n, end in zip(block.start, block.shape, ends, strict=True)):
+                wrong.append(name)
+    wrong += [name for name, size in filled.items() if size != prod(weights.shapes[name])]
+    if wrong:
+        raise ValueError(
+            f"the model's sizes do not fit its config: {some_of(set(wrong), _SHOWN)} would not be whole; give config"
+            " and weights of one model"
+        )

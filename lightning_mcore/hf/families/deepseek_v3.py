@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSeek-V3 and R1: latent attention, a sigmoid router with a bias, shared experts, multi-token prediction."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_mcore.hf.config_rules import Constants, Derived, Only, Same, Unused, refuse_unless
+from lightning_mcore.hf.decoder_rules import (
+    MLP,
+    MULTI_TOKEN,
+    MULTI_TOKEN_LAYERS,
+    NO_ATTENTION_BIAS,
+    OUTSIDE,
+    PRETRAINING_TP,
+    REPEATED,
+    WITHOUT_POSITIONS,
+)
+from lightning_mcore.hf.expert_rules import (
+    EXPERT_BIAS,
+    EXPERT_SIZES,
+    EXPERTS,
+    FIRST_DENSE,
+    NO_ROUTER_LOSS,
+    SHARED_EXPERTS,
+    SIGMOID_ROUTER,
+    shared_expert_weights,
+)
+from lightning_mcore.hf.family import Family
+from lightning_mcore.hf.rope_rules import LATENT_ROPE
+from lightning_mcore.hf.weight_rules import Rename, WeightRule
+
+
+def _read_latents(config: Mapping[str, Any]) -> dict[str, Any]:
+    heads = config["num_attention_heads"]
+    refuse_unless("num_key_value_heads", config.get("num_key_value_heads", heads), (heads,), "each head has its own")
+    turned = config["qk_rope_head_dim"]
+    for key, size in (("head_dim", turned), ("qk_head_dim", config["qk_nope_head_dim"] + turned)):
+        refuse_unless(key, config.get(key, size), (size,), "it follows from qk_nope_head_dim and qk_rope_head_dim")
+    return {"q_lora_rank": config.get("q_lora_rank")}  # None counts: Megatron's default is a number
+
+
+_LATENTS = Derived(
+    ("q_lora_rank", "head_dim", "qk_head_dim"), _read_latents, lambda fields: {"q_lora_rank": fields["q_lora_rank"]}
+)
+
+_ATTENTION: tuple[WeightRule, ...] = (
+    Rename("input_layernorm.weight", "input_layernorm.weight"),
+    Rename("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight"),
+    Rename("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight"),
+    Rename("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight"),
+    Rename("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight"),
+    Rename("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
+    Rename("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight"),
+    Rename("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight"),
+    Rename("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+)
+
+FAMILY = Family(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    config=(
+        Constants({"multi_latent_attention": True, "qk_layernorm": True}),
+        *WITHOUT_POSITIONS,
+        LATENT_ROPE,
+        NO_ATTENTION_BIAS,
+        PRETRAINING_TP,
+        _LATENTS,
+        Same("kv_lora_rank", "kv_lora_rank"),
+        Same("qk_nope_head_dim", "qk_head_dim"),
+        Same("qk_rope_head_dim", "qk_pos_emb_head_dim"),
+        Same("v_head_dim", "v_head_dim"),
+        Only("rope_interleave", True, "Megatron rotates neighbouring channels of latent attention"),
+        Same("n_routed_experts", "num_moe_experts", others=("num_local_experts",)),
+        *EXPERT_SIZES,
+        SHARED_EXPERTS,
+        FIRST_DENSE,
+        *SIGMOID_ROUTER,
+        Only("scoring_func", "sigmoid", is_written=False),
+        Only("topk_method", "noaux_tc", is_written=False),
+        Only("moe_layer_freq", 1, is_written=False),
+        Unused(("aux_loss_alpha", "ep_size", "seq_aux")),
+        *NO_ROUTER_LOSS,
+        MULTI_TOKEN_LAYERS,
+    ),
+    layer=(*_ATTENTION, *MLP, *EXPERTS, EXPERT_BIAS, *shared_expert_weights("mlp.shared_experts")),
+    outside=OUTSIDE,
+    multi_token=MULTI_TOKEN,
+    repeated=REPEATED,
+)

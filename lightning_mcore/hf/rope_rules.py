@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary positions of Hugging Face configs: ``rope_parameters`` in and out.
+
+They are plain, stretched evenly (``linear``), as in Llama 3 (``llama3``) or as in YaRN (``yarn``). Attention with
+latents rotates by itself, with fields of its own, and knows the first and the last of these.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_mcore.hf.config_rules import Derived, refuse_unless
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_BUILT_IN = "Megatron has Llama 3's own value built in"
+_NO_SUCH = "Megatron has no such positions"
+_FASTEST, _SLOWEST = 32.0, 1.0  # YaRN's, where a config has none
+
+Config = Mapping[str, Any]
+Fields = Mapping[str, Any]
+Rope = dict[str, Any]
+
+
+def _read(config: Config) -> dict[str, Any]:
+    return _read_plain_or_stretched(_parameters(config), config)
+
+
+def _read_partial(config: Config) -> dict[str, Any]:
+    rope = _parameters(config)
+    share = rope.pop("partial_rotary_factor", 1.0)
+    fields = _read_plain_or_stretched(rope, config)
+    if share == 1.0:
+        return fields
+    if "yarn" in fields:
+        raise ValueError(
+            f"rope_parameters.partial_rotary_factor={share!r} is not supported with rope_type='yarn', for Megatron's"
+            " YaRN turns whole heads; only 1.0 is"
+        )
+    return fields | {"rotary_percent": share}
+
+
+def _read_plain_or_stretched(rope: Rope, config: Config) -> dict[str, Any]:
+    kind = rope.pop("rope_type")
+    refuse_unless("rope_parameters.rope_type", kind, ("default", "linear", "llama3", "yarn"), _NO_SUCH)
+    fields: dict[str, Any] = {"rotary_base": _whole(rope.pop("rope_theta", 10000.0))}
+    if kind == "linear":
+        factor = float(rope.pop("factor"))
+        fields |= {"seq_len_interpolation_factor": factor} if factor != 1.0 else {}
+    elif kind == "llama3":
+        for key, value in _LLAMA3.items():
+            refuse_unless(f"rope_parameters.{key}", rope.pop(key, value), (value,), _BUILT_IN)
+        fields |= {"rope_scaling": True, "rope_scaling_factor": float(rope.pop("factor"))}
+    elif kind == "yarn":
+        yarn = _read_yarn(rope, config)
+        fields |= {"position_embedding_type": "yarn", "yarn": {**yarn, **_read_mscale(rope)}}
+        fields["yarn"]["correction_range_round_to_int"] = bool(rope.pop("truncate", True))
+    _refuse_rest(kind, rope)
+    return fields
+
+
+def _read_latent(config: Config) -> dict[str, Any]:
+    rope = _parameters(config)
+    kind = rope.pop("rope_type")
+    refuse_unless("rope_parameters.rope_type", kind, ("default", "yarn"), "Megatron's latent attention knows no other")
+    fields: dict[str, Any] = {"rotary_base": _whole(rope.pop("rope_theta", 10000.0))}
+    if kind == "default":
+        fields |= {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    else:
+        refuse_unless("rope_parameters.truncate", rope.pop("truncate", True), (True,), "Megatron always rounds")
+        scale = rope.get("mscale_all_dim")
+        fields |= {"rope_type": "yarn", **_read_yarn(rope, config), **_read_mscale(rope)}
+        if scale and not fields["mscale_all_dim"]:
+            raise ValueError(
+                f"rope_parameters.mscale_all_dim={scale!r} without mscale is not supported, for Megatron scales the"
+                " softmax and the rotation by the same two numbers; give both or none"
+            )
+    _refuse_rest(kind, rope)
+    return fields
+
+
+def _parameters(config: Config) -> Rope:
+    """Return what is there, under the names of today."""
+    rope = {key: value for key, value in (config.get("rope_parameters") or {}).items() if value is not None}
+    old = rope.pop("type", "default")
+    return {"rope_type": old, **rope}
+
+
+def _refuse_rest(kind: str, rope: Rope) -> None:
+    if kind == "default":  # a length that the model was trained on, where nothing is stretched
+        rope.pop("original_max_position_embeddings", None)
+    if rope.get("partial_rotary_factor") == 1.0:
+        del rope["partial_rotary_factor"]
+    for key, value in rope.items():
+        raise ValueError(f"rope_parameters.{key}={value!r} is not supported with rope_type={kind!r}; remove it")
+
+
+def _read_yarn(rope: Rope, config: Config) -> dict[str, Any]:
+    """Take out what says which wavelengths are stretched, and by how much."""
+    original = int(rope.pop("original_max_position_embeddings"))
+    factor = rope.pop("factor", None)
+    return {
+        "rotary_scaling_factor": float(config["max_position_embeddings"] / original if factor is None else factor),
+        "original_max_position_embeddings": original,
+        "beta_fast": float(rope.pop("beta_fast", 0) or _FASTEST),
+        "beta_slow": float(rope.pop("beta_slow", 0) or _SLOWEST),
+    }
+
+
+def _read_mscale(rope: Rope) -> dict[str, float]:
+    """Take out what the rotation is multiplied with; transformers goes by the two numbers only where it has both.
+
+    Source: ``_compute_yarn_parameters`` (transformers 5.23); ``_yarn_get_concentration_factor`` (megatron-core).
+    """
+    scale, of_all = rope.pop("mscale", None), rope.pop("mscale_all_dim", None)
+    return {"mscale": float(scale), "mscale_all_dim": float(of_all)} if scale and of_all else _UNSCALED
+
+
+_UNSCALED = {"mscale": 1.0, "mscale_all_dim": 0.0}
+
+
+def _write(fields: Fields) -> dict[str, Any]:
+    rope: Rope = {"rope_theta": float(fields["rotary_base"]), "rope_type": "default"}
+    kind = fields["position_embedding_type"]
+    if kind == "yarn":
+        yarn = dict(fields["yarn"])
+        rounded = yarn.pop("correction_range_round_to_int")
+        rope |= _write_yarn(yarn) | ({} if rounded else {"truncate": False})
+    elif kind != "rope":
+        raise ValueError(f"position_embedding_type={kind!r} has no place in it")
+    if fields["seq_len_interpolation_factor"] is not None:
+        rope |= {"rope_type": "linear", "factor": fields["seq_len_interpolation_factor"]}
+    if fields["rope_scaling"]:
+        rope |= {"rope_type": "llama3", "factor": fields["rope_scaling_factor"], **_LLAMA3}
+    return {"rope_parameters": rope}
+
+
+def _write_partial(fields: Fields) -> dict[str, Any]:
+    rope = _write(fields)["rope_parameters"]
+    return {"rope_parameters": {**rope, "partial_rotary_factor": fields["rotary_percent"]}}
+
+
+def _write_latent(fields: Fields) -> dict[str, Any]:
+    if not fields["multi_latent_attention"]:
+        raise ValueError("it has attention without latents")
+    rope: Rope = {"rope_theta": float(fields["rotary_base"]), "rope_type": "default"}
+    if fields["rope_type"] == "yarn":
+        names = ("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", *_UNSCALED)
+        rope |= _write_yarn({name: fields[name] for name in names})
+    return {"rope_parameters": rope}
+
+
+def _write_yarn(yarn: Mapping[str, Any]) -> Rope:
+    rope = {"rope_type": "yarn", "factor": yarn["rotary_scaling_factor"]}
+    rope |= {key: yarn[key] for key in ("original_max_position_embeddings", "beta_fast", "beta_slow")}
+    scales = {key: yarn[key] for key in _UNSCALED}
+    return rope if scales == _UNSCALED else rope | scales
+
+
+def _whole(value: float) -> int | float:
+    return int(value) if float(value).is_integer() else value
+
+
+ROPE = Derived(("rope_parameters",), _read, _write)
+"""Positions of whole heads."""
+
+PARTIAL_ROPE = Derived(("rope_parameters",), _read_partial, _write_partial)
+"""Positions of a share of each head."""
+
+LATENT_ROPE = Derived(("rope_parameters",), _read_latent, _write_latent)
+"""Positions of latent attention."""

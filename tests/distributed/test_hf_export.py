@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models out in Hugging Face form: bit for bit what came in, from every layout, running or from a checkpoint."""
+
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_mcore import MCoreCheckpointIO, MCoreGPT, MCoreStrategy, single_process
+from lightning_mcore.hf.export import export_checkpoint, export_model
+from lightning_mcore.hf.save_hf_model import SaveHFModel
+from tests.hf_models import FAMILIES, VOCAB_SIZE, read_tensors, save_tiny, tiny_folder
+from tests.ranks import run_ranks
+from tests.toy import make_trainer
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore"),  # in this process warnings are errors, and Megatron has many
+]
+
+TP2: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+CP2: dict[str, Any] = {"context_parallel_size": 2}
+EP2: dict[str, Any] = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+LAYOUTS = {2: {"tp2": TP2, "pp2": PP2, "cp2": CP2, "ep2": EP2}, 4: {"tp2-pp2": TP2 | PP2, "tp2-ep2": TP2 | EP2}}
+MODELS = (*FAMILIES, "llama, tied, wide heads", "deepseek_v3, multi-token", "glm4_moe, multi-token")
+WITH_EXPERTS = ("mixtral", "moe", "deepseek")
+WITHOUT_CP = ("mistral", "multi-token")  # Megatron has no windows and no multi-token prediction under it
+SHARD_SIZE = "40KB"
+PROMPT = [5, 17, 3]
+
+
+def fits(model: str, layout: str) -> bool:
+    """Whether a model can run on a layout."""
+    has_experts = any(part in model for part in WITH_EXPERTS)
+    return (has_experts or "ep" not in layout) and not (layout == "cp2" and any(part in model for part in WITHOUT_CP))
+
+
+def data(rows: int = 4) -> Any:
+    """Return batches of two sequences."""
+    text = torch.randint(VOCAB_SIZE, (rows, 17), generator=torch.Generator().manual_seed(1))
+    return DataLoader([{"tokens": row[:-1], "labels": row[1:]} for row in text], batch_size=2)  # type: ignore[arg-type]
+
+
+def export_each(jobs: list[tuple[str, str, dict[str, Any], str]]) -> None:
+    """Build each model from its folder on a layout, and write it again."""
+    for name, folder, layout, out in jobs:
+        try:
+            module = MCoreGPT.from_pretrained(folder, seq_length=16)
+            strategy = MCoreStrategy(**layout)
+            make_trainer(strategy, limit_predict_batches=1).predict(module, data())
+            export_model(module, out, max_shard_size=SHARD_SIZE)
+        except Exception as error:
+            raise RuntimeError(f"{name}: {error}") from error
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_family_comes_back_bit_for_bit_from_every_layout(tmp_path: Path, world_size: int) -> None:
+    jobs = [
+        (f"{model} at {layout}", str(tiny_folder(model)), strategy, str(tmp_path / f"{model} at {layout}"))
+        for layout, strategy in LAYOUTS[world_size].items()
+        for model in MODELS
+        if fits(model, layout)
+    ]
+    run_ranks(world_size, export_each, jobs, timeout=300)
+    for _, folder, _, out in jobs:
+        check_same(folder, out)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_process_writes_what_it_read(tmp_path: Path, model: str) -> None:
+    folder, out = str(tiny_folder(model)), str(tmp_path / "out")
+    with single_process():
+        module = MCoreGPT.from_pretrained(folder, seq_length=16)
+        module.configure_model()
+        export_model(module, out)
+    check_same(folder, out)
+    assert read_json(out, "config.json") == read_json(folder, "config.json")
+    assert read_json(out, "generation_config.json") == read_json(folder, "generation_config.json")
+    check_loads(out, "multi-token" in model)
+
+
+def check_same(folder: str, out: str) -> None:
+    """Compare all tensors of two models, and the index with the files."""
+    wanted, found = dict(read_tensors(folder)), dict(read_tensors(out))
+    assert found.keys() == wanted.keys(), out
+    different = [name for name in wanted if not identical(wanted[name], found[name])]
+    assert not different, f"{out}: {different}"
+    if not os.path.exists(os.path.join(out, "model.safetensors")):
+        index = read_json(out, "model.safetensors.index.json")
+        files = sorted(name for name in os.listdir(out) if name.endswith(".safetensors"))
+        assert sorted(set(index["weight_map"].values())) == files
+        assert index["weight_map"].keys() == found.keys()
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+
+
+def identical(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def check_loads(folder: str, has_more: bool = False) -> Any:
+    """Load a model with transformers, which finds what it needs and, but for multi-token prediction, nothing else."""
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["mismatched_keys"]
+    assert not info["unexpected_keys"] or (has_more and all(".layers.4." in name for name in info["unexpected_keys"]))
+    return model
+
+
+def read_json(folder: str | Path, name: str) -> Any:
+    return json.loads((Path(folder) / name).read_text())
+
+
+# ---- from a checkpoint
+
+
+def train_and_save(jobs: list[tuple[str, str, dict[str, Any], str]]) -> None:
+    """Train each model for two steps on a layout, save it, and write it from memory too."""
+    for name, folder, layout, out in jobs:
+        try:
+            module = MCoreGPT.from_pretrained(folder, seq_length=16, learning_rate=1e-2)
+            trainer = make_trainer(MCoreStrategy(**layout), max_steps=2, precision="bf16-mixed")
+            trainer.fit(module, data(8))
+            trainer.save_checkpoint(f"{out}.ckpt")
+            export_model(module, out, max_shard_size=SHARD_SIZE)
+        except Exception as error:
+            raise RuntimeError(f"{name}: {error}") from error
+
+
+def test_a_checkpoint_of_any_layout_is_exported_in_one_process(tmp_path: Path) -> None:
+    distributed = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    for world_size, layouts in {
+        2: {"qwen2": TP2, "deepseek_v3, multi-token": EP2 | distributed},
+        4: {"llama": TP2 | PP2 | distributed, "qwen3_moe": TP2 | EP2},
+    }.items():
+        jobs = [(model, str(tiny_folder(model)), layout, str(tmp_path / model)) for model, layout in layouts.items()]
+        run_ranks(world_size, train_and_save, jobs, timeout=180)
+        for model, folder, _, out in jobs:
+            export_checkpoint(f"{out}.ckpt", f"{out}-offline", max_shard_size="30KB")
+            check_same(out, f"{out}-offline")
+            trained = dict(read_tensors(out))
+            assert all(
+                not torch.equal(tensor.bfloat16(), trained[name].bfloat16())
+                for name, tensor in read_tensors(folder)
+                if name.endswith("proj.weight") and ".layers.4." not in name and "experts" not in name
+            )
+            assert read_json(out, "config.json")["dtype"] == "bfloat16", model
+            check_loads(f"{out}-offline", "multi-token" in model)
+
+
+# ---- while training
+
+
+class Speaks(pl.Callback):
+    """Continues a prompt when training ends."""
+
+    tokens: list[int]
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.tokens = pl_module.generate(PROMPT, 8, temperature=0)
+
+
+def fit_with_exports(folder: str, out: str) -> list[int]:
+    """Train with checkpoints, of which some are deleted, and return what the model says in the end."""
+    speaks = Speaks()
+    callbacks = [
+        SaveHFModel(f"{out}/final", every_checkpoint=True, max_shard_size=SHARD_SIZE),
+        ModelCheckpoint(f"{out}/ckpt", "{step}", monitor="step", mode="max", every_n_train_steps=2, save_last=True),
+        speaks,
+    ]
+    strategy = MCoreStrategy(
+        **TP2, use_distributed_optimizer=True, checkpoint_io=MCoreCheckpointIO(async_save="async" in out)
+    )
+    module = MCoreGPT.from_pretrained(folder, seq_length=16, learning_rate=1e-2)
+    trainer = make_trainer(strategy, max_steps=6, callbacks=callbacks, enable_checkpointing=True)
+    trainer.fit(module, data(16))
+    return speaks.tokens
+
+
+def test_a_run_leaves_its_model_beside_the_checkpoints_that_stay(tmp_path: Path) -> None:
+    folder = str(save_tiny("qwen3", tmp_path / "tiny", tokenizer=True))
+    for out in (tmp_path / "sync", tmp_path / "async"):
+        tokens = run_ranks(2, fit_with_exports, folder, str(out), timeout=120)[0]
+        assert sorted(os.listdir(out / "ckpt")) == ["last.ckpt", "last.ckpt-hf", "step=6.ckpt", "step=6.ckpt-hf"]
+        for name in ("last.ckpt", "step=6.ckpt"):
+            check_same(str(out / "final"), str(out / "ckpt" / f"{name}-hf"))
+        export_checkpoint(str(out / "ckpt" / "last.ckpt"), str(out / "offline"))
+        check_same(str(out / "final"), str(out / "offline"))
+        assert (out / "final" / "tokenizer.json").read_bytes() == (tmp_path / "tiny" / "tokenizer.json").read_bytes()
+        model = check_loads(str(out / "offline"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            said = model.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+        assert said[0].tolist() == tokens

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny random Hugging Face models of every family, made by transformers on the spot.
+
+:func:`save_tiny` writes the folder of one (``config.json``, ``generation_config.json``, safetensors);
+:func:`tiny_folder` has one written once for a whole run of tests. Every tensor is
+drawn from its name on the disk, so that two runs make the same model, and none has the value that transformers starts
+with: a norm of ones or a bias of zeros could be swapped for another one without anybody seeing it. The vocabulary is a
+prime, so that every padded size differs from it.
+
+Only the process that calls this imports transformers; ranks read the folders.
+"""
+
+import functools
+import hashlib
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+VOCAB_SIZE = 101
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_GROUPED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+"""Rotary positions as in YaRN, for any family."""
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {**_SIZES, "rope_parameters": _LLAMA3},
+    "mistral": {**_SIZES, "sliding_window": 8},
+    "mixtral": {**_SIZES, "num_local_experts": 4},
+    "qwen2": {**_SIZES, "tie_word_embeddings": True},
+    "qwen2_moe": {
+        **_SIZES,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+        "mlp_only_layers": [2],
+    },
+    "qwen3": {**_SIZES, "head_dim": 16},
+    "qwen3_moe": {
+        **_SIZES,
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+    },
+    "deepseek_v3": {**_SIZES, **_GROUPED, **_LATENT, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
+    "glm4_moe": {
+        **_SIZES,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "num_nextn_predict_layers": 0,
+    },
+}
+"""A config of each family, by ``model_type``."""
+
+FAMILIES = tuple(CONFIGS)
+
+MULTI_TOKEN = ("deepseek_v3", "glm4_moe")
+"""Families that may have layers for multi-token prediction: ``save_tiny(..., num_nextn_predict_layers=1)``."""
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, plain": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "llama, stretched evenly": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
+    "llama, tied, wide heads": ("llama", {"tie_word_embeddings": True, "head_dim": 16}),
+    "mistral, no window": ("mistral", {"sliding_window": None}),
+    "mixtral, window": ("mixtral", {"sliding_window": 8}),
+    "qwen2, windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}),
+    "qwen2, YaRN": ("qwen2", {"rope_parameters": YARN}),
+    "qwen2_moe, normalised, windows": (
+        "qwen2_moe",
+        {"norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
+    ),
+    "qwen2_moe, every second, no bias": (
+        "qwen2_moe",
+        {"decoder_sparse_step": 2, "mlp_only_layers": [], "qkv_bias": False},
+    ),
+    "qwen3, windows": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 2},
+    ),
+    "qwen3, tied, YaRN": ("qwen3", {"tie_word_embeddings": True, "rope_parameters": YARN}),
+    "qwen3_moe, not normalised": ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [0, 3]}),
+    "qwen3_moe, window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}),
+    "deepseek_v3, one query projection": ("deepseek_v3", {"q_lora_rank": None, "first_k_dense_replace": 0}),
+    "deepseek_v3, YaRN": (
+        "deepseek_v3",
+        {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, "n_shared_experts": 2},
+    ),
+    "deepseek_v3, multi-token": ("deepseek_v3", {"num_nextn_predict_layers": 1}),
+    "glm4_moe, no bias, no norm": (
+        "glm4_moe",
+        {"attention_bias": False, "use_qk_norm": False, "first_k_dense_replace": 3, "tie_word_embeddings": True},
+    ),
+    "glm4_moe, multi-token": ("glm4_moe", {"num_nextn_predict_layers": 1}),
+}
+"""What else a family may be: its name and what its config has instead."""
+
+
+def tiny_config(family: str, **overrides: Any) -> "PreTrainedConfig":
+    """Return the config of a tiny model.
+
+    Args:
+        family: Its ``model_type``.
+        overrides: Keys to have instead of those in ``CONFIGS``.
+    """
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(family, **{**CONFIGS[family], **overrides})
+
+
+def save_tiny(
+    family: str,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str | int = "5GB",
+    tokenizer: bool = False,
+    **overrides: Any,
+) -> Path:
+    """Write a tiny model as transformers would, and return its folder.
+
+    Args:
+        family: Its ``model_type``.
+        folder: Where; made if it is not there.
+        dtype: Of its weights.
+        max_shard_size: Of a file; ``"50KB"`` makes several.
+        tokenizer: Whether to write a tokenizer too, whose words are ``w0`` to ``w100``.
+        overrides: Keys to have instead of those in ``CONFIGS``. ``num_nextn_predict_layers=1`` adds the tensors of
+            a layer for multi-token prediction, which transformers itself would not write.
+    """
+    from huggingface_hub import save_torch_state_dict
+    from transformers import AutoModelForCausalLM
+
+    where = Path(folder)
+    config = tiny_config(family, **overrides)
+    extra = getattr(config, "num_nextn_predict_layers", 0) if family in MULTI_TOKEN else 0
+    config.num_hidden_layers += extra
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(where)
+    tensors = {name: _draw(name, tensor) for name, tensor in read_tensors(where)}
+    if extra:
+        tensors |= _multi_token_tensors(tensors, config.num_hidden_layers - extra, extra)
+        content = json.loads((where / "config.json").read_text())
+        content["num_hidden_layers"] -= extra
+        (where / "config.json").write_text(json.dumps(content, indent=2))
+    (where / "model.safetensors").unlink()
+    save_torch_state_dict(tensors, where, max_shard_size=max_shard_size)
+    if tokenizer:
+        _save_tokenizer(where)
+    return where
+
+
+def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a model with their names, file by file."""
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no dict
+                yield name, file.get_tensor(name)
+
+
+@functools.cache
+def tiny_folder(name: str) -> Path:
+    """Return the folder of one of ``VARIANTS``, or of the plain model of a family, made once for all tests.
+
+    Args:
+        name: Of the variant, or a ``model_type``.
+    """
+    family, overrides = VARIANTS.get(name, (name, {}))
+    return save_tiny(family, Path(_root().name) / re.sub(r"\W+", "-", name), **overrides)
+
+
+@functools.cache
+def _root() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="hf_models_")  # removed when this process ends
+
+
+def _draw(name: str, like: Tensor) -> Tensor:
+    """Return values that depend on the name alone: around 1 for norms, such that nothing grows for matrices."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+    noise = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed))
+    if like.dim() > 1:
+        noise /= 2.0 if "embed_tokens" in name else like.size(-1) ** 0.5
+    elif "norm" in name:
+        noise = 1 + 0.2 * noise
+    else:
+        noise *= 0.2
+    return noise.to(like.dtype)
+
+
+def _multi_token_tensors(tensors: dict[str, Tensor], first: int, count: int) -> dict[str, Tensor]:
+    """Return what such layers have beside an ordinary layer, under the names of DeepSeek's and GLM's checkpoints."""
+    hidden = tensors["model.norm.weight"]
+    wide = hidden.new_empty(len(hidden), 2 * len(hidden))
+    found = {}
+    for layer in range(first, first + count):
+        prefix = f"model.layers.{layer}."
+        for name, like in {"enorm": hidden, "hnorm": hidden, "shared_head.norm": hidden, "eh_proj": wide}.items():
+            found[f"{prefix}{name}.weight"] = _draw(f"{prefix}{name}.weight", like)
+        found[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        found[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    return found
+
+
+def _save_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCAB_SIZE)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="w0", bos_token="w1", eos_token="w2", unk_token="w0"
+    ).save_pretrained(folder)

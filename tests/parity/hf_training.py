@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training step of a Hugging Face model: by transformers in the parent, by ``MCoreGPT`` on the ranks of a layout.
+
+Both sides give logits, the loss, and the gradient of every tensor under its name on the disk. transformers keeps the
+experts of a layer as one tensor in memory, so :func:`reference` takes them apart. Here a rank says of each rectangle of
+a gradient that it holds where it lies in a Hugging Face tensor, by the rules that weights are exchanged by.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from lightning_mcore import MCoreGPT, MCoreStrategy
+from lightning_mcore.generation import gather_sequence
+from lightning_mcore.hf import find_family
+from lightning_mcore.hf.family import complete_fields
+from lightning_mcore.hf.model_pieces import pieces_of_module
+from lightning_mcore.hf.weight_map import WeightMap
+from lightning_mcore.process_groups import process_group
+from tests.hf_models import VARIANTS, VOCAB_SIZE, tiny_folder
+from tests.layouts import Layout
+from tests.parity.global_tensors import whole_gradients
+from tests.toy import make_trainer
+
+ROWS, LENGTH = 2, 32
+MULTI_TOKEN_SCALE = 0.5
+
+Batch = dict[str, Tensor]
+
+
+def text() -> Batch:
+    """Return the rows of the step; the first fifth of the labels of each count for nothing.
+
+    There is no token 0, which pads: transformers keeps its embedding as it is.
+    """
+    tokens = torch.randint(1, VOCAB_SIZE, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(5))
+    labels = tokens[:, 1:].clone()
+    labels[:, : LENGTH // 5] = -100
+    return {"tokens": tokens[:, :-1].contiguous(), "labels": labels}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What transformers computes.
+
+    Attributes:
+        logits: [b, s, v].
+        loss: Mean over the tokens that count.
+        gradients: By the name of the tensor on the disk.
+    """
+
+    logits: Tensor
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+@functools.cache
+def reference(name: str) -> Reference:
+    """Run a step of a tiny model, or of one of its variants, with transformers in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_folder(name)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
+    batch = text()
+    output = model(batch["tokens"], output_hidden_states=True)
+    loss = _mean(output.logits, batch["labels"])
+    total, parameters = loss, dict(model.named_parameters())
+    if getattr(model.config, "num_nextn_predict_layers", 0):
+        extra = _MultiToken(model)
+        total = loss + MULTI_TOKEN_SCALE * extra.loss(batch, output.hidden_states[-1])
+        parameters |= extra.parameters()
+    total.backward()
+    return Reference(output.logits.detach(), loss.item(), _on_disk(name, parameters))
+
+
+def _mean(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class _MultiToken:
+    """The layers for multi-token prediction, made and read by transformers; only how their losses are summed is ours."""
+
+    def __init__(self, model: Any) -> None:
+        from transformers.modeling_layers import MtpModel
+
+        self.first = model.config.num_hidden_layers
+        model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{self.first}\..*"]  # it reads those
+        self.model = MtpModel.from_pretrained(model)
+
+    def loss(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """Return the sum over the tokens that count, divided by how many count for the next token, as Megatron does."""
+        tokens, labels = batch["tokens"], batch["labels"]
+        counted, total = (labels >= 0).sum(), torch.zeros(())
+        for number in range(len(self.model.layers)):
+            tokens, labels, hidden = tokens[:, 1:], labels[:, 1:], hidden[:, :-1]
+            positions = torch.arange(tokens.size(1))[None]
+            hidden = self.model.forward_layer(number, hidden, positions, None, input_ids=tokens)
+            logits = self.model.shared_head(hidden)
+            total = total + functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / counted
+        return total / len(self.model.layers)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return its own parameters by their names on the disk."""
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            if name.startswith("layers."):
+                _, number, rest = name.split(".", 2)
+                rest = rest.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+                found[f"model.layers.{self.first + int(number)}.{rest}"] = parameter
+        return found
+
+
+def _on_disk(name: str, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients with experts taken apart, under the names of the disk."""
+    family = VARIANTS[name][0] if name in VARIANTS else name
+    found: dict[str, Tensor] = {}
+    for key, parameter in parameters.items():
+        gradient = parameter.grad
+        assert gradient is not None, key
+        stem, _, last = key.rpartition(".")
+        if last not in ("gate_up_proj", "down_proj"):
+            found[key] = gradient
+            continue
+        for expert, rows in enumerate(gradient):
+            parts = {"gate_proj": rows.chunk(2)[0], "up_proj": rows.chunk(2)[1]}
+            for part, value in (parts if last == "gate_up_proj" else {last: rows}).items():
+                found[f"{stem}.{expert}.{part}.weight"] = value
+    if family == "mixtral":
+        for old, new in (("mlp", "block_sparse_moe"), ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+            found = {key.replace(f".{old}.", f".{new}."): value for key, value in found.items()}
+    return found
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rectangle of the gradient of a Hugging Face tensor.
+
+    Attributes:
+        name: Of the tensor.
+        start: Where it begins.
+        values: In the axes of that tensor.
+    """
+
+    name: str
+    start: tuple[int, ...]
+    values: Tensor
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the same rectangle of ``whole``."""
+        return whole[tuple(slice(a, a + n) for a, n in zip(self.start, self.values.shape, strict=True))]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank has seen.
+
+    Attributes:
+        rows: Which rows of the text it read.
+        logits: [b, s, v] of those rows.
+        loss: Of the step, over all rows.
+        gradients: Those that it holds a part of.
+    """
+
+    rows: list[int]
+    logits: Tensor
+    loss: float
+    gradients: list[Part]
+
+
+class Watched(MCoreGPT):
+    """Reads the text, and keeps logits and finished gradients."""
+
+    gradients: list[Part]
+    rows: list[int]
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        self.rows = list(range(ROWS))[rank :: size]
+        batch = {key: value[self.rows] for key, value in text().items()}
+        return DataLoader([batch], batch_size=None)  # type: ignore[arg-type]
+
+    def predict_dataloader(self) -> DataLoader[Batch]:
+        return self.train_dataloader()
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        logits, _ = self.token_logits(batch)  # [b, s / cp, v / tp]
+        shares = [torch.empty_like(logits) for _ in range(process_group("tp").size())]
+        dist.all_gather(shares, logits.contiguous(), group=process_group("tp"))
+        logits = torch.cat(shares, dim=-1)[..., :VOCAB_SIZE].contiguous()
+        return gather_sequence(logits, process_group("cp"))
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        gradients: dict[int, Tensor] = {}
+        for chunk in self.trainer.strategy._chunks.ddp:
+            gradients |= whole_gradients(chunk)
+        self.gradients = _parts(self, gradients)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def _parts(module: MCoreGPT, gradients: dict[int, Tensor]) -> list[Part]:
+    """Return the gradients on this rank: as if they were the weights, for as long as it takes to look."""
+    parameters = [parameter.data for parameter in module.model.parameters()]
+    kept = [data.clone() for data in parameters]
+    for data in parameters:
+        data.copy_(gradients[data.data_ptr()])
+    pieces = pieces_of_module(module)
+    hf = module.hparams["hf"]
+    fields = complete_fields({**module.transformer, **{key: module.hparams[key] for key in module.hparams if key in _MODULE}})
+    weights = WeightMap(find_family(hf["family"]), fields, pieces.shapes)
+    parts = []
+    for piece in pieces.own:
+        for block in weights.blocks[piece.name]:
+            part = block.within(piece.start, piece.shape)
+            if part is not None and not piece.name.endswith("expert_bias"):
+                place = tuple(
+                    slice(a - b, a - b + n) for a, b, n in zip(part.start, piece.start, part.shape, strict=True)
+                )
+                values = piece.data.view(piece.shape)[place].reshape(part.hf_shape)
+                parts.append(Part(part.hf, part.hf_start, values.clone()))
+    for data, old in zip(parameters, kept, strict=True):
+        data.copy_(old)
+    return parts
+
+
+_MODULE = {"vocab_size", "share_embeddings_and_output_weights"}
+
+
+def train(folder: str, layout: Layout, transformer: dict[str, Any]) -> Seen:
+    """Predict, then train one step, on this rank of a layout."""
+    fields = {key: value for key, value in {"num_layers_in_first_pipeline_stage": layout.first}.items() if value}
+    module = Watched.from_pretrained(folder, seq_length=LENGTH, transformer={**fields, **transformer})  # noqa
+    arguments = layout.strategy_arguments | ({"micro_batch_size": 1} if layout.dp == 1 else {})
+    trainer = make_trainer(MCoreStrategy(**arguments), max_steps=1, use_distributed_sampler=False)
+    predicted: Any = trainer.predict(module)
+    trainer.fit(module)
+    loss = float(trainer.callback_metrics["train_loss"])
+    return Seen(module.rows, torch.cat(list(predicted)), loss, module.gradients)
+
+
+def train_all(folders: dict[str, str], layout: Layout) -> dict[str, Seen]:
+    """Train several models on the same ranks, one after the other."""
+    return {name: train(folder, layout, {}) for name, folder in folders.items()}

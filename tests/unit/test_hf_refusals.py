@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face models that cannot be read are refused in one sentence, before a model is built where that can be."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lightning_mcore import MCoreGPT
+from lightning_mcore.hf.import_checkpoint import import_checkpoint
+from lightning_mcore.hf.safetensors_folder import INDEX_FILE, SafetensorsFolder
+from lightning_mcore.session import single_process
+from tests.hf_models import save_tiny
+
+Damage = Callable[[Path], object]
+
+pytestmark = pytest.mark.filterwarnings("ignore:MLP requires ffn_hidden_size:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a model in several files."""
+    return save_tiny("llama", tmp_path_factory.mktemp("whole") / "model", max_shard_size="60KB")
+
+
+@pytest.fixture
+def model(whole: Path, tmp_path: Path) -> Path:
+    """Return a copy of it to damage."""
+    return Path(shutil.copytree(whole, tmp_path / "model"))
+
+
+def change_config(**keys: Any) -> Damage:
+    """Return what changes keys of the config; None takes one away."""
+
+    def damage(folder: Path) -> None:
+        path = folder / "config.json"
+        config = {**json.loads(path.read_text()), **keys}
+        path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+    return damage
+
+
+def first_file(folder: Path) -> Path:
+    return min(folder.glob("model-00001-of-*.safetensors"))
+
+
+def change_tensors(change: Callable[[dict[str, torch.Tensor]], object], in_index: bool = True) -> Damage:
+    """Return what changes the tensors of the first file, and the index with them."""
+
+    def damage(folder: Path) -> None:
+        path, index = first_file(folder), folder / INDEX_FILE
+        tensors = load_file(path)
+        before = set(tensors)
+        change(tensors)
+        save_file(tensors, path)
+        if in_index:
+            content = json.loads(index.read_text())
+            for name in before - set(tensors):
+                del content["weight_map"][name]
+            content["weight_map"] |= dict.fromkeys(tensors, path.name)
+            index.write_text(json.dumps(content))
+
+    return damage
+
+
+def write(name: str, content: bytes) -> Damage:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def only_pickles(folder: Path) -> None:
+    for path in folder.glob("model*"):
+        path.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+
+
+def another_header(change: Callable[[dict[str, Any]], object]) -> Damage:
+    """Return what changes the header of the first file."""
+
+    def damage(folder: Path) -> None:
+        path = first_file(folder)
+        content = path.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+    return damage
+
+
+EMBEDDING = "model.embed_tokens.weight"
+
+REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
+    "another architecture": (
+        change_config(model_type="gpt_neox"),
+        ValueError,
+        r"models of type 'gpt_neox' are not supported; there are llama, mistral, mixtral, qwen2, qwen2_moe, qwen3,"
+        r" qwen3_moe, deepseek_v3, glm4_moe, and you may give a family of your own, family='package\.module:FAMILY'",
+    ),
+    "no model type": (change_config(model_type=None), ValueError, r"config\.json has no model_type; give the folder"),
+    "a key that changes the numbers": (
+        change_config(attention_bias=True),
+        ValueError,
+        r"config\.json: attention_bias=True is not supported, for Megatron has biases .*; only False is",
+    ),
+    "an unknown key": (
+        change_config(logit_softcapping=30.0),
+        ValueError,
+        r"config\.json: logit_softcapping=30\.0 is no key that a config of 'llama' is known to have",
+    ),
+    "a quantised model": (
+        change_config(quantization_config={"quant_method": "fp8"}),
+        ValueError,
+        r"the weights in FOLDER are quantised with fp8, and training needs whole ones; give the model in bf16, fp16",
+    ),
+    "quantised tensors": (
+        change_tensors(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].to(torch.float8_e4m3fn)})),
+        ValueError,
+        r"model\.embed_tokens\.weight in FOLDER/model-00001-of-\d+\.safetensors holds F8_E4M3, as in a quantised model",
+    ),
+    "whole numbers": (
+        change_tensors(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].to(torch.int8)})),
+        ValueError,
+        r"holds I8, as in a quantised model; give the model in bf16, fp16 or fp32",
+    ),
+    "a config that is cut off": (
+        write("config.json", b'{"model_type": "lla'),
+        ValueError,
+        r"FOLDER/config\.json is no JSON, or only a part of it \(.*\); download it again",
+    ),
+    "a list for a config": (write("config.json", b"[]"), ValueError, r"config\.json holds a list, not an object"),
+    "an index that is cut off": (
+        write(INDEX_FILE, b'{"weight_map": {'),
+        ValueError,
+        r"FOLDER/model\.safetensors\.index\.json is no JSON, or only a part of it",
+    ),
+    "an index of something else": (write(INDEX_FILE, b"{}"), ValueError, r"has no weight_map of file names"),
+    "an index that leads elsewhere": (
+        write(INDEX_FILE, json.dumps({"weight_map": {EMBEDDING: "../model.safetensors"}}).encode()),
+        ValueError,
+        r"has no weight_map of file names; download it again",
+    ),
+    "a missing file": (
+        lambda folder: first_file(folder).unlink(),
+        FileNotFoundError,
+        r"FOLDER lacks model-00001-of-\d+\.safetensors, which model\.safetensors\.index\.json names; download the",
+    ),
+    "a file that is cut off": (
+        lambda folder: first_file(folder).write_bytes(first_file(folder).read_bytes()[:-100]),
+        ValueError,
+        r"model-00001-of-\d+\.safetensors is damaged, for it has \d+ bytes, and its header describes \d+; download",
+    ),
+    "a file cut off in its header": (
+        lambda folder: first_file(folder).write_bytes(first_file(folder).read_bytes()[:40]),
+        ValueError,
+        r"is damaged, for it has 40 bytes and announces a header of \d+; download it again",
+    ),
+    "an empty file": (
+        lambda folder: first_file(folder).write_bytes(b""),
+        ValueError,
+        r"is damaged, for it has 0 bytes and announces a header of 0; download it again",
+    ),
+    "a header of noise": (
+        lambda folder: first_file(folder).write_bytes((8).to_bytes(8, "little") + b"\xff\x00 noise" + bytes(100)),
+        ValueError,
+        r"is damaged, for its header is no JSON; download it again",
+    ),
+    "a header of another kind": (
+        lambda folder: first_file(folder).write_bytes((2).to_bytes(8, "little") + b"[]"),
+        ValueError,
+        r"is damaged, for its header lists no tensors; download it again",
+    ),
+    "a tensor without a place": (
+        another_header(lambda header: header[EMBEDDING].pop("data_offsets")),
+        ValueError,
+        r"is damaged, for its header does not say where model\.embed_tokens\.weight lies; download it again",
+    ),
+    "a tensor with another place": (
+        another_header(lambda header: header[EMBEDDING].update(shape=[101, 31])),
+        ValueError,
+        r"is damaged, for its header does not say where model\.embed_tokens\.weight lies; download it again",
+    ),
+    "a tensor that is in no index": (
+        change_tensors(lambda tensors: tensors.update(extra=torch.zeros(2)), in_index=False),
+        ValueError,
+        r"and the files do not agree on 1 tensors, the first is extra; download the model again",
+    ),
+    "pickled weights": (
+        only_pickles,
+        FileNotFoundError,
+        r"FOLDER has neither model\.safetensors nor model\.safetensors\.index\.json, only pytorch_model\.bin; give a"
+        r" model in safetensors, which save_pretrained of transformers writes",
+    ),
+    "no config": (
+        lambda folder: (folder / "config.json").unlink(),
+        FileNotFoundError,
+        r"FOLDER has no config\.json; give the folder of a Hugging Face model",
+    ),
+    "no folder": (shutil.rmtree, FileNotFoundError, r"FOLDER is no folder of a Hugging Face model; give one with a"),
+    "a checkpoint of Megatron's": (
+        lambda folder: [(folder / name).touch() for name in ("metadata.json", ".metadata")],
+        ValueError,
+        r"FOLDER is a checkpoint of Megatron-LM or another program, which does not say what model it is of; start from",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_AT_ONCE)
+def test_what_cannot_be_read_is_refused_before_there_is_a_model(name: str, model: Path) -> None:
+    damage, kind, text = REFUSED_AT_ONCE[name]
+    damage(model)
+    with pytest.raises(kind, match=text.replace("FOLDER", re.escape(str(model)))) as refusal:
+        MCoreGPT.from_pretrained(str(model))
+    assert "\n" not in str(refusal.value)
+
+
+REFUSED_WITH_THE_MODEL: dict[str, tuple[Damage, str]] = {
+    "missing tensors": (
+        change_tensors(lambda tensors: tensors.pop(EMBEDDING)),
+        r"the weights in FOLDER are not those of this model: it lacks model\.embed_tokens\.weight; give config and",
+    ),
+    "extra tensors": (
+        change_tensors(lambda tensors: tensors.update(extra=torch.zeros(2))),
+        r"of this model: it has extra, which the model has no place for; give config and weights of one model",
+    ),
+    "another shape": (
+        change_tensors(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING][:50].contiguous()})),
+        r"shapes differ: model\.embed_tokens\.weight \(\[50, 32\] in it, \[101, 32\] in the model\); give config and",
+    ),
+    "more layers than the config says": (
+        change_config(num_hidden_layers=3),
+        r"of this model: it has model\.layers\.3\.input_layernorm\.weight, model\.layers\.3\..* and 4 more, which",
+    ),
+    "another family": (
+        change_config(model_type="qwen2", attention_bias=None, mlp_bias=None, pretraining_tp=None, head_dim=None),
+        r"it lacks model\.layers\.0\.self_attn\.k_proj\.bias, ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_WITH_THE_MODEL)
+def test_weights_of_another_model_are_refused(name: str, model: Path, tmp_path: Path) -> None:
+    damage, text = REFUSED_WITH_THE_MODEL[name]
+    damage(model)
+    with pytest.raises(ValueError, match=text.replace("FOLDER", re.escape(str(model)))) as refusal:
+        import_checkpoint(str(model), str(tmp_path / "out.ckpt"))
+    assert "\n" not in str(refusal.value)
+    assert not list(tmp_path.glob("out*"))
+    assert not list(tmp_path.glob(".unfinished/*"))
+
+
+def test_a_model_of_other_sizes_than_its_source_is_refused(whole: Path) -> None:
+    module = MCoreGPT.from_pretrained(str(whole), transformer={"num_query_groups": 4})
+    with pytest.raises(ValueError, match=r"k_proj\.weight \(\[16, 32\] in it, \[32, 32\] in the model\)"):
+        load(module)
+
+
+def load(module: MCoreGPT) -> None:
+    """Build a module's model in this process and fill it."""
+    with single_process():
+        module.configure_model()
+
+
+def test_an_import_refuses_what_would_be_overwritten(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is there already; give the name of a checkpoint that does not exist yet"):
+        import_checkpoint(str(whole), str(tmp_path))
+    with pytest.raises(ValueError, match="is there already"):
+        import_checkpoint(str(whole), str(tmp_path / "notes.txt"))
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_an_import_refuses_an_unknown_type(whole: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="dtype='fp8' is not known; choose 'auto', 'bfloat16', 'float16' or 'float32'"):
+        import_checkpoint(str(whole), str(tmp_path / "out"), dtype="fp8")  # type: ignore[arg-type]
+
+
+def test_rectangles_are_those_of_the_tensors(whole: Path) -> None:
+    folder = SafetensorsFolder(str(whole))
+    for path in whole.glob("*.safetensors"):
+        for name, tensor in load_file(path).items():
+            assert folder.shapes[name] == tuple(tensor.shape)
+            assert folder.dtypes[name] == tensor.dtype
+            assert torch.equal(folder.read(name, (0,) * tensor.dim(), tuple(tensor.shape)), tensor)
+    tensor = folder.read(EMBEDDING, (0, 0), (101, 32))
+    assert torch.equal(folder.read(EMBEDDING, (3, 5), (40, 7)), tensor[3:43, 5:12])
+
+
+def test_tensors_that_begin_at_odd_places_are_read(tmp_path: Path) -> None:
+    values = torch.arange(5, dtype=torch.float32)
+    header = json.dumps({"x": {"dtype": "F32", "shape": [5], "data_offsets": [0, 20]}}).encode()
+    header += b" " * (1 - (len(header) + 8) % 4 % 4 + 4)
+    assert (8 + len(header)) % 4 == 1
+    content = len(header).to_bytes(8, "little") + header + values.numpy().tobytes()
+    (tmp_path / "model.safetensors").write_bytes(content)
+    folder = SafetensorsFolder(str(tmp_path))
+    assert torch.equal(folder.read("x", (1,), (3,)), values[1:4])
+
+
+def test_tensors_without_weights_are_passed_over(tmp_path: Path) -> None:
+    save_file(
+        {"a.weight": torch.ones(2), "a.masked_bias": torch.ones(2, dtype=torch.bool)}, tmp_path / "model.safetensors"
+    )
+    assert list(SafetensorsFolder(str(tmp_path), unread=(".masked_bias",)).shapes) == ["a.weight"]
