@@ -11,6 +11,7 @@ import argparse
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 
@@ -39,11 +40,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def make_model(folder: Path, dialogues: StdlibDialogues) -> None:
-    """Write a small Llama with random weights and a tokenizer, as anybody's ``save_pretrained`` would."""
+def prepare(options: argparse.Namespace, dialogues: StdlibDialogues) -> None:
+    """Write the exchanges and, where none is given, the model; of one process, before the others start."""
+    dialogues.write()
+    if options.model is None:
+        make_model(options.output / "start", dialogues.tokenizer)
+        shutil.rmtree(options.output / "tuned", ignore_errors=True)  # of an earlier run; other models are not replaced
+
+
+def make_model(folder: Path, tokenizer: Any) -> None:
+    """Write a small Llama with random weights, as anybody's ``save_pretrained`` does."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tokenizer = dialogues.tokenizer
     shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": len(tokenizer)}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
     config = LlamaConfig(**shape, **heads, bos_token_id=None, eos_token_id=tokenizer.eos_token_id)
@@ -69,12 +77,9 @@ def main() -> None:
     options = parse_arguments()
     pl.seed_everything(1, verbose=False)
     dialogues = StdlibDialogues(options.seq_length, max_bytes=options.max_bytes)
-    start, end = options.model or str(options.output / "start"), options.output / "tuned"
     if "LOCAL_RANK" not in os.environ:  # the first process, which starts the others
-        dialogues.write()
-        if options.model is None:
-            make_model(Path(start), dialogues)
-            shutil.rmtree(end, ignore_errors=True)  # of an earlier run; other people's models are not replaced
+        prepare(options, dialogues)
+    start, end = options.model or str(options.output / "start"), options.output / "tuned"
 
     module = MCoreGPT.from_pretrained(
         start, options.seq_length, learning_rate=options.learning_rate, warmup_steps=options.max_steps // 10

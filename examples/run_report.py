@@ -141,8 +141,8 @@ class TextSample(pl.Callback):
 class InTransformers(pl.Callback):
     """Writes the trained model in Hugging Face form, and lets ``transformers`` continue a prompt with it.
 
-    Both take the most probable token each time, so that the texts can be compared; the data module brings
-    ``encode``, ``decode`` and ``save_tokenizer``.
+    What is printed is drawn as in :class:`TextSample`. Then both take the most probable token each time, which has to
+    give the same text. The data module brings ``encode``, ``decode`` and ``save_tokenizer``.
 
     Args:
         folder: Where to write the model; that of an earlier run is replaced.
@@ -151,7 +151,7 @@ class InTransformers(pl.Callback):
     """
 
     def __init__(
-        self, folder: str = "outputs/pretrain_gpt/hf", prompt: str = "import os\n\n\ndef ", max_new_tokens: int = 40
+        self, folder: str = "outputs/pretrain_gpt/hf", prompt: str = "import os\n\n\ndef ", max_new_tokens: int = 60
     ) -> None:
         self.folder = Path(folder)
         self.prompt = prompt
@@ -171,21 +171,25 @@ class InTransformers(pl.Callback):
         same = sum(1 for _ in takewhile(bool, map(eq, ours[len(prompt) :], theirs)))
         _print(
             trainer,
-            f"\ntransformers continues with the most probable tokens; {same} of {count} are those that we find:",
+            "\ntransformers, with the exported model:",
             *(f"  | {line}" for line in text.splitlines()),
+            f"most probable tokens: {same} of {count} are the same in transformers and here",
             f"model:      {self.folder}",
         )
 
 
 def continue_with_transformers(folder: Path, prompt: str, count: int) -> tuple[list[int], str]:
-    """Return ``count`` most probable tokens after a prompt, and the text with them, as a user of the folder gets it."""
+    """Return the ``count`` most probable tokens after a prompt, and a text drawn from the model that a folder holds."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     inputs = tokenizer(prompt, return_tensors="pt")
-    tokens = model.generate(**inputs, max_new_tokens=count, do_sample=False)[0].tolist()
-    return tokens[inputs["input_ids"].shape[1] :], tokenizer.decode(tokens)
+    best = model.generate(**inputs, max_new_tokens=count, do_sample=False)[0].tolist()
+    drawn = model.generate(**inputs, max_new_tokens=count, do_sample=True, temperature=0.7, top_k=40)[0].tolist()
+    return best[inputs["input_ids"].shape[1] :], tokenizer.decode(drawn)
 
 
 def read_curve(metrics: Path, name: str) -> Curve:

@@ -2,6 +2,7 @@
 """Rules that hold for every test of the project.
 
 * Nothing a test patches in torch survives it; process groups are closed after it and environment variables put back.
+* Under ``--dist loadgroup`` tests that share a fixture of their module run in one process, so that it is made once.
 * Tests marked ``gpu`` skip without a GPU, for one reason; with ``REQUIRE_GPU=1`` such a skip is a failure.
 * ``MEGATRON_CORE_VERSION=x`` makes a run on another release of megatron-core an error.
 * ``MIN_TESTS=n`` makes a run of fewer than n tests a failure (``tests/suite_size.py``).
@@ -47,6 +48,18 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     wanted = os.environ.get("MEGATRON_CORE_VERSION", imported)
     if imported != wanted:
         pytest.exit(f"MEGATRON_CORE_VERSION={wanted}, but {imported} is imported", returncode=1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Group the tests that share a fixture of their module; those of another parameter of it are another group."""
+    for item in items:
+        definitions = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
+        shared = [name for name, known in definitions.items() if known and known[-1].scope == "module"]
+        if shared:
+            chosen = item.callspec.indices if hasattr(item, "callspec") else {}
+            parameters = [str(chosen[name]) for name in sorted(shared) if name in chosen]
+            item.add_marker(pytest.mark.xdist_group("-".join([item.path.stem, *parameters])))
 
 
 def pytest_report_header() -> str:

@@ -10,6 +10,7 @@ prime, so that every padded size differs from it.
 Only the process that calls this imports transformers; ranks read the folders.
 """
 
+import copy
 import functools
 import hashlib
 import json
@@ -159,7 +160,9 @@ def tiny_config(family: str, **overrides: Any) -> "PreTrainedConfig":
     """
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(family, **{**CONFIGS[family], **overrides})
+    return AutoConfig.for_model(
+        family, **copy.deepcopy({**CONFIGS[family], **overrides})
+    )  # it changes what it is given
 
 
 def save_tiny(

@@ -8,6 +8,7 @@ while a strategy is at work. A name that stays replaced changes every later test
 
 import sys
 from collections.abc import Iterator, Mapping
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
@@ -15,25 +16,38 @@ import lightning.pytorch  # noqa: F401 - wraps torch.compile when it is imported
 import torch
 
 _WATCHED = (FunctionType, BuiltinFunctionType, MethodDescriptorType, type, staticmethod, classmethod)
+_MODES = "modes"
 
 
-def snapshot() -> dict[str, Any]:
-    """Return the functions and classes that torch and megatron-core hold now, by name, and the open modes."""
-    state: dict[str, Any] = {}
-    for owner in _owners():
-        for name, value in _names(owner).items():
-            # type(value), because isinstance asks the value itself, and some of torch's answer with a warning
-            if issubclass(type(value), _WATCHED):
-                state[f"{owner.__name__}.{name}"] = value
-    state["torch.cuda.default_generators"] = tuple(torch.cuda.default_generators)
-    state["number of torch function modes"] = torch._C._len_torch_function_stack()
-    state["number of torch dispatch modes"] = torch._C._len_torch_dispatch_stack()
+def snapshot() -> dict[str, dict[str, Any]]:
+    """Return what the names of torch and megatron-core mean now, by owner and name, and the open modes.
+
+    Two of them for each test of thousands: so they are copies of whole namespaces, and :func:`changes` looks closer.
+    """
+    state = {owner.__name__: _names(owner) for owner in _owners()}
+    state[_MODES] = {
+        "torch.cuda.default_generators": tuple(torch.cuda.default_generators),
+        "number of torch function modes": torch._C._len_torch_function_stack(),
+        "number of torch dispatch modes": torch._C._len_torch_dispatch_stack(),
+    }
     return state
 
 
-def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return the names that meant something else before; a name that is new was only imported since."""
-    return sorted(name for name, value in before.items() if not _same(value, after.get(name)))
+def changes(before: Mapping[str, dict[str, Any]], after: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Return the functions, classes and modes that were others before; a new name was only imported since."""
+    found = []
+    for owner, names in before.items():
+        now = after.get(owner, {})
+        if owner == _MODES:
+            found += [name for name, value in names.items() if value != now.get(name)]
+        elif len(names) != len(now) or not all(map(is_, names.values(), now.values())):  # the same in nearly all cases
+            found += [
+                f"{owner}.{name}"
+                for name, value in names.items()
+                # type(value), because isinstance asks the value itself, and some of torch's answer with a warning
+                if value is not now.get(name) and issubclass(type(value), _WATCHED)
+            ]
+    return sorted(found)
 
 
 def _owners() -> Iterator[ModuleType | type]:
@@ -46,9 +60,9 @@ def _owners() -> Iterator[ModuleType | type]:
 
 def _names(owner: ModuleType | type) -> dict[str, Any]:
     """Return what an owner's names mean, for a class with those it inherits: a patch may hide one of them."""
-    scopes = reversed(owner.__mro__) if isinstance(owner, type) else [owner]
-    return {name: value for scope in scopes for name, value in list(vars(scope).items())}
-
-
-def _same(first: Any, second: Any) -> bool:
-    return first is second or (isinstance(first, int | tuple) and first == second)
+    if not isinstance(owner, type):
+        return dict(vars(owner))
+    names: dict[str, Any] = {}
+    for scope in reversed(owner.__mro__):
+        names |= vars(scope)
+    return names

@@ -5,25 +5,23 @@ Both write what ``save_pretrained`` of transformers would: safetensors of a boun
 generation config, and the tokenizer files of the model that training began with. Everything that can be refused is,
 before the first tensor is read; the folder stands under its name when it is whole.
 
-:func:`export_checkpoint` is what ``lightning-mcore export`` runs: one process, no GPU, one file of tensors in memory.
+:func:`export_checkpoint` is what ``lightning-mcore export`` runs: one process, no GPU, a few tensors in memory.
 :func:`export_model` runs on every rank of a training run, and each writes files of its own; ``save_hf_model.py`` is the
 callback for it.
 """
 
 import contextlib
-import errno
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
+from threading import Event, Lock
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -43,6 +41,7 @@ from lightning_mcore.hf.exported_config import (
 from lightning_mcore.hf.known_families import find_family
 from lightning_mcore.hf.live_tensors import exchange, places_of_all
 from lightning_mcore.hf.model_pieces import ModelPieces, pieces_of_module
+from lightning_mcore.hf.safetensors_file import write_safetensors
 from lightning_mcore.hf.safetensors_folder import INDEX_FILE
 from lightning_mcore.hf.stored_tensors import StoredTensors
 from lightning_mcore.hf.weight_map import WeightMap
@@ -51,7 +50,7 @@ from lightning_mcore.persistence import MCorePersistence
 
 _T = TypeVar("_T")
 _SILENT_SECONDS = 2.0  # writing that takes no longer shows no progress
-_SYSTEM_ERROR = re.compile(r"os error (\d+)")  # how safetensors says why the disk refused
+_WRITERS = 4  # files written at once
 
 
 def export_checkpoint(
@@ -89,9 +88,7 @@ def export_checkpoint(
     plan = _plan(description, stored.shapes, stored.places, *options)
     warn_of_missing_tokenizer(settings, like)
     with _new_folder(out) as folder, _progress(plan, out) as bar:
-        for file, names in plan.files.items():
-            write_shard(folder, file, {name: plan.assemble(name, stored.read) for name in names}, out)
-            bar.update(sum(map(plan.size, names)))
+        _saved(out, lambda: _write_all(plan, folder, stored.read, bar))
         _saved(out, lambda: _finish(plan, description, folder))
 
 
@@ -119,9 +116,10 @@ def export_model(
         replace: Whether a Hugging Face model that stands there is replaced, once the new one is whole.
 
     Raises:
-        RuntimeError: The module has no model yet.
+        RuntimeError: The module has no model yet, or no ranks.
         Exception: As for :func:`export_checkpoint`; the same on every rank.
     """
+    _require_groups()
     decide(lambda: require_free(out, replace))
     with _ready(module):
         model = _LiveModel.prepare(module, like, family, dtype, max_shard_size)
@@ -133,7 +131,7 @@ def export_model(
             for first in range(0, len(files), ranks):
                 of_round = files[first : first + ranks]
                 tensors = exchange(plan, model.pieces, of_round)
-                on_all(partial(_write_own, folder, of_round, tensors, out))
+                on_all(partial(_saved, out, partial(_write_own, plan, folder, of_round, tensors)))
                 bar.update(sum(plan.size(tensor) for file in of_round for tensor in plan.files[file]))
             decide(lambda: _saved(out, lambda: _finish(plan, model.description, folder)))
 
@@ -158,6 +156,7 @@ def check_export(
     Raises:
         Exception: See there.
     """
+    _require_groups()
     with _ready(module):
         _LiveModel.prepare(module, like, family, dtype, max_shard_size)
 
@@ -189,6 +188,14 @@ class _LiveModel:
         return cls(pieces, description, on_all(lambda: _plan(description, pieces.shapes, places, *options)))
 
 
+def _require_groups() -> None:
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "there is no running model: export_model() runs during a run, after one of MCoreStrategy, or in"
+            " single_process(); export a checkpoint with export_checkpoint(), which needs none of them"
+        )
+
+
 def require_free(out: str, replace: bool = False) -> None:
     """Refuse to write where something stands.
 
@@ -205,36 +212,36 @@ def require_free(out: str, replace: bool = False) -> None:
         raise ValueError(f"{out} {what}; give a folder that is empty, or does not exist yet")
 
 
-def write_shard(folder: str, file: str, tensors: dict[str, Tensor], out: str) -> None:
-    """Write a file of tensors, to the disk.
-
-    Args:
-        folder: Where to.
-        file: Its name.
-        tensors: By name.
-        out: What is exported, for messages.
-
-    Raises:
-        OSError: The disk refuses.
-    """
-    path = os.path.join(folder, file)
-    try:
-        with open(path, "wb"):  # with the rights that every new file has here
-            pass
-        save_file(tensors, path, metadata={"format": "pt"})
-        with open(path, "rb") as written:
-            os.fsync(written.fileno())
-    except SafetensorError as error:
-        found = _SYSTEM_ERROR.search(str(error))
-        number = int(found[1]) if found else errno.EIO
-        raise unsaved(out, OSError(number, os.strerror(number))) from error
-    except OSError as error:
-        raise unsaved(out, error) from error
-
-
-def _write_own(folder: str, files: Sequence[str], tensors: dict[str, Tensor], out: str) -> None:
+def _write_own(plan: ExportPlan, folder: str, files: Sequence[str], tensors: dict[str, Tensor]) -> None:
+    """Write the file of this rank, if it has one in this round."""
     if tensors:
-        write_shard(folder, files[dist.get_rank()], tensors, out)
+        file = files[dist.get_rank()]
+        write_safetensors(os.path.join(folder, file), plan.described(file), tensors.__getitem__)
+
+
+def _write_all(plan: ExportPlan, folder: str, read: Callable[[Place], Tensor], bar: Any) -> None:
+    """Write all files, some at a time: one waits for the disk while another reads."""
+    stopped, lock = Event(), Lock()
+
+    def write(file: str) -> None:
+        memory = torch.empty(max(map(plan.size, plan.files[file])), dtype=torch.uint8)  # the system gives what is used
+
+        def assemble(name: str) -> Tensor:
+            if stopped.is_set():
+                raise CancelledError
+            with lock:
+                bar.update(plan.size(name))
+            return plan.assemble(name, read, memory)
+
+        write_safetensors(os.path.join(folder, file), plan.described(file), assemble)
+
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        try:
+            for future in as_completed([pool.submit(write, file) for file in plan.files]):
+                future.result()
+        finally:  # after a fault, let go of the rest
+            stopped.set()
+            pool.shutdown(cancel_futures=True)
 
 
 def _plan(

@@ -138,6 +138,10 @@ class ExportPlan:
             "weight_map": {name: file for file, names in self.files.items() for name in names},
         }
 
+    def described(self, file: str) -> dict[str, tuple[torch.dtype, Shape]]:
+        """Return type and shape of each tensor in a file."""
+        return {name: (self.dtypes[name], self.shapes[name]) for name in self.files[file]}
+
     def parts(self, name: str) -> list[Part]:
         """Return what a tensor is made of, in an order that is the same wherever the plan is."""
         found = []
@@ -150,15 +154,21 @@ class ExportPlan:
                     found.append(Part(place, inside))
         return found
 
-    def assemble(self, name: str, read: Callable[[Place], Tensor]) -> Tensor:
-        """Return a tensor.
+    def assemble(self, name: str, read: Callable[[Place], Tensor], memory: Tensor) -> Tensor:
+        """Return a tensor; where one place holds it as it is to be written, without copying it.
 
         Args:
             name: Of the tensor.
             read: Returns the rectangle of a place.
+            memory: Bytes to put it together in, at least as many as it has; used again for the next.
         """
-        target = torch.empty(self.shapes[name], dtype=self.dtypes[name])
-        for part in self.parts(name):
+        first, *others = parts = self.parts(name)
+        if not others:
+            held = first.within_place(read(first.place))
+            if held.dtype == self.dtypes[name] and held.is_contiguous():
+                return held
+        target = memory[: self.size(name)].view(self.dtypes[name]).view(self.shapes[name])
+        for part in parts:
             part.within_target(target).copy_(part.within_place(read(part.place)))
         return target
 

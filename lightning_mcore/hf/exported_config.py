@@ -2,9 +2,9 @@
 """What an exported model says of itself: its family, ``config.json``, generation config and tokenizer files.
 
 A model that was made from a Hugging Face model remembers its config (``MCoreGPT(hf=...)``), and that is handed back as
-it was where it still holds; a model made from scratch is described by the rules of its family, on the defaults of
-transformers. Either way the result is read again, and must mean the model that is exported: a config that is nearly
-right would load, and compute other numbers.
+it was where it still holds; a model made from scratch is described by the rules of its family. Either way the result is
+read again, and must mean the model that is exported: a config that is nearly right would load, and compute other
+numbers.
 """
 
 import fnmatch
@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -161,8 +162,8 @@ def _config(
     else:
         ids = {name: (given or {}).get(name) for name in _TOKENS}
         length = {} if seq_length is None else {"max_position_embeddings": seq_length}
-        written = {"model_type": family.model_type, **ids, **length, **family.write_config(fields)}
-        content = {**complete_config(written), **ids}
+        content = {"model_type": family.model_type, **ids, **length, **family.write_config(fields)}
+        content["transformers_version"] = version("transformers")
     content["architectures"] = [family.architecture]
     again = _read(family, content)
     wrong = next((name for name in _differences(again, fields)), None)
@@ -194,15 +195,17 @@ def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def _guess(what: str, fields: Mapping[str, Any]) -> str:
-    reasons = []
+    reasons: dict[str, list[str]] = {}
     for name in family_names():
         try:
             find_family(name).write_config(fields)
         except ValueError as error:
-            reasons.append(str(error).removeprefix("the model is not one of "))
+            reason = str(error).removeprefix(f"the model is not one of {name!r}: ")
+            reasons.setdefault(reason, []).append(name)
         else:
             return name
-    raise ValueError(f"{what} is a model of no known family: {'; '.join(reasons)}; give one with family")
+    told = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+    raise ValueError(f"{what} is a model of no known family ({told}); give one of your own with family")
 
 
 def _check_layers(what: str, fields: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:

@@ -139,8 +139,8 @@ def complete_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         item.name: item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
         for item in dataclasses.fields(config_class)
     }
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-    whole |= {**MODULE_DEFAULTS, **DEFAULTS, **given}
+    whole |= {**MODULE_DEFAULTS, **DEFAULTS, **fields}
+    whole = {name: tuple(value) if isinstance(value, list) else value for name, value in whole.items()}
     derived: dict[str, Callable[[], Any]] = {
         "num_query_groups": lambda: whole["num_attention_heads"],
         "kv_channels": lambda: whole["hidden_size"] // whole["num_attention_heads"],

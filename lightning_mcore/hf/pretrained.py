@@ -116,7 +116,9 @@ def pretrained_settings(
 def load_pretrained(module: pl.LightningModule, path: str, family: str | None = None) -> None:
     """Fill the chunks that ``pipeline()`` has built from a Hugging Face model; collective over the world.
 
-    Once for each model: where ``fit`` is followed by ``validate``, what was trained stays.
+    Once for each model: where ``fit`` is followed by ``validate``, what was trained stays. Rows of the
+    embedding that stand for no token become zero; ``MCoreGPT`` keeps them out of the loss, a plain ``GPTModel`` does
+    not, so give that one the vocabulary's own size.
 
     Args:
         module: A module whose model is built and not wrapped yet, as at the end of ``configure_model``.

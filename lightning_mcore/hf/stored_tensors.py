@@ -10,6 +10,7 @@ no more than the pages of what was read last.
 import os
 import zlib
 from collections import OrderedDict
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,7 @@ from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.torch_dist_metadata import least_sizes, read_metadata
 
 _OF_AN_OPTIMIZER = ("optimizer.", "chained_", "optimizer_")  # what the names of its state begin with
-_MAPPED = 256 << 20  # bytes of pieces that stay mapped because the next tensor may lie in them
+_MAPPED = 64 << 20  # bytes of pieces that stay mapped because the next tensor may lie in them
 
 
 class StoredTensors:
@@ -59,6 +60,7 @@ class StoredTensors:
         for name, size in least_sizes(self._metadata).items():
             checkpoint_files.check_size(fs, self._root, path, name, size, or_more=True)
         self._readers = {check: self._reader(check and self.is_ours) for check in (True, False)}
+        self._lock = Lock()
         self._checked: set[MetadataIndex] = set()
         self._open: OrderedDict[MetadataIndex, Tensor] = OrderedDict()
         self.shapes: dict[str, Shape] = {}
@@ -69,6 +71,8 @@ class StoredTensors:
 
     def read(self, place: Place) -> Tensor:
         """Return a rectangle, in the memory of the mapped file; its checksum is compared the first time.
+
+        Any thread may call it.
 
         Raises:
             ValueError: It is damaged.
@@ -91,9 +95,10 @@ class StoredTensors:
                     places.append(Place(start[1:], size[1:], dtype, (index, stored.layer - start[0])))
 
     def _piece(self, index: MetadataIndex) -> Tensor:
-        if index in self._open:
-            self._open.move_to_end(index)
-            return self._open[index]
+        with self._lock:
+            if index in self._open:
+                self._open.move_to_end(index)
+                return self._open[index]
         reader = self._readers[index not in self._checked]
         info = (self._metadata.storage_data or {}).get(index)
         if info is None:
@@ -102,10 +107,11 @@ class StoredTensors:
         with open(reader._locate(info.relative_path), "rb") as file:
             os.posix_fadvise(file.fileno(), info.offset, info.length, os.POSIX_FADV_WILLNEED)
             piece = reader._tensor(file.fileno(), info, item)
-        self._checked.add(index)
-        self._open[index] = piece
-        while len(self._open) > 1 and sum(tensor.nbytes for tensor in self._open.values()) > _MAPPED:
-            self._open.popitem(last=False)
+        with self._lock:
+            self._checked.add(index)
+            self._open[index] = piece
+            while len(self._open) > 1 and sum(tensor.nbytes for tensor in self._open.values()) > _MAPPED:
+                self._open.popitem(last=False)
         return piece
 
     def _reader(self, check: bool) -> ShardReader:

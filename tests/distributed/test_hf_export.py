@@ -124,15 +124,28 @@ def read_json(folder: str | Path, name: str) -> Any:
 # ---- from a checkpoint
 
 
+class Halfway(pl.Callback):
+    """Exports after the first step, when some of the weights may not be gathered yet, and saves."""
+
+    def __init__(self, out: str) -> None:
+        self.out = out
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == 1:
+            export_model(pl_module, f"{self.out}/halfway", max_shard_size=SHARD_SIZE)
+            trainer.save_checkpoint(f"{self.out}/halfway.ckpt")
+
+
 def train_and_save(jobs: list[tuple[str, str, dict[str, Any], str]]) -> None:
     """Train each model for two steps on a layout, save it, and write it from memory too."""
     for name, folder, layout, out in jobs:
         try:
             module = MCoreGPT.from_pretrained(folder, seq_length=16, learning_rate=1e-2)
-            trainer = make_trainer(MCoreStrategy(**layout), max_steps=2, precision="bf16-mixed")
-            trainer.fit(module, data(8))
-            trainer.save_checkpoint(f"{out}.ckpt")
-            export_model(module, out, max_shard_size=SHARD_SIZE)
+            strategy = MCoreStrategy(**layout)
+            trainer = make_trainer(strategy, max_steps=2, precision="bf16-mixed", callbacks=[Halfway(out)])
+            trainer.fit(module, data(16))
+            trainer.save_checkpoint(f"{out}/end.ckpt")
+            export_model(module, f"{out}/end", max_shard_size=SHARD_SIZE)
         except Exception as error:
             raise RuntimeError(f"{name}: {error}") from error
 
@@ -146,16 +159,18 @@ def test_a_checkpoint_of_any_layout_is_exported_in_one_process(tmp_path: Path) -
         jobs = [(model, str(tiny_folder(model)), layout, str(tmp_path / model)) for model, layout in layouts.items()]
         run_ranks(world_size, train_and_save, jobs, timeout=180)
         for model, folder, _, out in jobs:
-            export_checkpoint(f"{out}.ckpt", f"{out}-offline", max_shard_size="30KB")
-            check_same(out, f"{out}-offline")
-            trained = dict(read_tensors(out))
+            for moment in ("halfway", "end"):
+                at = f"{out}/{moment}"
+                export_checkpoint(f"{at}.ckpt", f"{at}-offline", max_shard_size="30KB")
+                check_same(at, f"{at}-offline")
+            end, trained = f"{out}/end-offline", dict(read_tensors(f"{out}/end"))
             assert all(
                 not torch.equal(tensor.bfloat16(), trained[name].bfloat16())
                 for name, tensor in read_tensors(folder)
                 if name.endswith("proj.weight") and ".layers.4." not in name and "experts" not in name
             )
-            assert read_json(out, "config.json")["dtype"] == "bfloat16", model
-            check_loads(f"{out}-offline", "multi-token" in model)
+            assert read_json(end, "config.json")["dtype"] == "bfloat16", model
+            check_loads(end, "multi-token" in model)
 
 
 # ---- while training

@@ -1,21 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples run as a newcomer runs them: as processes of their own, with tiny settings; every YAML is built."""
+"""The examples run, with tiny settings, and say what they promise; every YAML is built.
+
+The first one runs as a newcomer runs it, in processes that Lightning starts. The others run on ranks that are there
+already, as ``torchrun`` has them: a process that imports everything itself takes longer than what it is to show.
+"""
 
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
+from safetensors.torch import load_file
 
 import cli
+import finetune_hf
 import pretrain_gpt
 import run_report
 from lightning_mcore import MCoreGPT, MCoreStrategy
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -47,6 +56,24 @@ def run_example(script: str, *arguments: str, folder: Path) -> str:
     return output
 
 
+def run_on_ranks(
+    capsys: pytest.CaptureFixture[str], world_size: int, script: str, *arguments: str, folder: Path
+) -> str:
+    """Run a script of the examples in ``folder`` on as many ranks, and return what they printed."""
+    run_ranks(world_size, _run_script, script, arguments, str(folder), timeout=SECONDS, open_group=False)
+    return capsys.readouterr().out
+
+
+def _run_script(script: str, arguments: tuple[str, ...], folder: str) -> None:
+    """Do what ``python script arguments`` does, on this rank."""
+    path = EXAMPLES / script
+    os.chdir(folder)
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.parent))
+    sys.path.insert(0, str(EXAMPLES))
+    runpy.run_path(str(path), run_name="__main__")
+
+
 def the_files_of_a_run_are_there(folder: Path, steps: int) -> None:
     assert (folder / "loss.png").read_bytes().startswith(PNG)
     assert (folder / "sample.txt").read_text(encoding="utf-8").startswith("import os\n\n\ndef ")
@@ -71,17 +98,23 @@ def test_pretrain_gpt_shows_its_layout_learns_and_leaves_its_files(tmp_path: Pat
         assert f"rank {rank}  {place}" in output
     assert "train_loss=" in output
     assert "tokens/s=" in output
-    for name in ("loss.png", "sample.txt", "metrics.csv"):
+    for name in ("loss.png", "sample.txt", "metrics.csv", "hf"):
         assert f"outputs/pretrain_gpt/{name}" in output
     the_files_of_a_run_are_there(tmp_path / "outputs/pretrain_gpt", steps=6)
     losses = dict(run_report.read_curve(tmp_path / "outputs/pretrain_gpt/metrics.csv", "train_loss"))
     assert losses[6] < losses[1] - 0.3
+    # the exported model goes on as the trained one; 16 is what the window leaves behind the prompt
+    assert "most probable tokens: 16 of 16 are the same in transformers and here" in output
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_yaml_runs_and_takes_another_layout_from_the_command_line(tmp_path: Path) -> None:
-    output = run_example(
+def test_the_yaml_runs_and_takes_another_layout_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = run_on_ranks(
+        capsys,
+        2,
         "cli.py",
         *("fit", f"--config={EXAMPLES / 'configs/pretrain_gpt.yaml'}", "--trainer.devices=2"),
         *("--trainer.strategy.tensor_model_parallel_size=1", "--trainer.strategy.sequence_parallel=false"),
@@ -95,8 +128,8 @@ def test_the_yaml_runs_and_takes_another_layout_from_the_command_line(tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_ddp_and_mcore_print_equal_losses(tmp_path: Path) -> None:
-    output = run_example("ddp_and_mcore.py", "--max-steps=4", "--max-bytes=120000", folder=tmp_path)
+def test_ddp_and_mcore_print_equal_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = run_on_ranks(capsys, 2, "ddp_and_mcore.py", "--max-steps=4", "--max-bytes=120000", folder=tmp_path)
     rows = re.findall(r"^ +(\d+) +(\d+\.\d+) +(\d+\.\d+)$", output, flags=re.MULTILINE)
     assert [int(step) for step, _, _ in rows] == [1, 2, 3, 4]
     for _, ddp, mcore in rows:
@@ -106,11 +139,30 @@ def test_ddp_and_mcore_print_equal_losses(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_plain_lightning_module_learns_under_mcore(tmp_path: Path) -> None:
-    output = run_example("plain_lightning.py", "--max-steps=10", "--max-bytes=120000", folder=tmp_path)
+def test_a_plain_lightning_module_learns_under_mcore(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = run_on_ranks(capsys, 2, "plain_lightning.py", "--max-steps=10", "--max-bytes=120000", folder=tmp_path)
     found = re.search(r"^val_loss (\d+\.\d+) after 10 steps under mcore$", output, flags=re.MULTILINE)
     assert found is not None, output
     assert float(found[1]) < 4.5  # ln 256 = 5.55 is a guess
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_hugging_face_model_is_tuned_and_handed_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ("--max-steps=4", "--max-bytes=400000", "--seq-length=64", "--batch-size=2", "--learning-rate=0.01")
+    monkeypatch.chdir(tmp_path)
+    options = finetune_hf.parse_arguments([*small])
+    finetune_hf.prepare(options, finetune_hf.StdlibDialogues(options.seq_length, max_bytes=options.max_bytes))
+    output = run_on_ranks(capsys, 2, "finetune_hf.py", *small, folder=tmp_path)
+    assert "layout: 2 ranks, tp2 pp1" in output
+    assert f"model: outputs/finetune_hf/tuned\n{finetune_hf.QUESTION}\n" in output
+    start, tuned = (tmp_path / "outputs/finetune_hf" / name for name in ("start", "tuned"))
+    assert {path.name for path in tuned.iterdir()} >= {path.name for path in start.iterdir()}
+    before, after = (load_file(folder / "model.safetensors") for folder in (start, tuned))
+    assert {name: tensor.shape for name, tensor in before.items()} == {name: t.shape for name, t in after.items()}
+    assert all(not torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
 def test_a_loss_curve_without_its_logger_is_refused_before_training() -> None:
@@ -159,8 +211,8 @@ def settings_of_trainer(trainer: Trainer) -> dict[str, object]:
     assert isinstance(trainer.strategy, MCoreStrategy)
     names = ("max_steps", "max_epochs", "val_check_interval", "check_val_every_n_epoch", "gradient_clip_val")
     names += ("num_devices", "accumulate_grad_batches", "precision", "log_every_n_steps", "num_sanity_val_steps")
-    ours = {"LayoutTable", "LossCurve", "TextSample", "StepBar"}
-    plain = {"file", "prompt", "max_new_tokens", "temperature", "top_k", "_refresh_rate"}
+    ours = {"InTransformers", "LayoutTable", "LossCurve", "TextSample", "StepBar"}
+    plain = {"file", "folder", "prompt", "max_new_tokens", "temperature", "top_k", "_refresh_rate"}
     callbacks = [
         {"name": type(callback).__name__} | {name: value for name, value in vars(callback).items() if name in plain}
         for callback in trainer.callbacks  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from tests.examples.test_examples import (
     EXAMPLES,
     PNG,
     build,
-    run_example,
+    run_on_ranks,
     settings_of_model,
     settings_of_trainer,
 )
@@ -45,8 +45,8 @@ def search(title: str):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_finetune_gpt_packs_learns_and_answers(tmp_path: Path) -> None:
-    output = run_example("finetune_gpt.py", *SMALL, folder=tmp_path)
+def test_finetune_gpt_packs_learns_and_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = run_on_ranks(capsys, 4, "finetune_gpt.py", *SMALL, folder=tmp_path)
     assert "layout: 4 ranks, tp2 pp1 cp2 dp1 sp" in output
     packed = re.search(r"train data: packed ([\d,]+) of \1 samples, .* rows, (\d\d\.\d\d)% filled; split", output)
     assert packed is not None, output
@@ -65,9 +65,9 @@ def test_finetune_gpt_packs_learns_and_answers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_same_samples_padded_have_the_most_padding(tmp_path: Path) -> None:
+def test_the_same_samples_padded_have_the_most_padding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--no-packing", "--devices=2", "--tp=1", "--cp=2", "--output=padded")
-    output = run_example("finetune_gpt.py", *SMALL, *options, folder=tmp_path)
+    output = run_on_ranks(capsys, 2, "finetune_gpt.py", *SMALL, *options, folder=tmp_path)
     assert re.search(r"train data: [\d,]+ of [\d,]+ samples, one in a row", output), output
     report = re.search(r"batches filled to (\d+\.\d)%", output)
     assert report is not None, output

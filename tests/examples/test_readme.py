@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.test_examples import run_example
+from tests.chats import exchanges, write
+from tests.examples.test_examples import run_on_ranks
 
 README = Path(__file__).parents[2] / "README.md"
 TEXT = README.read_text()
@@ -40,13 +41,8 @@ if __name__ == "__main__":
 _FINETUNE = """
 
 if __name__ == "__main__":
-    import os
-    from pathlib import Path
+    from tests.chats import characters
 
-    from tests.chats import characters, exchanges, write
-
-    if "LOCAL_RANK" not in os.environ:
-        write(Path("chats.jsonl"), exchanges(60))
     shape = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
     finetune("chats.jsonl", characters(), shape, seq_length=64, accelerator="cpu")
 """
@@ -60,29 +56,32 @@ def test_the_first_example_is_complete_within_forty_lines() -> None:
 
 
 @pytest.mark.slow
-def test_the_first_example_runs(tmp_path: Path) -> None:
+def test_the_first_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "example.py"
     script.write_text(BLOCKS[0])
-    output = run_example(str(script), folder=tmp_path)
+    output = run_on_ranks(capsys, 4, str(script), folder=tmp_path)
     assert "tp2 pp2" in output
     assert "`max_steps=20` reached" in output
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["mcore", "ddp", "auto"])
-def test_the_users_own_model_runs_under_every_strategy(strategy: str, tmp_path: Path) -> None:
+def test_the_users_own_model_runs_under_every_strategy(
+    strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "net.py"
     script.write_text(BLOCKS[1] + _TRAIN_NET)
-    output = run_example(str(script), strategy, folder=tmp_path)
+    output = run_on_ranks(capsys, 1 if strategy == "auto" else 2, str(script), strategy, folder=tmp_path)
     loss = float(re.findall(r"trained to (\S+) in 4 steps", output)[0])
     assert 0 < loss < 6  # ln 256 = 5.5 before any step
 
 
 @pytest.mark.slow
-def test_the_example_of_packed_fine_tuning_runs(tmp_path: Path) -> None:
+def test_the_example_of_packed_fine_tuning_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "finetune.py"
     script.write_text(BLOCKS[2] + _FINETUNE)
-    output = run_example(str(script), folder=tmp_path)
+    write(tmp_path / "chats.jsonl", exchanges(60))
+    output = run_on_ranks(capsys, 4, str(script), folder=tmp_path)
     assert "train data: packed 54 of 54 samples" in output
     assert "`max_epochs=1` reached" in output
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from stdlib_text import StdlibText, Windows, join_files, read_sources, stdlib_folder
 
@@ -52,6 +53,16 @@ def test_text_survives_encoding(make_data: MakeData, vocab_size: int) -> None:
     tokens = data.encode(TEXT)
     assert data.decode(tokens) == TEXT
     assert max(tokens) < vocab_size
+
+
+@pytest.mark.parametrize("vocab_size", [256, 300], ids=["bytes", "bpe"])
+def test_transformers_has_the_same_tokens(make_data: MakeData, vocab_size: int, tmp_path: Path) -> None:
+    data = make_data(vocab_size=vocab_size)
+    data.save_tokenizer(tmp_path / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    assert tokenizer(TEXT)["input_ids"] == data.encode(TEXT)
+    assert tokenizer.decode(data.encode(TEXT)) == TEXT
+    assert len(tokenizer) == vocab_size
 
 
 def test_bpe_uses_its_whole_vocabulary_and_shortens_text(make_data: MakeData) -> None:

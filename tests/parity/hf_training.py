@@ -24,13 +24,15 @@ from lightning_mcore.hf.family import complete_fields
 from lightning_mcore.hf.model_pieces import pieces_of_module
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.process_groups import process_group
-from tests.hf_models import VARIANTS, VOCAB_SIZE, tiny_folder
+from lightning_mcore.transformer_fields import OF_THE_MODULE
+from tests.hf_models import VARIANTS, VOCAB_SIZE, read_tensors, tiny_folder
 from tests.layouts import Layout
 from tests.parity.global_tensors import whole_gradients
 from tests.toy import make_trainer
 
 ROWS, LENGTH = 2, 32
 MULTI_TOKEN_SCALE = 0.5
+ROUTER_BIAS = "e_score_correction_bias"
 
 Batch = dict[str, Tensor]
 
@@ -53,7 +55,8 @@ class Reference:
     Attributes:
         logits: [b, s, v].
         loss: Mean over the tokens that count.
-        gradients: By the name of the tensor on the disk.
+        gradients: By the name of the tensor on the disk. A router's bias has none, and stands there itself: no step
+            changes it.
     """
 
     logits: Tensor
@@ -77,7 +80,8 @@ def reference(name: str) -> Reference:
         total = loss + MULTI_TOKEN_SCALE * extra.loss(batch, output.hidden_states[-1])
         parameters |= extra.parameters()
     total.backward()
-    return Reference(output.logits.detach(), loss.item(), _on_disk(name, parameters))
+    kept = {key: tensor for key, tensor in read_tensors(folder) if key.endswith(ROUTER_BIAS)}
+    return Reference(output.logits.detach(), loss.item(), _on_disk(name, parameters) | kept)
 
 
 def _mean(logits: Tensor, labels: Tensor) -> Tensor:
@@ -85,7 +89,7 @@ def _mean(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class _MultiToken:
-    """The layers for multi-token prediction, made and read by transformers; only how their losses are summed is ours."""
+    """The layers for multi-token prediction as transformers makes and reads them; the sum of their losses is ours."""
 
     def __init__(self, model: Any) -> None:
         from transformers.modeling_layers import MtpModel
@@ -182,7 +186,7 @@ class Watched(MCoreGPT):
 
     def train_dataloader(self) -> DataLoader[Batch]:
         rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        self.rows = list(range(ROWS))[rank :: size]
+        self.rows = list(range(ROWS))[rank::size]
         batch = {key: value[self.rows] for key, value in text().items()}
         return DataLoader([batch], batch_size=None)  # type: ignore[arg-type]
 
@@ -207,45 +211,42 @@ class Watched(MCoreGPT):
 
 
 def _parts(module: MCoreGPT, gradients: dict[int, Tensor]) -> list[Part]:
-    """Return the gradients on this rank: as if they were the weights, for as long as it takes to look."""
+    """Return the gradients on this rank, which take the place of the weights for as long as it takes to look."""
     parameters = [parameter.data for parameter in module.model.parameters()]
     kept = [data.clone() for data in parameters]
     for data in parameters:
         data.copy_(gradients[data.data_ptr()])
     pieces = pieces_of_module(module)
-    hf = module.hparams["hf"]
-    fields = complete_fields({**module.transformer, **{key: module.hparams[key] for key in module.hparams if key in _MODULE}})
-    weights = WeightMap(find_family(hf["family"]), fields, pieces.shapes)
+    settings = {name: value for name, value in module.hparams.items() if name in OF_THE_MODULE}
+    fields = complete_fields({**module.transformer, **settings})
+    weights = WeightMap(find_family(module.hparams["hf"]["family"]), fields, pieces.shapes)
     parts = []
     for piece in pieces.own:
         for block in weights.blocks[piece.name]:
             part = block.within(piece.start, piece.shape)
-            if part is not None and not piece.name.endswith("expert_bias"):
-                place = tuple(
-                    slice(a - b, a - b + n) for a, b, n in zip(part.start, piece.start, part.shape, strict=True)
-                )
-                values = piece.data.view(piece.shape)[place].reshape(part.hf_shape)
-                parts.append(Part(part.hf, part.hf_start, values.clone()))
+            if part is None:
+                continue
+            place = tuple(slice(a - b, a - b + n) for a, b, n in zip(part.start, piece.start, part.shape, strict=True))
+            values = piece.data.view(piece.shape)[place].reshape(part.hf_shape)
+            parts.append(Part(part.hf, part.hf_start, values.clone()))
     for data, old in zip(parameters, kept, strict=True):
         data.copy_(old)
     return parts
 
 
-_MODULE = {"vocab_size", "share_embeddings_and_output_weights"}
+def train(folders: dict[str, str], layout: Layout) -> dict[str, Seen]:
+    """Predict with several models, one after the other, and train each for one step, on this rank of a layout."""
+    return {name: _train(folder, layout) for name, folder in folders.items()}
 
 
-def train(folder: str, layout: Layout, transformer: dict[str, Any]) -> Seen:
-    """Predict, then train one step, on this rank of a layout."""
-    fields = {key: value for key, value in {"num_layers_in_first_pipeline_stage": layout.first}.items() if value}
-    module = Watched.from_pretrained(folder, seq_length=LENGTH, transformer={**fields, **transformer})  # noqa
+def _train(folder: str, layout: Layout) -> Seen:
+    fields: dict[str, Any] = {"mtp_loss_scaling_factor": MULTI_TOKEN_SCALE}
+    if layout.first is not None:
+        fields["num_layers_in_first_pipeline_stage"] = layout.first
+    module = Watched.from_pretrained(folder, seq_length=LENGTH, transformer=fields)
     arguments = layout.strategy_arguments | ({"micro_batch_size": 1} if layout.dp == 1 else {})
     trainer = make_trainer(MCoreStrategy(**arguments), max_steps=1, use_distributed_sampler=False)
     predicted: Any = trainer.predict(module)
     trainer.fit(module)
     loss = float(trainer.callback_metrics["train_loss"])
     return Seen(module.rows, torch.cat(list(predicted)), loss, module.gradients)
-
-
-def train_all(folders: dict[str, str], layout: Layout) -> dict[str, Seen]:
-    """Train several models on the same ranks, one after the other."""
-    return {name: train(folder, layout, {}) for name, folder in folders.items()}

@@ -81,6 +81,7 @@ LEVELS = [
         "pipeline_split",
         "core_attention",
         "checkpoint_writer",
+        "safetensors_file",
         "checkpoint_staging",
         "checkpoint_report",
         "preprocess_journal",

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lightning_mcore import MCoreGPT
+from lightning_mcore.checkpoint_files import record_file
 from lightning_mcore.hf.import_checkpoint import import_checkpoint
 from lightning_mcore.hf.safetensors_folder import INDEX_FILE, SafetensorsFolder
 from lightning_mcore.session import single_process
@@ -20,7 +22,7 @@ from tests.hf_models import save_tiny
 
 Damage = Callable[[Path], object]
 
-pytestmark = pytest.mark.filterwarnings("ignore:MLP requires ffn_hidden_size:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")
 
 
 @pytest.fixture(scope="module")
@@ -265,6 +267,70 @@ def load(module: MCoreGPT) -> None:
     """Build a module's model in this process and fill it."""
     with single_process():
         module.configure_model()
+
+
+def test_a_model_without_room_for_all_tokens_is_refused(whole: Path) -> None:
+    module = MCoreGPT.from_pretrained(str(whole))
+    module.padded_vocab_size = 100
+    text = (
+        r"embedding\.word_embeddings\.weight of the model \(\[100, 32\]\) has no room for model\.embed_tokens\.weight"
+    )
+    with pytest.raises(ValueError, match=text):
+        load(module)
+
+
+@pytest.fixture(scope="module")
+def multi_token(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a model that predicts two tokens."""
+    folder = tmp_path_factory.mktemp("multi_token") / "model"
+    return save_tiny("glm4_moe", folder, num_nextn_predict_layers=1, max_shard_size="60KB")
+
+
+def test_a_second_embedding_that_differs_is_refused_and_can_be_left_out(multi_token: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(multi_token, tmp_path / "model"))
+    name = "model.layers.4.embed_tokens.weight"
+    [path] = [path for path in folder.glob("*.safetensors") if name in load_file(path)]
+    save_file({**load_file(path), name: torch.zeros(101, 32)}, path)
+    with pytest.raises(ValueError, match=rf"{name} in .* differs from model\.embed_tokens\.weight, and Megatron's"):
+        load(MCoreGPT.from_pretrained(str(folder)))
+    load(MCoreGPT.from_pretrained(str(folder), transformer={"mtp_num_layers": None}))
+
+
+def test_a_second_embedding_may_be_missing(multi_token: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(multi_token, tmp_path / "model"))
+    name = "model.layers.4.embed_tokens.weight"
+    [path] = [path for path in folder.glob("*.safetensors") if name in load_file(path)]
+    save_file({key: value for key, value in load_file(path).items() if key != name}, path)
+    index = json.loads((folder / INDEX_FILE).read_text())
+    del index["weight_map"][name]
+    (folder / INDEX_FILE).write_text(json.dumps(index))
+    load(MCoreGPT.from_pretrained(str(folder)))
+
+
+def test_a_config_whose_layers_for_more_tokens_have_no_weights_gives_a_model_without(tmp_path: Path) -> None:
+    folder = save_tiny("glm4_moe", tmp_path / "model")
+    change_config(num_nextn_predict_layers=1)(folder)
+    module = MCoreGPT.from_pretrained(str(folder))
+    assert "mtp_num_layers" not in module.hparams["transformer"]
+    load(module)
+
+
+def test_a_checkpoint_that_knows_no_hugging_face_model_is_refused(whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.ckpt"
+    import_checkpoint(str(whole), str(out))
+    with pytest.raises(ValueError, match=r"out\.ckpt is a checkpoint already; give the folder of a Hugging Face model"):
+        import_checkpoint(str(out), str(tmp_path / "again.ckpt"))
+    state = torch.load(out / "lightning.pt", weights_only=True)
+    state["hyper_parameters"]["hf"] = None
+    torch.save(state, out / "lightning.pt")
+    manifest = json.loads((out / "checkpoint.json").read_text())
+    manifest["files"]["lightning.pt"] = asdict(record_file(out / "lightning.pt"))
+    (out / "checkpoint.json").write_text(json.dumps(manifest))
+    text = (
+        r"a checkpoint of a model that was not made from a Hugging Face model; start from it with self\.load_weights\("
+    )
+    with pytest.raises(ValueError, match=text):
+        MCoreGPT.from_pretrained(str(out))
 
 
 def test_an_import_refuses_what_would_be_overwritten(whole: Path, tmp_path: Path) -> None:
