@@ -26,7 +26,7 @@ ARGS ?=
 LIGHTNING ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install check format test test-lightning test-mcore-latest fuzz demo demo-finetune bench bench-checkpoint \
+.PHONY: help install check format test test-lightning test-mcore-latest fuzz demo demo-finetune demo-hf bench bench-checkpoint \
 	bench-packing bench-preprocess bench-hf torture clean
 
 help:  ## list the commands
@@ -55,7 +55,7 @@ format: $(INSTALLED)  ## mend what the linter can mend, and format
 	$(RUN) -m ruff format .
 
 test: $(INSTALLED)  ## run all tests
-	MIN_TESTS=$(MIN_TESTS) $(RUN) -m pytest --numprocesses $(WORKERS) $(PYTEST_ARGS)
+	MIN_TESTS=$(MIN_TESTS) $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 # Python 3.11 installs megatron-core 0.16.1; later releases ask for 3.12, yet all that is used of them runs on 3.11.
 # So their wheel is unpacked beside .venv and comes first on the path, and its one compiled file is made for this Python.
@@ -81,7 +81,7 @@ $(LATEST)/.unpacked: $(INSTALLED)
 
 test-mcore-latest: $(LATEST)/.unpacked  ## run all tests on the newest megatron-core that is supported
 	PYTHONPATH=$(CURDIR)/$(LATEST)/site MEGATRON_CORE_VERSION=$(MCORE_LATEST) MIN_TESTS=$(MIN_TESTS) \
-		$(RUN) -m pytest --numprocesses $(WORKERS) $(PYTEST_ARGS)
+		$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 # Lightning's tests import packages of their own. They go into an environment that borrows all the rest from .venv, so
 # that our own tests run without them.
@@ -110,6 +110,9 @@ demo: $(INSTALLED)  ## train a small GPT on four CPU ranks, tensor and pipeline 
 
 demo-finetune: $(INSTALLED)  ## fine-tune a small GPT on packed conversations, tensor and context parallel
 	$(RUN) examples/finetune_gpt.py $(ARGS)
+
+demo-hf: $(INSTALLED)  ## fine-tune a Hugging Face model, tensor parallel, and hand back a Hugging Face model
+	$(RUN) examples/finetune_hf.py $(ARGS)
 
 bench: $(INSTALLED)  ## time our step against a bare Megatron loop
 	$(RUN) -m benchmarks.overhead $(ARGS)

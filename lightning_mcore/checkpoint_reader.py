@@ -40,7 +40,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_a
 from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -86,6 +86,19 @@ class ShardReader(FileSystemReader):
         done.set_result(None)
         return done
 
+    def read_piece(self, index: MetadataIndex) -> Tensor:
+        """Return a stored piece of a tensor, in the memory of its mapped file.
+
+        Raises:
+            ValueError: The checkpoint lacks it, or it is damaged.
+        """
+        info = (self.metadata.storage_data or {}).get(index)
+        if info is None:
+            raise damaged(self.checkpoint, f"{METADATA_FILE} does not say where {index.fqn} lies")
+        with open(self._locate(_inside(self.checkpoint, info.relative_path)), "rb") as file:
+            os.posix_fadvise(file.fileno(), info.offset, info.length, os.POSIX_FADV_WILLNEED)
+            return self._tensor(file.fileno(), info, index)
+
     def _read_file(self, file: int, items: list[ReadItem], planner: LoadPlanner) -> None:
         place, tensor, asked_for = None, None, 0
         for item in items:
@@ -98,7 +111,7 @@ class ShardReader(FileSystemReader):
                 planner.load_bytes(item, self._object(file, info, item.storage_index.fqn))
                 continue
             if tensor is None or place != info:
-                place, tensor = info, self._tensor(file, info, item)
+                place, tensor = info, self._tensor(file, info, item.storage_index)
             source = tensor
             for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 source = source.narrow(axis, start, length)
@@ -108,20 +121,19 @@ class ShardReader(FileSystemReader):
             target.copy_(source)
             planner.commit_tensor(item, target)
 
-    def _tensor(self, file: int, info: _StorageInfo, item: ReadItem) -> Tensor:
-        stored = self.metadata.state_dict_metadata[item.storage_index.fqn]
+    def _tensor(self, file: int, info: _StorageInfo, index: MetadataIndex) -> Tensor:
+        stored = self.metadata.state_dict_metadata[index.fqn]
         assert isinstance(stored, TensorStorageMetadata)
-        offset = item.storage_index.offset
-        shape = next((tuple(c.sizes) for c in stored.chunks if offset is None or c.offsets == offset), ())
+        shape = next((tuple(c.sizes) for c in stored.chunks if index.offset is None or c.offsets == index.offset), ())
         archive = self._map(file, info)
         try:
             tensor = find_tensor(archive, stored.properties.dtype, shape, self._check)
             if tensor is None:
                 tensor = torch.load(io.BytesIO(archive[-info.length :]), map_location="cpu", weights_only=True)
         except (ValueError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-            raise self._broken(info, item.storage_index.fqn, error) from error
+            raise self._broken(info, index.fqn, error) from error
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
-            raise damaged(self.checkpoint, f"{item.storage_index.fqn} has another shape than {METADATA_FILE} says")
+            raise damaged(self.checkpoint, f"{index.fqn} has another shape than {METADATA_FILE} says")
         return tensor
 
     def _object(self, file: int, info: _StorageInfo, name: str) -> io.BytesIO:

@@ -148,7 +148,7 @@ def _add_import(commands: Any) -> None:
 
 
 def _import(options: dict[str, Any]) -> int:
-    from lightning_mcore.hf.import_checkpoint import import_checkpoint
+    from lightning_mcore.hf.folder_import import import_checkpoint
 
     return _carried_out(lambda: import_checkpoint(options.pop("path"), options.pop("out"), **options))
 

@@ -106,6 +106,11 @@ class MCorePersistence(MCoreParallelism):
 
     # ---- saving
 
+    def complete_parameters(self) -> None:
+        """Gather parameters that overlap_param_gather would gather in the next step; collective, while a run lasts."""
+        if self._chunks is not None:
+            synchronize_parameters(self._chunks)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the weights for a one-file checkpoint, or what stands beside the shards of a split model."""
         assert self.lightning_module is not None

@@ -27,7 +27,7 @@ from lightning_mcore.hf.weight_rules import (
 
 if TYPE_CHECKING:
     from lightning_mcore.hf.export import export_checkpoint, export_model
-    from lightning_mcore.hf.import_checkpoint import import_checkpoint
+    from lightning_mcore.hf.folder_import import import_checkpoint
     from lightning_mcore.hf.save_hf_model import SaveHFModel
 
 __all__ = [
@@ -60,7 +60,7 @@ _LATER = {
     "SaveHFModel": "save_hf_model",
     "export_checkpoint": "export",
     "export_model": "export",
-    "import_checkpoint": "import_checkpoint",
+    "import_checkpoint": "folder_import",
 }
 
 

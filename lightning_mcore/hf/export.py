@@ -29,7 +29,6 @@ from lightning_mcore import atomic_directory
 from lightning_mcore.agreement import decide, on_all
 from lightning_mcore.checkpoint_format import unsaved
 from lightning_mcore.checkpoint_io import MCoreCheckpointIO
-from lightning_mcore.chunks import synchronize_parameters
 from lightning_mcore.hf.export_plan import MAX_SHARD_SIZE, ExportPlan, Place, parse_dtype, parse_size
 from lightning_mcore.hf.exported_config import (
     Description,
@@ -302,8 +301,7 @@ def _ready(module: pl.LightningModule) -> Iterator[None]:
         yield
         return
     with strategy.runtime():
-        if strategy._chunks is not None:
-            synchronize_parameters(strategy._chunks)
+        strategy.complete_parameters()
         yield
 
 
@@ -311,9 +309,7 @@ def _saves_beside(module: pl.LightningModule, out: str) -> list[str]:
     """Return the names of checkpoints that this run is still writing in the same folder."""
     trainer = module._trainer
     io: Any = trainer.strategy.checkpoint_io if trainer is not None else None
-    saves = io._saves if isinstance(io, MCoreCheckpointIO) else []
-    parent = os.path.dirname(os.path.abspath(out))
-    return [os.path.basename(save.path) for save in saves if os.path.dirname(save.path) == parent]
+    return io.names_in_flight(os.path.dirname(os.path.abspath(out))) if isinstance(io, MCoreCheckpointIO) else []
 
 
 def _progress(plan: ExportPlan, out: str) -> Any:

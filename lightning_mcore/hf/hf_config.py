@@ -5,6 +5,7 @@ transformers completes a ``config.json`` and brings old spellings into one form,
 under one name. It is imported here alone, when it is needed, for that takes two seconds.
 """
 
+import copy
 import json
 import os
 from collections.abc import Mapping
@@ -66,12 +67,13 @@ def read_config(folder: str) -> dict[str, Any]:
 
 def complete_config(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of a ``config.json`` with the defaults of transformers, where it knows the model."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    given = dict(content)
+    given = copy.deepcopy(dict(content))  # transformers changes what is nested in it
     try:
         config = AutoConfig.for_model(given.pop("model_type"), **given)
-    except ValueError as error:
+    except (StrictDataclassError, TypeError, ValueError) as error:
         if "Unrecognized model identifier" in str(error):
             return dict(content)
         raise ValueError(f"transformers refuses {CONFIG_FILE}: {' '.join(str(error).split())}") from error

@@ -11,8 +11,6 @@ import os
 import zlib
 from collections import OrderedDict
 from threading import Lock
-from types import SimpleNamespace
-from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
@@ -100,13 +98,7 @@ class StoredTensors:
                 self._open.move_to_end(index)
                 return self._open[index]
         reader = self._readers[index not in self._checked]
-        info = (self._metadata.storage_data or {}).get(index)
-        if info is None:
-            raise damaged(self.path, f"{METADATA_FILE} does not say where {index.fqn} lies")
-        item: Any = SimpleNamespace(storage_index=index)
-        with open(reader._locate(info.relative_path), "rb") as file:
-            os.posix_fadvise(file.fileno(), info.offset, info.length, os.POSIX_FADV_WILLNEED)
-            piece = reader._tensor(file.fileno(), info, item)
+        piece = reader.read_piece(index)
         with self._lock:
             self._checked.add(index)
             self._open[index] = piece

@@ -91,7 +91,8 @@ class WeightMap:
             if rule.in_fp32:
                 self.in_fp32 |= {block.hf for block in self.blocks[name]}
         self.shapes = _shapes(block for blocks in self.blocks.values() for block in blocks)
-        self.repeated = self._rules.repeated(tensors)
+        of_model = self._rules.repeated(tensors)  # tied embeddings have no output layer that could be repeated
+        self.repeated = {name: other for name, other in of_model.items() if other in self.shapes}
         self.shapes |= {name: self.shapes[other] for name, other in self.repeated.items()}
 
     def of(self, hf: str) -> list[tuple[str, Block]]:

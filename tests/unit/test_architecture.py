@@ -138,7 +138,7 @@ LEVELS = [
     {"averaging", "fp8_checks", "speed_logs"},
     {"schedule", "precision"},
     {"parallelism", "gpt", "preemption"},
-    {"persistence", "import_checkpoint"},
+    {"persistence", "folder_import"},
     {"strategy", "export"},
     {"save_hf_model", "cli"},
     {"__init__"},

@@ -20,7 +20,7 @@ from lightning_mcore import MCoreGPT, cli
 from lightning_mcore.hf.export import export_checkpoint, export_model
 from lightning_mcore.hf.export_plan import ExportPlan, Place, parse_size
 from lightning_mcore.hf.exported_config import describe
-from lightning_mcore.hf.import_checkpoint import import_checkpoint
+from lightning_mcore.hf.folder_import import import_checkpoint
 from lightning_mcore.hf.known_families import find_family
 from lightning_mcore.hf.save_hf_model import SaveHFModel, _Look
 from lightning_mcore.hf.weight_map import WeightMap

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from lightning_mcore import MCoreGPT
 from lightning_mcore.checkpoint_files import record_file
-from lightning_mcore.hf.import_checkpoint import import_checkpoint
+from lightning_mcore.hf.folder_import import import_checkpoint
 from lightning_mcore.hf.safetensors_folder import INDEX_FILE, SafetensorsFolder
 from lightning_mcore.session import single_process
 from tests.hf_models import save_tiny
