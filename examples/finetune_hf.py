@@ -16,8 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 import quiet  # noqa: F401
-from lightning_mcore import MCoreFinetuningData, MCoreGPT, MCoreStrategy
-from lightning_mcore.hf.save_hf_model import SaveHFModel
+from lightning_mcore import MCoreFinetuningData, MCoreGPT, MCoreStrategy, SaveHFModel
 from run_report import LayoutTable, StepBar
 from stdlib_dialogues import StdlibDialogues
 

@@ -10,7 +10,7 @@ run; they are the commands ``lightning-mcore export`` and ``lightning-mcore impo
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_mcore.hf.config_rules import ConfigRule, Constants, Derived, Only, Same, Unused
+from lightning_mcore.hf.config_rules import ConfigRule, Constants, Derived, Only, Preset, Same, Unused
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.known_families import family_names, find_family
 from lightning_mcore.hf.pretrained import load_pretrained, pretrained_settings
@@ -38,6 +38,7 @@ __all__ = [
     "Experts",
     "Family",
     "Only",
+    "Preset",
     "QueryKeyValue",
     "Rename",
     "Rows",

@@ -5,9 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.chats import exchanges, write
+from tests.chats import characters, exchanges, write
 from tests.examples.test_examples import run_on_ranks
+from tests.hf_models import save_tiny
 
 README = Path(__file__).parents[2] / "README.md"
 TEXT = README.read_text()
@@ -48,6 +50,13 @@ if __name__ == "__main__":
 """
 
 
+_FINETUNE_HF = """
+
+if __name__ == "__main__":
+    finetune_hf("model", "chats.jsonl", seq_length=64, accelerator="cpu")
+"""
+
+
 def test_the_first_example_is_complete_within_forty_lines() -> None:
     lines = TEXT.splitlines()
     start = lines.index("```python")
@@ -84,6 +93,27 @@ def test_the_example_of_packed_fine_tuning_runs(tmp_path: Path, capsys: pytest.C
     output = run_on_ranks(capsys, 4, str(script), folder=tmp_path)
     assert "train data: packed 54 of 54 samples" in output
     assert "`max_epochs=1` reached" in output
+
+
+@pytest.mark.slow
+def test_the_example_of_a_hugging_face_model_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    script = tmp_path / "finetune.py"
+    script.write_text(BLOCKS[4] + _FINETUNE_HF)
+    write(tmp_path / "chats.jsonl", exchanges(60))
+    tokenizer = characters()
+    save_tiny("llama", tmp_path / "model", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(tmp_path / "model")
+    output = run_on_ranks(capsys, 4, str(script), folder=tmp_path)
+    assert "`max_epochs=1` reached" in output
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "finetuned").dtype == torch.bfloat16
+
+
+def test_the_family_on_this_page_is_the_one_that_is_tested() -> None:
+    example = (README.parent / "examples/own_family.py").read_text()
+    assert example.endswith(BLOCKS[5])
+    assert len(BLOCKS[5].splitlines()) <= 30
 
 
 def test_every_file_that_the_readme_names_exists() -> None:
