@@ -15,6 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -334,10 +335,11 @@ class MCoreModule(pl.LightningModule):
     def _open_session(self) -> None:
         if self._host() is not None:
             return
-        if self._trainer is not None:
+        runs = self._trainer is not None and self._trainer.state.status == TrainerStatus.RUNNING
+        if self._trainer is not None and (runs or not process_groups_are_open()):
             SingleModelSession.attach(self._trainer)
         elif not process_groups_are_open():
             raise RuntimeError(
                 "pipeline() builds Megatron layers, which need process groups: call it in configure_model(), "
-                "which the Trainer runs, or open Megatron's process groups yourself"
+                "which the Trainer runs, or work with the model in a block `with single_process():`"
             )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_mcore import MCoreGPT
 from lightning_mcore.process_groups import process_groups_are_open
-from lightning_mcore.session import SingleModelSession
+from lightning_mcore.session import SingleModelSession, single_process
 from tests import hygiene
 from tests.ranks import run_ranks
 from tests.toy import Batch, StagedNet, loader, make_trainer, run_fit, weights
@@ -233,6 +233,22 @@ def test_a_module_built_for_one_layout_is_not_run_on_another() -> None:
     first, second = run_ranks(2, carry_over)
     assert first == second
     assert "make a new module and load a checkpoint" in first
+
+
+def look_between_two_runs() -> list[Any]:
+    torch.set_num_threads(1)
+    module = Layers(guarded=False)
+    make_trainer("auto", max_steps=1).fit(module, text())
+    names = hygiene.snapshot()
+    with single_process(), torch.no_grad():
+        logits = module.model(torch.arange(8)[None], torch.arange(8)[None], None)
+    left = [*hygiene.changes(names, hygiene.snapshot()), process_groups_are_open()]
+    make_trainer("auto", max_steps=1).fit(Layers(guarded=False), text())
+    return [*left, tuple(logits.shape)]
+
+
+def test_a_model_is_called_between_two_runs() -> None:
+    assert run_ranks(1, look_between_two_runs, open_group=False, timeout=120) == [[False, (1, 8, 128)]]
 
 
 def test_pipeline_without_a_trainer_says_what_it_needs() -> None:
