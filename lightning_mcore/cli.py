@@ -186,7 +186,9 @@ def _carried_out(command: Callable[[], None]) -> int:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     except (*_EXPECTED, TypeError) as error:
-        text = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
+        text = str(error)
+        if isinstance(error, OSError) and error.strerror:  # without its number
+            text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
         print(f"error: {' '.join(text.split())}", file=sys.stderr)
         return _WRONG
     return 0

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_mcore import generation
 from lightning_mcore.backend import TransformerImpl, check_backend, gpt_block_spec, resolve_transformer_impl
-from lightning_mcore.hf.pretrained import load_pretrained, pretrained_settings
+from lightning_mcore.hf.pretrained import absolute, load_pretrained, pretrained_settings
 from lightning_mcore.language_step import (
     LossNormalization,
     ModelInputs,
@@ -155,7 +155,7 @@ class MCoreGPT(SpeedLogs):
         """Make a module from a Hugging Face model, and start from its weights on whatever layout it runs.
 
         The weights are read when the model is built, each rank what it holds; not where a run goes on from a
-        checkpoint of its own.
+        checkpoint of its own. A subclass takes all arguments of the constructor.
 
         Args:
             path: Folder of the model, in safetensors, its name on the Hugging Face hub, or a checkpoint that
@@ -188,7 +188,7 @@ class MCoreGPT(SpeedLogs):
             transformer_impl=transformer_impl,
             loss_normalization=loss_normalization,
         )
-        module._starts_from = path
+        module._starts_from = absolute(path)  # the run may go on in another folder
         return module
 
     @property

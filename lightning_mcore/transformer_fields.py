@@ -31,6 +31,8 @@ DEFAULTS: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "ca
 _MEGATRON = __version__.partition("+")[0]  # 0.19 adds the commit of the folder that it runs in
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
+_OF_EACH_LAYER = ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq")
+
 _SHORT_NAMES = {
     "gelu": "torch.nn.functional.gelu",
     "silu": "torch.nn.functional.silu",
@@ -99,7 +101,18 @@ def check_transformer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     missing = [name for name in _REQUIRED if name not in fields]
     if missing:
         raise ValueError(f"transformer lacks {' and '.join(missing)}; give {', '.join(_REQUIRED)} at least")
+    _check_lengths(fields)
     return dict(fields)
+
+
+def _check_lengths(fields: Mapping[str, Any]) -> None:
+    """Refuse a list with an entry for each layer that has more or fewer; Megatron finds out late, or not at all."""
+    for name in _OF_EACH_LAYER:
+        given = fields.get(name)
+        if isinstance(given, list | tuple) and len(given) != fields["num_layers"]:
+            raise ValueError(
+                f"{name} has {len(given)} entries and num_layers is {fields['num_layers']}; give one for each layer"
+            )
 
 
 def build_transformer_config(fields: Mapping[str, Any], owned: Mapping[str, Any]) -> TransformerConfig:

@@ -37,6 +37,7 @@ _SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-3,  # far from any default, so that every norm shows that it has it
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
@@ -52,6 +53,7 @@ _LLAMA3: dict[str, Any] = {
 _GROUPED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16}
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,  # no other is supported
     "q_lora_rank": 12,
     "kv_lora_rank": 20,
     "qk_nope_head_dim": 8,

@@ -55,11 +55,13 @@ class Same:
         key: Of the Hugging Face config.
         field: Its name here.
         others: What other releases of transformers call the key.
+        at_least: The smallest value that makes sense; None where there is none.
     """
 
     key: str
     field: str
     others: tuple[str, ...] = ()
+    at_least: float | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -69,6 +71,8 @@ class Same:
     def read(self, config: Config) -> dict[str, Any]:
         """Return the field; None stays away, so that the default holds."""
         value = next((config[key] for key in self.keys if config.get(key) is not None), None)
+        if value is not None and self.at_least is not None:
+            refuse_below(self.key, value, self.at_least)
         return {} if value is None else {self.field: value}
 
     def write(self, fields: Fields) -> dict[str, Any]:
@@ -182,6 +186,16 @@ class Derived:
     keys: tuple[str, ...]
     read: Callable[[Config], dict[str, Any]] = field(repr=False)
     write: Callable[[Fields], dict[str, Any]] = field(repr=False)
+
+
+def refuse_below(key: str, value: Any, least: float) -> None:
+    """Refuse a value of a key that is no number, or too small a one.
+
+    Raises:
+        ValueError: It is.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
+        raise ValueError(f"{key}={value!r} is not supported; only numbers from {least} on are")
 
 
 def refuse_unless(key: str, value: Any, allowed: tuple[Any, ...], why: str) -> None:

@@ -16,17 +16,17 @@ from lightning_mcore.hf.weight_rules import QueryKeyValue, Rename, Rows, Vocabul
 
 
 SIZES: tuple[ConfigRule, ...] = (
-    Same("vocab_size", "vocab_size"),
-    Same("num_hidden_layers", "num_layers"),
-    Same("hidden_size", "hidden_size"),
-    Same("intermediate_size", "ffn_hidden_size"),
-    Same("num_attention_heads", "num_attention_heads"),
-    Same("num_key_value_heads", "num_query_groups"),
+    Same("vocab_size", "vocab_size", at_least=1),
+    Same("num_hidden_layers", "num_layers", at_least=1),
+    Same("hidden_size", "hidden_size", at_least=1),
+    Same("intermediate_size", "ffn_hidden_size", at_least=1),
+    Same("num_attention_heads", "num_attention_heads", at_least=1),
+    Same("num_key_value_heads", "num_query_groups", at_least=1),
 )
 
 WITHOUT_POSITIONS: tuple[ConfigRule, ...] = (
     *SIZES,
-    Same("rms_norm_eps", "layernorm_epsilon"),
+    Same("rms_norm_eps", "layernorm_epsilon", at_least=0.0),
     Same("attention_dropout", "attention_dropout"),
     Same("tie_word_embeddings", "share_embeddings_and_output_weights"),
     Only("hidden_act", "silu"),
@@ -41,7 +41,9 @@ WITHOUT_POSITIONS: tuple[ConfigRule, ...] = (
 )
 """Sizes, RMSNorm, gated SiLU without biases."""
 
-DECODER: tuple[ConfigRule, ...] = (*WITHOUT_POSITIONS, ROPE, Same("head_dim", "kv_channels"))
+HEAD_SIZE = Same("head_dim", "kv_channels", at_least=1)
+
+DECODER: tuple[ConfigRule, ...] = (*WITHOUT_POSITIONS, ROPE, HEAD_SIZE)
 """The same, with rotary positions of whole heads."""
 
 _ALL_OR_NONE = "Megatron has biases in all projections of attention and MLP, in queries, keys and values, or in none"

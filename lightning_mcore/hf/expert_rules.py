@@ -8,7 +8,17 @@ balance the load are Megatron's own and are given for training, in ``transformer
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_mcore.hf.config_rules import ConfigRule, Constants, Derived, Only, Preset, Same, Unused, refuse_unless
+from lightning_mcore.hf.config_rules import (
+    ConfigRule,
+    Constants,
+    Derived,
+    Only,
+    Preset,
+    Same,
+    Unused,
+    refuse_below,
+    refuse_unless,
+)
 from lightning_mcore.hf.weight_rules import Experts, Rename, Rows, WeightRule
 
 Config = Mapping[str, Any]
@@ -33,6 +43,7 @@ def _read_layers(flags: list[bool]) -> dict[str, Any]:
 def _read_sparse(config: Config) -> dict[str, Any]:
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     layers = range(config["num_hidden_layers"])
+    refuse_below("decoder_sparse_step", step, 1)
     return _read_layers([layer not in dense and (layer + 1) % step == 0 for layer in layers])
 
 
@@ -108,6 +119,12 @@ def _read_groups(config: Config) -> dict[str, Any]:
     groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
     if chosen >= groups:  # all of them
         return {}
+    experts = config.get("n_routed_experts") or config["num_local_experts"]
+    if experts % groups or experts // groups < _BEST_OF_GROUP:
+        raise ValueError(
+            f"n_group={groups} of {experts} experts is not supported, for a group is judged by its {_BEST_OF_GROUP}"
+            " best experts; only equal groups of so many or more are"
+        )
     counted = config["num_experts_per_tok"] // chosen
     if counted != _BEST_OF_GROUP:
         raise ValueError(
@@ -163,8 +180,8 @@ SIGMOID_ROUTER: tuple[ConfigRule, ...] = (
 # ---- sizes
 
 EXPERT_SIZES: tuple[ConfigRule, ...] = (
-    Same("num_experts_per_tok", "moe_router_topk"),
-    Same("moe_intermediate_size", "moe_ffn_hidden_size"),
+    Same("num_experts_per_tok", "moe_router_topk", at_least=1),
+    Same("moe_intermediate_size", "moe_ffn_hidden_size", at_least=1),
 )
 
 

@@ -33,7 +33,7 @@ from lightning_mcore.hf.export_plan import MAX_SHARD_SIZE, ExportPlan, Place, pa
 from lightning_mcore.hf.exported_config import (
     Description,
     describe,
-    warn_of_missing_tokenizer,
+    warn_of_what_is_lost,
     write_files,
     write_json,
 )
@@ -63,9 +63,12 @@ def export_checkpoint(
 ) -> None:
     """Write the weights of a sharded checkpoint as a Hugging Face model, in this process alone and without a GPU.
 
+    The layers of multi-token prediction are written as the published models have them, which transformers itself does
+    not run: it passes over those of as many layers as the published model has, and names others as unexpected keys.
+
     Args:
         path: A checkpoint that ``MCoreStrategy`` or Megatron-LM wrote, on any layout; a folder on this machine.
-        out: The folder to write; must not exist, or be empty.
+        out: The folder to write, outside the checkpoint; must not exist, or be empty. Of a link, what it leads to.
         like: Hugging Face folder that gives config, generation config and tokenizer where the checkpoint says nothing
             of them, as one of Megatron-LM's, or where they should be others.
         family: What kind of model to write: a ``model_type``, or ``"package.module:FAMILY"`` for one of your own; None
@@ -79,13 +82,15 @@ def export_checkpoint(
         ValueError: An argument is wrong, the checkpoint is damaged, or its model is of no known family.
     """
     options = parse_dtype(dtype), parse_size(max_shard_size)
-    require_free(out)
+    out = require_free(out)
     stored = StoredTensors(path)
+    if os.path.commonpath([os.path.realpath(path), os.path.realpath(out)]) == os.path.realpath(path):
+        raise ValueError(f"{out} lies inside the checkpoint {path}; give a folder outside of it")
     state = MCoreCheckpointIO().load_checkpoint(path) if stored.is_ours else {}
     settings = state.get(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY) or {}
     description = describe(path, settings, stored.shapes, like, family)
     plan = _plan(description, stored.shapes, stored.places, *options)
-    warn_of_missing_tokenizer(settings, like)
+    warn_of_what_is_lost(description, settings, like)
     with _new_folder(out) as folder, _progress(plan, out) as bar:
         _saved(out, lambda: _write_all(plan, folder, stored.read, bar))
         _saved(out, lambda: _finish(plan, description, folder))
@@ -119,12 +124,11 @@ def export_model(
         Exception: As for :func:`export_checkpoint`; the same on every rank.
     """
     _require_groups()
-    decide(lambda: require_free(out, replace))
+    out = decide(partial(require_free, out, replace))
     with _ready(module):
         model = _LiveModel.prepare(module, like, family, dtype, max_shard_size)
         plan = model.plan
-        if dist.get_rank() == 0:
-            warn_of_missing_tokenizer(dict(module.hparams), like)
+        decide(lambda: warn_of_what_is_lost(model.description, dict(module.hparams), like))
         with _shared_folder(out, _saves_beside(module, out)) as folder, _progress(plan, out) as bar:
             files, ranks = list(plan.files), dist.get_world_size()
             for first in range(0, len(files), ranks):
@@ -195,20 +199,25 @@ def _require_groups() -> None:
         )
 
 
-def require_free(out: str, replace: bool = False) -> None:
+def require_free(out: str, replace: bool = False) -> str:
     """Refuse to write where something stands.
 
     Args:
         out: The folder to write.
         replace: Whether a Hugging Face model may stand there.
 
+    Returns:
+        The folder to write: ``out``, or what it leads to where it is a link, which stays.
+
     Raises:
         ValueError: A file stands there, or a folder that is not empty.
     """
+    out = os.path.realpath(out) if os.path.islink(out) else out
     names = os.listdir(out) if os.path.isdir(out) else []
     if (os.path.lexists(out) and not os.path.isdir(out)) or (names and not (replace and "config.json" in names)):
         what = "holds other files" if names else "is a file"
         raise ValueError(f"{out} {what}; give a folder that is empty, or does not exist yet")
+    return out
 
 
 def _write_own(plan: ExportPlan, folder: str, files: Sequence[str], tensors: dict[str, Tensor]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_mcore.checkpoint_format import some_of
+from lightning_mcore.hf.value_range import require_fits
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import Block, Shape
 
@@ -161,6 +162,9 @@ class ExportPlan:
             name: Of the tensor.
             read: Returns the rectangle of a place.
             memory: Bytes to put it together in, at least as many as it has; used again for the next.
+
+        Raises:
+            ValueError: It has values that its new type cannot hold.
         """
         first, *others = parts = self.parts(name)
         if not others:
@@ -169,8 +173,22 @@ class ExportPlan:
                 return held
         target = memory[: self.size(name)].view(self.dtypes[name]).view(self.shapes[name])
         for part in parts:
-            part.within_target(target).copy_(part.within_place(read(part.place)))
+            self.convert(name, part.within_place(read(part.place)), part.within_target(target))
         return target
+
+    def convert(self, name: str, values: Tensor, target: Tensor) -> None:
+        """Copy a part of a tensor to where it is written from.
+
+        Args:
+            name: Of the tensor.
+            values: The part, as it is held.
+            target: Of the same shape, and of the type that the tensor is to have.
+
+        Raises:
+            ValueError: It has values that this type cannot hold.
+        """
+        require_fits(name, values, target.dtype)
+        target.copy_(values)
 
     def _dtype_of(self, name: str, dtype: torch.dtype | None) -> torch.dtype:
         if name in self._weights.in_fp32:

@@ -138,13 +138,25 @@ def write_json(path: str, content: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def warn_of_missing_tokenizer(settings: Mapping[str, Any], like: str | None) -> None:
-    """Say that the folder that a model came from is gone, where its tokenizer would be copied from."""
+def warn_of_what_is_lost(description: Description, settings: Mapping[str, Any], like: str | None) -> None:
+    """Say what the exported model will not have, though nothing forbids to export it.
+
+    Args:
+        description: Of the model.
+        settings: Arguments of its ``MCoreGPT``, as far as they are known.
+        like: Hugging Face folder that is told to give the tokenizer.
+    """
     path = (settings.get("hf") or {}).get("path")
     if like is None and path is not None and _folder_of(path) is None:
         rank_zero_warn(
             f"{path}, which the model was made from, is not there any more, so no tokenizer is exported; give a folder"
             " that has it with like (--like FOLDER)"
+        )
+    capacity = description.fields.get("moe_expert_capacity_factor")
+    if capacity is not None and capacity >= 0:  # Megatron takes a negative one for none
+        rank_zero_warn(
+            f"the model was trained with moe_expert_capacity_factor={capacity}, so that full experts dropped tokens;"
+            " transformers drops none, and will compute other numbers where that happened"
         )
 
 

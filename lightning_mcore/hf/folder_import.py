@@ -9,6 +9,7 @@ was made from.
 """
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -56,6 +57,8 @@ def import_checkpoint(path: str, out: str, *, family: str | None = None, dtype: 
         ValueError: It is of no known family, its config or weights are not supported, or ``out`` is not empty.
     """
     path, out = os.fspath(path), os.fspath(out)
+    if os.path.islink(out):
+        out = os.path.realpath(out)
     if dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise ValueError(f"dtype={dtype!r} is not known; choose 'auto', 'bfloat16', 'float16' or 'float32'")
     if checkpoint_files.names_in(*checkpoint_files.open_store(out)) or os.path.isfile(out):
@@ -69,7 +72,8 @@ def import_checkpoint(path: str, out: str, *, family: str | None = None, dtype: 
     with single_process():
         module = MCoreGPT(**settings)
         _build_without_memory(module, kept)
-        weights = HFWeights(folder, source.family, running_fields(source, module), pieces_of_module(module).shapes)
+        fields, shapes = running_fields(source, module), pieces_of_module(module).shapes
+        weights = HFWeights(folder, source.family, fields, shapes, source.fields.get("mtp_num_layers") or 0)
         _write(module, weights, out, kept)
 
 
@@ -124,9 +128,14 @@ def _write(module: MCoreGPT, weights: HFWeights, out: str, dtype: torch.dtype) -
         SHARDED_STATE: state.tensors,
         MANIFEST: {**manifest, "parameters": state.num_parameters},
     }
-    save = CheckpointSave.start(os.path.abspath(out), checkpoint, process_group("dp_cp"), _ReadingPlanner(weights))
-    while not save.advance():
-        pass
+    planner = _ReadingPlanner(weights)
+    try:
+        save = CheckpointSave.start(os.path.abspath(out), checkpoint, process_group("dp_cp"), planner)
+        while not save.advance():
+            pass
+    except BaseException:
+        planner.stop()
+        raise
 
 
 class _ReadingPlanner(ShardPlanner):
@@ -139,11 +148,18 @@ class _ReadingPlanner(ShardPlanner):
     def __init__(self, weights: HFWeights) -> None:
         super().__init__()
         self._weights = weights
+        self._pieces: _PiecesToRead | None = None
+
+    def stop(self) -> None:
+        """End the reading and wait for it: a thread that is in torch while Python ends takes the process down."""
+        if self._pieces is not None:
+            self._pieces.stop()
 
     def plan(self, sharded_state: dict[str, Any], copies: Any) -> ShardPlan:
         """Plan as always, for tensors without memory."""
         plan = super().plan(sharded_state, copies)
-        return ShardPlan(_PiecesToRead(plan.pieces, self._weights), plan.metadata)
+        self._pieces = _PiecesToRead(plan.pieces, self._weights)
+        return ShardPlan(self._pieces, plan.metadata)
 
 
 class _PiecesToRead(Sequence[Piece]):
@@ -161,6 +177,14 @@ class _PiecesToRead(Sequence[Piece]):
         self._weights = weights
         largest = max((piece.content.nbytes for piece in planned if isinstance(piece.content, Tensor)), default=0)
         self._memory = torch.empty((2, largest), dtype=torch.uint8, device="cpu")
+        self._stopped = threading.Event()
+        self._writer: threading.Thread | None = None
+
+    def stop(self) -> None:
+        """End the iteration at the next piece, and wait for the thread that iterates."""
+        self._stopped.set()
+        if self._writer is not None:
+            self._writer.join()
 
     def __len__(self) -> int:
         return len(self._planned)
@@ -184,13 +208,20 @@ class _PiecesToRead(Sequence[Piece]):
         return Piece(piece.index, values)
 
     def __iter__(self) -> Iterator[Piece]:
-        """Read each piece while the one before it is written."""
+        """Read each piece while the one before it is written.
+
+        Raises:
+            RuntimeError: It was stopped.
+        """
+        self._writer = threading.current_thread()
         size = sum(piece.content.nbytes for piece in self._planned if isinstance(piece.content, Tensor))
         progress = tqdm(total=size, desc="importing", unit="B", unit_scale=True, delay=_SILENT_SECONDS, leave=False)
         with progress, ThreadPoolExecutor(1) as reader:
             coming = [reader.submit(self.__getitem__, 0)] if self._planned else []
             for place in range(len(self)):
                 piece = coming.pop().result()
+                if self._stopped.is_set():
+                    raise RuntimeError("the import was stopped")
                 if place + 1 < len(self):
                     coming.append(reader.submit(self.__getitem__, place + 1))
                 yield piece

@@ -6,6 +6,7 @@ under one name. It is imported here alone, when it is needed, for that takes two
 """
 
 import copy
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -66,17 +67,28 @@ def read_config(folder: str) -> dict[str, Any]:
 
 
 def complete_config(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a ``config.json`` with the defaults of transformers, where it knows the model."""
+    """Return the content of a ``config.json`` with the defaults of transformers, where it knows the model.
+
+    Raises:
+        ValueError: Transformers refuses it.
+    """
+    return copy.deepcopy(_completed(json.dumps(dict(content))))
+
+
+@functools.lru_cache(maxsize=16)  # a run asks several times, and transformers warns each time
+def _completed(text: str) -> dict[str, Any]:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    given = copy.deepcopy(dict(content))  # transformers changes what is nested in it
+    given: dict[str, Any] = json.loads(text)
     try:
         config = AutoConfig.for_model(given.pop("model_type"), **given)
-    except (StrictDataclassError, TypeError, ValueError) as error:
+    except (StrictDataclassError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         if "Unrecognized model identifier" in str(error):
-            return dict(content)
-        raise ValueError(f"transformers refuses {CONFIG_FILE}: {' '.join(str(error).split())}") from error
+            found: dict[str, Any] = json.loads(text)
+            return found
+        reason = error.args[0] if isinstance(error, KeyError) and error.args else error  # str() of it has quotes
+        raise ValueError(f"transformers refuses {CONFIG_FILE}: {' '.join(str(reason).split())}") from error
     whole: dict[str, Any] = config.to_dict()
     return whole
 

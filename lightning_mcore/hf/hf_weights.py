@@ -6,6 +6,7 @@ Whoever fills a model, or writes a checkpoint of it, says which rectangle of whi
 for one tensor after the other.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from math import prod
 from typing import Any
@@ -16,10 +17,12 @@ from torch import Tensor
 from lightning_mcore.checkpoint_format import some_of
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.safetensors_folder import SafetensorsFolder
+from lightning_mcore.hf.value_range import require_fits
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import Block, Shape
 
 _SHOWN = 5  # names in an error
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 class HFWeights:
@@ -30,13 +33,19 @@ class HFWeights:
         family: Their rules.
         fields: Settings of Megatron's model.
         shapes: Shapes of all of its tensors, by whole name.
+        multi_token_layers: Layers for multi-token prediction that the config announces, which the model may lack.
 
     Raises:
         ValueError: The weights are not those of this model: some are missing, or not known, or of another shape.
     """
 
     def __init__(
-        self, folder: SafetensorsFolder, family: Family, fields: Mapping[str, Any], shapes: Mapping[str, Shape]
+        self,
+        folder: SafetensorsFolder,
+        family: Family,
+        fields: Mapping[str, Any],
+        shapes: Mapping[str, Shape],
+        multi_token_layers: int,
     ) -> None:
         self._folder = folder
         self._family = family
@@ -47,6 +56,8 @@ class HFWeights:
         for alias, name in self._map.repeated.items():
             if alias in folder.shapes:
                 self._aliases.setdefault(name, []).append(alias)
+        self._tied = self._blocks_of_tied_output()
+        self._left_out = self._layers_left_out(multi_token_layers)
         self._check()
 
     def fill(self, target: Tensor, name: str, start: Shape, shape: Shape) -> None:
@@ -59,7 +70,7 @@ class HFWeights:
             shape: Its shape.
 
         Raises:
-            ValueError: Two tensors differ of which Megatron has one.
+            ValueError: Two tensors differ of which Megatron has one, or a value does not fit into ``target``'s type.
         """
         parts = [part for block in self._near(name, start, shape) if (part := block.within(start, shape))]
         place = target.view(shape) if target.shape != shape else target
@@ -69,6 +80,9 @@ class HFWeights:
             values = self._folder.read(part.hf, part.hf_start, part.hf_shape)
             for alias in self._aliases.get(part.hf, ()):
                 self._check_equal(part, values, alias)
+            if name == _EMBEDDING:
+                self._check_tied(part)
+            require_fits(part.hf, values, place.dtype)
             first = tuple(a - b for a, b in zip(part.start, start, strict=True))
             inside = place[tuple(slice(a, a + n) for a, n in zip(first, part.shape, strict=True))]
             inside.copy_((values.t() if part.transposed else values).view_as(inside))
@@ -85,11 +99,49 @@ class HFWeights:
         ]
 
     def _check_equal(self, part: Block, values: Tensor, alias: str) -> None:
-        if not torch.equal(values, self._folder.read(alias, part.hf_start, part.hf_shape)):
+        if not _are_the_same(values, self._folder.read(alias, part.hf_start, part.hf_shape)):
             raise ValueError(
                 f"{alias} in {self._folder.folder} differs from {part.hf}, and Megatron's model has one of them for"
                 " both; set mtp_num_layers=None in transformer to leave multi-token prediction out"
             )
+
+    def _check_tied(self, part: Block) -> None:
+        """Refuse an output layer that is another than the embedding, where the model has one matrix for both."""
+        for block in self._tied:
+            output = block.within(part.start, part.shape)
+            if output is None:
+                continue
+            rows = part.within(output.start, output.shape)
+            assert rows is not None
+            first, second = (self._folder.read(each.hf, each.hf_start, each.hf_shape) for each in (rows, output))
+            if not _are_the_same(first.t() if rows.transposed else first, second.t() if output.transposed else second):
+                raise ValueError(
+                    f"{output.hf} in {self._folder.folder} differs from {rows.hf}, and its config ties the two"
+                    " (tie_word_embeddings=True); set that to false to have both, or remove the one that is not meant"
+                )
+
+    def _blocks_of_tied_output(self) -> list[Block]:
+        """Return what the files have of an output layer, where the model uses its embedding for that."""
+        if _OUTPUT in self._shapes or _EMBEDDING not in self._shapes:
+            return []
+        rules = (rule for rule in self._family.outside if rule.megatron == _OUTPUT)
+        blocks = (block for rule in rules for block in rule.blocks(self._shapes[_EMBEDDING], self._fields))
+        return [block for block in blocks if block.hf in self._folder.shapes and block.hf not in self._map.shapes]
+
+    def _layers_left_out(self, multi_token_layers: int) -> tuple[str, ...]:
+        """Return the prefixes of layers for multi-token prediction in the files, where the model has none."""
+        if any(name.startswith("mtp.") for name in self._shapes):
+            return ()
+        prefixes = multi_token_prefixes(self._family, int(self._fields["num_layers"]), multi_token_layers)
+        return tuple(prefix for prefix in prefixes if self._is_multi_token(prefix))
+
+    def _is_multi_token(self, prefix: str) -> bool:
+        """Whether a layer has what only such layers have."""
+        size = int(self._fields["hidden_size"])
+        rules = self._family.multi_token
+        return any(
+            prefix + b.hf in self._folder.shapes for rule in rules for b in rule.blocks((size, size), self._fields)
+        )
 
     # ---- checks
 
@@ -97,6 +149,7 @@ class HFWeights:
         wanted, found = self._map.shapes, self._folder.shapes
         missing = wanted.keys() - found.keys() - self._map.repeated.keys()
         extra = [name for name in found.keys() - wanted.keys() if not self._is_left_out(name)]
+        extra += sorted({block.hf for block in self._tied} - self._whole_tied())
         other = sorted(name for name in wanted.keys() & found.keys() if wanted[name] != found[name])
         parts = []
         if missing:
@@ -123,20 +176,31 @@ class HFWeights:
                     return [f"{name} of the model ({list(size)}) has no room for {block.hf} ({list(block.hf_shape)})"]
         return []
 
+    def _whole_tied(self) -> set[str]:
+        """Return the tensors of a tied output layer that have as many values as the rules say."""
+        sizes: Counter[str] = Counter()
+        for block in self._tied:
+            sizes[block.hf] += prod(block.shape)
+        return {name for name, size in sizes.items() if size == prod(self._folder.shapes[name])}
+
     def _is_left_out(self, name: str) -> bool:
         """Whether a tensor has no place in the model for a good reason: it repeats another one, or is not wanted."""
-        if "output_layer.weight" not in self._shapes and name in self._of_output_layer():
-            return True
-        start = self._family.layer_prefix.partition("{layer}")[0]
-        number = name.removeprefix(start).partition(".")[0]
-        behind = number.isdigit() and int(number) >= int(self._fields["num_layers"])
-        return bool(self._family.multi_token) and name.startswith(start) and behind and not self._has_multi_token()
+        return name.startswith(self._left_out) or any(name == block.hf for block in self._tied)
 
-    def _has_multi_token(self) -> bool:
-        return any(name.startswith("mtp.") for name in self._shapes)
 
-    def _of_output_layer(self) -> set[str]:
-        """Return the tensors of the output layer, which a model with tied embeddings has no use for."""
-        embedding = self._shapes.get("embedding.word_embeddings.weight", (1, 1))
-        rules = (rule for rule in self._family.outside if rule.megatron == "output_layer.weight")
-        return {block.hf for rule in rules for block in rule.blocks(embedding, self._fields)}
+def multi_token_prefixes(family: Family, num_layers: int, layers: int) -> list[str]:
+    """Return what Hugging Face's names of layers for multi-token prediction begin with.
+
+    Args:
+        family: Of the model.
+        num_layers: Ordinary layers, which stand before them.
+        layers: How many there are.
+    """
+    return [family.layer_prefix.replace("{layer}", str(num_layers + number)) for number in range(layers)]
+
+
+def _are_the_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal bit for bit, of one type too."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

@@ -58,6 +58,8 @@ def find_family(name: str) -> Family:
 
 def _import(path: str) -> Family:
     module, _, attribute = path.partition(":")
+    if not module or not attribute or module.startswith("."):
+        raise ValueError(f"family={path!r} is no path of a family; give 'package.module:FAMILY'")
     try:
         family = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:

@@ -108,9 +108,14 @@ def pretrained_settings(
         FileNotFoundError: There is no such model, or a file of it is missing.
         ValueError: It is of no known family, its config asks for something that is not supported, or a file is damaged.
     """
-    settings = _settings_of_checkpoint(path) if _is_checkpoint(path) else _settings_of_model(path, family)
+    settings = _settings_of_checkpoint(path, family) if _is_checkpoint(path) else _settings_of_model(path, family)
     settings["transformer"] = {**settings["transformer"], **(transformer or {})}
-    return {**settings, "seq_length": seq_length or settings["seq_length"]}
+    return {**settings, "seq_length": settings["seq_length"] if seq_length is None else seq_length}
+
+
+def absolute(path: str) -> str:
+    """Return the absolute path of a folder; a name on the hub as it is."""
+    return os.path.abspath(path) if os.path.isdir(path) else path
 
 
 def load_pretrained(module: pl.LightningModule, path: str, family: str | None = None) -> None:
@@ -164,7 +169,8 @@ def running_fields(source: HFSource, module: pl.LightningModule) -> dict[str, An
 
 
 def _fill(source: HFSource, pieces: ModelPieces, fields: Mapping[str, Any]) -> None:
-    weights = HFWeights(source.open_tensors(), source.family, fields, pieces.shapes)
+    multi_token = source.fields.get("mtp_num_layers") or 0
+    weights = HFWeights(source.open_tensors(), source.family, fields, pieces.shapes, multi_token)
     own = tqdm(
         pieces.own,
         desc=f"reading {source.folder}",
@@ -196,7 +202,7 @@ def _settings_of_model(path: str, family: str | None) -> dict[str, Any]:
         "seq_length": int(source.config["max_position_embeddings"]),
         "transformer": fields,
         "hf": {
-            "path": os.path.abspath(path) if os.path.isdir(path) else path,
+            "path": absolute(path),
             "family": family or source.family.model_type,
             "config": read_json(source.folder, "config.json"),
             "generation_config": read_generation_config(source.folder),
@@ -208,7 +214,7 @@ def _is_checkpoint(path: str) -> bool:
     return checkpoint_files.is_checkpoint_directory(path)
 
 
-def _settings_of_checkpoint(path: str) -> dict[str, Any]:
+def _settings_of_checkpoint(path: str, family: str | None) -> dict[str, Any]:
     """Return the settings of the model in a checkpoint directory, without those of its training."""
     saved = MCoreCheckpointIO().load_checkpoint(path).get(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, {})
     hf = saved.get("hf")
@@ -216,5 +222,10 @@ def _settings_of_checkpoint(path: str) -> dict[str, Any]:
         raise ValueError(
             f"{path} is a checkpoint of a model that was not made from a Hugging Face model; start from it with"
             f" self.load_weights({path!r}) in configure_model"
+        )
+    if family not in (None, hf["family"]):
+        raise ValueError(
+            f"family={family!r} is given for {path}, a checkpoint of family {hf['family']!r}, whose weights are"
+            " Megatron's already; leave it out"
         )
     return {name: saved[name] for name in (*_KEPT, "transformer", "hf") if name in saved}

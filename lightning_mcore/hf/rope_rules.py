@@ -41,14 +41,14 @@ def _read_partial(config: Config) -> dict[str, Any]:
 def _read_plain_or_stretched(rope: Rope, config: Config) -> dict[str, Any]:
     kind = rope.pop("rope_type")
     refuse_unless("rope_parameters.rope_type", kind, ("default", "linear", "llama3", "yarn"), _NO_SUCH)
-    fields: dict[str, Any] = {"rotary_base": _whole(rope.pop("rope_theta", 10000.0))}
+    fields: dict[str, Any] = {"rotary_base": _base(rope)}
     if kind == "linear":
-        factor = float(rope.pop("factor"))
+        factor = _factor(rope, kind)
         fields |= {"seq_len_interpolation_factor": factor} if factor != 1.0 else {}
     elif kind == "llama3":
         for key, value in _LLAMA3.items():
             refuse_unless(f"rope_parameters.{key}", rope.pop(key, value), (value,), _BUILT_IN)
-        fields |= {"rope_scaling": True, "rope_scaling_factor": float(rope.pop("factor"))}
+        fields |= {"rope_scaling": True, "rope_scaling_factor": _factor(rope, kind)}
     elif kind == "yarn":
         yarn = _read_yarn(rope, config)
         fields |= {"position_embedding_type": "yarn", "yarn": {**yarn, **_read_mscale(rope)}}
@@ -61,7 +61,7 @@ def _read_latent(config: Config) -> dict[str, Any]:
     rope = _parameters(config)
     kind = rope.pop("rope_type")
     refuse_unless("rope_parameters.rope_type", kind, ("default", "yarn"), "Megatron's latent attention knows no other")
-    fields: dict[str, Any] = {"rotary_base": _whole(rope.pop("rope_theta", 10000.0))}
+    fields: dict[str, Any] = {"rotary_base": _base(rope)}
     if kind == "default":
         fields |= {"rope_type": "rope", "rotary_scaling_factor": 1.0}
     else:
@@ -155,8 +155,17 @@ def _write_yarn(yarn: Mapping[str, Any]) -> Rope:
     return rope if scales == _UNSCALED else rope | scales
 
 
-def _whole(value: float) -> int | float:
+def _base(rope: Rope) -> int | float:
+    value: float = rope.pop("rope_theta", 10000.0)
+    if not 0 < value < float("inf"):
+        raise ValueError(f"rope_parameters.rope_theta={value!r} is not supported; only numbers above 0 are")
     return int(value) if float(value).is_integer() else value
+
+
+def _factor(rope: Rope, kind: str) -> float:
+    if "factor" not in rope:
+        raise ValueError(f"rope_parameters has rope_type={kind!r} and no factor; add it")
+    return float(rope.pop("factor"))
 
 
 ROPE = Derived(("rope_parameters",), _read, _write)

@@ -171,8 +171,8 @@ class SafetensorsFolder:
     def _type(self, file_name: str, name: str, kind: str) -> torch.dtype:
         if kind not in _FLOATS:
             raise ValueError(
-                f"{name} in {self.folder}/{file_name} holds {kind}, as in a quantised model; give the model in bf16,"
-                " fp16 or fp32"
+                f"{name} in {self.folder}/{file_name} holds {kind}, as in a quantised model or a buffer without"
+                " weights; give the model in bf16, fp16 or fp32, and without such buffers"
             )
         return _FLOATS[kind]
 

@@ -3,9 +3,12 @@
 
 The weights that are written are those of the running model, from memory, so a checkpoint that is saved asynchronously
 may still be on its way when its Hugging Face form is there already. What a checkpoint is called, and which are kept, is
-for ModelCheckpoint to say: this callback looks after each of its hooks what has been saved and what is gone.
+for ModelCheckpoint to say: this callback looks after each of its hooks what has been saved and what is gone, before the
+weights change. Lightning calls ModelCheckpoint's hook at the end of an epoch after that of all other callbacks, so what
+was saved there is seen when the next epoch starts, or when training ends.
 """
 
+import logging
 import os
 from typing import Any
 
@@ -19,6 +22,8 @@ from lightning_mcore.hf.export_plan import MAX_SHARD_SIZE, parse_dtype, parse_si
 
 SUFFIX = "-hf"
 
+_log = logging.getLogger(__name__)
+
 
 class SaveHFModel(Callback):
     """Write the model in Hugging Face form at the end of ``fit``, or beside every checkpoint of a ModelCheckpoint.
@@ -28,9 +33,9 @@ class SaveHFModel(Callback):
         callbacks = [ModelCheckpoint("runs/gpt", save_top_k=2, monitor="val_loss"), SaveHFModel("runs/gpt/final")]
 
     With ``every_checkpoint=True``, ``runs/gpt/epoch=1-step=200.ckpt`` gets ``runs/gpt/epoch=1-step=200.ckpt-hf`` beside
-    it, and loses it when ModelCheckpoint deletes the checkpoint. A checkpoint saved again under its name, as
-    ``last.ckpt``, has its Hugging Face form replaced; a link, as ``save_last="link"`` makes it, has none. Nor have
-    checkpoints of ``PreemptionCheckpoint``, which is short of time, and of your own calls: export those with
+    it, with the same weights, and loses it when ModelCheckpoint deletes the checkpoint. A checkpoint saved again under
+    its name, as ``last.ckpt``, has its Hugging Face form replaced; a link, as ``save_last="link"`` makes it, has none.
+    Nor have checkpoints of ``PreemptionCheckpoint``, which is short of time, and of your own calls: export those with
     ``lightning-mcore export``.
 
     What cannot be exported is refused when training begins. A run that ends by an exception writes nothing more.
@@ -133,8 +138,11 @@ class SaveHFModel(Callback):
         """Write beside what was saved after the validation."""
         self._follow(trainer, pl_module)
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write beside what was saved at the end of the epoch."""
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write beside what was saved at the end of the epoch before, where ModelCheckpoint came after all others.
+
+        Source: ``_FitLoop.on_advance_end`` (Lightning 2.6.6).
+        """
         self._follow(trainer, pl_module)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -153,19 +161,24 @@ class SaveHFModel(Callback):
         """Write beside what has been saved since the last look; collective over the world if there is anything."""
         if not self.every_checkpoint or not self._looks or trainer.sanity_checking:
             return
-        saved = {path for look in self._looks for path in look.saved_since()}
-        for path in sorted(saved):
+        saved = sorted({path for look in self._looks for path in look.saved_since()})
+        if not saved:
+            return
+        for path in decide(lambda: [found for found in saved if not os.path.islink(found)]):
             export_model(module, path + SUFFIX, **self._options, replace=True)
             self._beside.add(path)
-        if saved:
-            self._clear_away(trainer)
+        self._clear_away(trainer)
 
     def _clear_away(self, trainer: pl.Trainer) -> None:
+        """Delete, on rank 0, what belongs to checkpoints that are gone; what cannot be deleted is no reason to fail."""
         if not trainer.is_global_zero:
             return
         self._there |= {path for path in self._beside if os.path.lexists(path)}
         for path in {path for path in self._there if not os.path.lexists(path)}:
-            atomic_directory.remove(path + SUFFIX)
+            try:
+                atomic_directory.remove(path + SUFFIX)
+            except OSError as error:
+                _log.warning("%s is not needed any more and could not be deleted: %s", path + SUFFIX, error)
             self._there.remove(path)
             self._beside.remove(path)
 
@@ -186,7 +199,7 @@ class _Look:
         self._step, self._scores = self._now()
 
     def saved_since(self) -> set[str]:
-        """Return the paths that were saved since the last call."""
+        """Return the paths that were saved since the last call, links among them."""
         step, scores = self._now()
         if (step, scores) == (self._step, self._scores):
             return set()
@@ -195,7 +208,7 @@ class _Look:
             ranked.add(self._checkpoint.best_model_path)
         self._step, self._scores = step, scores
         found = {*ranked, step[1]} - {""}
-        return {os.path.abspath(path) for path in found if not os.path.islink(path)}
+        return {os.path.abspath(path) for path in found}
 
     def _now(self) -> tuple[tuple[int, str], dict[str, float]]:
         own = self._checkpoint

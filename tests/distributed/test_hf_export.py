@@ -10,11 +10,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreCheckpointIO, MCoreGPT, MCoreStrategy, single_process
+from lightning_mcore.hf import live_tensors
 from lightning_mcore.hf.export import export_checkpoint, export_model
 from lightning_mcore.hf.save_hf_model import SaveHFModel
 from tests.hf_models import FAMILIES, VOCAB_SIZE, read_tensors, save_tiny, tiny_folder
@@ -200,6 +202,86 @@ def fit_with_exports(folder: str, out: str) -> list[int]:
     trainer = make_trainer(strategy, max_steps=6, callbacks=callbacks, enable_checkpointing=True)
     trainer.fit(module, data(16))
     return speaks.tokens
+
+
+ENDS_OF_EPOCHS: dict[str, tuple[dict[str, Any], bool]] = {
+    "no validation": ({"save_top_k": -1}, False),
+    "val_loss": ({"monitor": "val_loss", "save_top_k": -1, "save_last": True}, True),
+}
+
+
+def fit_epochs(folder: str, out: str) -> None:
+    """Train for epochs at whose ends checkpoints are saved."""
+    for name, (arguments, validates) in ENDS_OF_EPOCHS.items():
+        callbacks = [SaveHFModel(every_checkpoint=True), ModelCheckpoint(f"{out}/{name}", **arguments)]
+        module = MCoreGPT.from_pretrained(folder, seq_length=16, learning_rate=1e-2)
+        trainer = make_trainer(MCoreStrategy(**TP2), max_epochs=3, callbacks=callbacks, enable_checkpointing=True)
+        trainer.fit(module, data(4), data(2) if validates else None)
+
+
+def test_what_stands_beside_a_checkpoint_of_an_epoch_has_its_weights(tmp_path: Path) -> None:
+    run_ranks(2, fit_epochs, str(tiny_folder("llama")), str(tmp_path), timeout=120)
+    for run, (arguments, _) in ENDS_OF_EPOCHS.items():
+        checkpoints = sorted((tmp_path / run).glob("*.ckpt"))
+        assert len(checkpoints) == (4 if "save_last" in arguments else 3)
+        for checkpoint in checkpoints:
+            offline = str(tmp_path / "offline" / run / checkpoint.name)
+            export_checkpoint(str(checkpoint), offline)
+            check_same(offline, f"{checkpoint}-hf")
+
+
+def fail_on_one(folder: str, out: str) -> list[str]:
+    """Let one rank fail in its own part of an export, in several ways; return what this rank is told."""
+    module = MCoreGPT.from_pretrained(folder, seq_length=16)
+    make_trainer(MCoreStrategy(**TP2), limit_predict_batches=1).predict(module, data())
+    told = []
+
+    def attempt(**options: Any) -> None:
+        try:
+            export_model(module, out, max_shard_size=SHARD_SIZE, **options)
+        except Exception as error:
+            told.append(str(error))
+
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("no memory left here")
+
+    for name in ("_memory", "_held"):
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(live_tensors, name, refuse)
+            attempt()
+    weight = next(
+        weight for name, weight in module.named_parameters() if name.endswith("layers.0.mlp.linear_fc2.weight")
+    )
+    kept = weight[0, 0].item()
+    with torch.no_grad():
+        weight[0, 0] = 1e6 if dist.get_rank() == 1 else kept
+        attempt(dtype="float16")
+        weight[0, 0] = kept
+    origin = module.hparams["hf"]
+    module.hparams["hf"] = {**origin, "path": f"{out}-gone"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attempt()
+    module.hparams["hf"] = origin
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(live_tensors, "_ON_THEIR_WAY", 5000)  # several rows of sends
+        attempt()
+    return told
+
+
+def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path: Path) -> None:
+    folder, out = str(tiny_folder("llama")), tmp_path / "disk"
+    out.mkdir()
+    (tmp_path / "out").symlink_to("disk")
+    told = run_ranks(2, fail_on_one, folder, str(tmp_path / "out"), timeout=60)
+    for sentences in told:
+        assert sentences[:2] == ["no memory left here"] * 2
+        assert sentences[2].startswith("model.layers.0.mlp.down_proj.weight has values up to 1e+06, and float16 ends")
+        assert "out-gone, which the model was made from, is not there any more" in sentences[3]
+        assert len(sentences) == 4
+    check_same(folder, str(out))
+    assert sorted(os.listdir(tmp_path)) == ["disk", "out"]
 
 
 def test_a_run_leaves_its_model_beside_the_checkpoints_that_stay(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ class OwnModule(MCoreModule):
             num_query_groups=2,
             ffn_hidden_size=48,
             normalization="RMSNorm",
-            layernorm_epsilon=1e-6,
+            layernorm_epsilon=1e-3,
             gated_linear_unit=True,
             activation_func=functional.silu,
             add_bias_linear=False,

@@ -2,6 +2,7 @@
 """A family outside the package: found by its path and by an entry point, and equal to transformers both ways."""
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,6 +112,7 @@ def test_an_installed_package_registers_a_family(
     [
         ("absent_module:FAMILY", r"family='absent_module:FAMILY' cannot be imported, for No module named"),
         ("own_family:OTHER", r"family='own_family:OTHER' cannot be imported, for .* has no attribute 'OTHER'; give"),
+        (":", r"family=':' is no path of a family; give 'package\.module:FAMILY'"),
         ("json:dumps", r"family='json:dumps' is a function, not a Family; give the path of one"),
         ("own_family", r"models of type 'own_family' are not supported; there are llama, .*family='package\.module"),
     ],
@@ -118,6 +120,14 @@ def test_an_installed_package_registers_a_family(
 def test_what_is_no_family_is_refused(path: str, text: str, model: tuple[Path, Tensor, Tensor]) -> None:
     with pytest.raises(ValueError, match=text):
         MCoreGPT.from_pretrained(str(model[0]), family=path)
+
+
+def test_its_tied_output_layer_must_be_the_embedding(model: tuple[Path, Tensor, Tensor], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model[0], tmp_path / "model"))
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, "tie_word_embeddings": True}))
+    with pytest.raises(ValueError, match=r"lm_head\.weight in .* differs from model\.embed_tokens\.weight"):
+        import_checkpoint(str(folder), str(tmp_path / "own.ckpt"), family=PATH)
 
 
 def test_what_it_does_not_know_is_refused(model: tuple[Path, Tensor, Tensor], tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ LEVELS = [
         "preprocess_tokenizer",
         "packing_statistics",
         "data_files",
+        "value_range",
         "weight_rules",
         "config_rules",
         "training_fields",

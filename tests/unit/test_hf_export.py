@@ -15,14 +15,17 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import save_file
 
-from lightning_mcore import MCoreGPT, cli
+from lightning_mcore import MCoreGPT, atomic_directory, cli
+from lightning_mcore.hf import save_hf_model
 from lightning_mcore.hf.export import export_checkpoint, export_model
 from lightning_mcore.hf.export_plan import ExportPlan, Place, parse_size
-from lightning_mcore.hf.exported_config import describe
+from lightning_mcore.hf.exported_config import describe, warn_of_what_is_lost
 from lightning_mcore.hf.folder_import import import_checkpoint
 from lightning_mcore.hf.known_families import find_family
-from lightning_mcore.hf.save_hf_model import SaveHFModel, _Look
+from lightning_mcore.hf.save_hf_model import SaveHFModel
+from lightning_mcore.hf.value_range import require_fits
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import Shape
 from tests.hf_models import read_tensors, save_tiny
@@ -151,6 +154,29 @@ def test_what_is_no_size_is_refused(size: Any) -> None:
         parse_size(size)
 
 
+@pytest.mark.parametrize(
+    ("values", "source"),
+    [
+        ([], torch.float32),
+        ([65519.0, -65519.0, 1e-30], torch.float32),
+        ([float("inf"), -float("inf"), float("nan"), 65504.0], torch.float32),
+        ([float("inf"), 65280.0], torch.bfloat16),
+    ],
+)
+def test_values_that_a_type_can_hold_are_let_through(values: list[float], source: torch.dtype) -> None:
+    require_fits("it", torch.tensor(values, dtype=source), torch.float16)
+    require_fits("it", torch.tensor(values, dtype=source) * 1e30, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("values", "largest"),
+    [([1.0, -1e5, 7e4], "100000"), ([float("nan"), 1e5], "100000"), ([-float("inf"), 65520.0], "65520")],
+)
+def test_a_value_that_would_become_infinite_is_refused(values: list[float], largest: str) -> None:
+    with pytest.raises(ValueError, match=rf"^it has values up to {largest}, and float16 ends at 65504; choose dtype"):
+        require_fits("it", torch.tensor(values), torch.float16)
+
+
 # ---- the config
 
 
@@ -175,6 +201,15 @@ def test_a_model_of_no_known_family_is_refused_with_the_reasons() -> None:
     sentence = r"^it is a model of no known family \(llama, .*: normalization='LayerNorm'.*\); give one of your own"
     with pytest.raises(ValueError, match=sentence):
         describe("it", settings(transformer={"normalization": "LayerNorm"}), SHAPES)
+
+
+def test_a_model_that_drops_tokens_is_exported_with_a_warning() -> None:
+    for capacity in (None, -1.0):
+        found = describe("it", settings(transformer={"moe_expert_capacity_factor": capacity}), SHAPES)
+        warn_of_what_is_lost(found, {}, None)
+    found = describe("it", settings(transformer={"moe_expert_capacity_factor": 1.25}), SHAPES)
+    with pytest.warns(UserWarning, match=r"moe_expert_capacity_factor=1\.25, so that full experts dropped.*drops none"):
+        warn_of_what_is_lost(found, {}, None)
 
 
 def test_a_config_is_kept_but_for_what_is_no_longer_true(tmp_path: Path) -> None:
@@ -278,6 +313,13 @@ def _flip(path: Path, tensor: torch.Tensor) -> None:
     path.write_bytes(content)
 
 
+def _set(folder: Path, name: str, value: float) -> None:
+    """Give a tensor of a model in one file its first value."""
+    tensors = dict(read_tensors(folder))
+    tensors[name][0] = value
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
 def _cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
@@ -292,6 +334,12 @@ REFUSALS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "shard size": (lambda at: [str(at / "c.ckpt"), str(at / "out"), "--max-shard-size", "5XB"], "'5XB' is no size"),
     "like": (lambda at: [str(at / "c.ckpt"), str(at / "out"), "--like", str(at / "no")], "is no folder of a Hugging"),
     "family": (lambda at: [str(at / "c.ckpt"), str(at / "out"), "--family", "gpt2"], "'gpt2' are not supported; there"),
+    "inside": (lambda at: [str(at / "c.ckpt"), str(at / "c.ckpt" / "out")], "out lies inside the checkpoint"),
+    "linked inside": (lambda at: [str(at / "link.ckpt"), str(at / "c.ckpt" / "out")], "lies inside the checkpoint"),
+    "too large": (
+        lambda at: [str(at / "large.ckpt"), str(at / "out"), "--dtype", "float16"],
+        "model.norm.weight has values up to 99840, and float16 ends at 65504; choose dtype bfloat16 or float32",
+    ),
     "other family": (
         lambda at: [str(at / "c.ckpt"), str(at / "out"), "--family", "llama"],
         "the model is not one of 'llama'",
@@ -312,6 +360,10 @@ def around(tiny: tuple[Path, Path], tmp_path: Path) -> Path:
     norm = dict(read_tensors(tiny[0]))["model.norm.weight"]
     _flip(tmp_path / "flipped.ckpt" / "__0_0.distcp", norm)
     _cut(tmp_path / "cut.ckpt" / "__0_0.distcp")
+    (tmp_path / "link.ckpt").symlink_to("c.ckpt")
+    large = save_tiny("llama", tmp_path / "large", dtype=torch.bfloat16)
+    _set(large, "model.norm.weight", 1e5)
+    import_checkpoint(str(large), str(tmp_path / "large.ckpt"))
     (tmp_path / "file").write_text("text")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
@@ -348,7 +400,9 @@ def test_a_full_disk_leaves_nothing(
 
     monkeypatch.setattr(os, "write", refuse)
     assert cli.main(["export", str(tiny[1]), str(tmp_path / "out")]) == 2
-    assert "out could not be saved: no space left on device; free some space there" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(
+        f"error: {tmp_path}/out could not be saved: no space left on device; free"
+    )
     assert os.listdir(tmp_path) == []
 
 
@@ -356,6 +410,16 @@ def test_an_empty_folder_may_be_filled(tiny: tuple[Path, Path], tmp_path: Path) 
     (tmp_path / "out").mkdir()
     export_checkpoint(str(tiny[1]), str(tmp_path / "out"))
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_link_to_an_empty_folder_stays_and_the_folder_is_filled(tiny: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to("disk")
+    export_checkpoint(str(tiny[1]), str(tmp_path / "out"))
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "disk" / "model.safetensors").exists()
+    with pytest.raises(ValueError, match="holds other files"):
+        export_checkpoint(str(tiny[1]), str(tmp_path / "out"))
 
 
 # ---- the callback
@@ -455,40 +519,34 @@ def test_what_belongs_to_a_deleted_checkpoint_goes_with_it_also_after_a_resume(t
     assert sorted(os.listdir(tmp_path)) == ["coming.ckpt-hf", "kept.ckpt", "kept.ckpt-hf"]
 
 
-class Recorder(pl.Callback):
-    """Compares what a :class:`_Look` sees with what the trainer is told to save."""
+def test_what_cannot_be_deleted_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: str) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
-    def __init__(self) -> None:
-        self.saved: set[str] = set()
-        self.seen: list[tuple[set[str], set[str]]] = []
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        save, self._look = trainer.save_checkpoint, _Look(trainer.checkpoint_callbacks[0])  # type: ignore[arg-type]
-
-        def record(path: str, *arguments: Any) -> None:
-            self.saved.add(os.path.abspath(path))
-            save(path, *arguments)
-
-        trainer.save_checkpoint = record  # type: ignore[method-assign, assignment]
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.look()
-
-    def on_validation_end(self, *_: Any) -> None:
-        if hasattr(self, "_look"):
-            self.look()
-
-    def on_train_epoch_end(self, *_: Any) -> None:
-        self.look()
-
-    def on_train_end(self, *_: Any) -> None:
-        self.look()
-
-    def look(self) -> None:
-        self.seen.append((self.saved, self._look.saved_since()))
-        self.saved = set()
+    path = str(tmp_path / "gone.ckpt")
+    for name in (path, path + "-hf"):
+        os.makedirs(name)
+    callback = SaveHFModel(every_checkpoint=True)
+    callback.load_state_dict({"beside": [path]})
+    trainer: Any = SimpleNamespace(is_global_zero=True)
+    callback._clear_away(trainer)
+    os.rmdir(path)
+    monkeypatch.setattr(atomic_directory, "remove", refuse)
+    callback._clear_away(trainer)
+    assert "gone.ckpt-hf is not needed any more and could not be deleted" in caplog.text
+    assert callback.state_dict() == {"beside": []}
 
 
+Weights = dict[str, torch.Tensor]
+
+
+def weights(module: pl.LightningModule) -> Weights:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("validates", [True, False])
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -496,23 +554,54 @@ class Recorder(pl.Callback):
         {"filename": "always", "save_last": True},
         {"save_top_k": 0, "save_last": True},
         {"save_top_k": -1, "every_n_train_steps": 1, "save_last": "link"},
+        {"save_top_k": -1, "save_on_train_epoch_end": True},
         {"monitor": "val_loss", "save_top_k": 2, "save_last": True},
         {"monitor": "val_loss", "filename": "best"},
+        {"monitor": "val_loss", "save_top_k": -1, "every_n_train_steps": 3},
+        {"monitor": "train_loss", "save_top_k": -1},
         {"monitor": "step", "mode": "max", "save_top_k": 2, "every_n_train_steps": 2},
     ],
     ids=str,
 )
-def test_what_a_model_checkpoint_saves_is_seen_at_once(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    recorder = Recorder()
+def test_what_stands_beside_a_checkpoint_has_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], validates: bool
+) -> None:
+    if arguments.get("monitor") == "val_loss" and not validates:
+        return
+    saved: dict[str, Weights] = {}
+    written: dict[str, Weights] = {}
+
+    def write(module: pl.LightningModule, out: str, **_: Any) -> None:
+        written[out.removesuffix("-hf")] = weights(module)
+
+    for name, function in {
+        "check_export": lambda *_, **__: None,
+        "decide": lambda at_first: at_first(),
+        "export_model": write,
+    }.items():
+        monkeypatch.setattr(save_hf_model, name, function)
     trainer = pl.Trainer(
         max_epochs=3,
         accelerator="cpu",
-        callbacks=[ModelCheckpoint(tmp_path, **arguments)],
+        callbacks=[
+            SaveHFModel(every_checkpoint=True),
+            ModelCheckpoint(tmp_path, **arguments),
+            ModelCheckpoint(tmp_path / "also", every_n_train_steps=3, save_top_k=-1),
+        ],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.callbacks.append(recorder)  # type: ignore[attr-defined] # behind ModelCheckpoint
-    trainer.fit(PlainNet(), loader(8, 2), loader(4, 2))
-    assert any(saved for saved, _ in recorder.seen)
-    assert all(seen == saved for saved, seen in recorder.seen), recorder.seen
+    save = trainer.save_checkpoint
+
+    def record(path: str, *rest: Any) -> None:
+        assert trainer.lightning_module is not None
+        saved[os.path.abspath(path)] = weights(trainer.lightning_module)
+        save(path, *rest)
+
+    trainer.save_checkpoint = record  # type: ignore[method-assign, assignment]
+    trainer.fit(PlainNet(), loader(8, 2), loader(4, 2) if validates else None)
+    assert len(saved) > 4
+    assert written.keys() == saved.keys()
+    for path, held in saved.items():
+        assert all(torch.equal(tensor, written[path][name]) for name, tensor in held.items()), path

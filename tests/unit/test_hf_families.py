@@ -176,6 +176,11 @@ def test_keys_that_no_rule_knows_are_refused(family: str) -> None:
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'.*only 'silu' is"),
     ("llama", {"attention_bias": True}, "attention_bias=True.*only False is"),
+    ("llama", {"num_attention_heads": 0}, "transformers refuses config.json: integer division"),
+    ("llama", {"num_key_value_heads": 0}, "num_key_value_heads=0 is not supported; only numbers from 1 on are"),
+    ("llama", {"head_dim": 0}, "head_dim=0 is not supported; only numbers from 1 on are"),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "config.json: Missing.*'factor'"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "rope_theta=0.0 is not supported"),
     ("llama", {"mlp_bias": True}, "mlp_bias=True.*only False is"),
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'.*'llama3' or 'yarn'"),
     ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
@@ -186,10 +191,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window=False.*give both"),
     ("qwen2", {"use_mrope": True}, "use_mrope=True"),
     ("qwen2", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor=2.0"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 is not supported; only numbers from 1 on are"),
     ("qwen3_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok=1.*only 2 and more"),
     ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2.*only 4 is"),
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+    ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 is not supported.*norms of latents.*only 1e-06 is"),
+    ("deepseek_v3", {"n_group": 8}, "n_group=8 of 8 experts is not supported.*its 2 best"),
+    ("deepseek_v3", {"n_group": 3}, "n_group=3 of 8 experts is not supported"),
     ("deepseek_v3", {"num_experts_per_tok": 3}, "num_experts_per_tok=3.*// topk_group = 3 best.*transformers by 2"),
     ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False.*only True is"),
     ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts=0.*only 1 and more"),
@@ -204,6 +213,31 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_values_that_megatron_cannot_compute_are_refused(family: str, overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read(family, **overrides)
+
+
+def test_a_model_with_another_epsilon_is_no_deepseek() -> None:
+    fields = {**read("deepseek_v3"), "layernorm_epsilon": 1e-5}
+    with pytest.raises(ValueError, match="not one of 'deepseek_v3': rms_norm_eps=1e-05 is not supported"):
+        find_family("deepseek_v3").write_config(fields)
+
+
+def test_a_config_is_completed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoConfig
+
+    asked = []
+    monkeypatch.setattr(AutoConfig, "for_model", lambda name, **keys: asked.append(name) or CompleteConfig())
+    content = {"model_type": "llama", "asked_for_by": "this test"}
+    first, second = complete_config(content), complete_config(content)
+    assert asked == ["llama"]
+    first["nested"]["key"] = 2
+    assert second["nested"]["key"] == 1
+
+
+class CompleteConfig:
+    """Stands for a config of transformers."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"nested": {"key": 1}}
 
 
 # ---- models that are published, with the keys that they have

@@ -4,6 +4,8 @@
 import json
 import re
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -15,10 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from lightning_mcore import MCoreGPT
 from lightning_mcore.checkpoint_files import record_file
+from lightning_mcore.checkpoint_save import CheckpointSave
 from lightning_mcore.hf.folder_import import import_checkpoint
+from lightning_mcore.hf.hf_weights import HFWeights
 from lightning_mcore.hf.safetensors_folder import INDEX_FILE, SafetensorsFolder
 from lightning_mcore.session import single_process
-from tests.hf_models import save_tiny
+from tests.hf_models import read_tensors, save_tiny
 
 Damage = Callable[[Path], object]
 
@@ -96,7 +100,7 @@ def another_header(change: Callable[[dict[str, Any]], object]) -> Damage:
     return damage
 
 
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
     "another architecture": (
@@ -129,7 +133,7 @@ REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
     "whole numbers": (
         change_tensors(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].to(torch.int8)})),
         ValueError,
-        r"holds I8, as in a quantised model; give the model in bf16, fp16 or fp32",
+        r"holds I8, as in a quantised model or a buffer without weights; give the model in bf16, fp16 or fp32, and",
     ),
     "a config that is cut off": (
         write("config.json", b'{"model_type": "lla'),
@@ -222,6 +226,13 @@ def test_what_cannot_be_read_is_refused_before_there_is_a_model(name: str, model
     assert "\n" not in str(refusal.value)
 
 
+def copy_embedding(folder: Path, more_rows: int = 0) -> None:
+    """Make the output layer a copy of the embedding, and more."""
+    embedding = dict(read_tensors(folder))[EMBEDDING]
+    [path] = [path for path in folder.glob("*.safetensors") if OUTPUT in load_file(path)]
+    save_file({**load_file(path), OUTPUT: torch.cat([embedding, torch.zeros(more_rows, 32)])}, path)
+
+
 REFUSED_WITH_THE_MODEL: dict[str, tuple[Damage, str]] = {
     "missing tensors": (
         change_tensors(lambda tensors: tensors.pop(EMBEDDING)),
@@ -239,6 +250,15 @@ REFUSED_WITH_THE_MODEL: dict[str, tuple[Damage, str]] = {
         change_config(num_hidden_layers=3),
         r"of this model: it has model\.layers\.3\.input_layernorm\.weight, model\.layers\.3\..* and 4 more, which",
     ),
+    "a tied output layer that is another": (
+        change_config(tie_word_embeddings=True),
+        r"lm_head\.weight in FOLDER differs from model\.embed_tokens\.weight, and its config ties the two"
+        r" \(tie_word_embeddings=True\); set that to false to have both, or remove the one that is not meant",
+    ),
+    "a tied output layer with more rows": (
+        lambda folder: [change_config(tie_word_embeddings=True)(folder), copy_embedding(folder, more_rows=3)],
+        r"of this model: it has lm_head\.weight, which the model has no place for",
+    ),
     "another family": (
         change_config(model_type="qwen2", attention_bias=None, mlp_bias=None, pretraining_tp=None, head_dim=None),
         r"it lacks model\.layers\.0\.self_attn\.k_proj\.bias, ",
@@ -255,6 +275,66 @@ def test_weights_of_another_model_are_refused(name: str, model: Path, tmp_path: 
     assert "\n" not in str(refusal.value)
     assert not list(tmp_path.glob("out*"))
     assert not list(tmp_path.glob(".unfinished/*"))
+
+
+def test_a_tied_output_layer_may_be_there_once_more(model: Path) -> None:
+    change_config(tie_word_embeddings=True)(model)
+    copy_embedding(model)
+    load(MCoreGPT.from_pretrained(str(model)))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_value_that_a_type_cannot_hold_is_refused(dtype: Any, model: Path, tmp_path: Path) -> None:
+    change_tensors(lambda tensors: tensors[EMBEDDING].fill_(1e5 if dtype == "float16" else 3.4e38))(model)
+    with pytest.raises(ValueError, match=rf"model\.embed_tokens\.weight has values up to .*, and {dtype} ends at"):
+        import_checkpoint(str(model), str(tmp_path / "out.ckpt"), dtype=dtype)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_an_import_that_is_interrupted_leaves_no_thread(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow_fill(weights: HFWeights, *arguments: Any) -> None:
+        time.sleep(0.05)
+        fill(weights, *arguments)
+
+    def interrupted(save: CheckpointSave) -> bool:
+        raise KeyboardInterrupt
+
+    fill, before = HFWeights.fill, set(threading.enumerate())
+    monkeypatch.setattr(HFWeights, "fill", slow_fill)
+    monkeypatch.setattr(CheckpointSave, "advance", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        import_checkpoint(str(whole), str(tmp_path / "out.ckpt"))
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_sequence_without_tokens_is_refused(whole: Path) -> None:
+    with pytest.raises(ValueError, match="seq_length=0"):
+        MCoreGPT.from_pretrained(str(whole), seq_length=0)
+
+
+@pytest.mark.parametrize("name", ["moe_layer_freq", "window_attn_skip_freq"])
+def test_a_list_for_other_layers_than_there_are_is_refused(name: str, whole: Path) -> None:
+    with pytest.raises(ValueError, match=rf"{name} has 4 entries and num_layers is 2; give one for each layer"):
+        MCoreGPT.from_pretrained(str(whole), transformer={"num_layers": 2, name: [0, 1, 1, 1]})
+
+
+def test_a_model_in_a_folder_next_to_this_one_is_found_from_another(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = MCoreGPT.from_pretrained(model.name)
+    monkeypatch.chdir("/")
+    load(module)
+
+
+def test_an_import_goes_where_a_link_leads(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out.ckpt").symlink_to("elsewhere")
+    import_checkpoint(str(whole), str(tmp_path / "out.ckpt"))
+    assert (tmp_path / "out.ckpt").is_symlink()
+    assert (tmp_path / "elsewhere" / "checkpoint.json").exists()
 
 
 def test_a_model_of_other_sizes_than_its_source_is_refused(whole: Path) -> None:
@@ -296,6 +376,23 @@ def test_a_second_embedding_that_differs_is_refused_and_can_be_left_out(multi_to
     load(MCoreGPT.from_pretrained(str(folder), transformer={"mtp_num_layers": None}))
 
 
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"num_nextn_predict_layers": 0}, r"it has model\.layers\.4\."),
+        ({"num_hidden_layers": 3}, r"it has model\.layers\.3\."),
+        ({"num_hidden_layers": 3, "num_nextn_predict_layers": 2}, r"it has model\.layers\.3\."),
+    ],
+)
+def test_layers_behind_the_last_are_left_out_only_where_they_predict_more_tokens(
+    keys: dict[str, int], text: str, multi_token: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(multi_token, tmp_path / "model"))
+    change_config(**keys)(folder)
+    with pytest.raises(ValueError, match=text):
+        load(MCoreGPT.from_pretrained(str(folder), transformer={"mtp_num_layers": None}))
+
+
 def test_a_second_embedding_may_be_missing(multi_token: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(multi_token, tmp_path / "model"))
     name = "model.layers.4.embed_tokens.weight"
@@ -320,6 +417,9 @@ def test_a_checkpoint_that_knows_no_hugging_face_model_is_refused(whole: Path, t
     import_checkpoint(str(whole), str(out))
     with pytest.raises(ValueError, match=r"out\.ckpt is a checkpoint already; give the folder of a Hugging Face model"):
         import_checkpoint(str(out), str(tmp_path / "again.ckpt"))
+    with pytest.raises(ValueError, match=r"family='qwen2' is given for .*out\.ckpt, a checkpoint of family 'llama'"):
+        MCoreGPT.from_pretrained(str(out), family="qwen2")
+    MCoreGPT.from_pretrained(str(out), family="llama")
     state = torch.load(out / "lightning.pt", weights_only=True)
     state["hyper_parameters"]["hf"] = None
     torch.save(state, out / "lightning.pt")

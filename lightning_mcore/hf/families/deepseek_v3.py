@@ -43,6 +43,18 @@ _LATENTS = Derived(
     ("q_lora_rank", "head_dim", "qk_head_dim"), _read_latents, lambda fields: {"q_lora_rank": fields["q_lora_rank"]}
 )
 
+_EPSILON = 1e-6
+
+
+def _read_epsilon(config: Mapping[str, Any]) -> dict[str, Any]:
+    why = "transformers has this one in the norms of latents whatever the config says, and Megatron one for all norms"
+    refuse_unless("rms_norm_eps", config.get("rms_norm_eps", _EPSILON), (_EPSILON,), why)
+    return {}
+
+
+_ONE_EPSILON = Derived((), _read_epsilon, lambda fields: {})
+"""``write_config`` reads what it has written, so it holds for both directions."""
+
 _ATTENTION: tuple[WeightRule, ...] = (
     Rename("input_layernorm.weight", "input_layernorm.weight"),
     Rename("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight"),
@@ -61,16 +73,17 @@ FAMILY = Family(
     config=(
         Constants({"multi_latent_attention": True, "qk_layernorm": True}),
         *WITHOUT_POSITIONS,
+        _ONE_EPSILON,
         LATENT_ROPE,
         NO_ATTENTION_BIAS,
         PRETRAINING_TP,
         _LATENTS,
-        Same("kv_lora_rank", "kv_lora_rank"),
-        Same("qk_nope_head_dim", "qk_head_dim"),
-        Same("qk_rope_head_dim", "qk_pos_emb_head_dim"),
-        Same("v_head_dim", "v_head_dim"),
+        Same("kv_lora_rank", "kv_lora_rank", at_least=1),
+        Same("qk_nope_head_dim", "qk_head_dim", at_least=1),
+        Same("qk_rope_head_dim", "qk_pos_emb_head_dim", at_least=1),
+        Same("v_head_dim", "v_head_dim", at_least=1),
         Only("rope_interleave", True, "Megatron rotates neighbouring channels of latent attention"),
-        Same("n_routed_experts", "num_moe_experts", others=("num_local_experts",)),
+        Same("n_routed_experts", "num_moe_experts", others=("num_local_experts",), at_least=1),
         *EXPERT_SIZES,
         SHARED_EXPERTS,
         FIRST_DENSE,

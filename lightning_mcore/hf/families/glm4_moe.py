@@ -4,6 +4,7 @@
 from lightning_mcore.hf.config_rules import Same
 from lightning_mcore.hf.decoder_rules import (
     ATTENTION,
+    HEAD_SIZE,
     MLP,
     MULTI_TOKEN,
     MULTI_TOKEN_LAYERS,
@@ -32,10 +33,10 @@ FAMILY = Family(
     config=(
         *WITHOUT_POSITIONS,
         PARTIAL_ROPE,
-        Same("head_dim", "kv_channels"),
+        HEAD_SIZE,
         Same("attention_bias", "add_qkv_bias"),
         Same("use_qk_norm", "qk_layernorm"),
-        Same("n_routed_experts", "num_moe_experts", others=("num_local_experts",)),
+        Same("n_routed_experts", "num_moe_experts", others=("num_local_experts",), at_least=1),
         *EXPERT_SIZES,
         SHARED_EXPERTS,
         FIRST_DENSE,

@@ -12,8 +12,8 @@ FAMILY = Family(
     config=(
         *DECODER,
         WINDOW,
-        Same("num_local_experts", "num_moe_experts", others=("num_experts",)),
-        Same("num_experts_per_tok", "moe_router_topk"),
+        Same("num_local_experts", "num_moe_experts", others=("num_experts",), at_least=1),
+        Same("num_experts_per_tok", "moe_router_topk", at_least=1),
         ALL_LAYERS,
         NORMALISED_ROUTER,
         Only("router_jitter_noise", 0.0, "Megatron's noise is another; give transformer={'moe_input_jitter_eps': ...}"),

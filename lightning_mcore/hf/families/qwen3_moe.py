@@ -22,7 +22,7 @@ FAMILY = Family(
         OPTIONAL_WINDOW,
         NO_ATTENTION_BIAS,
         Constants({"qk_layernorm": True}),
-        Same("num_local_experts", "num_moe_experts", others=("num_experts",)),
+        Same("num_local_experts", "num_moe_experts", others=("num_experts",), at_least=1),
         *EXPERT_SIZES,
         SPARSE_LAYERS,
         SOFTMAX_ROUTER,
