@@ -242,7 +242,9 @@ def _watch(ranks: list[_Rank], timeout: float, grace: float) -> list[_Rank]:
 
 
 def _wait_for_news(ranks: list[_Rank], deadline: float) -> None:
-    wait_for_any([item for rank in ranks for item in rank.waitables], max(0.0, deadline - time.monotonic()))
+    awaited = [item for rank in ranks for item in rank.waitables]
+    if awaited:  # the last rank may have ended since it was asked
+        wait_for_any(awaited, max(0.0, deadline - time.monotonic()))
     for rank in ranks:
         rank.update()
 

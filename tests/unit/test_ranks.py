@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from tests.ranks import RanksFailedError, run_ranks
+from tests.ranks import RanksFailedError, _wait_for_news, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -183,6 +183,12 @@ def _start_a_child_and_fail(path: str) -> None:
     with open(path, "w") as file:
         file.write(f"{os.getpid()} {child.pid}")
     raise RuntimeError("the child is still running")
+
+
+def test_nobody_waits_for_ranks_that_have_just_ended() -> None:
+    started = time.monotonic()
+    _wait_for_news([], deadline=started + 60)
+    assert time.monotonic() - started < 10
 
 
 def test_no_process_outlives_the_run(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_resume_sees_the_order_that_the_sampler_has() -> None:
 
 
 def test_what_fills_no_global_batch_is_told_to_the_user(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):  # the level of Lightning's own messages
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):  # the level of Lightning's own messages
         loader = training_loader(None, Samples(11), 4, of="rows")
     [record] = caplog.records
     assert record.name.startswith("lightning.pytorch")
