@@ -138,8 +138,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             rows.append(row)
             print({name: f"{size / seconds / 1e9:.2f} GB/s" for name, seconds in row.items()}, flush=True)
     memory = {
-        "import": peak_memory(_call("import_checkpoint.import_checkpoint", model, folder / "again.ckpt")),
-        "export": peak_memory(_call("export.export_checkpoint", imported, folder / "exported", options.shard_bytes)),
+        "import": peak_memory(_call("import_checkpoint", model, folder / "again.ckpt")),
+        "export": peak_memory(_call("export_checkpoint", imported, folder / "exported", options.shard_bytes)),
     }
     wrong = differences(model, folder / "exported")
     if wrong:
