@@ -88,6 +88,13 @@ def _unwrapped(chunk: nn.Module) -> nn.Module:
     return chunk
 
 
+def built_chunks(module: nn.Module) -> ModelChunks:
+    """Return the model of a module as it was built, outside of a run; a plain module is one chunk."""
+    pipeline = find_pipeline(module)
+    modules: list[nn.Module] = list(pipeline.chunks) if pipeline is not None else [module]
+    return ModelChunks(config=getattr(modules[0], "config", None), wrapped=modules, pipeline=pipeline)
+
+
 def find_pipeline(module: nn.Module) -> Pipeline | None:
     """Return the model that a LightningModule built with ``pipeline()``, None if it built none.
 

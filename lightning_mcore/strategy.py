@@ -40,7 +40,6 @@ from lightning_mcore.chunks import (
     parameters_with_visible_gradients,
     pipeline_config,
     plain_config,
-    synchronize_parameters,
     take_gradients_back,
     unwrap_chunks,
     wrap_chunks,
@@ -205,10 +204,8 @@ class MCoreStrategy(MCorePersistence):
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        if self._chunks is None:
-            return result  # after a run
-        if ends_the_epoch(trainer):
-            synchronize_parameters(self._chunks)
+        if self._chunks is not None and ends_the_epoch(trainer):  # None after a run
+            self.complete_parameters()
         return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -347,8 +344,7 @@ class MCoreStrategy(MCorePersistence):
     def on_train_end(self) -> None:
         """Make the parameters whole, for a run may end in the middle of an epoch, and wait for what is being saved."""
         super().on_train_end()
-        if self._chunks is not None:
-            synchronize_parameters(self._chunks)
+        self.complete_parameters()
 
     def teardown(self) -> None:
         """Take the wrappers off and leave nothing patched; the weights stay where they are."""

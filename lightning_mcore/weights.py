@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 
 from lightning_mcore import checkpoint_manifest, sharded_state
 from lightning_mcore.checkpoint_io import MCoreCheckpointIO
-from lightning_mcore.chunks import ModelChunks, find_pipeline
+from lightning_mcore.chunks import built_chunks
 from lightning_mcore.session import single_process
 from lightning_mcore.stored_state import StoredState
 
@@ -94,7 +94,4 @@ def _build(cls: type[_M], path: str, strict: bool | None, weights_only: bool | N
 def _load(module: pl.LightningModule, path: str, io: MCoreCheckpointIO, strict: bool) -> None:
     stored = StoredState.open(io, path)
     checkpoint_manifest.check_model(path, stored.contents.manifest, module)
-    pipeline = find_pipeline(module)
-    modules = list(pipeline.chunks) if pipeline is not None else [module]
-    chunks = ModelChunks(config=getattr(modules[0], "config", None), wrapped=modules, pipeline=pipeline)  # type: ignore[arg-type]
-    sharded_state.load(stored, chunks, [], strict, advice="pass strict=False")
+    sharded_state.load(stored, built_chunks(module), [], strict, advice="pass strict=False")

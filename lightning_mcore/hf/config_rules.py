@@ -81,29 +81,6 @@ class Same:
 
 
 @dataclass(frozen=True)
-class Constants:
-    """Fields that the whole family has in common.
-
-    Args:
-        fields: By name.
-    """
-
-    fields: dict[str, Any]
-    keys: tuple[str, ...] = ()
-
-    def read(self, config: Config) -> dict[str, Any]:
-        """Return the fields."""
-        return dict(self.fields)
-
-    def write(self, fields: Fields) -> dict[str, Any]:
-        """Refuse other values; there is no key for them."""
-        for name, value in self.fields.items():
-            if fields[name] != value:
-                raise ValueError(f"{name}={fields[name]!r} has no place in it, which always has {value!r}")
-        return {}
-
-
-@dataclass(frozen=True)
 class Preset:
     """Fields to start from that change no number of the model, so that a user may have others.
 
@@ -120,6 +97,22 @@ class Preset:
 
     def write(self, fields: Fields) -> dict[str, Any]:
         """Return nothing."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Constants(Preset):
+    """Fields that the whole family has in common.
+
+    Args:
+        fields: By name.
+    """
+
+    def write(self, fields: Fields) -> dict[str, Any]:
+        """Refuse other values; there is no key for them."""
+        for name, value in self.fields.items():
+            if fields[name] != value:
+                raise ValueError(f"{name}={fields[name]!r} has no place in it, which always has {value!r}")
         return {}
 
 

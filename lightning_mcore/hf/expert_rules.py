@@ -205,6 +205,16 @@ def _write_shared(fields: Fields) -> dict[str, Any]:
 SHARED_EXPERTS = Derived(("n_shared_experts",), _read_shared, _write_shared)
 """Experts that see every token, all as large as the others, kept as one."""
 
+SIGMOID_EXPERTS: tuple[ConfigRule, ...] = (
+    Same("n_routed_experts", "num_moe_experts", others=("num_local_experts",), at_least=1),
+    *EXPERT_SIZES,
+    SHARED_EXPERTS,
+    FIRST_DENSE,
+    *SIGMOID_ROUTER,
+    *NO_ROUTER_LOSS,
+)
+"""Experts as DeepSeek-V3 has them: shared ones beside those that a sigmoid chooses, behind some dense layers."""
+
 # ---- weights
 
 
@@ -240,3 +250,5 @@ def shared_expert_weights(expert: str) -> tuple[WeightRule, ...]:
 EXPERTS = expert_weights("mlp.gate", "mlp.experts.{expert}", ("gate_proj", "up_proj", "down_proj"))
 
 EXPERT_BIAS = Rename("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", in_fp32=True)
+
+SIGMOID_EXPERT_WEIGHTS: tuple[WeightRule, ...] = (*EXPERTS, EXPERT_BIAS, *shared_expert_weights("mlp.shared_experts"))

@@ -24,11 +24,11 @@ from tqdm import tqdm
 
 from lightning_mcore import checkpoint_files, checkpoint_manifest, sharded_state
 from lightning_mcore.checkpoint_save import MANIFEST, SHARDED_STATE, CheckpointSave
-from lightning_mcore.chunks import ModelChunks, find_pipeline
+from lightning_mcore.chunks import built_chunks
 from lightning_mcore.gpt import MCoreGPT
 from lightning_mcore.hf.hf_weights import HFWeights
 from lightning_mcore.hf.model_pieces import pieces_of_module
-from lightning_mcore.hf.pretrained import HFSource, pretrained_settings, running_fields
+from lightning_mcore.hf.pretrained import HFSource, refuse_megatron_checkpoint, running_fields, settings_of_source
 from lightning_mcore.hf.safetensors_folder import SafetensorsFolder
 from lightning_mcore.hf.weight_map import whole_name
 from lightning_mcore.layout import ParallelLayout
@@ -65,9 +65,10 @@ def import_checkpoint(path: str, out: str, *, family: str | None = None, dtype: 
         raise ValueError(f"{out} is there already; give the name of a checkpoint that does not exist yet")
     if checkpoint_files.is_checkpoint_directory(path):
         raise ValueError(f"{path} is a checkpoint already; give the folder of a Hugging Face model")
-    settings = pretrained_settings(path, family)
+    refuse_megatron_checkpoint(path)
     source = HFSource.open(path, family)
     folder = source.open_tensors()
+    settings = settings_of_source(source, folder, path, family)
     kept = _type_of_most(folder) if dtype == "auto" else getattr(torch, dtype)
     with single_process():
         module = MCoreGPT(**settings)
@@ -103,11 +104,8 @@ def _build_without_memory(module: MCoreGPT, dtype: torch.dtype) -> None:
 
 
 def _write(module: MCoreGPT, weights: HFWeights, out: str, dtype: torch.dtype) -> None:
-    pipeline = find_pipeline(module)
-    assert pipeline is not None
-    modules: list[Any] = list(pipeline.chunks)
-    chunks = ModelChunks(config=modules[0].config, wrapped=modules, pipeline=pipeline)
-    modules[0].config.params_dtype = dtype  # as the manifest says
+    chunks = built_chunks(module)
+    chunks.config.params_dtype = dtype  # as the manifest says
     state = sharded_state.collect(chunks, [])
     manifest = checkpoint_manifest.describe(
         module,

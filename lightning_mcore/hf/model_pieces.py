@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor
 
 from lightning_mcore.agreement import gather, on_all
-from lightning_mcore.chunks import ModelChunks, find_pipeline
+from lightning_mcore.chunks import ModelChunks, built_chunks
 from lightning_mcore.hf.weight_map import whole_name, whole_names
 from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.optimizer_shards import pieces_of
@@ -62,14 +62,12 @@ def pieces_of_module(module: pl.LightningModule) -> ModelPieces:
     Raises:
         RuntimeError: There is no such model yet.
     """
-    pipeline = find_pipeline(module)
-    if pipeline is None:
+    chunks = built_chunks(module)
+    if chunks.pipeline is None:
         raise RuntimeError(
             f"{type(module).__name__} has no model built with pipeline(), whose weights could be exchanged with"
             " Hugging Face's; build it in configure_model()"
         )
-    modules = list(pipeline.chunks)
-    chunks = ModelChunks(config=getattr(modules[0], "config", None), wrapped=modules, pipeline=pipeline)
     own, stored = on_all(lambda: _own_pieces(chunks))
     shapes: dict[str, Shape] = {}
     for of_rank in gather(stored):

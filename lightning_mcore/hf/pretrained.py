@@ -26,7 +26,7 @@ from lightning_mcore.checkpoint_io import MCoreCheckpointIO
 from lightning_mcore.chunks import find_pipeline
 from lightning_mcore.hf.family import Family, complete_fields, split_fields
 from lightning_mcore.hf.hf_config import family_of, local_folder, read_config, read_generation_config, read_json
-from lightning_mcore.hf.hf_weights import HFWeights
+from lightning_mcore.hf.hf_weights import HFWeights, multi_token_prefixes
 from lightning_mcore.hf.model_pieces import ModelPieces, pieces_of_module
 from lightning_mcore.hf.safetensors_folder import SafetensorsFolder
 from lightning_mcore.transformer_fields import OF_THE_MODULE
@@ -185,16 +185,36 @@ def _fill(source: HFSource, pieces: ModelPieces, fields: Mapping[str, Any]) -> N
 
 
 def _settings_of_model(path: str, family: str | None) -> dict[str, Any]:
+    refuse_megatron_checkpoint(path)
+    source = HFSource.open(path, family)
+    return settings_of_source(source, source.open_tensors(), path, family)
+
+
+def refuse_megatron_checkpoint(path: str) -> None:
+    """Refuse a checkpoint that does not say what model it is of.
+
+    Raises:
+        ValueError: It is one of Megatron-LM, or of another program.
+    """
     if os.path.isdir(path) and checkpoint_files.is_megatron_checkpoint(path):
         raise ValueError(
             f"{path} is a checkpoint of Megatron-LM or another program, which does not say what model it is of; start"
             f" from its weights with self.load_weights({path!r}) in configure_model"
         )
-    source = HFSource.open(path, family)
-    names = source.open_tensors().shapes
+
+
+def settings_of_source(source: HFSource, tensors: SafetensorsFolder, path: str, family: str | None) -> dict[str, Any]:
+    """Return the arguments of ``MCoreGPT`` for a model whose config and headers are read.
+
+    Args:
+        source: The model.
+        tensors: Its weights.
+        path: As the user has given it.
+        family: As the user has given it.
+    """
     module, fields = split_fields(source.fields)
-    behind = source.family.layer_prefix.replace("{layer}", str(source.fields["num_layers"]))
-    if fields.get("mtp_num_layers") and not any(name.startswith(behind) for name in names):
+    [behind] = multi_token_prefixes(source.family, source.fields["num_layers"], 1)
+    if fields.get("mtp_num_layers") and not any(name.startswith(behind) for name in tensors.shapes):
         _log.info("%s has no weights for multi-token prediction, so the model is made without", source.folder)
         del fields["mtp_num_layers"]
     return {

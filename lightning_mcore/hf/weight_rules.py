@@ -77,8 +77,8 @@ class WeightRule(Protocol):
 
 
 @dataclass(frozen=True)
-class Rename:
-    """The same tensor under another name.
+class _OneToOne:
+    """A Megatron tensor and the one Hugging Face tensor that it is made of.
 
     Args:
         megatron: Megatron's name.
@@ -90,6 +90,17 @@ class Rename:
     hf: str
     in_fp32: bool = False
 
+
+@dataclass(frozen=True)
+class Rename(_OneToOne):
+    """The same tensor under another name.
+
+    Args:
+        megatron: Megatron's name.
+        hf: Hugging Face's.
+        in_fp32: Whether the Hugging Face model keeps it in fp32.
+    """
+
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
         """Return one block, the whole."""
         origin = (0,) * len(shape)
@@ -97,7 +108,7 @@ class Rename:
 
 
 @dataclass(frozen=True)
-class Transpose:
+class Transpose(_OneToOne):
     """A matrix that Hugging Face keeps the other way round, as GPT-2 does.
 
     Args:
@@ -105,27 +116,19 @@ class Transpose:
         hf: Hugging Face's.
     """
 
-    megatron: str
-    hf: str
-    in_fp32: bool = False
-
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
         """Return one block, the whole."""
         return [Block(self.hf, (0, 0), (0, 0), shape, transposed=True)]
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class Vocabulary(_OneToOne):
     """A matrix with a row for each token; Megatron's has more rows, which stand for no token and are zero.
 
     Args:
         megatron: Megatron's name.
         hf: Hugging Face's.
     """
-
-    megatron: str
-    hf: str
-    in_fp32: bool = False
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
         """Return one block, the rows of tokens that exist."""

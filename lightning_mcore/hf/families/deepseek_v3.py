@@ -15,16 +15,7 @@ from lightning_mcore.hf.decoder_rules import (
     REPEATED,
     WITHOUT_POSITIONS,
 )
-from lightning_mcore.hf.expert_rules import (
-    EXPERT_BIAS,
-    EXPERT_SIZES,
-    EXPERTS,
-    FIRST_DENSE,
-    NO_ROUTER_LOSS,
-    SHARED_EXPERTS,
-    SIGMOID_ROUTER,
-    shared_expert_weights,
-)
+from lightning_mcore.hf.expert_rules import SIGMOID_EXPERT_WEIGHTS, SIGMOID_EXPERTS
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.rope_rules import LATENT_ROPE
 from lightning_mcore.hf.weight_rules import Rename, WeightRule
@@ -43,17 +34,12 @@ _LATENTS = Derived(
     ("q_lora_rank", "head_dim", "qk_head_dim"), _read_latents, lambda fields: {"q_lora_rank": fields["q_lora_rank"]}
 )
 
-_EPSILON = 1e-6
-
-
-def _read_epsilon(config: Mapping[str, Any]) -> dict[str, Any]:
-    why = "transformers has this one in the norms of latents whatever the config says, and Megatron one for all norms"
-    refuse_unless("rms_norm_eps", config.get("rms_norm_eps", _EPSILON), (_EPSILON,), why)
-    return {}
-
-
-_ONE_EPSILON = Derived((), _read_epsilon, lambda fields: {})
-"""``write_config`` reads what it has written, so it holds for both directions."""
+_ONE_EPSILON = Only(
+    "rms_norm_eps",
+    1e-6,
+    "transformers has this one in the norms of latents whatever the config says, and Megatron one for all norms",
+    is_written=False,  # the rule of all decoders writes what the model has, and write_config reads it again
+)
 
 _ATTENTION: tuple[WeightRule, ...] = (
     Rename("input_layernorm.weight", "input_layernorm.weight"),
@@ -83,19 +69,14 @@ FAMILY = Family(
         Same("qk_rope_head_dim", "qk_pos_emb_head_dim", at_least=1),
         Same("v_head_dim", "v_head_dim", at_least=1),
         Only("rope_interleave", True, "Megatron rotates neighbouring channels of latent attention"),
-        Same("n_routed_experts", "num_moe_experts", others=("num_local_experts",), at_least=1),
-        *EXPERT_SIZES,
-        SHARED_EXPERTS,
-        FIRST_DENSE,
-        *SIGMOID_ROUTER,
+        *SIGMOID_EXPERTS,
         Only("scoring_func", "sigmoid", is_written=False),
         Only("topk_method", "noaux_tc", is_written=False),
         Only("moe_layer_freq", 1, is_written=False),
         Unused(("aux_loss_alpha", "ep_size", "seq_aux")),
-        *NO_ROUTER_LOSS,
         MULTI_TOKEN_LAYERS,
     ),
-    layer=(*_ATTENTION, *MLP, *EXPERTS, EXPERT_BIAS, *shared_expert_weights("mlp.shared_experts")),
+    layer=(*_ATTENTION, *MLP, *SIGMOID_EXPERT_WEIGHTS),
     outside=OUTSIDE,
     multi_token=MULTI_TOKEN,
     repeated=REPEATED,

@@ -14,16 +14,7 @@ from lightning_mcore.hf.decoder_rules import (
     REPEATED,
     WITHOUT_POSITIONS,
 )
-from lightning_mcore.hf.expert_rules import (
-    EXPERT_BIAS,
-    EXPERT_SIZES,
-    EXPERTS,
-    FIRST_DENSE,
-    NO_ROUTER_LOSS,
-    SHARED_EXPERTS,
-    SIGMOID_ROUTER,
-    shared_expert_weights,
-)
+from lightning_mcore.hf.expert_rules import SIGMOID_EXPERT_WEIGHTS, SIGMOID_EXPERTS
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.rope_rules import PARTIAL_ROPE
 
@@ -36,12 +27,7 @@ FAMILY = Family(
         HEAD_SIZE,
         Same("attention_bias", "add_qkv_bias"),
         Same("use_qk_norm", "qk_layernorm"),
-        Same("n_routed_experts", "num_moe_experts", others=("num_local_experts",), at_least=1),
-        *EXPERT_SIZES,
-        SHARED_EXPERTS,
-        FIRST_DENSE,
-        *SIGMOID_ROUTER,
-        *NO_ROUTER_LOSS,
+        *SIGMOID_EXPERTS,
         MULTI_TOKEN_LAYERS,
     ),
     layer=(
@@ -49,9 +35,7 @@ FAMILY = Family(
         QKV_BIAS,
         *QK_NORM,
         *MLP,
-        *EXPERTS,
-        EXPERT_BIAS,
-        *shared_expert_weights("mlp.shared_experts"),
+        *SIGMOID_EXPERT_WEIGHTS,
     ),
     outside=OUTSIDE,
     multi_token=MULTI_TOKEN,
