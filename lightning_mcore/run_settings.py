@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole run as plain data, whichever front door it came through.
+
+A LightningCLI file, arguments in the style of Hugging Face and a LLaMA-Factory file all become :class:`RunSettings`;
+``lightning-mcore plan`` reads it, and the front doors build Lightning's objects from it. No torch, no megatron-core.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What a run is made of: arguments by name, as plain data (numbers, strings, lists, dicts); absent ones default.
+
+    Args:
+        strategy: Arguments of ``MCoreStrategy``; ``ddp_config``, ``optimizer_config`` and ``communication`` as dicts of
+            their fields.
+        precision: Arguments of ``MCorePrecision``; the name of the format under ``"precision"``.
+        model: Arguments of ``MCoreGPT``, or, with ``"path"``, those of ``MCoreGPT.from_pretrained``.
+        trainer: Arguments of ``Trainer`` but for strategy, precision, callbacks and loggers: ``devices``,
+            ``num_nodes``, ``accelerator``, ``accumulate_grad_batches``, ``max_steps``, ...
+        data: ``batch_size`` (rows of a DataLoader batch on one data-parallel rank), ``seq_length`` (tokens), and what
+            else the data takes.
+    """
+
+    strategy: Mapping[str, Any] = field(default_factory=dict)
+    precision: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
