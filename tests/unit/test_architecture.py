@@ -31,6 +31,8 @@ HF_FAMILIES = {path.stem for path in (PACKAGE / "hf" / "families").glob("*.py")}
 LEVELS = [
     {
         "sizes",
+        "spelling",
+        "run_settings",
         "rectangles",
         "muon",
         "cpu_runtime",
@@ -144,7 +146,7 @@ LEVELS = [
     {"save_hf_model", "cli"},
     {"__init__"},
 ]
-PURE_ARITHMETIC = {"sizes", "rectangles", "model_shape", "pipeline_split", "layout", "throughput"}
+PURE_ARITHMETIC = {"sizes", "spelling", "run_settings", "rectangles", "model_shape", "pipeline_split", "layout", "throughput"}
 MAY_ENTER_THE_CPU_RUNTIME = {"parallelism", "session"}  # our strategy, and a module under a strategy that is not ours
 SAYS_NOTHING = {"utils", "helpers", "common", "base", "misc"}
 MAX_FILE_LINES = 400
