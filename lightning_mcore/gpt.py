@@ -20,8 +20,6 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_mcore import generation
 from lightning_mcore.backend import TransformerImpl, check_backend, gpt_block_spec, resolve_transformer_impl
@@ -35,10 +33,10 @@ from lightning_mcore.language_step import (
     microbatch_shape,
     token_mean,
 )
-from lightning_mcore.learning_rate import learning_rate_course
 from lightning_mcore.metrics import TokenAccuracy, TokenPerplexity
 from lightning_mcore.model_shape import ModelShape
 from lightning_mcore.multi_token import MultiTokenGPT, check_multi_token, gpt_mtp_block_spec
+from lightning_mcore.optimizer_recipe import RECIPE, OptimizerName, SchedulerName, build_recipe, check_recipe
 from lightning_mcore.positions import PositionEmbedding, check_positions, gpt_arguments, set_yarn
 from lightning_mcore.process_groups import process_group
 from lightning_mcore.sizes import require_size
@@ -49,7 +47,7 @@ Batch = dict[str, Tensor]
 
 
 class MCoreGPT(SpeedLogs):
-    """A GPT language model with its training recipe: AdamW, linear warm-up, cosine decay.
+    """A GPT language model with its training recipe: AdamW, linear warm-up and cosine decay unless asked otherwise.
 
     Logs ``train_loss``, ``val_loss`` and ``test_loss`` (means over tokens), ``val_perplexity`` and ``val_accuracy`` (of
     the next token; also ``test_``), and at each optimizer step ``grad_norm`` (before clipping), ``tokens_per_second``
@@ -65,10 +63,16 @@ class MCoreGPT(SpeedLogs):
             data: an activation as ``"silu"``, a function as its import path. Defaults are Megatron's but for
             ``hidden_dropout=0.0``, ``attention_dropout=0.0`` and ``calculate_per_token_loss=True``.
         learning_rate: Its peak, reached after the warm-up.
-        min_learning_rate: What it decays to at the last step.
+        min_learning_rate: What the cosine decays to at the last step.
         weight_decay: Of matrices; biases and norms, which have one dimension, have none.
         betas: AdamW's.
-        warmup_steps: Optimizer steps over which the learning rate rises.
+        eps: AdamW's.
+        optimizer: ``"adamw"`` or ``"sgd"``.
+        sgd_momentum: Of SGD.
+        warmup_steps: Optimizer steps over which the learning rate rises; a number below 1 is a share of all steps.
+        lr_scheduler_type: A course of transformers by its name there, such as ``"linear"``; None for a linear warm-up
+            that already moves the weights in its first step, and a cosine.
+        lr_scheduler_kwargs: What else that course takes, such as ``min_lr``.
         position_embedding_type: Rotary, rotary stretched as in YaRN, a learned embedding for each position, or none.
         rotary_percent: Share of a head's channels that is rotated.
         rotary_base: Base of the rotary wavelengths.
@@ -100,7 +104,12 @@ class MCoreGPT(SpeedLogs):
         min_learning_rate: float = 0.0,
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
-        warmup_steps: int = 0,
+        warmup_steps: float = 0,
+        eps: float = 1e-8,
+        optimizer: OptimizerName = "adamw",
+        sgd_momentum: float = 0.9,
+        lr_scheduler_type: SchedulerName | None = None,
+        lr_scheduler_kwargs: dict[str, Any] | None = None,
         position_embedding_type: PositionEmbedding = "rope",
         rotary_percent: float = 1.0,
         rotary_base: int = 10000,
@@ -118,11 +127,7 @@ class MCoreGPT(SpeedLogs):
         self.save_hyperparameters()
         for name in ("vocab_size", "seq_length", "make_vocab_size_divisible_by"):
             require_size(name, self.hparams[name])
-        require_size("warmup_steps", warmup_steps, at_least=0)
-        if not 0 <= min_learning_rate <= learning_rate:
-            raise ValueError(
-                f"min_learning_rate={min_learning_rate} is not between 0 and learning_rate={learning_rate}; choose one"
-            )
+        check_recipe(self.hparams)
         self.vocab_size = vocab_size
         self.seq_length = seq_length
         self.loss_normalization = loss_normalization
@@ -146,7 +151,12 @@ class MCoreGPT(SpeedLogs):
         min_learning_rate: float = 0.0,
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
-        warmup_steps: int = 0,
+        warmup_steps: float = 0,
+        eps: float = 1e-8,
+        optimizer: OptimizerName = "adamw",
+        sgd_momentum: float = 0.9,
+        lr_scheduler_type: SchedulerName | None = None,
+        lr_scheduler_kwargs: dict[str, Any] | None = None,
         make_vocab_size_divisible_by: int = 128,
         transformer_impl: TransformerImpl = "auto",
         loss_normalization: LossNormalization = "tokens",
@@ -167,6 +177,11 @@ class MCoreGPT(SpeedLogs):
             weight_decay: See there.
             betas: See there.
             warmup_steps: See there.
+            eps: See there.
+            optimizer: See there.
+            sgd_momentum: See there.
+            lr_scheduler_type: See there.
+            lr_scheduler_kwargs: See there.
             make_vocab_size_divisible_by: See there.
             transformer_impl: See there.
             loss_normalization: See there.
@@ -177,13 +192,10 @@ class MCoreGPT(SpeedLogs):
             FileNotFoundError: There is no such model.
             ValueError: It is of no known family, or its config asks for something that is not supported.
         """
+        given = locals()
         module = cls(
             **pretrained_settings(path, family, seq_length, transformer),
-            learning_rate=learning_rate,
-            min_learning_rate=min_learning_rate,
-            weight_decay=weight_decay,
-            betas=betas,
-            warmup_steps=warmup_steps,
+            **{name: given[name] for name in RECIPE},
             make_vocab_size_divisible_by=make_vocab_size_divisible_by,
             transformer_impl=transformer_impl,
             loss_normalization=loss_normalization,
@@ -322,23 +334,13 @@ class MCoreGPT(SpeedLogs):
         return whole
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """Return AdamW, with weight decay on matrices only, and a learning rate that warms up and decays as a cosine.
-
-        A pipeline stage may leave a group empty; both always exist, so that their order means the same on every rank.
+        """Return the optimizer, with weight decay on matrices only, and the course of its learning rate.
 
         Raises:
             ValueError: The number of steps is unknown, and the learning rate is to decay.
         """
-        named = sorted((name, p) for name, p in self.named_parameters() if p.requires_grad)
-        groups = [
-            {"params": [p for _, p in named if p.dim() > 1], "weight_decay": self.hparams["weight_decay"]},
-            {"params": [p for _, p in named if p.dim() <= 1], "weight_decay": 0.0},
-        ]
-        optimizer = AdamW(groups, lr=self.hparams["learning_rate"], betas=tuple(self.hparams["betas"]))
-        peak, least = self.hparams["learning_rate"], self.hparams["min_learning_rate"]
-        course = learning_rate_course(self.trainer, peak, least, self.hparams["warmup_steps"])
-        scheduler = LambdaLR(optimizer, course)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        trained = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
+        return build_recipe(trained, self.hparams, self.trainer)
 
     def _log_loss(self, name: str, loss: Any, losses: Tensor, inputs: ModelInputs) -> None:
         """Log a mean with its weight: that of the loss, or over tokens where the loss has none."""

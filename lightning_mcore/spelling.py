@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
-    """Return the sentence that refuses a name, such as ``unknown option 'lerning_rate'; did you mean 'learning_rate'?``.
+    """Return the sentence that refuses a name: ``unknown option 'lerning_rate'; did you mean 'learning_rate'?``.
 
     Args:
         what: What the name should have been one of, as ``"option"`` or ``"key of run.yaml"``.

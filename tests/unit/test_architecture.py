@@ -81,6 +81,7 @@ LEVELS = [
         "conversations",
     },
     {
+        "optimizer_recipe",
         "pipeline_split",
         "core_attention",
         "checkpoint_writer",
@@ -146,7 +147,16 @@ LEVELS = [
     {"save_hf_model", "cli"},
     {"__init__"},
 ]
-PURE_ARITHMETIC = {"sizes", "spelling", "run_settings", "rectangles", "model_shape", "pipeline_split", "layout", "throughput"}
+PURE_ARITHMETIC = {
+    "sizes",
+    "spelling",
+    "run_settings",
+    "rectangles",
+    "model_shape",
+    "pipeline_split",
+    "layout",
+    "throughput",
+}
 MAY_ENTER_THE_CPU_RUNTIME = {"parallelism", "session"}  # our strategy, and a module under a strategy that is not ours
 SAYS_NOTHING = {"utils", "helpers", "common", "base", "misc"}
 MAX_FILE_LINES = 400
