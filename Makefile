@@ -27,7 +27,7 @@ LIGHTNING ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help install check format test test-lightning test-mcore-latest fuzz demo demo-finetune demo-hf bench bench-checkpoint \
-	bench-packing bench-preprocess bench-hf torture clean
+	bench-packing bench-preprocess bench-hf bench-startup torture clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -128,6 +128,9 @@ bench-preprocess: $(INSTALLED)  ## time `lightning-mcore preprocess` against the
 
 bench-hf: $(INSTALLED)  ## time Hugging Face models in and out against a copy
 	$(RUN) -m benchmarks.hf $(ARGS)
+
+bench-startup: $(INSTALLED)  ## time the import, `lightning-mcore --help` and `plan`
+	$(RUN) -m benchmarks.startup $(ARGS)
 
 torture: $(INSTALLED)  ## kill ranks at random moments of saves, 500 times
 	$(RUN) -m benchmarks.checkpoint_torture $(ARGS)

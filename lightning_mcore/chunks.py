@@ -161,6 +161,7 @@ def wrap_chunks(
     config: TransformerConfig,
     pipeline: Pipeline | None,
     ddp_config: DistributedDataParallelConfig | None,
+    align_grad_reduce: bool = False,
 ) -> ModelChunks:
     """Wrap chunks, and make the data-parallel ranks agree on their weights.
 
@@ -169,6 +170,7 @@ def wrap_chunks(
         config: The config that they share.
         pipeline: The container they come from, None for a plain module.
         ddp_config: How gradients are reduced; None to evaluate only.
+        align_grad_reduce: Whether all stages of a pipeline reduce at the same time.
 
     Returns:
         The wrapped chunks, with ``config`` connected to them.
@@ -201,6 +203,8 @@ def wrap_chunks(
     for chunk in ddp:
         chunk.broadcast_params()
     _connect(config, ddp, ddp_config)
+    if align_grad_reduce:
+        config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in ddp])
     return ModelChunks(config, list(ddp), pipeline)
 
 
@@ -222,7 +226,8 @@ def unwrap_chunks(chunks: ModelChunks) -> ModelChunks:
             parameter.grad = None
             if hasattr(parameter, "main_grad"):
                 del parameter.main_grad
-    for name in ("finalize_model_grads_func", "no_sync_func", "param_sync_func", "grad_scale_func"):
+    functions = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func", "grad_scale_func")
+    for name in functions:
         setattr(chunks.config, name, None)
     return ModelChunks(chunks.config, chunks.bare, chunks.pipeline)
 

@@ -66,6 +66,7 @@ class MCoreParallelism(DDPStrategy):
         use_distributed_optimizer: Shard the optimizer state over the data-parallel ranks.
         overlap_grad_reduce: Reduce gradients while backward still runs.
         overlap_param_gather: Gather updated parameters while the next forward runs; needs both of the above.
+        align_grad_reduce: With ``overlap_grad_reduce`` in a pipeline: let all stages reduce at the same time.
         overlap_p2p_comm: Send between stages while computing; None turns it on for the interleaved schedule.
         microbatch_group_size_per_vp_stage: Microbatches that the interleaved schedule runs through one chunk before it
             turns to the next; None for the pipeline size.
@@ -102,6 +103,7 @@ class MCoreParallelism(DDPStrategy):
         use_distributed_optimizer: bool | None = None,
         overlap_grad_reduce: bool | None = None,
         overlap_param_gather: bool | None = None,
+        align_grad_reduce: bool = False,
         overlap_p2p_comm: bool | None = None,
         microbatch_group_size_per_vp_stage: int | None = None,
         tp_comm_overlap: bool = False,
@@ -127,7 +129,7 @@ class MCoreParallelism(DDPStrategy):
             sequence_parallel=sequence_parallel,
         )
         self.gradients = GradientSettings(
-            use_distributed_optimizer, overlap_grad_reduce, overlap_param_gather, ddp_config
+            use_distributed_optimizer, overlap_grad_reduce, overlap_param_gather, ddp_config, align_grad_reduce
         )
         check_optimizer_config(optimizer_config, self.gradients)
         self.optimizer_config = optimizer_config
@@ -136,7 +138,7 @@ class MCoreParallelism(DDPStrategy):
         self.communication = communication or CommunicationOptions()
         self.communication.check_layout(self.layout, self.overlap_p2p_comm, self.gradients.num_instances)
         self.tensor_overlap = TensorParallelOverlap(tp_comm_overlap, tp_comm_overlap_cfg, self.layout)
-        _check_align_param_gather(self.gradients, self.layout)
+        _check_alignment(self.gradients, self.layout)
         self.micro_batch_size = _checked_micro_batch_size(micro_batch_size)
         self._runtime = contextlib.ExitStack()
         self.resume = ExactResume(self, self.layout)
@@ -329,7 +331,12 @@ def _checked_group_size(given: int | None, layout: ParallelLayout) -> int | None
     return given
 
 
-def _check_align_param_gather(gradients: GradientSettings, layout: ParallelLayout) -> None:
+def _check_alignment(gradients: GradientSettings, layout: ParallelLayout) -> None:
+    if gradients.align_grad_reduce and layout.pipeline_model_parallel_size == 1:
+        raise ValueError(
+            "align_grad_reduce=True acts between pipeline stages alone; set pipeline_model_parallel_size=2 or more, or"
+            " leave it out"
+        )
     if gradients.resolve().align_param_gather and layout.virtual_pipeline_model_parallel_size is None:
         raise ValueError(
             "ddp_config.align_param_gather=True acts in the interleaved schedule alone; set"

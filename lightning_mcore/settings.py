@@ -21,23 +21,11 @@ from unittest import mock
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig, param_and_grad_buffer
 
+from lightning_mcore.field_homes import DDP_NOT_AVAILABLE, FSDP
 from lightning_mcore.layout import ParallelLayout
 from lightning_mcore.sizes import require_flag, require_size
 
 _DEFAULTS = DistributedDataParallelConfig()
-_FSDP = "it belongs to Megatron FSDP, which MCoreStrategy does not run yet"
-_NOT_AVAILABLE = {
-    "use_megatron_fsdp": _FSDP,
-    "use_custom_fsdp": _FSDP,
-    "data_parallel_sharding_strategy": _FSDP,
-    "outer_dp_sharding_strategy": _FSDP,
-    "suggested_communication_unit_size": _FSDP,
-    "preserve_fp32_weights": _FSDP,
-    "keep_fp8_transpose_cache": _FSDP,
-    "gradient_reduce_div_fusion": _FSDP,
-    "check_for_large_grads": "Megatron's rerun machine judges them, and it cannot run steps of Lightning again",
-    "delay_wgrad_compute": "it needs a schedule that computes weight gradients apart, which MCoreStrategy has not yet",
-}
 
 
 @dataclass(frozen=True)
@@ -49,6 +37,7 @@ class GradientSettings:
         overlap_grad_reduce: Reduce gradients while backward still runs.
         overlap_param_gather: Gather the updated parameters while the next forward runs.
         ddp_config: Megatron's config for everything else.
+        align_grad_reduce: With ``overlap_grad_reduce`` and a pipeline: let all stages reduce at the same time.
 
     Raises:
         ValueError: Two values for one setting, or an overlap without what it needs.
@@ -58,6 +47,7 @@ class GradientSettings:
     overlap_grad_reduce: bool | None = None
     overlap_param_gather: bool | None = None
     ddp_config: DistributedDataParallelConfig | None = field(default=None)
+    align_grad_reduce: bool = False
 
     def __post_init__(self) -> None:
         """Check the settings against each other."""
@@ -75,6 +65,9 @@ class GradientSettings:
         missing = [n for n in ("use_distributed_optimizer", "overlap_grad_reduce") if not getattr(resolved, n)]
         if resolved.overlap_param_gather and missing:
             raise ValueError(f"overlap_param_gather=True needs {' and '.join(f'{name}=True' for name in missing)}")
+        require_flag("align_grad_reduce", self.align_grad_reduce)
+        if self.align_grad_reduce and not resolved.overlap_grad_reduce:
+            raise ValueError("align_grad_reduce=True needs overlap_grad_reduce=True; set both, or neither")
 
     @property
     def check_nan(self) -> bool:
@@ -129,7 +122,7 @@ class GradientSettings:
     def _check_options(self, config: DistributedDataParallelConfig) -> None:
         """Refuse what is not available, what would do nothing and what Megatron's wrapper asserts against."""
         for name in vars(config):
-            reason = _FSDP if "fsdp" in name else _NOT_AVAILABLE.get(name)
+            reason = FSDP if "fsdp" in name else DDP_NOT_AVAILABLE.get(name)
             given = getattr(config, name)
             if reason is not None and given != getattr(_DEFAULTS, name):
                 raise ValueError(f"ddp_config.{name}={given!r} is not available: {reason}; leave it out")

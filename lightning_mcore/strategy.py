@@ -125,7 +125,8 @@ class MCoreStrategy(MCorePersistence):
             check_backward_is_free(module)
         config = pipeline_config(pipeline, self.megatron_fields())
         self.layout.validate_model(ModelShape.from_config(config))
-        self._chunks = wrap_chunks(list(pipeline.chunks), config, pipeline, ddp_config)
+        aligned = self.gradients.align_grad_reduce
+        self._chunks = wrap_chunks(list(pipeline.chunks), config, pipeline, ddp_config, aligned)
         fp8_checks.check_chunks(precision.fp8, self._chunks.bare)
         self._schedule = Schedule(module, self._chunks, self.layout, self.root_device, self._prepare_schedule)
 

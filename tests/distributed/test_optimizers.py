@@ -273,6 +273,8 @@ RUNS: dict[str, Run] = {
     "vp2-groups-of-4": Run(strategy=GROUPS_OF_4, accumulate=4),
     "vp2-groups-of-4-and-2": Run(strategy=GROUPS_OF_4, accumulate=6),
     "vp2-aligned": Run(strategy={**VP2, **OVERLAPPED, **ddp(align_param_gather=True)}),
+    "vp2-reduced-together": Run(strategy={**VP2, **OVERLAPPED, "align_grad_reduce": True}),
+    "pp2-dp2-reduced-together": Run(strategy={**PP2, **OVERLAPPED, "align_grad_reduce": True}, copies=2, world=4),
     "dp2-buckets": Run(strategy={**OVERLAPPED, **ddp(bucket_size=40)}, copies=2),
     "dp2-padded": Run(strategy={**SHARDED, **ddp(pad_buckets_for_high_nccl_busbw=True)}, copies=2),
     "dp2-fp32-sum": Run(strategy={**SHARDED, **ddp(reduce_scatter_with_fp32_accumulation=True)}, copies=2),

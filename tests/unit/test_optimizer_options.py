@@ -283,6 +283,8 @@ def ddp(**fields: Any) -> DistributedDataParallelConfig:
             },
             "align_param_gather=True acts in the interleaved schedule alone",
         ),
+        ({"align_grad_reduce": True}, "align_grad_reduce=True needs overlap_grad_reduce=True"),
+        ({"align_grad_reduce": True, "overlap_grad_reduce": True}, "acts between pipeline stages alone"),
     ],
 )
 def test_an_option_of_gradients_that_cannot_be_is_refused_by_name(arguments: dict[str, Any], message: str) -> None:

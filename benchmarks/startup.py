@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a user waits before anything happens: for the import, for ``--help``, for a plan.
+
+Each figure is a process of its own, from its start to its end, in turns, so that a busy moment of the machine falls on
+all of them; one turn before them is not counted, so files are in memory ("warm").
+
+* **import**: ``lightning.pytorch`` and ``megatron.core``, and in the same turn both and every public name of
+  ``lightning_mcore``; the difference of the two is what the package adds.
+* **help**: ``lightning-mcore --help``.
+* **plan**: ``lightning-mcore plan`` on a LightningCLI file, on arguments in the style of Hugging Face and on a
+  LLaMA-Factory file, of a Llama of 8B sizes, for several numbers of devices.
+
+    python -m benchmarks.startup
+    python -m benchmarks.startup --rounds 9
+
+The results, with versions and commit, go to benchmarks/results/.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.overhead import REPOSITORY, circumstances, write_results
+
+BOTH = "import lightning.pytorch, megatron.core"
+OURS = f"{BOTH}, lightning_mcore; [getattr(lightning_mcore, name) for name in lightning_mcore.__all__]"
+DEVICES = (8, 1024, 16384)
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+}
+MEGATRON = {
+    "tensor_model_parallel_size": 4,
+    "pipeline_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "use_distributed_optimizer": True,
+    "bf16": True,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 8,
+    "learning_rate": 1e-5,
+    "output_dir": "out",
+}
+
+
+def write_files(folder: Path) -> dict[str, list[str]]:
+    """Write a run as each front door that is a file has it; return what follows ``lightning-mcore plan`` for each."""
+    model = folder / "llama"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "arguments.json").write_text(json.dumps(MEGATRON))
+    factory = {"model_name_or_path": str(model), "stage": "sft", "do_train": True, "finetuning_type": "full"} | {
+        "dataset": "alpaca_en_demo",
+        "template": "llama3",
+        "cutoff_len": 4096,
+        **MEGATRON,
+    }
+    (folder / "factory.yaml").write_text(json.dumps(factory))  # JSON is YAML
+    return {
+        "LightningCLI file": [str(REPOSITORY / "examples" / "configs" / "llama3_8b_bf16.yaml")],
+        "Hugging Face style arguments": [str(folder / "arguments.json"), "--model", str(model), "--seq-length", "4096"],
+        "LLaMA-Factory file": [str(folder / "factory.yaml")],
+    }
+
+
+def seconds(command: list[str]) -> float:
+    """Return how long a process takes, which must end well."""
+    begin = time.perf_counter()
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    taken = time.perf_counter() - begin
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}: {done.stderr[-500:]}")
+    return taken
+
+
+def commands(folder: Path) -> dict[str, list[str]]:
+    """Return what is timed, by name."""
+    program = str(Path(sys.executable).parent / "lightning-mcore")
+    found = {
+        "lightning.pytorch and megatron.core": [sys.executable, "-W", "ignore", "-c", BOTH],
+        "the same and all of lightning_mcore": [sys.executable, "-W", "ignore", "-c", OURS],
+        "lightning-mcore --help": [program, "--help"],
+    }
+    for door, arguments in write_files(folder).items():
+        for devices in DEVICES:
+            found[f"plan of a {door}, {devices:,} devices"] = [program, "plan", *arguments, "--devices", str(devices)]
+    return found
+
+
+def measure(rounds: int, folder: Path) -> dict[str, Any]:
+    """Time all commands in turns; the first turn is not counted."""
+    timed = commands(folder)
+    found: dict[str, list[float]] = {name: [] for name in timed}
+    for turn in range(rounds + 1):
+        for name, command in timed.items():
+            taken = seconds(command)
+            if turn:
+                found[name].append(taken)
+        print(f"turn {turn} of {rounds}", flush=True)
+    alone, ours = list(found.values())[:2]
+    return {
+        "seconds": {name: statistics.median(values) for name, values in found.items()},
+        "added_by_the_import": statistics.median(b - a for a, b in zip(alone, ours, strict=True)),
+        "all": found,
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return the results as Markdown."""
+    rows = [f"| {name} | {median:.2f} |" for name, median in found["seconds"].items()]
+    added = f"The import adds {found['added_by_the_import']:.2f} s, in pairs."
+    return "\n".join(["| process | median, s |", "|---|---|", *rows, "", added])
+
+
+def main() -> None:
+    """Measure and write the results."""
+    parser = argparse.ArgumentParser(description="Time the import, --help and plan.")
+    parser.add_argument("--rounds", type=int, default=5, help="turns that count")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    options = parser.parse_args()
+    output = options.output
+    del options.output
+    busy_before = os.getloadavg()[0]
+    facts = {**circumstances(options), "device": f"CPU, {os.cpu_count()} cores"}
+    with tempfile.TemporaryDirectory(prefix="startup_") as folder:
+        found = measure(options.rounds, Path(folder))
+    facts["load of the machine"] = f"{busy_before:.1f} before, {os.getloadavg()[0]:.1f} at the end"
+    write_results(output, "startup", "How long a user waits before anything happens", facts, found, table(found))
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()
