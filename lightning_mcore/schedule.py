@@ -89,6 +89,7 @@ class Schedule:
         self._layout = layout
         self._device = device
         self._prepare = prepare
+        self._last_output: dict[str, Any] = {}
         self._logs = StepLogs(module, device)
         self._auxiliary_logs = AuxiliaryLogs(module, chunks.config, device)
 
@@ -127,13 +128,11 @@ class Schedule:
         """
         self._auxiliary_logs.start()
         with self._short_window(microbatches, num_batches) as divisor:
-            outputs, loss = self._run("training_step", microbatches, forward_only=False, num_batches=divisor)
+            _, loss = self._run("training_step", microbatches, forward_only=False, num_batches=divisor)
         self._auxiliary_logs.finish(len(microbatches))
         assert loss is not None
-        last = outputs[len(microbatches) - 1] if outputs else None
-        if isinstance(last, dict):
-            return {**apply_to_collection(last, Tensor, Tensor.detach), "loss": loss}
-        return loss
+        last, self._last_output = self._last_output, {}
+        return {**last, "loss": loss} if last else loss
 
     @contextlib.contextmanager
     def _short_window(self, microbatches: Sequence[Microbatch], num_batches: int) -> Iterator[int]:
@@ -256,7 +255,9 @@ class Schedule:
                 return nothing, lambda tensor: (tensor.clone(), output)
             loss, num_tokens = self._read_loss(output)
             self._record_loss(loss, num_tokens, microbatch)
-            return loss, self._loss_function(output, num_tokens, microbatch, factor)
+            if isinstance(output, dict) and not microbatch.filler:
+                self._last_output = apply_to_collection(output, Tensor, Tensor.detach)
+            return loss, self._loss_function(num_tokens, microbatch, factor)
 
         return forward_step
 
@@ -297,14 +298,16 @@ class Schedule:
             self._logs.add_loss(loss, microbatch.weight if num_tokens is None else num_tokens)
 
     @staticmethod
-    def _loss_function(
-        output: Any, num_tokens: Tensor | None, microbatch: Microbatch, factor: float
-    ) -> Callable[[Tensor], Any]:
-        """Return Megatron's ``loss_func``; it must make a new tensor, for Megatron scales the result in place."""
+    def _loss_function(num_tokens: Tensor | None, microbatch: Microbatch, factor: float) -> Callable[[Tensor], Any]:
+        """Return Megatron's ``loss_func``; it must make a new tensor, for Megatron scales the result in place.
+
+        Megatron keeps its last result for every microbatch until the step ends: what ``training_step`` returned would
+        hold on to the received activations of all of them.
+        """
         if num_tokens is None:
-            return lambda loss: (loss * (microbatch.weight * factor), output)
+            return lambda loss: (loss * (microbatch.weight * factor), None)
         counted = num_tokens * 0 if microbatch.filler else num_tokens
-        return lambda loss: (loss * counted, counted, output)
+        return lambda loss: (loss * counted, counted, None)
 
     def _send_output(self, output: Any) -> Any:
         """Broadcast what the last stage returned to the other stages."""

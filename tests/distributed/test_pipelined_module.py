@@ -6,6 +6,7 @@ us, because its loops are its own. (The loss of a *step* is the mean over its wi
 Lightning.)
 """
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -254,3 +255,41 @@ def test_every_hook_and_counter_of_lightning_is_where_it_is_without_us(strategy:
             assert calls == expected[name][1], name
             assert counters == list(expected[name][2:]), name
             assert {"on_before_backward", "on_after_backward", "on_before_zero_grad"} <= {event[0] for event in events}
+
+
+class Holding(Net):
+    """Returns more than its loss, and counts how much of it earlier microbatches still hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.returned: list[weakref.ref[Tensor]] = []
+        self.alive: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        predictions = self.predictions(batch)
+        self.alive.append(sum(reference() is not None for reference in self.returned))
+        loss = (predictions.float() - batch["y"]).square().mean()
+        self.returned += [weakref.ref(loss), weakref.ref(predictions)]
+        return {"loss": loss, "predictions": predictions, "first": float(batch["x"].flatten()[0])}
+
+
+def alive_and_last(strategy: dict[str, Any]) -> tuple[list[int], Any]:
+    module, seen = Holding(), []
+
+    class Last(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append((outputs.get("first"), float(batch["x"].flatten()[0]), set(outputs)))
+
+    trainer = make_trainer(strategy, max_epochs=1, accumulate_grad_batches=8, callbacks=[Last()])
+    trainer.fit(module, loader(16, 2))
+    return module.alive, seen[-1]
+
+
+def test_what_a_step_returned_is_kept_of_the_last_microbatch_alone() -> None:
+    first, last = run_ranks(2, alive_and_last, PP2)
+    assert first[0] == []  # its steps end where the model is called
+    assert len(last[0]) == 8
+    assert max(last[0]) <= 2  # of the microbatch before, while the next one replaces it
+    returned, expected, names = last[1]
+    assert returned == expected
+    assert names == {"loss", "predictions", "first"}
