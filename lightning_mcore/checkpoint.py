@@ -8,7 +8,7 @@ The commands::
     python -m lightning_mcore.checkpoint inspect PATH --tensors  # and names, types and shapes
     python -m lightning_mcore.checkpoint inspect PATH --json     # the manifest
 
-In Python, :func:`verify` and :func:`inspect` do the same.
+``lightning-mcore checkpoint`` is the same command. In Python, :func:`verify` and :func:`inspect` do the same.
 
 Exit code 0 says that the checkpoint is whole, 1 that it is damaged, unfinished or none, 2 that it could not be looked
 at: no such path, not readable, wrong arguments. A checkpoint in one file and one of Megatron-LM are understood, too,
@@ -43,6 +43,7 @@ from lightning_mcore.torch_dist_metadata import (
 
 __all__ = ["inspect", "main", "verify"]
 
+_PROGRAM = "python -m lightning_mcore.checkpoint"
 _SILENT_SECONDS = 1.0  # a check that takes no longer shows no progress
 _BETWEEN_UPDATES = 0.2  # seconds
 
@@ -98,13 +99,23 @@ def summary(path: str) -> dict[str, Any]:
     return _torch_dist(fs, root, path) if is_megatron(names_in(fs, root)) else read_manifest(path)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run(arguments: Sequence[str]) -> int:
+    """Run ``lightning-mcore checkpoint`` and return the exit code.
+
+    Args:
+        arguments: What follows its name.
+    """
+    return main(arguments, "lightning-mcore checkpoint")
+
+
+def main(arguments: Sequence[str] | None = None, program: str = _PROGRAM) -> int:
     """Run the command line and return its exit code.
 
     Args:
         arguments: Those of the command line; None takes them from there.
+        program: Its name, as help shows it.
     """
-    options = _parser().parse_args(arguments)
+    options = _parser(program).parse_args(arguments)
     progress = _Progress(sys.stderr)
     try:
         if options.command == "verify":
@@ -122,8 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m lightning_mcore.checkpoint", description="Check and show checkpoints.")
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(program, description="Check and show checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     verifying = commands.add_parser("verify", help="check size and checksum of every file")
     inspecting = commands.add_parser("inspect", help="show step, layout, model, number of parameters, sizes")

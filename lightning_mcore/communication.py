@@ -11,12 +11,13 @@ CPU when the trainer meets the model, before a group is opened.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning_mcore.layout import ParallelLayout
 from lightning_mcore.sizes import require_flag
+
+if TYPE_CHECKING:
+    import torch
 
 PipelineBackend = Literal["nccl", "ucc"]
 SharpGroup = Literal["dp", "dp_replica"]
@@ -138,7 +139,7 @@ class CommunicationOptions:
                 " but it is 2, where the two ranks would send to each other twice in one batch; leave it None"
             )
 
-    def check_device(self, device: torch.device) -> None:
+    def check_device(self, device: "torch.device") -> None:
         """Refuse on the CPU what NCCL alone can do; called before process groups form.
 
         Raises:
@@ -163,7 +164,7 @@ class CommunicationOptions:
         names = (*_FOR_NCCL, "sharp_enabled_group", "create_gloo_process_groups")
         return {name: getattr(self, name) for name in names}
 
-    def megatron_fields(self, layout: ParallelLayout, overlap_p2p_comm: bool, device: torch.device) -> dict[str, Any]:
+    def megatron_fields(self, layout: ParallelLayout, overlap_p2p_comm: bool, device: "torch.device") -> dict[str, Any]:
         """Return the ``TransformerConfig`` fields that are options here."""
         batched = self.batch_p2p_comm if self.batch_p2p_comm is not None else not overlap_p2p_comm
         freed = self.deallocate_pipeline_outputs

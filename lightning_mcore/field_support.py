@@ -11,11 +11,10 @@ tables below are data; a field that is in none of them works wherever Megatron a
 
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 NEEDS_TRANSFORMER_ENGINE: Collection[str] = (
     # attention
@@ -117,7 +116,7 @@ NOT_OF_A_GPT: Collection[str] = (
 
 
 def check_fields(
-    config: TransformerConfig,
+    config: "TransformerConfig",
     transformer_impl: Literal["local", "transformer_engine"] | None = None,
     device_type: str | None = None,
 ) -> None:
@@ -153,7 +152,7 @@ def check_fields(
         _check_torch_backend(config, given, defaults)
 
 
-def _check_torch_backend(config: TransformerConfig, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+def _check_torch_backend(config: "TransformerConfig", given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     for name in NEEDS_TRANSFORMER_ENGINE:
         if name in given:
             raise ValueError(
@@ -174,7 +173,7 @@ def _check_torch_backend(config: TransformerConfig, given: Mapping[str, Any], de
         )
 
 
-def _check_combinations(config: TransformerConfig) -> None:
+def _check_combinations(config: "TransformerConfig") -> None:
     """Refuse what Megatron accepts and computes wrongly."""
     _check_values(config)
     etp, ep = config.expert_tensor_parallel_size, config.expert_model_parallel_size
@@ -203,7 +202,7 @@ def _check_combinations(config: TransformerConfig) -> None:
         )
 
 
-def _check_values(config: TransformerConfig) -> None:
+def _check_values(config: "TransformerConfig") -> None:
     """Refuse values that Megatron finds impossible only once it computes with them."""
     for name in ("hidden_dropout", "attention_dropout"):
         if not 0 <= getattr(config, name) < 1:
@@ -219,7 +218,7 @@ def _check_values(config: TransformerConfig) -> None:
         )
 
 
-def _check_uniform_recompute(config: TransformerConfig) -> None:
+def _check_uniform_recompute(config: "TransformerConfig") -> None:
     group = config.recompute_num_layers
     uneven = sorted(layers for layers in _layers_of_chunks(config) if layers % group)
     if uneven:
@@ -229,8 +228,11 @@ def _check_uniform_recompute(config: TransformerConfig) -> None:
         )
 
 
-def _layers_of_chunks(config: TransformerConfig) -> set[int]:
+def _layers_of_chunks(config: "TransformerConfig") -> set[int]:
     """Return how many layers the chunks of the stages have."""
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         return {chunk.count(LayerType.decoder) for stage in layout.layout for chunk in stage}

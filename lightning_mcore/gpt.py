@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from lightning_mcore import generation
 from lightning_mcore.backend import TransformerImpl, check_backend, gpt_block_spec, resolve_transformer_impl
-from lightning_mcore.hf.pretrained import absolute, load_pretrained, pretrained_settings
+from lightning_mcore.hf.hf_source import absolute, pretrained_settings
+from lightning_mcore.hf.pretrained import load_pretrained
 from lightning_mcore.language_step import (
     LossNormalization,
     ModelInputs,

@@ -20,36 +20,14 @@ from typing import Any
 import torch
 from megatron.core.optimizer import OptimizerConfig
 
-from lightning_mcore.settings import GradientSettings
-
-_USER = "the torch optimizer that configure_optimizers returns"
-_PRECISION = "Trainer(precision=...) or plugins=MCorePrecision(...)"
-_HOMES: dict[str, str] = {
-    **dict.fromkeys(("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"), f"{_USER} and its LR scheduler"),
-    **dict.fromkeys(("weight_decay", "apply_wd_to_qk_layernorm", "decoupled_weight_decay", "optimizer"), _USER),
-    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"), _USER),
-    **dict.fromkeys(("fp16", "bf16", "params_dtype", "fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"), _PRECISION),
-    **dict.fromkeys(("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window"), _PRECISION),
-    "hysteresis": _PRECISION,
-    "clip_grad": "Trainer(gradient_clip_val=...)",
-    "overlap_param_gather": "MCoreStrategy(overlap_param_gather=...)",
-    "timers": "Lightning's profilers, Trainer(profiler=...)",
-}
-_NOT_AVAILABLE: dict[str, str] = {
-    "barrier_with_L1_time": "it acts on Megatron's timers, whose place Lightning's profilers take",
-    "overlap_param_gather_with_optimizer_step": "Megatron cannot write sharded checkpoints with it",
-    "use_layer_wise_distributed_optimizer": "it serves Megatron's Muon, which needs the package emerging_optimizers",
-    "grad_norm_skip_threshold": "stages without parameters would not see that the step was skipped",
-    "optimizer_cuda_graph": "Lightning's hooks run inside the step",
-}
-_OF_OTHER_OPTIMIZERS = ("muon_", "lion_", "soap_", "adaptive_muon_")
-_OF_OFFLOAD = (
-    "optimizer_offload_fraction",
-    "use_torch_optimizer_for_cpu_offload",
-    "overlap_cpu_optimizer_d2h_h2d",
-    "pin_cpu_grads",
-    "pin_cpu_params",
+from lightning_mcore.field_homes import (
+    OF_OFFLOAD,
+    OF_OTHER_OPTIMIZERS,
+    OF_TORCH_OPTIMIZER,
+    OPTIMIZER_HOMES,
+    OPTIMIZER_NOT_AVAILABLE,
 )
+from lightning_mcore.settings import GradientSettings
 
 
 def check_optimizer_config(config: OptimizerConfig | None, gradients: GradientSettings) -> None:
@@ -69,13 +47,15 @@ def check_optimizer_config(config: OptimizerConfig | None, gradients: GradientSe
         raise TypeError(f"optimizer_config={config!r} is not an OptimizerConfig; make one from megatron.core.optimizer")
     given = _given(config)
     for name, value in given.items():
-        if name in _HOMES:
-            raise ValueError(f"optimizer_config.{name}={value!r} has another home: set it through {_HOMES[name]}")
-        if name.startswith(_OF_OTHER_OPTIMIZERS):
-            raise ValueError(f"optimizer_config.{name}={value!r} has another home: set it through {_USER}")
-        if name in _NOT_AVAILABLE:
+        if name in OPTIMIZER_HOMES:
             raise ValueError(
-                f"optimizer_config.{name}={value!r} is not available: {_NOT_AVAILABLE[name]}; leave it out"
+                f"optimizer_config.{name}={value!r} has another home: set it through {OPTIMIZER_HOMES[name]}"
+            )
+        if name.startswith(OF_OTHER_OPTIMIZERS):
+            raise ValueError(f"optimizer_config.{name}={value!r} has another home: set it through {OF_TORCH_OPTIMIZER}")
+        if name in OPTIMIZER_NOT_AVAILABLE:
+            raise ValueError(
+                f"optimizer_config.{name}={value!r} is not available: {OPTIMIZER_NOT_AVAILABLE[name]}; leave it out"
             )
     if config.use_distributed_optimizer and not gradients.distributed:
         raise ValueError(
@@ -97,7 +77,7 @@ def _given(config: OptimizerConfig) -> dict[str, Any]:
 def _check_offload(config: OptimizerConfig, given: Mapping[str, Any]) -> None:
     """Refuse an offload that offloads nothing, and what Megatron-LM refuses (``validate_args``, 0.16 to 0.19)."""
     if not config.optimizer_cpu_offload:
-        for name in _OF_OFFLOAD:
+        for name in OF_OFFLOAD:
             if name in given:
                 raise ValueError(
                     f"optimizer_config.{name}={given[name]!r} does nothing without optimizer_cpu_offload=True; set both"

@@ -6,9 +6,10 @@ presence of others; such pairs are refused. Multi-latent attention rotates by it
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from megatron.core.transformer.transformer_config import TransformerConfig
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 PositionEmbedding: TypeAlias = Literal["rope", "yarn", "learned_absolute", "none"]
 
@@ -73,7 +74,7 @@ def gpt_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: settings[name] for name in names}
 
 
-def set_yarn(config: TransformerConfig, yarn: Mapping[str, Any] | None) -> None:
+def set_yarn(config: "TransformerConfig", yarn: Mapping[str, Any] | None) -> None:
     """Give the config the attributes that ``GPTModel`` looks for with ``position_embedding_type="yarn"``."""
     for name, value in ({**YARN_DEFAULTS, **yarn} if yarn is not None else {}).items():
         setattr(config, f"yarn_{name}", value)

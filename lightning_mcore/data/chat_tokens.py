@@ -18,15 +18,13 @@ puts before a text, the response, and the EOS token. ``finetuning_data.py`` and 
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mcore.data.conversations import Message, require_choice
+from lightning_mcore.data.conversations import LossOn, Message, require_choice, require_tokenizer
 from lightning_mcore.data.packing import TokenSample
-
-LossOn = Literal["assistant", "last_assistant", "all"]
 
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Spans = list[tuple[int, int]]
@@ -47,11 +45,7 @@ class ChatEncoder:
     """
 
     def __init__(self, tokenizer: Any, loss_on: LossOn = "assistant") -> None:
-        if not hasattr(tokenizer, "apply_chat_template"):
-            raise TypeError(
-                f"tokenizer is of type {type(tokenizer).__name__}; give one of transformers, or a folder that holds"
-                " one: a tokenizer of the tokenizers package goes into PreTrainedTokenizerFast(tokenizer_object=...)"
-            )
+        require_tokenizer(tokenizer)
         require_choice("loss_on", loss_on, LossOn)
         self.tokenizer = tokenizer
         self.loss_on = loss_on

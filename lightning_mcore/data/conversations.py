@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 from lightning_mcore.sizes import choices
 
 Format = Literal["auto", "prompt_response", "alpaca", "sharegpt", "messages"]
+LossOn = Literal["assistant", "last_assistant", "all"]
 Message = dict[str, str]
 Row = Mapping[str, Any]
 
@@ -117,6 +118,19 @@ def require_choice(name: str, value: object, kind: Any) -> None:
     """
     if value not in get_args(kind):
         raise ValueError(f"{name}={value!r} is unknown; choose {choices(map(repr, get_args(kind)))}")
+
+
+def require_tokenizer(tokenizer: Any) -> None:
+    """Refuse what is no tokenizer of ``transformers``.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if not hasattr(tokenizer, "apply_chat_template"):
+        raise TypeError(
+            f"tokenizer is of type {type(tokenizer).__name__}; give one of transformers, or a folder that holds"
+            " one: a tokenizer of the tokenizers package goes into PreTrainedTokenizerFast(tokenizer_object=...)"
+        )
 
 
 def _exchange(prompt: str, response: str) -> list[Message]:

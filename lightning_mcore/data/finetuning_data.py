@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from lightning_mcore.agreement import together
-from lightning_mcore.data.chat_tokens import ChatEncoder, LossOn
-from lightning_mcore.data.conversations import Format, require_choice
+from lightning_mcore.data.chat_templates import ChatTemplate, named_template
+from lightning_mcore.data.conversations import Format, LossOn, require_choice
 from lightning_mcore.data.data_files import find_files, load_rows, require_same_columns, with_rows
 from lightning_mcore.data.packed_dataset import PackedDataset, TokenizedSamples
 from lightning_mcore.data.packed_layout import PackingMultiples, packing_multiples
@@ -56,12 +56,15 @@ class MCoreFinetuningData(pl.LightningDataModule):
         batch_size: Rows of a data-parallel rank in a batch.
         validation_files: Of validation, like ``train_files``.
         test_files: Of testing, like ``train_files``.
-        validation_share: Validate on this share of the training samples, chosen by ``seed``, instead of on files.
+        validation_share: Validate on this share of the training samples, chosen by ``seed``, instead of on files; above
+            1, on so many samples.
         format: What a row is: ``prompt_response``, ``alpaca``, ``sharegpt`` or ``messages``; ``auto`` tells it from the
             columns.
         prompt_column: Column of the prompt, of ``prompt_response``.
         response_column: Column of the response, of ``prompt_response``.
         loss_on: What is learnt: the turns of the ``assistant``, the ``last_assistant`` turn alone, or ``all`` tokens.
+        template: The way in which turns are written: the name of a template of LLaMA-Factory, as ``llama3``, or a
+            :class:`~lightning_mcore.data.chat_templates.ChatTemplate`; None for the tokenizer's own chat template.
         packing: Put several samples into a row; otherwise each has a row of its own, as long as the longest of a batch.
         overlong: A sample that is longer than a row is an ``error``, or it is ``cut`` or ``split``.
         streaming: Read, tokenise and pack the training files while training; for files that are too many to prepare.
@@ -69,10 +72,13 @@ class MCoreFinetuningData(pl.LightningDataModule):
             and a resume in the middle of an epoch needs the same of each.
         shuffle_buffer: With ``streaming``, how many samples are held back to draw the next one from; 1 keeps the order
             of the files. Without it, samples are shuffled as a whole.
+        shuffle: Draw a new order of the rows in each epoch; without it they come as they are. Not of a stream.
         seed: Of the order and of ``validation_share``.
         num_workers: Processes of each rank that load ahead.
         num_proc: Processes that tokenise in ``prepare_data``.
         cache_dir: Where ``datasets`` keeps rows and tokens; None: its own place.
+        eval_batch_size: Rows of a data-parallel rank in a batch of validation and testing; None: ``batch_size``.
+        pad_to_seq_length: Without packing, pad every row to ``seq_length``, and not to the longest of its batch.
 
     Attributes:
         statistics: What became of the samples of each split, after ``setup``; not of a stream.
@@ -95,35 +101,42 @@ class MCoreFinetuningData(pl.LightningDataModule):
         prompt_column: str = "prompt",
         response_column: str = "response",
         loss_on: LossOn = "assistant",
+        template: str | ChatTemplate | None = None,
         packing: bool = True,
         overlong: Overlong = "error",
         streaming: bool = False,
         shuffle_buffer: int = 1000,
+        shuffle: bool = True,
         seed: int = 1234,
         num_workers: int = 0,
         num_proc: int = 1,
         cache_dir: str | None = None,
+        eval_batch_size: int | None = None,
+        pad_to_seq_length: bool = False,
     ) -> None:
         super().__init__()
-        sizes = {"seq_length": seq_length, "batch_size": batch_size, "shuffle_buffer": shuffle_buffer}
-        for name, size in (sizes | {"num_proc": num_proc}).items():
-            require_size(name, size)
-        require_size("num_workers", num_workers, at_least=0)
+        evaluated = batch_size if eval_batch_size is None else eval_batch_size
+        _check_sizes(seq_length, batch_size, evaluated, shuffle_buffer, num_proc, num_workers)
         require_choice("overlong", overlong, Overlong)
-        require_flag("packing", packing)
-        require_flag("streaming", streaming)
+        flags = {"packing": packing, "streaming": streaming, "shuffle": shuffle, "pad_to_seq_length": pad_to_seq_length}
+        for name, flag in flags.items():
+            require_flag(name, flag)
         _check_validation(validation_share, validation_files, streaming)
         self.train_files = train_files
         self.validation_files = validation_files
         self.test_files = test_files
         self.seq_length = seq_length
         self.batch_size = batch_size
+        self.eval_batch_size = evaluated
         self.validation_share = validation_share
-        self.reading = Reading(format, prompt_column, response_column, loss_on)
+        chosen = None if template is None else named_template(template)
+        self.reading = Reading(format, prompt_column, response_column, loss_on, chosen)
         self.packing = packing
+        self.pad_to_seq_length = pad_to_seq_length
         self.overlong: Overlong = overlong
         self.streaming = streaming
         self.shuffle_buffer = shuffle_buffer
+        self.shuffle = shuffle
         self.seed = seed
         self.num_workers = num_workers
         self.num_proc = num_proc
@@ -197,6 +210,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
             self._opened("train"),
             self.batch_size,
             seed=self.seed,
+            shuffle=self.shuffle,
             collate_fn=self._collate,
             num_workers=self.num_workers,
             of="rows" if self.packing else "samples",
@@ -214,12 +228,18 @@ class MCoreFinetuningData(pl.LightningDataModule):
 
     def _evaluation_loader(self, split: str) -> DataLoader[Any]:
         return evaluation_loader(
-            self._opened(split), self.batch_size, collate_fn=self._collate, num_workers=self.num_workers
+            self._opened(split), self.eval_batch_size, collate_fn=self._collate, num_workers=self.num_workers
         )
 
     @property
     def _collate(self) -> Callable[[list[Any]], Any]:
-        return collate_rows if self.packing else partial(collate_padded, multiple=self._multiples().row)
+        if self.packing:
+            return collate_rows
+        return partial(collate_padded, multiple=self._multiples().row, row_length=self._padded_to)
+
+    @property
+    def _padded_to(self) -> int | None:
+        return self.seq_length if self.pad_to_seq_length else None
 
     def _multiples(self) -> PackingMultiples:
         multiples = packing_multiples(self.trainer)
@@ -252,12 +272,15 @@ class MCoreFinetuningData(pl.LightningDataModule):
             tokenized, indices = self._chosen(split)
             self._check_vocabulary(tokenized, split)
             name = f"{_SPLITS[split]}={getattr(self, _SPLITS[split]) or self.train_files!r}"
-            samples = TokenizedSamples(tokenized, indices, self.seq_length, self.overlong, name)
+            samples = self._samples(tokenized, indices, name)
             self._data[split] = (
                 PackedDataset(samples, self.seq_length, multiples.sub_sequence) if self.packing else samples
             )
             self.statistics[split] = samples.statistics
             rank_zero_info(f"{split} data: {_summary(samples, self.packing)}")
+
+    def _samples(self, tokenized: Any, indices: NDArray[np.int64], name: str) -> TokenizedSamples:
+        return TokenizedSamples(tokenized, indices, self.seq_length, self.overlong, name)
 
     def _chosen(self, split: str) -> tuple[Any, NDArray[np.int64]]:
         """Return a tokenised dataset and which of its rows belong to a split."""
@@ -265,7 +288,8 @@ class MCoreFinetuningData(pl.LightningDataModule):
         if not self.validation_share or split == "test":
             return tokenized, np.arange(len(tokenized))
         order = np.random.default_rng(self.seed).permutation(len(tokenized))
-        count = round(len(tokenized) * self.validation_share)
+        share = self.validation_share
+        count = round(len(tokenized) * share) if share < 1 else int(share)
         if not 0 < count < len(tokenized):
             raise ValueError(
                 f"validation_share={self.validation_share} of {len(tokenized)} samples leaves none to"
@@ -299,7 +323,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
         return StreamSettings(
             files=files,
             reader=reader,
-            encoder=ChatEncoder(self.tokenizer, self.reading.loss_on),
+            encoder=self.reading.encoder(self.tokenizer),
             row_length=self.seq_length,
             multiple=multiples.sub_sequence if self.packing else multiples.row,
             batch_size=self.batch_size,
@@ -308,12 +332,26 @@ class MCoreFinetuningData(pl.LightningDataModule):
             shuffle_buffer=self.shuffle_buffer,
             seed=self.seed,
             vocab_size=self._model_vocab_size(),
+            padded_to=self._padded_to,
         )
 
 
+def _check_sizes(
+    seq_length: int, batch_size: int, eval_batch_size: int, shuffle_buffer: int, num_proc: int, num_workers: int
+) -> None:
+    require_size("seq_length", seq_length)
+    require_size("batch_size", batch_size)
+    require_size("eval_batch_size", eval_batch_size)
+    require_size("shuffle_buffer", shuffle_buffer)
+    require_size("num_proc", num_proc)
+    require_size("num_workers", num_workers, at_least=0)
+
+
 def _check_validation(share: float, files: Any, streaming: bool) -> None:
-    if not 0 <= share < 1:
-        raise ValueError(f"validation_share={share} is no share; choose 0 or more, and less than 1")
+    if share < 0 or share == 1 or (share > 1 and share != int(share)):
+        raise ValueError(
+            f"validation_share={share} is no share; choose 0 or more, and less than 1, or a number of samples above 1"
+        )
     if share and files is not None:
         raise ValueError(
             f"validation_share={share} and validation_files={files!r} both say what to validate on; give one of them"
@@ -326,7 +364,7 @@ def _check_validation(share: float, files: Any, streaming: bool) -> None:
 
 def _summary(samples: TokenizedSamples, packing: bool) -> str:
     """Return a line about what became of samples."""
-    if packing:
+    if packing or samples.statistics.rows:
         return str(samples.statistics)
     lengths = samples.lengths
     counts = str(samples.statistics).partition(";")

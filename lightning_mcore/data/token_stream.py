@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lightning_mcore.data.chat_tokens import ChatEncoder
-from lightning_mcore.data.conversations import ConversationReader, Row
+from lightning_mcore.data.conversations import Row
 from lightning_mcore.data.data_files import explained, load_rows, name_of_row
 from lightning_mcore.data.online_packing import OnlinePacker
 from lightning_mcore.data.packed_rows import collate_padded, collate_rows
 from lightning_mcore.data.packing import Overlong, TokenSample, fit_sample
 from lightning_mcore.data.packing_statistics import PackingStatistics
+from lightning_mcore.data.tokenized_files import Encoder, RowReader
 
 Batch = dict[str, Tensor]
 State = dict[str, Any]
@@ -50,11 +50,12 @@ class StreamSettings:
         shuffle_buffer: Samples to draw from; 1 keeps the order.
         seed: Of the order.
         vocab_size: Tokens that exist; None: not checked.
+        padded_to: Without packing, places of each row; None: as many as the longest of a batch takes.
     """
 
     files: list[str]
-    reader: ConversationReader
-    encoder: ChatEncoder
+    reader: RowReader
+    encoder: Encoder
     row_length: int
     multiple: int
     batch_size: int
@@ -63,6 +64,7 @@ class StreamSettings:
     shuffle_buffer: int
     seed: int
     vocab_size: int | None = None
+    padded_to: int | None = None
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ class _Reader:
         settings = self._settings
         if settings.packing:
             return collate_rows(rows)
-        batch = collate_padded(rows, settings.multiple, vocab_size=settings.vocab_size)
+        batch = collate_padded(rows, settings.multiple, settings.padded_to, vocab_size=settings.vocab_size)
         self._packer.statistics.row_padding += batch["tokens"].numel() - int(batch["lengths"].sum())
         return batch
 

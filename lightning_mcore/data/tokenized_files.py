@@ -12,18 +12,39 @@ import importlib.metadata
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from lightning_mcore.data.chat_tokens import ChatEncoder, LossOn
-from lightning_mcore.data.conversations import ConversationReader, Format, Row, require_choice
+from lightning_mcore.data.chat_templates import ChatTemplate
+from lightning_mcore.data.chat_tokens import ChatEncoder
+from lightning_mcore.data.conversations import ConversationReader, Format, LossOn, Message, Row, require_choice
 from lightning_mcore.data.data_files import explained, file_marks, load_rows
+from lightning_mcore.data.packing import TokenSample
+from lightning_mcore.data.template_encoder import TemplateEncoder
 
 _CACHE_VERSION = "1"
+
+
+class RowReader(Protocol):
+    """Makes conversations of rows, as ``ConversationReader`` does; ``needed`` are the columns of each row."""
+
+    needed: tuple[str, ...]
+
+    def messages(self, row: Row, name: str) -> list[Message]:
+        """Return the conversation of a row, which is called ``name`` in errors."""
+
+
+class Encoder(Protocol):
+    """Makes tokens of conversations, as ``ChatEncoder`` does."""
+
+    def encode(self, messages: Sequence[Message], sample_id: int, name: str) -> TokenSample:
+        """Return the tokens of a conversation, which is called ``name`` in errors."""
 
 
 @dataclass(frozen=True)
 class Reading:
     """How rows become conversations and conversations tokens; ``MCoreFinetuningData`` says what each means.
+
+    Data of other forms derive from it; all that decides the tokens is a field, so that the cache goes by it.
 
     Raises:
         ValueError: There is no such ``format`` or ``loss_on``.
@@ -33,14 +54,26 @@ class Reading:
     prompt_column: str = "prompt"
     response_column: str = "response"
     loss_on: LossOn = "assistant"
+    template: ChatTemplate | None = None
+    longest: int | None = None
 
     def __post_init__(self) -> None:
         require_choice("format", self.format, Format)
         require_choice("loss_on", self.loss_on, LossOn)
 
-    def reader(self, columns: Iterable[str]) -> ConversationReader:
+    def reader(self, columns: Iterable[str]) -> RowReader:
         """Return what makes conversations of rows with these columns."""
         return ConversationReader(columns, self.format, self.prompt_column, self.response_column)
+
+    def encoder(self, tokenizer: Any) -> Encoder:
+        """Return what makes tokens of conversations."""
+        if self.template is None:
+            return ChatEncoder(tokenizer, self.loss_on)
+        return TemplateEncoder(tokenizer, self.template, self.loss_on, self.longest)
+
+    def chosen(self, rows: int) -> Sequence[int] | None:
+        """Return the numbers of the rows that are read, of so many; None for all of them."""
+        return None
 
 
 def tokenize_files(
@@ -71,9 +104,12 @@ def tokenize_files(
             write one.
         TypeError: What should be text is something else.
     """
-    encoder = ChatEncoder(tokenizer, reading.loss_on)
+    encoder = reading.encoder(tokenizer)
     rows = load_rows(files, cache_dir)
-    tokenize = _Tokenize(reading.reader(rows.column_names), encoder, files[0] if len(files) == 1 else name)
+    chosen = reading.chosen(len(rows))
+    rows = rows if chosen is None else rows.select(chosen)
+    reader = reading.reader(rows.column_names)
+    tokenize = _Tokenize(reader, encoder, files[0] if len(files) == 1 else name, chosen)
     try:
         return rows.map(
             tokenize,
@@ -105,13 +141,14 @@ def columns_of_stream(rows: Any, files: Sequence[str]) -> list[str]:
 class _Tokenize:
     """Makes tokens of a row; a class, so that other processes can be handed it."""
 
-    def __init__(self, reader: ConversationReader, encoder: ChatEncoder, name: str) -> None:
+    def __init__(self, reader: RowReader, encoder: Encoder, name: str, chosen: Sequence[int] | None) -> None:
         self._reader = reader
         self._encoder = encoder
         self._name = name
+        self._chosen = chosen
 
     def __call__(self, row: Row, index: int) -> dict[str, Any]:
-        name = f"row {index} of {self._name}"
+        name = f"row {index if self._chosen is None else self._chosen[index]} of {self._name}"
         sample = self._encoder.encode(self._reader.messages(row, name), index, name)
         return {
             "tokens": sample.tokens,

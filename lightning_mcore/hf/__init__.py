@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from lightning_mcore.hf.config_rules import ConfigRule, Constants, Derived, Only, Preset, Same, Unused
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.known_families import family_names, find_family
-from lightning_mcore.hf.pretrained import load_pretrained, pretrained_settings
 from lightning_mcore.hf.weight_rules import (
     Block,
     Experts,
@@ -28,6 +27,8 @@ from lightning_mcore.hf.weight_rules import (
 if TYPE_CHECKING:
     from lightning_mcore.hf.export import export_checkpoint, export_model
     from lightning_mcore.hf.folder_import import import_checkpoint
+    from lightning_mcore.hf.hf_source import pretrained_settings
+    from lightning_mcore.hf.pretrained import load_pretrained
     from lightning_mcore.hf.save_hf_model import SaveHFModel
 
 __all__ = [
@@ -62,11 +63,13 @@ _LATER = {
     "export_checkpoint": "export",
     "export_model": "export",
     "import_checkpoint": "folder_import",
+    "load_pretrained": "pretrained",
+    "pretrained_settings": "hf_source",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Import what stands above ``MCoreGPT``, which imports this package, when it is asked for."""
+    """Import what stands above ``MCoreGPT``, which imports this package, or takes long, when it is asked for."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)

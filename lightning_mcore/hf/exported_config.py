@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_mcore.field_homes import OF_THE_MODULE
 from lightning_mcore.hf.family import Family, complete_fields
 from lightning_mcore.hf.hf_config import (
     CONFIG_FILE,
@@ -27,11 +28,10 @@ from lightning_mcore.hf.hf_config import (
     read_generation_config,
     read_json,
 )
+from lightning_mcore.hf.hf_source import HFSource
 from lightning_mcore.hf.known_families import family_names, find_family
-from lightning_mcore.hf.pretrained import HFSource
 from lightning_mcore.hf.training_fields import TRAINING_ONLY
 from lightning_mcore.hf.weight_rules import Shape
-from lightning_mcore.transformer_fields import OF_THE_MODULE
 
 _TOKENIZER_FILES = (
     "tokenizer*",

@@ -3,7 +3,8 @@
 
 A :class:`Family` is data: rules for config keys (``config_rules.py``), rules for weights (``weight_rules.py``), and the
 prefixes of layers. Those that come with the package lie in ``families/``; ``known_families.py`` finds them, and yours.
-How a model is split over ranks is no part of it.
+How a model is split over ranks is no part of it. megatron-core is imported where its defaults are needed, not to read a
+config.
 """
 
 import dataclasses
@@ -11,13 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-
+from lightning_mcore.field_homes import DEFAULTS, OF_THE_MODULE
 from lightning_mcore.hf.config_rules import ConfigRule
 from lightning_mcore.hf.training_fields import TRAINING_ONLY
 from lightning_mcore.hf.weight_rules import WeightRule
 from lightning_mcore.positions import YARN_DEFAULTS
-from lightning_mcore.transformer_fields import DEFAULTS, OF_THE_MODULE
 
 IRRELEVANT = frozenset(
     {
@@ -134,6 +133,8 @@ def complete_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         fields: Fields of ``TransformerConfig`` and settings of the module, by name.
     """
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
     config_class = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
     whole: dict[str, Any] = {
         item.name: item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default

@@ -26,9 +26,10 @@ from lightning_mcore import checkpoint_files, checkpoint_manifest, sharded_state
 from lightning_mcore.checkpoint_save import MANIFEST, SHARDED_STATE, CheckpointSave
 from lightning_mcore.chunks import built_chunks
 from lightning_mcore.gpt import MCoreGPT
+from lightning_mcore.hf.hf_source import HFSource, refuse_megatron_checkpoint, settings_of_source
 from lightning_mcore.hf.hf_weights import HFWeights
 from lightning_mcore.hf.model_pieces import pieces_of_module
-from lightning_mcore.hf.pretrained import HFSource, refuse_megatron_checkpoint, running_fields, settings_of_source
+from lightning_mcore.hf.pretrained import running_fields
 from lightning_mcore.hf.safetensors_folder import SafetensorsFolder
 from lightning_mcore.hf.weight_map import whole_name
 from lightning_mcore.layout import ParallelLayout

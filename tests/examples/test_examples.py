@@ -11,10 +11,12 @@ import runpy
 import signal
 import subprocess
 import sys
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from safetensors.torch import load_file
@@ -23,7 +25,11 @@ import cli
 import finetune_hf
 import pretrain_gpt
 import run_report
-from lightning_mcore import MCoreGPT, MCoreStrategy
+from lightning_mcore import MCoreGPT, MCoreStrategy, ParallelLayout
+from lightning_mcore.planning.gpt_fields import GPTFields
+from lightning_mcore.planning.rank_memory import rank_memory
+from lightning_mcore.planning.rank_parameters import model_parameters
+from lightning_mcore.transformer_fields import build_transformer_config
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -171,20 +177,78 @@ def test_a_loss_curve_without_its_logger_is_refused_before_training() -> None:
         run_report.LossCurve().setup(trainer, None, "fit")
 
 
-def build(config: Path, monkeypatch: pytest.MonkeyPatch) -> LightningCLI:
-    monkeypatch.setattr(sys, "argv", ["cli.py", "--config", str(config)])
+def build(config: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> LightningCLI:
+    monkeypatch.setattr(sys, "argv", ["cli.py", "--config", str(config), *more])
     return cli.make_cli(run=False)
+
+
+def test_there_is_a_yaml_for_every_kind_of_run() -> None:
+    names = {path.stem for path in CONFIGS}
+    assert {"cpu_tiny", "llama3_8b_bf16", "llama3_8b_fp8", "llama3_8b_128k", "qwen3_30b_a3b"} <= names
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_every_yaml_builds(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = build(config, monkeypatch)
-    assert isinstance(built.trainer.strategy, MCoreStrategy)
-    built.trainer.strategy.layout.validate_world(built.trainer.num_devices)
+    """Trainer, strategy, model and data are made here, on the CPU; the layout is held against the file's own devices."""
+    trainer = yaml.safe_load(config.read_text(encoding="utf-8"))["trainer"]
+    on_cpu = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.num_nodes=1"]
+    built = build(config, monkeypatch, *on_cpu)
+    strategy = built.trainer.strategy
+    assert isinstance(strategy, MCoreStrategy)
+    strategy.layout.validate_world(trainer["devices"] * trainer.get("num_nodes", 1))
     assert isinstance(built.model, MCoreGPT)
-    built.trainer.strategy.layout.validate_model(built.model.model_shape())
-    assert built.model.vocab_size == built.datamodule.vocab_size
+    strategy.layout.validate_model(built.model.model_shape())
+    split = built.datamodule.batch_size // strategy.micro_batch_size
+    strategy.layout.validate_microbatches(
+        split * trainer.get("accumulate_grad_batches", 1), strategy.microbatch_group_size
+    )
     assert built.model.seq_length == built.datamodule.seq_length
+    assert built.model.vocab_size == getattr(built.datamodule, "vocab_size", built.model.vocab_size)
+    fused = {"moe_permute_fusion": False}  # which megatron-core imports from TransformerEngine at once
+    fields = built.model.transformer | (fused if "moe_permute_fusion" in built.model.transformer else {})
+    config_of_megatron = build_transformer_config(fields, strategy.megatron_fields())
+    assert (config_of_megatron.fp8 is not None) == ("fp8" in config.stem)
+
+
+SIZES = {  # parameters in all and for a token, in billions, as the models are known
+    "llama3_8b_bf16": (8.03, 8.03),
+    "llama3_8b_fp8": (8.03, 8.03),
+    "llama3_8b_128k": (8.03, 8.03),
+    "qwen3_30b_a3b": (30.5, 3.35),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_large_models_have_their_sizes_and_fit(name: str) -> None:
+    """What the comments of these files promise, by the arithmetic that is tested against live runs elsewhere."""
+    text = (EXAMPLES / "configs" / f"{name}.yaml").read_text(encoding="utf-8")
+    content = yaml.safe_load(text)
+    trainer, strategy = content["trainer"], content["trainer"]["strategy"]["init_args"]
+    fields = GPTFields.of(content["model"]["init_args"])
+    count = model_parameters(fields)
+    assert (count.total / 1e9, count.active / 1e9) == pytest.approx(SIZES[name], rel=2e-3)
+    sizes = {field.name: strategy[field.name] for field in dataclass_fields(ParallelLayout) if field.name in strategy}
+    layout = ParallelLayout(**sizes)
+    plugins = trainer.get("plugins")
+    precision = plugins[0]["init_args"] if plugins else {"precision": trainer["precision"]}
+    memory = [
+        rank_memory(
+            fields,
+            layout,
+            stage,
+            world_size=trainer["devices"] * trainer["num_nodes"],
+            precision=precision,
+            strategy=strategy,
+            micro_batch_size=strategy["micro_batch_size"],
+            num_microbatches=trainer["accumulate_grad_batches"],
+            backend="transformer_engine",
+        ).total
+        / 2**30
+        for stage in range(layout.pipeline_model_parallel_size)
+    ]
+    assert max(memory) < 68  # GiB of the 74.5 that 80 GB are; the rest is for buffers of NCCL and fragments
+    told = [int(number) for number in re.findall(r"(\d+) GiB", text)]
+    assert memory == pytest.approx(told, rel=0.05)
 
 
 def test_the_yaml_is_the_run_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from lightning_mcore import transformer_fields
+from lightning_mcore import field_homes
 from lightning_mcore.field_support import NOT_OF_A_GPT
 from lightning_mcore.hf import Unused, family_names, find_family
 from lightning_mcore.hf.family import IRRELEVANT, complete_fields, split_fields
@@ -443,9 +443,9 @@ OF_OTHER_MODELS = ("dsa_", "linear_", "mamba_", "mup_", "use_mamba", "use_mup", 
 
 def test_every_field_is_known_to_say_what_a_model_is_or_how_it_is_trained() -> None:
     elsewhere = {
-        *transformer_fields._OF_THE_STRATEGY,
-        *transformer_fields._OF_THE_PRECISION,
-        *transformer_fields._OF_THE_SCHEDULE,
+        *field_homes._OF_THE_STRATEGY,
+        *field_homes._OF_THE_PRECISION,
+        *field_homes._OF_THE_SCHEDULE,
     }
     known = elsewhere | TRAINING_ONLY | {*SAID_BY_A_FAMILY, *SAID_BY_NONE, *NOT_OF_A_GPT}
     names = {field.name for field in dataclasses.fields(MLATransformerConfig)}

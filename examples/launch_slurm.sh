@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# A SLURM job: one task for each GPU, which finds its rank in SLURM's variables.
+#
+#     cd examples && sbatch launch_slurm.sh configs/qwen3_30b_a3b.yaml
+#
+# Minutes before its time is up, SLURM sends the signal below: the run ends its step, saves (PreemptionCheckpoint in the
+# file) and is requeued by Lightning. Every node must see the same files.
+#SBATCH --job-name=lightning-mcore
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=12
+#SBATCH --time=24:00:00
+#SBATCH --signal=SIGUSR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+set -euo pipefail
+cd "$SLURM_SUBMIT_DIR" # the script itself runs as a copy, in a folder of SLURM's
+
+config=${1:?give the file of the run, such as configs/qwen3_30b_a3b.yaml}
+export CUDA_DEVICE_MAX_CONNECTIONS=1 # tensor-parallel communication is queued before the kernels behind it
+srun --kill-on-bad-exit=1 lightning-mcore fit --config "$config" \
+    --trainer.num_nodes="$SLURM_NNODES" --trainer.devices="$SLURM_NTASKS_PER_NODE" "${@:2}"

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Several machines with torchrun: run the same command on each, with its own NODE_RANK.
+#
+#     NNODES=2 NODE_RANK=0 MASTER_ADDR=first-machine DEVICES=8 examples/launch_torchrun.sh configs/qwen3_30b_a3b.yaml
+#     NNODES=2 NODE_RANK=1 MASTER_ADDR=first-machine DEVICES=8 examples/launch_torchrun.sh configs/qwen3_30b_a3b.yaml
+#
+# Two "machines" on this one, with a CPU rank each: NNODES=2 DEVICES=1, NODE_RANK=0 in one shell and 1 in another.
+# Every machine must see the same files. Paths are seen from this folder.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+nodes=${NNODES:-1}
+devices=${DEVICES:-2} # processes on each machine, one for each GPU
+config=${1:-configs/cpu_tiny.yaml}
+export CUDA_DEVICE_MAX_CONNECTIONS=1 # tensor-parallel communication is queued before the kernels behind it
+exec torchrun \
+    --nnodes "$nodes" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$devices" \
+    --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}" \
+    -m lightning_mcore.cli fit --config "$config" \
+    --trainer.num_nodes="$nodes" --trainer.devices="$devices" "${@:2}"

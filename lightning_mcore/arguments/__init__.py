@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments in the style of Hugging Face: dataclasses that transformers' ``HfArgumentParser`` reads.
+
+::
+
+    from lightning_mcore.arguments import TrainingArguments
+
+    args = TrainingArguments(output_dir="run", tensor_model_parallel_size=2, use_distributed_optimizer=True, bf16=True)
+    trainer = args.trainer(devices=8)
+    trainer.fit(args.model("Qwen/Qwen3-0.6B"), args.data("train.jsonl", tokenizer="Qwen/Qwen3-0.6B", seq_length=2048))
+
+They have the names of ROLL's ``mcore_adapter``, whose users keep their files. Importing this package imports nothing;
+``TrainingArguments`` brings transformers, and only the methods that make Lightning's objects bring Lightning.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_mcore.arguments.argument_parsing import parse_arguments
+    from lightning_mcore.arguments.distributing_arguments import DistributingParallelArguments
+    from lightning_mcore.arguments.fp8_arguments import Fp8Arguments
+    from lightning_mcore.arguments.megatron_arguments import MegatronArguments
+    from lightning_mcore.arguments.ray_arguments import RayArguments
+    from lightning_mcore.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
+
+_HOMES = {
+    "DistributingParallelArguments": "distributing_arguments",
+    "Fp8Arguments": "fp8_arguments",
+    "MegatronArguments": "megatron_arguments",
+    "RayArguments": "ray_arguments",
+    "Seq2SeqTrainingArguments": "training_arguments",
+    "TrainingArguments": "training_arguments",
+    "parse_arguments": "argument_parsing",
+}
+
+__all__ = [
+    "DistributingParallelArguments",
+    "Fp8Arguments",
+    "MegatronArguments",
+    "RayArguments",
+    "Seq2SeqTrainingArguments",
+    "TrainingArguments",
+    "parse_arguments",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a class when it is first asked for."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """Name the classes, though they are not imported yet."""
+    return __all__

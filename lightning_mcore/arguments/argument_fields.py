@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields of the argument classes: how one is declared, and the check that a value is of its type.
+
+transformers' ``HfArgumentParser`` checks types and choices on the command line only; what comes from a file or a dict
+it puts into the dataclass as it is. :func:`check_types` runs when an object is made, so that a wrong value is refused
+whichever way it came, with the sentence that names the field, the value and what is allowed. Nothing is converted.
+"""
+
+import dataclasses
+import enum
+import types
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+def option(help: str, default: Any = None) -> Any:
+    """Declare a field with its help text and its default.
+
+    Args:
+        help: What it means; the text of the command line.
+        default: Its default.
+    """
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+def flag(help: str, default: bool | None = None) -> Any:
+    """Declare a yes or no; on the command line the bare name means yes, whatever the default.
+
+    Args:
+        help: What it means; the text of the command line.
+        default: Its default; None keeps what the checkpoint, or Megatron, has.
+    """
+    metadata: dict[str, Any] = {"help": help}
+    if default is None:
+        metadata |= {"nargs": "?", "const": True}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def check_types(arguments: Any, may_be_none: Collection[str] = ()) -> None:
+    """Refuse values that are not of the type of their field.
+
+    Args:
+        arguments: A dataclass.
+        may_be_none: Fields that may be None though their type does not say so.
+
+    Raises:
+        TypeError: A value is of another type.
+        ValueError: A value is none of the choices of its field.
+    """
+    hints = get_type_hints(type(arguments))
+    for field in dataclasses.fields(arguments):
+        value = getattr(arguments, field.name)
+        if field.init and not (value is None and field.name in may_be_none):
+            check_type(field.name, value, hints[field.name])
+
+
+def check_type(name: str, value: Any, hint: Any) -> None:
+    """Refuse a value that is not of a type.
+
+    Args:
+        name: Of the option.
+        value: What was given.
+        hint: A type, as ``typing.get_type_hints`` returns it.
+
+    Raises:
+        TypeError: It is of another type.
+        ValueError: It is none of the choices.
+    """
+    if _fits(value, hint):
+        return
+    choices = _choices(hint)
+    if any(choice is not None for choice in choices) and isinstance(value, str | None):
+        raise ValueError(f"{name}={value!r} is not available; choose {_listed(choices)}")
+    hint_at_yaml = ""
+    if isinstance(value, str) and _fits(0.5, hint) and _is_number(value):
+        hint_at_yaml = f", which YAML reads from 1e-5, for one; write {float(value):.1e}, with a point"
+    raise TypeError(f"{name}={value!r} is of type {type(value).__name__}{hint_at_yaml}; give {_described(hint)}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, argument) for argument in _alternatives(hint))
+    if origin is Literal:
+        return any(value is choice or (value == choice and type(value) is type(choice)) for choice in arguments)
+    if hint is Any:
+        return True
+    if hint is None or hint is type(None):
+        return value is None
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return isinstance(value, hint) or value in [member.value for member in hint]
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
+    if origin is dict or hint is dict:
+        return isinstance(value, Mapping)
+    if hint in (int, float):
+        return isinstance(value, int | float if hint is float else int) and not isinstance(value, bool)
+    return not isinstance(hint, type) or isinstance(value, hint)
+
+
+def _alternatives(union: Any) -> list[Any]:
+    """Return the types of a union; transformers writes "a member or its name" as an enumeration or str."""
+    found = list(get_args(union))
+    has_choices = any(isinstance(item, type) and issubclass(item, enum.Enum) for item in found)
+    return [item for item in found if not (has_choices and item is str)]
+
+
+def _choices(hint: Any) -> list[Any]:
+    """Return the choices of a type that has a finite number of them, none of others."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return [choice for argument in _alternatives(hint) for choice in _choices(argument)]
+    if get_origin(hint) is Literal:
+        return list(get_args(hint))
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return [member.value for member in hint]
+    return [None] if hint is type(None) else []
+
+
+def _listed(choices: list[Any]) -> str:
+    *others, last = [repr(choice) for choice in choices]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _described(hint: Any) -> str:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_described(argument) for argument in _alternatives(hint)))
+    if origin is Literal:
+        return " or ".join(map(repr, arguments))
+    names = {bool: "True or False", int: "a whole number", float: "a number", str: "a text", type(None): "None"}
+    if hint in names:
+        return names[hint]
+    if origin in (list, dict) or hint in (list, dict):
+        return f"a {(origin or hint).__name__}"
+    return getattr(hint, "__name__", str(hint))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

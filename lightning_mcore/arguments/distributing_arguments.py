@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``DistributingParallelArguments``: how a model is cut, recomputed and quantised, under mcore_adapter's names.
+
+None keeps what the checkpoint says or, where it says nothing, Megatron's default (``calculate_per_token_loss``: ours).
+The rules that hold between fields are in ``field_rules.py``; ``run_mapping.py`` says where each field lands. Where a
+default differs from mcore_adapter's, the help text says so: it overwrites checkpoints there, or contradicts Megatron.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from lightning_mcore.arguments.additional_configs import load_additional_configs, take_over
+from lightning_mcore.arguments.argument_fields import check_types, flag, option
+from lightning_mcore.arguments.field_rules import check_distribution, interleaving_of
+from lightning_mcore.spelling import unknown_name
+
+_KEEPS = "Default: the checkpoint's (mcore_adapter overwrites it with False)."
+
+
+@dataclasses.dataclass
+class DistributingParallelArguments:
+    """How a model is cut, recomputed and quantised; each field's meaning is its help text.
+
+    Raises:
+        FileNotFoundError: ``additional_configs`` names no file.
+        TypeError: A value is of another type.
+        ValueError: A value is not available, contradicts another one, or needs what is not there.
+    """
+
+    tensor_model_parallel_size: int | None = option("Ranks that share each matrix. Default: 1.")
+    pipeline_model_parallel_size: int | None = option("Ranks that share the layers, each a stage. Default: 1.")
+    sequence_parallel: bool = flag(
+        "Share the activations between tensor-parallel regions over the same ranks. Needs tensor parallelism; tensor"
+        " and expert parallelism together need it.",
+        default=False,
+    )
+    virtual_pipeline_model_parallel_size: int | None = option(
+        "Chunks of layers on each stage (interleaved schedule). Default: one, or what pipeline_model_parallel_layout"
+        " says."
+    )
+    context_parallel_size: int | None = option("Ranks that share each sequence. Default: 1.")
+    expert_model_parallel_size: int | None = option("Ranks that share the experts. Default: 1.")
+    expert_tensor_parallel_size: int | None = option(
+        "Ranks that share each expert's matrices. Default: tensor_model_parallel_size."
+    )
+    account_for_embedding_in_pipeline_split: bool | None = flag("Count the embedding as a layer of the pipeline.")
+    account_for_loss_in_pipeline_split: bool | None = flag("Count the loss as a layer of the pipeline.")
+    pipeline_model_parallel_layout: str | None = option(
+        "Which layers each stage holds, as Megatron writes it, such as 'E,t*3|t*4,L'; it fixes the virtual pipeline."
+    )
+    overlap_p2p_comm: bool | None = flag(
+        "Send between stages while computing; with the interleaved schedule only. Default: on with it, off without"
+        " (mcore_adapter: True, and turned off without it)."
+    )
+    variable_seq_lengths: bool = flag(
+        "Pad the rows of a batch to their longest, each batch its own, so that stages exchange shapes. Without it, and"
+        " with a pipeline, all rows have the full length. Not with the allgather dispatcher of experts.",
+        default=False,
+    )
+    recompute_granularity: Literal["full", "selective"] | None = option(
+        "Compute activations again in backward: whole layers ('full') or parts of them ('selective'). 'full' without"
+        " recompute_method and recompute_num_layers means 'uniform' and 1."
+    )
+    recompute_method: Literal["uniform", "block"] | None = option(
+        "With 'full': groups of layers over all of them ('uniform'), or the first of each stage ('block');"
+        " mcore_adapter offers 'recompute', which Megatron refuses."
+    )
+    recompute_modules: str | None = option(
+        "With 'selective': parts, separated by commas, of core_attn, moe_act, layernorm, mla_up_proj, mlp, moe,"
+        " shared_experts. Default: core_attn."
+    )
+    recompute_num_layers: int | None = option("With 'full': layers of a group ('uniform'), or of a stage ('block').")
+    bias_activation_fusion: bool | None = flag(f"Fuse bias and activation. {_KEEPS}")
+    apply_rope_fusion: bool | None = flag(f"Fuse rotary positions; needs TransformerEngine. {_KEEPS}")
+    cross_entropy_loss_fusion: bool | None = flag(f"Fuse the cross entropy, at any tensor-parallel size. {_KEEPS}")
+    moe_layer_recompute: bool | None = flag(
+        "Compute the layers of experts again in backward: adds 'moe' to recompute_modules, as Megatron does. Not with"
+        f" recompute_granularity='full'. {_KEEPS}"
+    )
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] | None = option(
+        "How tokens travel to experts; 'flex' (DeepEP) needs CUDA. Default: the checkpoint's, or else allgather"
+        " (mcore_adapter overwrites it with allgather and does not offer flex)."
+    )
+    moe_aux_loss_coeff: float | None = option("Weight of the loss that balances experts.")
+    moe_grouped_gemm: bool | None = flag("One kernel for all experts of a rank; needs TransformerEngine.")
+    moe_expert_capacity_factor: float | None = option("Tokens of an expert, as a multiple of its even share.")
+    moe_pad_expert_input_to_capacity: bool | None = flag(
+        "Pad each expert's tokens to its capacity; needs moe_expert_capacity_factor."
+    )
+    moe_token_drop_policy: Literal["probs", "position"] | None = option("Which tokens beyond the capacity are dropped.")
+    moe_shared_expert_overlap: bool | None = flag(
+        f"Compute the shared expert while tokens travel; needs the alltoall dispatcher. {_KEEPS}"
+    )
+    moe_enable_routing_replay: bool | None = flag(
+        "Record and replay the choices of routers, for reinforcement learning. Not available yet."
+    )
+    moe_router_dtype: Literal["fp32", "fp64"] | None = option("Number format of the router.")
+    mtp_num_layers: int | None = option(
+        "Layers of multi-token prediction; 0 for none. Default: the checkpoint's (mcore_adapter: 0, which drops them)."
+    )
+    calculate_per_token_loss: bool | None = flag(
+        "Weigh each token alike over all microbatches and ranks, as transformers' Trainer does, instead of each"
+        " microbatch. Default: yes (mcore_adapter: False, and its gradients are then wrong under context parallelism)."
+    )
+    transformer_impl: Literal["local", "transformer_engine"] | None = option(
+        "Whose layers: plain PyTorch or TransformerEngine. Default: TransformerEngine where it is installed and the"
+        " device is a GPU."
+    )
+    cuda_graph_impl: Literal["local", "transformer_engine"] | None = option("Capture CUDA graphs. Not available yet.")
+    cuda_graph_scope: str = option("What CUDA graphs capture. Not available yet.", default="full")
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = option(
+        "How tensors are scaled into FP8; it alone turns FP8 on (in mcore_adapter it does nothing alone). Needs bf16."
+    )
+    fp8_param: bool = flag("Keep the weights in FP8 and gather them so; needs FP8.", default=False)
+    fp8: Literal["e4m3", "hybrid"] | None = option("Format of FP8. Default: hybrid if there is an fp8_recipe.")
+    additional_configs: dict[str, Any] | str | None = dataclasses.field(
+        default_factory=dict,
+        metadata={"help": "More fields of Megatron's TransformerConfig: a JSON object, or the path of such a file."},
+    )
+
+    def __post_init__(self) -> None:
+        """Check every value, then the fields against each other."""
+        self._check_types()
+        extra = load_additional_configs(self.additional_configs)
+        rest = take_over(self, extra)
+        if len(rest) < len(extra):
+            self._check_types()
+        self.additional_configs = extra
+        check_distribution(self, rest)
+        self.virtual_pipeline_model_parallel_size = interleaving_of(self)
+
+    def _check_types(self) -> None:
+        check_types(self)
+
+    @property
+    def extra_fields(self) -> dict[str, Any]:
+        """What ``additional_configs`` sets that is no field here."""
+        assert isinstance(self.additional_configs, dict)
+        own = {field.name for field in dataclasses.fields(self)}
+        return {name: value for name, value in self.additional_configs.items() if name not in own}
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """Return what is set of this class's own fields, ``additional_configs`` unfolded; None is left out."""
+        own = {field.name for field in dataclasses.fields(DistributingParallelArguments)} - {"additional_configs"}
+        given = {name: getattr(self, name) for name in sorted(own)}
+        return {**self.extra_fields, **{name: value for name, value in given.items() if value is not None}}
+
+    def allow_variable_seq_lengths(self) -> bool:
+        """Whether the microbatches of a step may differ in length: asked for, or without stages that exchange them."""
+        return self.variable_seq_lengths or (self.pipeline_model_parallel_size or 1) == 1
+
+    @classmethod
+    def from_json_file(cls, path: str) -> Self:
+        """Make them from a JSON file.
+
+        Args:
+            path: A file with one object: values by the names of fields.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: It is not a JSON object, a name is unknown, or a value is refused.
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"{path} is not a file; give the path of a JSON file of arguments")
+        try:
+            given = json.loads(Path(path).read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not JSON: {error}; give an object of arguments by name") from error
+        if not isinstance(given, dict):
+            raise ValueError(f"{path} holds a {type(given).__name__}; give an object of arguments by name")
+        known = {field.name for field in dataclasses.fields(cls) if field.init}
+        for name in given:
+            if name not in known:
+                raise ValueError(unknown_name(f"key of {path}", name, known))
+        return cls(**given)

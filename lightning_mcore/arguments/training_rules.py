@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules between transformers' training arguments and Megatron's, checked when ``TrainingArguments`` is made.
+
+``foreign_fields.py`` has refused what nobody would carry out; here stand those fields that are carried out, and what
+they need of each other.
+"""
+
+from typing import Any
+
+from lightning_mcore.arguments.field_rules import fp8_settings
+
+METRICS = {
+    "loss": "val_loss",
+    "perplexity": "val_perplexity",
+    "accuracy": "val_accuracy",
+}
+LOGGERS = ("tensorboard", "wandb", "mlflow", "csv")
+_OPTIMIZERS = {"adamw_torch": "adam", "adamw_torch_fused": "adam", "sgd": "sgd"}
+_NO_COURSES = {
+    "reduce_lr_on_plateau": "it needs the loss of an evaluation, which a course by steps has not",
+    "greedy": "it needs the loss of an evaluation, which a course by steps has not",
+}
+_BACKENDS = ("nccl", "gloo")
+
+
+def text_of(value: Any) -> str:
+    """Return the text of a member of an enumeration, or of what stands for it."""
+    return str(getattr(value, "value", value))
+
+
+def check_training(arguments: Any) -> None:
+    """Refuse what contradicts itself before transformers reads it.
+
+    Args:
+        arguments: ``TrainingArguments``, as they were given.
+
+    Raises:
+        ValueError: As said.
+    """
+    _check_batches(arguments)
+    _check_formats(arguments)
+    _check_optimizer(arguments)
+    _check_recompute(arguments)
+    _check_logging(arguments)
+    _check_evaluation(arguments)
+    _check_saving(arguments)
+    if arguments.ddp_find_unused_parameters:
+        raise ValueError(
+            "ddp_find_unused_parameters=True is not available: Megatron's data parallelism does not look for them;"
+            " leave it out"
+        )
+    if arguments.ddp_backend not in (None, *_BACKENDS):
+        raise ValueError(f"ddp_backend={arguments.ddp_backend!r} is not available; choose 'nccl' or 'gloo'")
+    if arguments.average_tokens_across_devices is False and arguments.calculate_per_token_loss is not False:
+        raise ValueError(
+            "average_tokens_across_devices=False contradicts calculate_per_token_loss=True, the default, which weighs"
+            " tokens over all ranks; set calculate_per_token_loss=False, or leave it out"
+        )
+
+
+def _check_batches(arguments: Any) -> None:
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"{name}={getattr(arguments, name)} is too small; choose 1 or more")
+    epochs, steps = arguments.num_train_epochs, arguments.max_steps
+    if steps == 0 or steps < -1:
+        raise ValueError(f"max_steps={steps} is no number of steps; choose 1 or more, or -1 for num_train_epochs")
+    if steps == -1 and (epochs != int(epochs) or epochs < 1):
+        raise ValueError(
+            f"num_train_epochs={epochs} is no whole number of epochs, as Lightning counts them; choose one, or set"
+            " max_steps"
+        )
+    if arguments.max_grad_norm < 0:
+        raise ValueError(f"max_grad_norm={arguments.max_grad_norm} is too small; choose 0 for no clipping, or more")
+    if arguments.ddp_timeout < 1:
+        raise ValueError(f"ddp_timeout={arguments.ddp_timeout} is too short; choose seconds, 1 or more")
+
+
+def _check_formats(arguments: Any) -> None:
+    if arguments.bf16 and arguments.fp16:
+        raise ValueError("bf16=True contradicts fp16=True; choose one of them")
+    for name in ("bf16", "fp16"):
+        if getattr(arguments, f"{name}_full_eval") and not getattr(arguments, name):
+            raise ValueError(
+                f"{name}_full_eval=True with {name}=False is not available: evaluation computes in the format of"
+                f" training; set {name}=True, or leave it out"
+            )
+    given = fp8_settings(arguments, arguments.extra_fields)
+    if given and not arguments.bf16:
+        name = next(iter(given))
+        raise ValueError(f"{name}={given[name]!r} needs bf16=True, for FP8 is computed beside bf16; set both")
+    if given.get("fp8_param") and not arguments.use_distributed_optimizer:
+        raise ValueError("fp8_param=True needs use_distributed_optimizer=True, which gathers the weights; set both")
+
+
+def _check_optimizer(arguments: Any) -> None:
+    optim = text_of(arguments.optim)
+    if optim not in _OPTIMIZERS:
+        raise ValueError(
+            f"optim={optim!r} is not available: the optimizer is Megatron's; choose"
+            f" {', '.join(map(repr, list(_OPTIMIZERS)[:-1]))} or 'sgd'"
+        )
+    is_default = optim == "adamw_torch_fused"  # so that optimizer="sgd" alone says it
+    if _OPTIMIZERS[optim] != arguments.optimizer and not is_default:
+        raise ValueError(
+            f"optim={optim!r} contradicts optimizer={arguments.optimizer!r}; set optimizer={_OPTIMIZERS[optim]!r} too"
+        )
+    if arguments.optimizer == "sgd" and arguments.use_distributed_optimizer:
+        raise ValueError(
+            "use_distributed_optimizer=True needs optimizer='adam', but it is 'sgd', whose state Megatron does not"
+            " shard; set one of them"
+        )
+    course = text_of(arguments.lr_scheduler_type)
+    if course in _NO_COURSES:
+        raise ValueError(f"lr_scheduler_type={course!r} is not available: {_NO_COURSES[course]}; choose another")
+    if course == "constant" and arguments.warmup_steps:
+        raise ValueError(
+            f"warmup_steps={arguments.warmup_steps} contradicts lr_scheduler_type='constant', which has no warm-up;"
+            " choose 'constant_with_warmup', or 0"
+        )
+
+
+def checkpoints_activations(arguments: Any) -> bool:
+    """Whether transformers' name for full recomputation is set, the new one or the old."""
+    names = ("activation_checkpointing", "gradient_checkpointing")
+    return any(getattr(arguments, name, None) for name in names)
+
+
+def _check_recompute(arguments: Any) -> None:
+    if not checkpoints_activations(arguments):
+        return
+    names = ("activation_checkpointing", "gradient_checkpointing")
+    name = next(name for name in names if getattr(arguments, name, None))
+    if arguments.recompute_granularity == "selective":
+        raise ValueError(
+            f"{name}=True, which computes whole layers again, contradicts recompute_granularity='selective'; leave one"
+            " out"
+        )
+    if arguments.moe_layer_recompute:
+        raise ValueError(
+            f"{name}=True, which computes whole layers again, contradicts moe_layer_recompute=True; leave one out"
+        )
+
+
+def _check_logging(arguments: Any) -> None:
+    strategy = text_of(arguments.logging_strategy)
+    if strategy == "epoch":
+        raise ValueError(
+            "logging_strategy='epoch' is not available: losses are logged by steps; choose 'steps' with logging_steps,"
+            " or 'no'"
+        )
+    check_steps(arguments, "logging_steps", strategy == "steps")
+    if arguments.logging_first_step and arguments.logging_steps != 1:
+        raise ValueError(
+            f"logging_first_step=True with logging_steps={arguments.logging_steps} is not available: Lightning logs"
+            " every n-th step; leave it out, or set logging_steps=1"
+        )
+
+
+def check_loggers(names: list[str]) -> None:
+    """Refuse loggers that Lightning does not have.
+
+    Args:
+        names: Those of ``report_to``, as transformers reads it.
+
+    Raises:
+        ValueError: As said.
+    """
+    for name in names:
+        if name not in LOGGERS:
+            raise ValueError(f"report_to={name!r} is not available; choose from {', '.join(LOGGERS)} or none")
+
+
+def _check_evaluation(arguments: Any) -> None:
+    strategy = text_of(arguments.eval_strategy)
+    if strategy == "steps" and not arguments.eval_steps:
+        check_steps(arguments, "logging_steps", True)
+    elif strategy == "steps":
+        check_steps(arguments, "eval_steps", True)
+    elif arguments.eval_steps is not None:
+        raise ValueError(
+            f"eval_steps={arguments.eval_steps} contradicts eval_strategy={strategy!r}; set eval_strategy='steps', or"
+            " leave it out"
+        )
+    if arguments.eval_on_start and strategy == "no":
+        raise ValueError("eval_on_start=True contradicts eval_strategy='no'; set eval_strategy, or leave it out")
+
+
+def _check_saving(arguments: Any) -> None:
+    strategy, metric = text_of(arguments.save_strategy), arguments.metric_for_best_model
+    check_steps(arguments, "save_steps", strategy == "steps")
+    if arguments.save_total_limit is not None and arguments.save_total_limit < 1:
+        raise ValueError(
+            f"save_total_limit={arguments.save_total_limit} is too small; choose 1 or more, or save_strategy='no'"
+        )
+    if strategy == "no":
+        for name in ("save_hf_model", "save_total_limit", "save_only_model", "ckpt_d2h_non_blocking"):
+            if value := getattr(arguments, name):
+                raise ValueError(f"{name}={value!r} contradicts save_strategy='no'; choose another, or leave it out")
+    if metric is not None and metric.removeprefix("eval_") not in METRICS:
+        raise ValueError(f"metric_for_best_model={metric!r} is not logged; choose {', '.join(map(repr, METRICS))}")
+    if strategy == "best" and (metric is None or text_of(arguments.eval_strategy) == "no"):
+        missing = "metric_for_best_model" if metric is None else "eval_strategy='steps' or 'epoch'"
+        raise ValueError(f"save_strategy='best' needs {missing}; set it")
+    if strategy != "best" and metric is not None:
+        raise ValueError(
+            f"metric_for_best_model={metric!r} contradicts save_strategy={strategy!r}, which looks at no metric; set"
+            " save_strategy='best', or leave it out"
+        )
+    if arguments.greater_is_better is not None and metric is None:
+        raise ValueError(
+            f"greater_is_better={arguments.greater_is_better} does nothing without metric_for_best_model; set both"
+        )
+
+
+def check_steps(arguments: Any, name: str, used: bool) -> None:
+    """Refuse a number of steps that is none, and a share of all steps where their number is unknown."""
+    steps = getattr(arguments, name)
+    if not used:
+        return
+    if steps <= 0 or (steps >= 1 and steps != int(steps)):
+        raise ValueError(f"{name}={steps} is no number of steps; choose 1 or more, or a share of max_steps below 1")
+    if steps < 1 and arguments.max_steps < 1:
+        raise ValueError(
+            f"{name}={steps} is a share of all steps, whose number is not known here; set max_steps, or give a number"
+            " of steps"
+        )

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Hugging Face model as a source: its config, and the arguments of ``MCoreGPT`` that follow from it.
+
+:func:`pretrained_settings` makes them before there are ranks: what is wrong with config or files is found there.
+``MCoreGPT.from_pretrained`` calls it, and ``lightning-mcore plan``; so neither Lightning nor megatron-core is imported
+here to read a ``config.json``. A checkpoint directory of ours has the settings in it, and takes Lightning to be read.
+"""
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_mcore import checkpoint_files
+from lightning_mcore.field_homes import OF_THE_MODULE
+from lightning_mcore.hf.family import Family, split_fields
+from lightning_mcore.hf.hf_config import family_of, local_folder, read_config, read_generation_config, read_json
+from lightning_mcore.hf.hf_weights import multi_token_prefixes
+from lightning_mcore.hf.safetensors_folder import SafetensorsFolder
+
+_KEPT = sorted(OF_THE_MODULE - {"make_vocab_size_divisible_by", "transformer_impl"})  # what a model is, not how it runs
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HFSource:
+    """The Hugging Face model that a model was made from.
+
+    Args:
+        folder: Where it lies.
+        family: What is known of its kind.
+        config: Its config with all defaults.
+        fields: The same as settings of Megatron and of ``MCoreGPT``.
+    """
+
+    folder: str
+    family: Family
+    config: dict[str, Any]
+    fields: dict[str, Any]
+
+    @classmethod
+    def open(cls, path: str, family: str | None = None) -> "HFSource":
+        """Read the config of a model.
+
+        Args:
+            path: Its folder, or its name on the Hugging Face hub.
+            family: Name or path of its family; None for what its config says.
+
+        Raises:
+            FileNotFoundError: There is no such model.
+            ValueError: It is of no known family, or its config asks for something that is not supported.
+        """
+        folder = local_folder(path)
+        config = read_config(folder)
+        known = family_of(config, family)
+        try:
+            fields = known.read_config(config)
+        except ValueError as error:
+            raise ValueError(f"{folder}/config.json: {error}") from error
+        return cls(folder, known, config, fields)
+
+    def open_tensors(self) -> SafetensorsFolder:
+        """Read the headers of its weights.
+
+        Raises:
+            FileNotFoundError: A file is missing.
+            ValueError: A file is damaged, or the weights are quantised.
+        """
+        return SafetensorsFolder(self.folder, self.family.unread)
+
+
+def pretrained_settings(
+    path: str,
+    family: str | None = None,
+    seq_length: int | None = None,
+    transformer: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the arguments of ``MCoreGPT`` that a Hugging Face model is made with.
+
+    Args:
+        path: Its folder, its name on the Hugging Face hub, or a checkpoint of a model made from one.
+        family: Name or path of its family; None for what its config says.
+        seq_length: Tokens of a sequence in training; None for as many as the model was made for.
+        transformer: Fields of ``TransformerConfig`` to use instead of those that follow from the config.
+
+    Returns:
+        ``vocab_size``, ``seq_length``, ``transformer`` and the settings of positions; ``hf`` says where they come from,
+        as plain data.
+
+    Raises:
+        FileNotFoundError: There is no such model, or a file of it is missing.
+        ValueError: It is of no known family, its config asks for something that is not supported, or a file is damaged.
+    """
+    settings = _settings_of_checkpoint(path, family) if is_own_checkpoint(path) else _settings_of_model(path, family)
+    settings["transformer"] = {**settings["transformer"], **(transformer or {})}
+    return {**settings, "seq_length": settings["seq_length"] if seq_length is None else seq_length}
+
+
+def absolute(path: str) -> str:
+    """Return the absolute path of a folder; a name on the hub as it is."""
+    return os.path.abspath(path) if os.path.isdir(path) else path
+
+
+def _settings_of_model(path: str, family: str | None) -> dict[str, Any]:
+    refuse_megatron_checkpoint(path)
+    source = HFSource.open(path, family)
+    return settings_of_source(source, source.open_tensors(), path, family)
+
+
+def refuse_megatron_checkpoint(path: str) -> None:
+    """Refuse a checkpoint that does not say what model it is of.
+
+    Raises:
+        ValueError: It is one of Megatron-LM, or of another program.
+    """
+    if os.path.isdir(path) and checkpoint_files.is_megatron_checkpoint(path):
+        raise ValueError(
+            f"{path} is a checkpoint of Megatron-LM or another program, which does not say what model it is of; start"
+            f" from its weights with self.load_weights({path!r}) in configure_model"
+        )
+
+
+def settings_of_source(source: HFSource, tensors: SafetensorsFolder, path: str, family: str | None) -> dict[str, Any]:
+    """Return the arguments of ``MCoreGPT`` for a model whose config and headers are read.
+
+    Args:
+        source: The model.
+        tensors: Its weights.
+        path: As the user has given it.
+        family: As the user has given it.
+    """
+    module, fields = split_fields(source.fields)
+    [behind] = multi_token_prefixes(source.family, source.fields["num_layers"], 1)
+    if fields.get("mtp_num_layers") and not any(name.startswith(behind) for name in tensors.shapes):
+        _log.info("%s has no weights for multi-token prediction, so the model is made without", source.folder)
+        del fields["mtp_num_layers"]
+    return {
+        **module,
+        "seq_length": int(source.config["max_position_embeddings"]),
+        "transformer": fields,
+        "hf": {
+            "path": absolute(path),
+            "family": family or source.family.model_type,
+            "config": read_json(source.folder, "config.json"),
+            "generation_config": read_generation_config(source.folder),
+        },
+    }
+
+
+def is_own_checkpoint(path: str) -> bool:
+    """Return whether a path is a checkpoint directory of ours, which has its own settings.
+
+    Args:
+        path: Of a model or a checkpoint.
+    """
+    return checkpoint_files.is_checkpoint_directory(path)
+
+
+def _settings_of_checkpoint(path: str, family: str | None) -> dict[str, Any]:
+    """Return the settings of the model in a checkpoint directory, without those of its training."""
+    from lightning.pytorch import LightningModule
+
+    from lightning_mcore.checkpoint_io import MCoreCheckpointIO
+
+    saved = MCoreCheckpointIO().load_checkpoint(path).get(LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, {})
+    hf = saved.get("hf")
+    if not hf:
+        raise ValueError(
+            f"{path} is a checkpoint of a model that was not made from a Hugging Face model; start from it with"
+            f" self.load_weights({path!r}) in configure_model"
+        )
+    if family not in (None, hf["family"]):
+        raise ValueError(
+            f"family={family!r} is given for {path}, a checkpoint of family {hf['family']!r}, whose weights are"
+            " Megatron's already; leave it out"
+        )
+    return {name: saved[name] for name in (*_KEPT, "transformer", "hf") if name in saved}

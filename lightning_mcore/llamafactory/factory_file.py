@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training file of LLaMA-Factory as a dict: YAML or JSON, and ``key=value`` behind it on the command line.
+
+Numbers are read as YAML 1.2 has them, so that ``3e-6`` is a number and not a text. A later value takes the place of an
+earlier one; ``a.b=1`` reaches into a dict. No torch, no megatron-core. ``factory_run.py`` asks.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$")
+
+
+def read_file(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what a file says, and what stands behind it.
+
+    Args:
+        path: A ``.yaml``, ``.yml`` or ``.json`` file.
+        overrides: Each ``key=value``; values are YAML.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is no file of keys and values, or an override is no ``key=value``.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path!r} is no file; give a training file of LLaMA-Factory, in YAML or JSON")
+    text = Path(path).read_text(encoding="utf-8")
+    if Path(path).suffix not in (".yaml", ".yml", ".json"):
+        raise ValueError(f"{path!r} is neither YAML nor JSON; give a file that ends with .yaml, .yml or .json")
+    values = _json(text, path) if Path(path).suffix == ".json" else _yaml(text, path)
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ValueError(f"{path!r} holds no keys with values; write one 'key: value' on each line")
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not key:
+            raise ValueError(f"{override!r} behind the file is no key=value; write for example learning_rate=1e-5")
+        _put(values, key.split("."), _yaml(value, override))
+    return values
+
+
+def _put(values: dict[str, Any], keys: list[str], value: Any) -> None:
+    for key in keys[:-1]:
+        inner = values.get(key)
+        values[key] = dict(inner) if isinstance(inner, dict) else {}
+        values = values[key]
+    values[keys[-1]] = value
+
+
+def _json(text: str, path: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {error.lineno} of {path} is no JSON: {error.msg} at column {error.colno}") from error
+
+
+def _yaml(text: str, name: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.load(text, Loader=_loader())
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"line {mark.line + 1} of {name}" if mark is not None else name
+        raise ValueError(f"{place} is no YAML: {getattr(error, 'problem', None) or error}") from error
+
+
+@cache
+def _loader() -> Any:
+    """Return a safe loader of YAML that takes ``3e-6`` for a number, and refuses a key that stands there twice."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Reads what YAML 1.2 calls a number."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            """Return a mapping; each key may stand there once."""
+            seen = set()
+            for key, _ in node.value:
+                if str(key.value) in seen:
+                    raise yaml.constructor.ConstructorError(
+                        problem=f"the key {key.value!r} is there twice; keep one", problem_mark=key.start_mark
+                    )
+                seen.add(str(key.value))
+            return super().construct_mapping(node, deep)
+
+    resolvers = {first: list(found) for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+    Loader.yaml_implicit_resolvers = resolvers
+    for first in "-+0123456789.":
+        others = [pair for pair in resolvers.get(first, []) if not pair[0].endswith(":float")]
+        resolvers[first] = [*others, ("tag:yaml.org,2002:float", _FLOAT)]
+    return Loader

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes of an ``MCoreGPT`` that memory and parameters follow from, with Megatron's defaults filled in.
+
+``TransformerConfig`` fills them in too, but needs torch and a second to import, and warns. The rest of ``planning``
+takes a model as :class:`GPTFields`. Pure arithmetic: no torch, no megatron-core. Whether the values are allowed is for
+others to say (``transformer_fields.py``, ``layout.py``); here a model is taken as it is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from lightning_mcore.model_shape import ModelShape
+from lightning_mcore.throughput import moe_layers
+
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Sizes of multi-latent attention, in channels; the defaults are those of ``MLATransformerConfig`` 0.16.1.
+
+    Args:
+        q_lora_rank: Compressed queries; None where they are not compressed.
+        kv_lora_rank: Compressed keys and values.
+        qk_head_dim: A head of queries and keys, the part that is not rotated.
+        qk_pos_emb_head_dim: The part that is rotated; all heads share that of the keys.
+        v_head_dim: A head of values.
+    """
+
+    q_lora_rank: int | None = 512
+    kv_lora_rank: int = 512
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
+
+    @property
+    def query_width(self) -> int:
+        """A whole head of queries and keys."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Sizes of the layers with experts.
+
+    Args:
+        count: Routed experts of a layer.
+        topk: Of these, how many a token goes through.
+        width: Inner width of a routed expert.
+        shared_width: Inner width of the shared experts together; 0 for none.
+        shared_gate: Whether the output of the shared experts has a gate, a weight of [1, h].
+        latent_width: Width that routed experts read and write; None for the hidden size.
+        capacity_factor: ``moe_expert_capacity_factor``; None where no token is dropped.
+        pads_to_capacity: Whether every expert computes on as many tokens as it may take.
+        dispatcher: ``moe_token_dispatcher_type``.
+        grouped: Whether TransformerEngine's grouped products compute the experts.
+    """
+
+    count: int
+    topk: int
+    width: int
+    shared_width: int
+    shared_gate: bool
+    latent_width: int | None
+    capacity_factor: float | None
+    pads_to_capacity: bool
+    dispatcher: str
+    grouped: bool
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What backward computes again instead of keeping it.
+
+    Args:
+        granularity: ``"full"``, ``"selective"`` or None.
+        method: With full: ``"uniform"`` or ``"block"``.
+        num_layers: With uniform, layers of a group; with block, layers of a stage's chunk that are recomputed.
+        modules: With selective: which parts of a layer.
+        distribute: Whether tensor-parallel ranks share what is kept of a recomputed layer.
+    """
+
+    granularity: str | None
+    method: str | None
+    num_layers: int
+    modules: frozenset[str]
+    distribute: bool
+
+
+@dataclass(frozen=True)
+class GPTFields:
+    """A GPT as its sizes: those of ``TransformerConfig`` under its names, and those of ``MCoreGPT`` around it.
+
+    Args:
+        vocab_size: Tokens that exist.
+        padded_vocab_size: Rows of the embedding.
+        seq_length: Tokens of a sequence.
+        learned_positions: Rows of the embedding of positions; 0 with rotary positions or none.
+        rotary_channels: Channels of a head that are rotated; 0 for none.
+        tied: Whether the output layer is the embedding's transpose.
+        attention: Sizes of multi-latent attention; None for grouped heads.
+        experts: Sizes of the layers with experts; None for a dense model.
+        is_moe: For each layer, whether its feed-forward part is a mixture of experts.
+        recompute: What backward computes again.
+        shape: The sizes that a layout must divide, as ``ParallelLayout.validate_model`` takes them.
+        transformer: The fields of ``TransformerConfig`` as they were given.
+    """
+
+    vocab_size: int
+    padded_vocab_size: int
+    seq_length: int
+    learned_positions: int
+    rotary_channels: int
+    tied: bool
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    ffn_hidden_size: int
+    gated_linear_unit: bool
+    add_bias_linear: bool
+    add_qkv_bias: bool
+    layer_norm_has_bias: bool
+    qk_layernorm: bool
+    attention_output_gate: bool
+    hidden_dropout: float
+    attention_dropout: float
+    fp32_residual_connection: bool
+    mtp_num_layers: int
+    attention: LatentAttention | None
+    experts: Experts | None
+    is_moe: tuple[bool, ...]
+    recompute: Recompute
+    shape: ModelShape
+    transformer: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, model: Mapping[str, Any]) -> "GPTFields":
+        """Read the arguments of ``MCoreGPT`` (not of its ``from_pretrained``, which are to be resolved first).
+
+        Args:
+            model: ``vocab_size``, ``seq_length``, ``transformer`` and what else differs from its defaults. Arguments
+                that say nothing of sizes are not read.
+
+        Raises:
+            ValueError: One of these is absent.
+        """
+        missing = [name for name in ("vocab_size", "seq_length", "transformer") if model.get(name) is None]
+        given: Mapping[str, Any] = model.get("transformer") or {}
+        missing += [f"transformer.{name}" for name in _REQUIRED if given.get(name) is None] if not missing else []
+        if missing:
+            raise ValueError(f"the model lacks {' and '.join(missing)}; give the arguments of MCoreGPT")
+        multiple = int(_or(model, "make_vocab_size_divisible_by", 128))
+        padded = -(-model["vocab_size"] // multiple) * multiple
+        positions = _or(model, "position_embedding_type", "rope")
+        heads, hidden = given["num_attention_heads"], given["hidden_size"]
+        latent = _latent_attention(given)
+        kv_channels = int(_or(given, "kv_channels", hidden // heads))
+        rotated = latent.qk_pos_emb_head_dim if latent else int(kv_channels * _or(model, "rotary_percent", 1.0))
+        normalization = _or(given, "normalization", "RMSNorm" if latent else "LayerNorm")
+        ffn_hidden_size = int(_or(given, "ffn_hidden_size", 4 * hidden))
+        shape = ModelShape.from_config(SimpleNamespace(**given), seq_length=model["seq_length"], vocab_size=padded)
+        return cls(
+            vocab_size=model["vocab_size"],
+            padded_vocab_size=padded,
+            seq_length=model["seq_length"],
+            learned_positions=model["seq_length"] if positions == "learned_absolute" else 0,
+            rotary_channels=rotated if latent or positions in ("rope", "yarn") else 0,
+            tied=bool(model.get("share_embeddings_and_output_weights")),
+            num_layers=given["num_layers"],
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            num_query_groups=int(_or(given, "num_query_groups", heads)),
+            kv_channels=kv_channels,
+            ffn_hidden_size=ffn_hidden_size,
+            gated_linear_unit=bool(given.get("gated_linear_unit")),
+            add_bias_linear=bool(_or(given, "add_bias_linear", True)),
+            add_qkv_bias=bool(given.get("add_qkv_bias")),
+            layer_norm_has_bias=normalization == "LayerNorm",
+            qk_layernorm=bool(given.get("qk_layernorm")) and not given.get("qk_l2_norm"),
+            attention_output_gate=bool(given.get("attention_output_gate")),
+            hidden_dropout=float(_or(given, "hidden_dropout", 0.0)),  # MCoreGPT's defaults, not Megatron's 0.1
+            attention_dropout=float(_or(given, "attention_dropout", 0.0)),
+            fp32_residual_connection=bool(given.get("fp32_residual_connection")),
+            mtp_num_layers=int(given.get("mtp_num_layers") or 0),
+            attention=latent,
+            experts=_experts(given, ffn_hidden_size),
+            is_moe=tuple(moe_layers(given)),
+            recompute=_recompute(given),
+            shape=shape,
+            transformer=given,
+        )
+
+
+def _or(values: Mapping[str, Any], name: str, otherwise: Any) -> Any:
+    value = values.get(name)
+    return otherwise if value is None else value
+
+
+def _latent_attention(given: Mapping[str, Any]) -> LatentAttention | None:
+    if not given.get("multi_latent_attention"):
+        return None
+    names = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    sizes = {name: given[name] for name in names if given.get(name) is not None}
+    return LatentAttention(q_lora_rank=given.get("q_lora_rank", 512), **sizes)
+
+
+def _experts(given: Mapping[str, Any], ffn_hidden_size: int) -> Experts | None:
+    if given.get("num_moe_experts") is None:
+        return None
+    return Experts(
+        count=given["num_moe_experts"],
+        topk=int(_or(given, "moe_router_topk", 2)),
+        width=int(_or(given, "moe_ffn_hidden_size", ffn_hidden_size)),
+        shared_width=int(_or(given, "moe_shared_expert_intermediate_size", 0)),
+        shared_gate=bool(given.get("moe_shared_expert_gate")),
+        latent_width=given.get("moe_latent_size"),
+        capacity_factor=given.get("moe_expert_capacity_factor"),
+        pads_to_capacity=bool(given.get("moe_pad_expert_input_to_capacity")),
+        dispatcher=_or(given, "moe_token_dispatcher_type", "allgather"),
+        grouped=bool(given.get("moe_grouped_gemm")),
+    )
+
+
+def _recompute(given: Mapping[str, Any]) -> Recompute:
+    granularity = given.get("recompute_granularity")
+    modules = set(_or(given, "recompute_modules", ["core_attn"])) if granularity == "selective" else set()
+    if given.get("moe_layer_recompute"):  # Megatron's older word for it
+        granularity, modules = "selective", modules | {"moe"}
+    return Recompute(
+        granularity=granularity,
+        method=given.get("recompute_method"),
+        num_layers=int(_or(given, "recompute_num_layers", 1)),
+        modules=frozenset(modules),
+        distribute=bool(given.get("distribute_saved_activations")),
+    )

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a device can do: numbers of vendors' data sheets, with the shares of them that training reaches.
+
+``plan`` estimates step times with them and compares memory with the device's. The numbers of a machine may differ
+(network cards, power limits); an estimate ranks layouts, it does not replace a measurement.
+
+Sources: NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM and HGX B200 (dense peaks, without sparsity; NVLink
+in one direction); the network of the usual reference systems, one card for each device (HDR 200 Gb/s, NDR 400 Gb/s).
+"""
+
+import re
+from dataclasses import dataclass
+
+from lightning_mcore.spelling import unknown_name
+
+COMPUTE_SHARE = {"bf16": 0.5, "fp8": 0.38, "fp32": 0.5}
+"""Share of the peak that the matrix products of a layer reach; published runs of 8B to 70B models lie around it."""
+
+LINK_SHARE = 0.75
+"""Share of a link's bandwidth that collectives reach."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device and its links.
+
+    Args:
+        name: As in ``--device``.
+        memory: Bytes.
+        peak: Operations in a second, by number format (``bf16``, ``fp8``, ``fp32``: TF32); an absent one it has not.
+        nvlink: Bytes in a second that it sends to devices of its node.
+        network: Bytes in a second that it sends to other nodes.
+    """
+
+    name: str
+    memory: float
+    peak: dict[str, float]
+    nvlink: float
+    network: float
+
+    def link(self, stride: int, size: int, devices_per_node: int) -> float:
+        """Return the bandwidth of a group in bytes per second: NVLink's where it lies within a node."""
+        inside = stride * size <= devices_per_node and devices_per_node % (stride * size) == 0
+        return (self.nvlink if inside else self.network) * LINK_SHARE
+
+    def speed(self, number_format: str) -> float:
+        """Return the operations in a second that training reaches; a format it has not runs as bf16."""
+        chosen = number_format if number_format in self.peak else "bf16"
+        return self.peak[chosen] * COMPUTE_SHARE[chosen]
+
+
+MACHINES: dict[str, Machine] = {
+    "a100": Machine("a100", 80e9, {"bf16": 312e12, "fp32": 156e12}, 300e9, 25e9),
+    "h100": Machine("h100", 80e9, {"bf16": 989e12, "fp8": 1979e12, "fp32": 495e12}, 450e9, 50e9),
+    "h200": Machine("h200", 141e9, {"bf16": 989e12, "fp8": 1979e12, "fp32": 495e12}, 450e9, 50e9),
+    "b200": Machine("b200", 180e9, {"bf16": 2250e12, "fp8": 4500e12, "fp32": 1125e12}, 900e9, 50e9),
+}
+
+_UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "g": 1e9, "m": 1e6}
+
+
+def machine_named(name: str) -> Machine:
+    """Return a machine.
+
+    Raises:
+        ValueError: There is none of this name.
+    """
+    if name.lower() not in MACHINES:
+        raise ValueError(unknown_name("device", name, MACHINES))
+    return MACHINES[name.lower()]
+
+
+def parse_memory(text: str) -> float:
+    """Return bytes of ``80GB``, ``79.6GiB`` or a plain number of bytes.
+
+    Raises:
+        ValueError: It is no size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:
+        raise ValueError(f"memory={text!r} is no size of memory; write it as '80GB' or '79.6GiB'")
+    return float(match[1]) * _UNITS[match[2].lower()]

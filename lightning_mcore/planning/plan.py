@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run, worked out before anything runs: grid, batch, stages, memory, communication, FLOPs, warnings and errors.
+
+:func:`make_plan` takes a run as plain data (``run_settings.py``) and allocates nothing: no model, no process group, no
+torch. What one rank of a pipeline stage holds, all ranks of it hold, so that 16,384 devices cost no more than 8.
+``lightning-mcore plan`` prints it; :func:`plan_of` makes it from a Trainer and a module.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.planning.communication_volume import AxisVolume, Traffic, communication_volume
+from lightning_mcore.planning.global_batch import GlobalBatch
+from lightning_mcore.planning.gpt_fields import GPTFields
+from lightning_mcore.planning.machines import Machine
+from lightning_mcore.planning.pipeline_schedule import PipelineTimeline
+from lightning_mcore.planning.rank_grid import RankGrid
+from lightning_mcore.planning.rank_memory import RankMemory, rank_memory
+from lightning_mcore.planning.rank_parameters import ModelParameters, ParameterCount, model_parameters, rank_parameters
+from lightning_mcore.planning.run_rules import CheckedRun, check_run
+from lightning_mcore.planning.run_warnings import run_warnings
+from lightning_mcore.planning.stage_layers import ChunkLayers, stage_layers
+from lightning_mcore.planning.step_time import Overlaps, StepTime, step_time
+from lightning_mcore.planning.step_work import StepWork, step_work
+from lightning_mcore.run_settings import RunSettings
+
+_PARAMETER_BYTES = {"32-true": 4}
+_GRADIENT_BYTES = {"bf16-true": 2, "16-true": 2}
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What one rank of a pipeline stage holds and sends; the other ranks of the stage do the same.
+
+    Args:
+        stage: Its number, from 0.
+        first_rank: The first of its ranks.
+        chunks: The layers of its chunks.
+        parameters: Elements.
+        memory: Bytes.
+        traffic: What it sends in a step.
+    """
+
+    stage: int
+    first_rank: int
+    chunks: tuple[ChunkLayers, ...]
+    parameters: ParameterCount
+    memory: RankMemory
+    traffic: tuple[AxisVolume, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {
+            "stage": self.stage,
+            "first_rank": self.first_rank,
+            "chunks": [asdict(chunk) for chunk in self.chunks],
+            "parameters": {**asdict(self.parameters), "total": self.parameters.total},
+            "memory_bytes": {**asdict(self.memory), "total": self.memory.total},
+            "communication": [volume.to_dict() for volume in self.traffic],
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, worked out. Parts that errors leave unknown are None.
+
+    Args:
+        devices: Ranks of the run.
+        devices_per_node: Devices of a node.
+        device_type: ``"cuda"`` or ``"cpu"``.
+        machine: The devices that times and memory are compared with.
+        memory_limit: Bytes of a device.
+        precision: Name of the number format, with the FP8 recipe.
+        backend: Whose layers.
+        layout: The parallel sizes.
+        grid: Ranks of every axis.
+        batch: What a step reads.
+        fields: The model.
+        parameters: Of the whole model, in elements.
+        stages: One for each pipeline stage.
+        timeline: The pipeline schedule.
+        work: FLOPs of a step.
+        time: Estimated seconds of a step on the machine.
+        warnings: What should be changed.
+        errors: What the run would be refused for.
+        assumptions: What the settings do not say.
+    """
+
+    devices: int
+    devices_per_node: int
+    device_type: str
+    machine: Machine | None
+    memory_limit: float | None
+    precision: str
+    backend: str
+    layout: ParallelLayout | None
+    grid: RankGrid | None
+    batch: GlobalBatch | None
+    fields: GPTFields | None
+    parameters: ModelParameters | None
+    stages: tuple[StagePlan, ...]
+    timeline: PipelineTimeline | None
+    work: StepWork | None
+    time: StepTime | None
+    warnings: tuple[str, ...]
+    errors: tuple[str, ...]
+    assumptions: tuple[str, ...]
+
+    @property
+    def fullest(self) -> StagePlan | None:
+        """The stage whose ranks need most memory."""
+        return max(self.stages, key=lambda stage: stage.memory.total, default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data, for JSON."""
+        timeline, layout = self.timeline, self.layout
+        return {
+            "devices": self.devices,
+            "devices_per_node": self.devices_per_node,
+            "device_type": self.device_type,
+            "device": self.machine.name if self.machine is not None else None,
+            "memory_limit_bytes": self.memory_limit,
+            "precision": self.precision,
+            "backend": self.backend,
+            "layout": asdict(layout) if layout is not None else None,
+            "grid": self.grid.to_dict() if self.grid is not None else None,
+            "batch": self.batch.to_dict() if self.batch is not None else None,
+            "parameters": asdict(self.parameters) if self.parameters is not None else None,
+            "stages": [stage.to_dict() for stage in self.stages],
+            "pipeline": {"bubble": timeline.bubble, "formula": timeline.formula} if timeline is not None else None,
+            "flops": self.work.to_dict() if self.work is not None else None,
+            "estimated_seconds": self.time.to_dict() if self.time is not None else None,
+            "warnings": list(self.warnings),
+            "errors": list(self.errors),
+            "assumptions": list(self.assumptions),
+        }
+
+
+def make_plan(
+    settings: RunSettings,
+    devices: int,
+    devices_per_node: int = 8,
+    machine: Machine | None = None,
+    memory_limit: float | None = None,
+    backend: str | None = None,
+) -> Plan:
+    """Work out a run.
+
+    Args:
+        settings: The run.
+        devices: Ranks of the whole run.
+        devices_per_node: Devices of a node.
+        machine: For times, and for the memory of a device where ``memory_limit`` is None.
+        memory_limit: Bytes of a device.
+        backend: ``"local"`` or ``"transformer_engine"``; None for what the model and the accelerator say.
+
+    Raises:
+        ValueError: There are no devices. What is wrong with the run stands in the plan's ``errors``.
+    """
+    run = check_run(settings, devices, backend)
+    limit = memory_limit if memory_limit is not None else machine.memory if machine is not None else None
+    layout, fields, rules = run.rules.layout, run.fields, run.rules
+    known: dict[str, Any] = {
+        "parameters": None,
+        "grid": None,
+        "stages": (),
+        "timeline": None,
+        "work": None,
+        "time": None,
+        "warnings": (),
+    }
+    try:
+        known["parameters"] = model_parameters(fields) if fields is not None else None
+        if run.stands:
+            known |= _worked_out(run, settings, devices, devices_per_node, machine, limit)
+    except (ValueError, TypeError, ArithmeticError, LookupError):
+        if not run.errors:  # a run that is refused need not add up
+            raise
+    recipe = f" with FP8 ({rules.fp8.recipe})" if rules.fp8 is not None and rules.fp8.is_on else ""
+    return Plan(
+        devices=devices,
+        devices_per_node=devices_per_node,
+        device_type=run.device_type,
+        machine=machine,
+        memory_limit=limit,
+        precision=rules.precision_name + recipe,
+        backend=run.backend,
+        layout=layout,
+        batch=run.batch,
+        fields=fields,
+        errors=run.errors,
+        assumptions=run.assumptions,
+        **known,
+    )
+
+
+def _worked_out(
+    run: CheckedRun,
+    settings: RunSettings,
+    devices: int,
+    devices_per_node: int,
+    machine: Machine | None,
+    limit: float | None,
+) -> dict[str, Any]:
+    layout, fields, batch = run.rules.layout, run.fields, run.batch
+    assert layout is not None
+    assert fields is not None
+    assert batch is not None
+    grid = RankGrid(layout, devices)
+    timeline = PipelineTimeline.of(
+        layout, batch.num_microbatches, run.rules.strategy.get("microbatch_group_size_per_vp_stage")
+    )
+    stages = stage_plans(run, settings, devices)
+    work = step_work(fields, layout, devices, batch)
+    overlaps = Overlaps(
+        gradients=bool(run.rules.resolved("overlap_grad_reduce")),
+        parameters=bool(run.rules.resolved("overlap_param_gather")),
+        stages=run.rules.overlap_p2p_comm,
+        tensor=bool(run.rules.strategy.get("tp_comm_overlap")),
+    )
+    time = None
+    if machine is not None:
+        traffic = [stage.traffic for stage in stages]
+        time = step_time(
+            work.hardware_flops_of_rank,
+            traffic,
+            batch.num_microbatches,
+            timeline.bubble,
+            machine,
+            number_format(run),
+            devices_per_node,
+            overlaps,
+        )
+    memory = [stage.memory for stage in stages]
+    warnings = run_warnings(run, grid.sizes, timeline.bubble, memory, limit, devices_per_node)
+    return {
+        "grid": grid,
+        "stages": tuple(stages),
+        "timeline": timeline,
+        "work": work,
+        "time": time,
+        "warnings": tuple(warnings),
+    }
+
+
+def number_format(run: CheckedRun) -> str:
+    """Return the format of the matrix products: ``"fp8"``, ``"bf16"`` (also for fp16) or ``"fp32"``."""
+    if run.rules.fp8 is not None and run.rules.fp8.is_on:
+        return "fp8"
+    return "fp32" if run.rules.precision_name == "32-true" else "bf16"
+
+
+def stage_plans(run: CheckedRun, settings: RunSettings, devices: int) -> list[StagePlan]:
+    """Work out what one rank of each pipeline stage holds and sends.
+
+    Args:
+        run: The run after its checks; layout, devices and model fit each other.
+        settings: The run.
+        devices: Ranks of the whole run.
+    """
+    layout, fields, batch = run.rules.layout, run.fields, run.batch
+    assert layout is not None
+    assert fields is not None
+    assert batch is not None
+    name = run.rules.precision_name
+    width = _PARAMETER_BYTES.get(name, 2)
+    traffic = Traffic(
+        activation_bytes=width,
+        gradient_bytes=_GRADIENT_BYTES.get(name, 4),
+        parameter_bytes=1 if run.rules.fp8 is not None and run.rules.fp8.fp8_param else width,
+        distributed_optimizer=bool(run.rules.resolved("use_distributed_optimizer")),
+        backend=run.backend,
+    )
+    plans = []
+    for stage, chunks in enumerate(stage_layers(fields, layout)):
+        memory = rank_memory(
+            fields,
+            layout,
+            stage,
+            world_size=devices,
+            precision=run.rules.precision,
+            strategy={**run.rules.strategy, "ddp_config": run.rules.ddp, "optimizer_config": run.rules.optimizer},
+            optimizer=run.model.get("optimizer") or "adamw",
+            micro_batch_size=batch.micro_batch_size,
+            num_microbatches=batch.num_microbatches,
+            seq_length=batch.seq_length,
+            packed=bool(settings.data.get("packing")),
+            backend=run.backend,
+        )
+        volumes = communication_volume(fields, layout, devices, batch, traffic, stage)
+        parameters = rank_parameters(fields, layout, stage, run.backend)
+        first = stage * devices // layout.pipeline_model_parallel_size
+        plans.append(StagePlan(stage, first, tuple(chunks), parameters, memory, tuple(volumes)))
+    return plans

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All errors of a run, and not only the first: checks are carried out one by one, and what they refuse is collected."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from lightning_mcore.field_values import accepts, choices_of
+from lightning_mcore.planning.megatron_source import Argument
+from lightning_mcore.spelling import unknown_name
+
+T = TypeVar("T")
+
+
+class RuleBook:
+    """Collects the sentences of checks that refuse something."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+
+    def attempt(self, check: Callable[[], T]) -> T | None:
+        """Carry out a check and keep what it refuses.
+
+        Args:
+            check: Raises what it refuses.
+
+        Returns:
+            What it returns; None where it refused.
+        """
+        try:
+            return check()
+        except (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError) as error:
+            self.refuse(str(error))
+            return None
+
+    def passes(self, check: Callable[[], object]) -> bool:
+        """Carry out a check, keep what it refuses, and return whether it refused nothing."""
+        before = len(self.errors)
+        self.attempt(check)
+        return len(self.errors) == before
+
+    def refuse(self, sentence: str) -> None:
+        """Keep a sentence, once."""
+        text = " ".join(sentence.split())
+        if text not in self.errors:
+            self.errors.append(text)
+
+    def check_arguments(self, where: str, given: Mapping[str, Any], known: Mapping[str, Argument]) -> dict[str, Any]:
+        """Refuse names that do not exist and values that do not fit their type.
+
+        Args:
+            where: What takes them, such as ``"argument of MCoreStrategy"``.
+            given: Values by name.
+            known: The arguments that there are.
+
+        Returns:
+            Those that are right.
+        """
+        fitting = {}
+        for name, value in given.items():
+            if name not in known:
+                self.refuse(unknown_name(where, name, known))
+            elif value is not None and not accepts(known[name].hint, value):
+                self.refuse(f"{name}={value!r} is no {where}; choose {choices_of(known[name].hint)}")
+            else:
+                fitting[name] = value
+        return fitting

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each part of a GPT keeps of its forward pass for backward: a table of tensors, by their size for one token.
+
+A row says how many elements a token has in the tensor, of how many bytes, and which ranks share it. What two layers
+keep of one tensor is one row, that of the layer which made it. ``activation_memory.py`` adds the rows up. Pure
+arithmetic.
+
+The rows of the torch backend are those that ``torch.autograd.graph.saved_tensors_hooks`` shows on a CPU with PyTorch
+2.13 and megatron-core 0.16.1. With TransformerEngine norms keep their input and one number, linear layers in FP8 their
+input in 8 bits, and dropout one byte for each element, as its documentation says; that needs a GPU and is not measured.
+Routed experts are taken to be evenly loaded.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_mcore.planning.gpt_fields import Experts, GPTFields, LatentAttention
+
+Shared = Literal["sequence", "tensor", "expert", "gathered", "nobody"]
+
+_FP32 = 4
+_INDEX = 8  # bytes of an int64
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor that is kept for backward.
+
+    Args:
+        name: What it is.
+        width: Elements for each token.
+        element: Bytes of an element.
+        shared: Which tensor-parallel ranks share it, beside the context-parallel ones, which share all: ``"tensor"``,
+            by its width; ``"sequence"``, by its tokens where the sequence is parallel; ``"gathered"``, likewise, but
+            the ranks that share an expert have all their tokens together; ``"expert"``, so too, and each a part of
+            its width; or nobody.
+        of_rows: Whether each row of a microbatch has its own.
+        part: What of a layer it belongs to, in the words of ``recompute_modules``; empty for the rest.
+    """
+
+    name: str
+    width: float
+    element: float
+    shared: Shared
+    of_rows: bool = True
+    part: str = ""
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """How activations are kept.
+
+    Args:
+        element: Bytes of an activation: 4 or 2.
+        backend: ``"local"`` or ``"transformer_engine"``.
+        fp8: Whether linear layers of TransformerEngine keep their inputs in 8 bits.
+        packed: Whether rows hold several sequences each, and are joined to one.
+    """
+
+    element: int
+    backend: str = "local"
+    fp8: bool = False
+    packed: bool = False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the layers are plain PyTorch."""
+        return self.backend == "local"
+
+    @property
+    def linear_input(self) -> int:
+        """Bytes of an element of what a linear layer keeps."""
+        return 1 if self.fp8 else self.element
+
+    @property
+    def mask(self) -> int:
+        """Bytes that dropout keeps of an element."""
+        return self.element if self.is_local else 1
+
+
+def layer_rows(fields: GPTFields, is_moe: bool, seq_length: int, form: NumberFormat) -> list[SavedTensor]:
+    """Return what a transformer layer keeps.
+
+    Args:
+        fields: The model.
+        is_moe: Whether its feed-forward part is a mixture of experts.
+        seq_length: Tokens of a row, for attention that keeps its weights.
+        form: How activations are kept.
+    """
+    rows = [*_norm(fields, "input_layernorm", fields.hidden_size, form)]
+    rows += _attention(fields, seq_length, form)
+    rows += _norm(fields, "pre_mlp_layernorm", fields.hidden_size, form, is_moe)
+    if is_moe:
+        assert fields.experts is not None
+        rows += _experts(fields, fields.experts, form)
+    else:
+        rows += _mlp(fields, fields.ffn_hidden_size, form, "mlp")
+    if fields.hidden_dropout:
+        rows.append(SavedTensor("dropout masks", 2 * fields.hidden_size, form.mask, "sequence"))
+    return rows
+
+
+def embedding_rows(fields: GPTFields, form: NumberFormat) -> list[SavedTensor]:
+    """Return what the embedding keeps; arguments as above."""
+    rows = [SavedTensor("tokens", 1, _INDEX, "nobody")]
+    if fields.hidden_dropout:
+        rows.append(SavedTensor("dropout mask", fields.hidden_size, form.mask, "sequence"))
+    return rows
+
+
+def output_rows(fields: GPTFields, form: NumberFormat) -> list[SavedTensor]:
+    """Return what the final norm, the output layer and the loss keep; arguments as above."""
+    return [
+        *_norm(fields, "final_layernorm", fields.hidden_size, form),
+        SavedTensor("probabilities", fields.padded_vocab_size, _FP32, "tensor"),
+        SavedTensor("labels and their mask", 1, _INDEX + 1, "nobody"),
+    ]
+
+
+def multi_token_rows(fields: GPTFields, seq_length: int, form: NumberFormat) -> list[SavedTensor]:
+    """Return what a layer of multi-token prediction keeps, with its embedding and its loss; arguments as above."""
+    norms = [row for name in ("enorm", "hnorm") for row in _norm(fields, name, fields.hidden_size, form)]
+    return [
+        *embedding_rows(fields, form),
+        *norms,
+        *layer_rows(fields, fields.is_moe[-1], seq_length, form),
+        *output_rows(fields, form),
+    ]
+
+
+def _norm(
+    fields: GPTFields, name: str, width: int, form: NumberFormat, kept_whole: bool = False, shared: Shared = "sequence"
+) -> Iterator[SavedTensor]:
+    """Yield what a norm keeps, and its output, which the linear layer behind it keeps."""
+    fused = not form.is_local or fields.layer_norm_has_bias
+    kept = _FP32 if fields.fp32_residual_connection or not fused else form.element
+    yield SavedTensor(f"{name} input", width, kept, shared)
+    if not fused:
+        yield SavedTensor(f"{name} input, scaled", width, _FP32, shared)
+    yield SavedTensor(f"{name} statistics", 2 if fields.layer_norm_has_bias else 1, _FP32, shared)
+    # A router reads the output beside the experts, so that it stays as it is.
+    yield SavedTensor(f"{name} output", width, form.element if kept_whole else form.linear_input, shared)
+
+
+def _attention(fields: GPTFields, seq_length: int, form: NumberFormat) -> Iterator[SavedTensor]:
+    if fields.attention is None:
+        yield from _grouped_attention(fields, form)
+        output = fields.num_attention_heads * fields.kv_channels
+        if form.is_local and (form.packed or fields.transformer.get("window_size")):
+            yield SavedTensor("attention output in pieces", output, form.element, "tensor", part="core_attn")
+    else:
+        yield from _latent_attention(fields, fields.attention, form)
+        output = fields.num_attention_heads * fields.attention.v_head_dim
+    heads = fields.num_attention_heads
+    if fields.attention_dropout and form.is_local:
+        # PyTorch's attention with dropout is not fused on a CPU: weights, mask, and what is left of the weights.
+        yield SavedTensor("attention weights", 3 * heads * seq_length, form.element, "tensor", part="core_attn")
+    else:
+        yield SavedTensor("attention statistics", heads, _FP32, "tensor", part="core_attn")
+    yield SavedTensor("attention output", output, form.element, "tensor")
+    if form.fp8:
+        yield SavedTensor("attention output in 8 bits", output, form.linear_input, "tensor")
+    if fields.attention_output_gate:
+        yield SavedTensor("output gate", output, _FP32, "tensor")
+        yield SavedTensor("gated output", output, form.linear_input, "tensor")
+
+
+def _grouped_attention(fields: GPTFields, form: NumberFormat) -> Iterator[SavedTensor]:
+    queries, keys = fields.num_attention_heads * fields.kv_channels, fields.num_query_groups * fields.kv_channels
+    gates = queries if fields.attention_output_gate else 0
+    # The values are a part of it, which keeps the whole.
+    yield SavedTensor("queries, keys and values", queries + 2 * keys + gates, form.element, "tensor")
+    if fields.qk_layernorm:
+        yield from _head_norms(fields, queries, keys, form)
+    if fields.rotary_channels and not fields.transformer.get("apply_rope_fusion"):
+        yield SavedTensor("cosines and sines", 4 * fields.rotary_channels, form.element, "nobody", form.packed)
+    if fields.rotary_channels or fields.qk_layernorm:
+        yield SavedTensor("queries and keys, rotated", queries + keys, form.element, "tensor")
+
+
+def _head_norms(fields: GPTFields, queries: int, keys: int, form: NumberFormat) -> Iterator[SavedTensor]:
+    heads = fields.num_attention_heads + fields.num_query_groups
+    fused = not form.is_local or fields.layer_norm_has_bias
+    if not fused and form.element < _FP32:
+        yield SavedTensor("queries and keys in fp32", queries + keys, _FP32, "tensor")
+    else:
+        yield SavedTensor("queries before their norm", queries, form.element, "tensor")
+    if not fused:
+        yield SavedTensor("queries and keys, scaled", queries + keys, _FP32, "tensor")
+    yield SavedTensor("statistics of heads", heads * (2 if fields.layer_norm_has_bias else 1), _FP32, "tensor")
+
+
+def _latent_attention(fields: GPTFields, latent: LatentAttention, form: NumberFormat) -> Iterator[SavedTensor]:
+    heads = fields.num_attention_heads
+    compressed = {"keys and values": latent.kv_lora_rank}
+    if latent.q_lora_rank is not None:
+        compressed["queries"] = latent.q_lora_rank
+    for name, width in compressed.items():
+        if fields.qk_layernorm:
+            yield from _norm(fields, f"compressed {name}", width, form)
+        else:
+            yield SavedTensor(f"compressed {name}", width, form.linear_input, "sequence")
+    rotated = 4 * latent.qk_pos_emb_head_dim
+    yield SavedTensor("cosines and sines", rotated, form.element, "nobody", form.packed, "mla_up_proj")
+    wide = heads * latent.query_width
+    yield SavedTensor("queries and keys", 2 * wide, form.element, "tensor", part="mla_up_proj")
+    # PyTorch's fused attention wants values as wide as keys.
+    padded = wide if form.is_local and latent.query_width > latent.v_head_dim else heads * latent.v_head_dim
+    if form.is_local and padded == wide:
+        yield SavedTensor("values, widened", wide, form.element, "tensor", part="core_attn")
+        yield SavedTensor("attention output, widened", wide, form.element, "tensor", part="core_attn")
+    else:
+        both = heads * (latent.qk_head_dim + latent.v_head_dim)  # the values are a part of it
+        yield SavedTensor("keys and values, expanded", both, form.element, "tensor", part="mla_up_proj")
+
+
+def _mlp(
+    fields: GPTFields, width: int, form: NumberFormat, part: str, shared: Shared = "tensor", share: float = 1.0
+) -> Iterator[SavedTensor]:
+    """Yield what a feed-forward part keeps behind its input; ``share`` of the tokens go through it."""
+    fused = bool(fields.transformer.get("bias_activation_fusion"))
+    inner = 2 if fields.gated_linear_unit else 1
+    yield SavedTensor("inner width", inner * width * share, form.element, shared, part=part)
+    if fields.gated_linear_unit and not fused:
+        yield SavedTensor("gate, and what it opens", 2 * width * share, form.element, shared, part=part)
+    weighed = shared == "expert" and not fused
+    if weighed:
+        yield SavedTensor("activation before its weight", width * share, form.element, shared, part=part)
+    yield SavedTensor("activation", width * share, form.linear_input, shared, part=part)
+
+
+def _experts(fields: GPTFields, experts: Experts, form: NumberFormat) -> Iterator[SavedTensor]:
+    hidden, share = experts.latent_width or fields.hidden_size, float(experts.topk)
+    if experts.capacity_factor is not None:
+        share *= experts.capacity_factor if experts.pads_to_capacity else min(1.0, experts.capacity_factor)
+    # Scores in fp32, the map as bytes, and for each choice its number, place and weight.
+    scores = 2 * _FP32 + 1
+    yield SavedTensor(
+        "routing", experts.count * scores + experts.topk * (3 * _INDEX + _FP32), 1, "sequence", part="moe"
+    )
+    yield SavedTensor("input of experts", hidden * share, form.linear_input, "gathered", part="moe")
+    yield from _mlp(fields, experts.width, form, "moe", "expert", share)
+    if experts.latent_width:
+        yield SavedTensor("output of experts", hidden, form.element, "sequence", part="moe")
+    if experts.shared_width:
+        yield from _mlp(fields, experts.shared_width, form, "shared_experts")
+        if experts.shared_gate:
+            yield SavedTensor("shared output before its gate", fields.hidden_size, form.element, "sequence", part="moe")

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of weights, gradients and optimizer state on one rank: what stays from the first step to the last.
+
+Megatron's data parallelism keeps gradients in one buffer for each chunk and kind of parameter; the distributed
+optimizer keeps the weights in such buffers too, pads them so that every rank gets an equal shard, and holds fp32 copies
+and moments of that shard only. :class:`StateFormats` says how many bytes an element of each takes, and
+:func:`state_memory` lays the buffers out. Pure arithmetic.
+
+Left out, for they are small: the step counters of Adam, buffers of routers, scales of FP8. Left out, for it stands
+where no activations are: the fp32 gradients that an optimizer makes of 16-bit ones while it steps.
+
+Sources: ``DistributedDataParallel``, ``_ParamAndGradBuffer``, ``DistributedOptimizer`` and
+``Float16OptimizerWithFloat16Params`` of megatron-core 0.16.1. Weights in FP8 and TransformerEngine's optimizer are as
+documented there; they need a GPU and are not measured.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.planning.parameter_tensors import ParameterTensor
+from lightning_mcore.spelling import unknown_name
+
+OPTIMIZERS: Mapping[str, int] = {"adam": 2, "adamw": 2, "sgd": 1, "sgd_without_momentum": 0, "muonwithadamw": 2}
+"""Moments that an optimizer keeps of each element; Muon keeps one of each matrix."""
+
+
+_BYTES = {"32-true": (4, 4), "bf16-mixed": (2, 4), "bf16-true": (2, 2), "16-mixed": (2, 4), "16-true": (2, 2)}
+_FP32 = 4
+_TENSOR_ALIGNMENT = 64  # elements
+_BUCKET_ALIGNMENT = 128
+
+
+@dataclass(frozen=True)
+class StateMemory:
+    """Bytes on one rank.
+
+    Args:
+        weights: Of parameters, padding included, and with FP8 of their copies in 8 bits.
+        gradients: Of the buffers in which gradients are summed.
+        optimizer: Of fp32 copies and moments, on the device.
+        host: Of those that ``optimizer_cpu_offload`` keeps in the memory of the host.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    host: int = 0
+
+
+@dataclass(frozen=True)
+class StateFormats:
+    """How many bytes an element takes, and who holds it; made by :meth:`of`.
+
+    Args:
+        parameter: Bytes of a parameter.
+        gradient: Bytes of a gradient in its buffer.
+        main: Bytes of the copy that the optimizer works on; 0 where it works on the parameters.
+        moments: Bytes of each moment.
+        optimizer: A name of :data:`OPTIMIZERS`.
+        distributed: Whether the optimizer state is sharded over the data-parallel ranks.
+        instances: Groups of these ranks, each of which holds a whole state.
+        bucket_size: Elements after which a new bucket begins; None for one bucket, 0 for Megatron's default.
+        large_buckets: ``pad_buckets_for_high_nccl_busbw``.
+        fp8: Whether linear layers compute in FP8.
+        fp8_param: Whether their weights are kept in it.
+        offloaded: Share of the optimizer state that is kept on the host.
+    """
+
+    parameter: int
+    gradient: int
+    main: int
+    moments: tuple[int, ...]
+    optimizer: str
+    distributed: bool
+    instances: int = 1
+    bucket_size: int | None = None
+    large_buckets: bool = False
+    fp8: bool = False
+    fp8_param: bool = False
+    offloaded: float = 0.0
+
+    @classmethod
+    def of(cls, precision: Mapping[str, Any], strategy: Mapping[str, Any], optimizer: str = "adamw") -> "StateFormats":
+        """Read them from the arguments of a run.
+
+        Args:
+            precision: Arguments of ``MCorePrecision``.
+            strategy: Arguments of ``MCoreStrategy``; ``ddp_config`` and ``optimizer_config`` as dicts of fields.
+            optimizer: A name of :data:`OPTIMIZERS`.
+
+        Raises:
+            ValueError: The precision or the optimizer is unknown.
+        """
+        name = precision.get("precision") or "32-true"
+        if name not in _BYTES:
+            raise ValueError(f"precision={name!r} is unknown; choose one of {tuple(_BYTES)}")
+        if optimizer not in OPTIMIZERS:
+            raise ValueError(unknown_name("optimizer", optimizer, OPTIMIZERS))
+        parameter, gradient = _BYTES[name]
+        ddp, own = strategy.get("ddp_config") or {}, strategy.get("optimizer_config") or {}
+        main, moments = _of_optimizer(parameter, optimizer, own, precision)
+        overlaps = bool(strategy.get("overlap_grad_reduce") or ddp.get("overlap_grad_reduce"))
+        fraction = own.get("optimizer_offload_fraction") if own.get("optimizer_cpu_offload") else 0.0
+        return cls(
+            parameter=parameter,
+            gradient=gradient,
+            main=main,
+            moments=moments,
+            optimizer=optimizer,
+            distributed=bool(strategy.get("use_distributed_optimizer") or ddp.get("use_distributed_optimizer")),
+            instances=ddp.get("num_distributed_optimizer_instances") or 1,
+            bucket_size=(ddp.get("bucket_size") or 0) if overlaps else None,
+            large_buckets=bool(ddp.get("pad_buckets_for_high_nccl_busbw")),
+            fp8=precision.get("fp8") is not None or precision.get("fp8_recipe") is not None,
+            fp8_param=bool(precision.get("fp8_param")),
+            offloaded=float(fraction or 0.0),
+        )
+
+    def state_bytes(self, tensor: ParameterTensor) -> int:
+        """Return the bytes of the optimizer's state of one element: its copy and its moments."""
+        if self.optimizer == "muonwithadamw" and tensor.is_linear:
+            return self.main + self.moments[0]
+        return self.main + sum(self.moments)
+
+
+def state_memory(
+    chunks: Sequence[Sequence[ParameterTensor]],
+    layout: ParallelLayout,
+    formats: StateFormats,
+    world_size: int,
+    pipeline_rank: int = 0,
+) -> StateMemory:
+    """Return the bytes of weights, gradients and optimizer state on a rank of one pipeline stage.
+
+    Args:
+        chunks: The parameters of each of its chunks, as ``rank_tensors`` returns them.
+        layout: The parallel sizes.
+        formats: Bytes of an element, and the settings of the optimizer.
+        world_size: Ranks of the run.
+        pipeline_rank: The stage; the first one may have several buckets.
+
+    Returns:
+        Those of the rank that holds most; shards differ by their padding.
+    """
+    weights = gradients = 0
+    state = 0.0
+    for index, tensors in enumerate(chunks):
+        for buffer in _buffers(tensors, layout, formats):
+            shards = _shards(buffer[0].expert, layout, formats, world_size)
+            bucket_size = formats.bucket_size if pipeline_rank == index == 0 else None
+            if bucket_size == 0:
+                bucket_size = max(40_000_000, 1_000_000 * layout.data_parallel_size(world_size))
+            elements = sum(tensor.elements for tensor in buffer)
+            padded = _padded(buffer, shards, bucket_size, formats.large_buckets) if formats.distributed else elements
+            weights += _weight_bytes(buffer, padded, formats)
+            gradients += padded * formats.gradient
+            of_state = sum(tensor.elements * formats.state_bytes(tensor) for tensor in buffer)
+            # A shard may be all padding but for one that is full.
+            state += min(padded / shards, elements) / elements * of_state
+    host = round(state * formats.offloaded)
+    return StateMemory(weights, gradients, round(state) - host, host)
+
+
+def _of_optimizer(
+    parameter: int, optimizer: str, own: Mapping[str, Any], precision: Mapping[str, Any]
+) -> tuple[int, tuple[int, ...]]:
+    """Return the bytes of the optimizer's copy of an element, and of each moment."""
+    main, count = 0 if parameter == _FP32 else _FP32, OPTIMIZERS[optimizer]
+    if not own.get("use_precision_aware_optimizer"):
+        return main, (_FP32,) * count
+    main_type = _type_bytes(own.get("main_params_dtype"))
+    recipe = precision.get("fp8_recipe") or ("delayed" if precision.get("fp8") else None)
+    if parameter != _FP32 and (main_type != _FP32 or recipe in (None, "delayed")):
+        # TransformerEngine's optimizer holds the copy: what bf16 lacks of fp32, where it stores remainders.
+        halved = str(precision.get("precision")).startswith("bf16") and own.get("store_param_remainders", True)
+        main = 2 if halved else main_type
+    return main, tuple(_type_bytes(own.get(name)) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")[:count])
+
+
+def _type_bytes(dtype: Any) -> int:
+    """Return the bytes of an element of a torch type, or of its name; None is fp32."""
+    name = str(dtype).rpartition(".")[2]
+    return {"uint8": 1, "float8_e4m3fn": 1, "fp8": 1, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2}.get(name, 4)
+
+
+def _buffers(
+    tensors: Iterable[ParameterTensor], layout: ParallelLayout, formats: StateFormats
+) -> list[list[ParameterTensor]]:
+    """Return the tensors of each buffer: experts apart where ranks share them, weights in FP8 apart."""
+    apart = layout.expert_model_parallel_size > 1
+    buffers: dict[tuple[bool, bool], list[ParameterTensor]] = {}
+    for tensor in tensors:
+        key = (apart and tensor.expert, formats.fp8_param and tensor.is_linear)
+        buffers.setdefault(key, []).append(tensor)
+    return list(buffers.values())
+
+
+def _shards(expert: bool, layout: ParallelLayout, formats: StateFormats, world_size: int) -> int:
+    """Return over how many ranks the optimizer state of a buffer is divided."""
+    if not formats.distributed:
+        return 1
+    if expert and layout.expert_model_parallel_size > 1:
+        return layout.expert_data_parallel_size(world_size) // formats.instances
+    return layout.data_parallel_size(world_size) * layout.context_parallel_size // formats.instances
+
+
+def _padded(tensors: Sequence[ParameterTensor], shards: int, bucket_size: int | None, large: bool) -> int:
+    """Return the elements of a buffer with its padding: in front of each tensor and behind each bucket.
+
+    Source: ``_ParamAndGradBuffer.__init__`` (0.16.1), which goes through the parameters from the last to the first.
+    """
+    multiple = math.lcm(shards, _BUCKET_ALIGNMENT, 2**16 if large else 1)
+    start = bucket = end = 0
+    for tensor in reversed(tensors):
+        step = _up(tensor.size, _TENSOR_ALIGNMENT)
+        if tensor.is_shared and end > bucket:
+            start = bucket = end = _up(_up(start, _TENSOR_ALIGNMENT), multiple)
+        for copies in (1,) * tensor.copies if bucket_size is not None else (tensor.copies,):
+            start = _up(start, _TENSOR_ALIGNMENT)
+            start = end = start + (copies - 1) * step + tensor.size
+            if tensor.is_shared or (bucket_size is not None and end - bucket >= bucket_size):
+                start = bucket = end = _up(end, multiple)
+    return _up(end, multiple)
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _weight_bytes(buffer: Sequence[ParameterTensor], padded: int, formats: StateFormats) -> int:
+    """Return the bytes of the weights in a buffer.
+
+    In FP8, TransformerEngine keeps each weight of a linear layer twice, as it is and transposed: beside the 16-bit
+    weight, or in its place, and then one of the two is in the buffer.
+    """
+    linear = sum(tensor.elements for tensor in buffer if tensor.is_linear) if formats.fp8 else 0
+    if formats.fp8_param and linear:
+        return padded + linear
+    return padded * formats.parameter + 2 * linear

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The floating point operations of one optimizer step: of the model, and with what recomputation runs again.
+
+Model FLOPs are those of ``throughput.training_flops_per_token``, so that ``plan`` and the ``model_tflops`` that a run
+logs mean the same. Hardware FLOPs add the forward passes that are run again in backward. What a part of a layer costs
+is the difference to a model without it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.planning.communication_volume import forward_runs
+from lightning_mcore.planning.global_batch import GlobalBatch
+from lightning_mcore.planning.gpt_fields import GPTFields
+from lightning_mcore.planning.stage_layers import stage_layers
+from lightning_mcore.throughput import training_flops_per_token
+
+_RUNS = 3
+"""Forward, and backward as two of it."""
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Operations of one optimizer step.
+
+    Args:
+        model_flops: Of the model, over all ranks.
+        hardware_flops: With what is recomputed, over all ranks.
+        hardware_flops_of_rank: The same for one rank of each pipeline stage.
+        flops_per_token: Of the model.
+    """
+
+    model_flops: float
+    hardware_flops: float
+    hardware_flops_of_rank: tuple[float, ...]
+    flops_per_token: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {**vars(self), "hardware_flops_of_rank": list(self.hardware_flops_of_rank)}
+
+
+def step_work(fields: GPTFields, layout: ParallelLayout, world_size: int, batch: GlobalBatch) -> StepWork:
+    """Count the operations of a step.
+
+    Args:
+        fields: The model, with what it recomputes.
+        layout: The parallel sizes, which fit model and world.
+        world_size: Number of ranks.
+        batch: Rows and tokens of a step.
+    """
+    per_token = training_flops_per_token(fields.transformer, fields.padded_vocab_size, fields.seq_length)
+    ranks = world_size // layout.pipeline_model_parallel_size
+    of_stage = []
+    for chunks in stage_layers(fields, layout):
+        flops = 0.0
+        for chunk in chunks:
+            numbers = [*chunk.layers, *[fields.num_layers - 1] * chunk.mtp]
+            for place, layer in enumerate(numbers):
+                flops += _layer_flops(fields, layer, forward_runs(fields, place, len(chunk.layers)))
+            outputs = int(chunk.output) + chunk.mtp
+            flops += _RUNS * (outputs * 2 * fields.hidden_size * fields.padded_vocab_size)
+            flops += _RUNS * chunk.mtp * 4 * fields.hidden_size**2
+        of_stage.append(flops * batch.tokens / ranks)
+    return StepWork(per_token * batch.tokens, sum(of_stage) * ranks, tuple(of_stage), per_token)
+
+
+def _layer_flops(fields: GPTFields, layer: int, runs: Mapping[str, int]) -> float:
+    """Operations for one token of one layer, with what is run again."""
+    parts = _parts(_hashable(one_layer(fields, layer)), fields.seq_length)
+    whole = sum(parts.values())
+    again = sum(parts[part] / _RUNS * (runs[part] - 1) for part in parts)
+    return whole + again
+
+
+def one_layer(fields: GPTFields, layer: int) -> dict[str, Any]:
+    """Return the fields of ``TransformerConfig`` of a model that is one layer of this one."""
+    given = {**fields.transformer, "num_layers": 1, "mtp_num_layers": None}
+    skip = given.get("window_attn_skip_freq")
+    if skip is not None:
+        given["window_attn_skip_freq"] = [int((layer + 1) % skip != 0) if isinstance(skip, int) else skip[layer]]
+    given["moe_layer_freq"] = [int(fields.is_moe[layer])]
+    return given
+
+
+def _hashable(fields: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    names = ("window_size", "window_attn_skip_freq", "moe_layer_freq")
+    kept = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    plain = {n: v for n, v in kept.items() if n in names or isinstance(v, int | float | None)}
+    return tuple(sorted(plain.items()))
+
+
+@lru_cache(maxsize=64)
+def _parts(items: tuple[tuple[str, Any], ...], seq_length: int) -> dict[str, float]:
+    """Return forward and backward operations for one token, by part of the layer."""
+    fields = {name: list(value) if isinstance(value, tuple) else value for name, value in items}
+
+    def flops(length: int, **changes: Any) -> float:
+        return training_flops_per_token({**fields, **changes}, 0, length)
+
+    whole = flops(seq_length)
+    core = whole - flops(0)
+    shared = whole - flops(seq_length, moe_shared_expert_intermediate_size=0)
+    if fields["moe_layer_freq"] == [1] and fields.get("num_moe_experts") is not None:
+        nothing = {"moe_router_topk": 0, "moe_shared_expert_intermediate_size": 0, "num_moe_experts": 0}
+        mlp, moe = 0.0, whole - flops(seq_length, **nothing) - shared
+    else:
+        mlp, moe = whole - flops(seq_length, ffn_hidden_size=0), 0.0
+    up = 0.0
+    if fields.get("multi_latent_attention"):
+        up = _latent_up_projections(fields)
+    attention = whole - core - mlp - moe - shared - up
+    return {
+        "attention": attention,
+        "core_attn": core,
+        "mlp": mlp,
+        "moe": moe,
+        "shared_experts": shared,
+        "mla_up_proj": up,
+    }
+
+
+def _latent_up_projections(fields: Mapping[str, Any]) -> float:
+    heads = fields["num_attention_heads"]
+    plain, rotated = fields.get("qk_head_dim", 128), fields.get("qk_pos_emb_head_dim", 64)
+    keys = fields.get("kv_lora_rank", 512) * heads * (plain + fields.get("v_head_dim", 128))
+    queries = (fields.get("q_lora_rank", 512) or 0) * heads * (plain + rotated)
+    return float(_RUNS * 2 * (keys + queries))

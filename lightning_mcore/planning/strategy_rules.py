@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``MCoreStrategy`` and ``MCorePrecision`` refuse, worked out from plain data.
+
+The checks that need no Megatron object are called as they are (layout, FP8, ``CommunicationOptions``). Those of
+``settings.py``, ``optimizer_options.py``, ``parallelism.py`` and ``tensor_overlap.py`` work on Megatron's configs;
+their rules stand here a second time, on dicts, over the same tables (``field_homes.py``). A test holds both together.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields as dataclass_fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from lightning_mcore.communication import CommunicationOptions
+from lightning_mcore.field_homes import (
+    DDP_NOT_AVAILABLE,
+    FSDP,
+    OF_OFFLOAD,
+    OF_OTHER_OPTIMIZERS,
+    OF_TORCH_OPTIMIZER,
+    OPTIMIZER_HOMES,
+    OPTIMIZER_NOT_AVAILABLE,
+)
+from lightning_mcore.fp8 import FP8Settings
+from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.planning.megatron_source import (
+    DDP,
+    OPTIMIZER,
+    PRECISION,
+    STRATEGY,
+    Argument,
+    choices_named,
+    parameters,
+)
+from lightning_mcore.planning.megatron_source import (
+    dataclass_fields as fields_in_source,
+)
+from lightning_mcore.planning.rule_book import RuleBook
+from lightning_mcore.sizes import require_size
+
+_SHARED = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+_LAYOUT = tuple(field.name for field in dataclass_fields(ParallelLayout))
+_SCALES = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+_NEEDS = {
+    "num_distributed_optimizer_instances": "use_distributed_optimizer",
+    "reduce_scatter_with_fp32_accumulation": "use_distributed_optimizer",
+    "align_param_gather": "overlap_param_gather",
+    "disable_symmetric_registration": "nccl_ub",
+}
+
+
+class StrategyRules:
+    """The settings of strategy and precision, checked against each other.
+
+    Args:
+        book: Where refusals go.
+        strategy: Arguments of ``MCoreStrategy``.
+        precision: Arguments of ``MCorePrecision``.
+        device_type: ``"cuda"`` or ``"cpu"``.
+    """
+
+    def __init__(
+        self, book: RuleBook, strategy: Mapping[str, Any], precision: Mapping[str, Any], device_type: str
+    ) -> None:
+        self._book = book
+        self._device = SimpleNamespace(type=device_type)
+        self.strategy = book.check_arguments("argument of MCoreStrategy", strategy, parameters(STRATEGY))
+        self.precision = book.check_arguments("argument of MCorePrecision", precision, parameters(PRECISION))
+        self.layout = book.attempt(self._make_layout)
+        self.fp8 = book.attempt(self._make_fp8)
+        self.ddp = self._options("ddp_config", fields_in_source(DDP))
+        self.optimizer = self._options("optimizer_config", fields_in_source(OPTIMIZER))
+        self.communication = book.attempt(self._make_communication)
+
+    @property
+    def precision_name(self) -> str:
+        """The number format, such as ``"bf16-mixed"``."""
+        return str(self.precision.get("precision") or "32-true")
+
+    @property
+    def overlap_p2p_comm(self) -> bool:
+        """Whether stages send while computing, the default filled in."""
+        given = self.strategy.get("overlap_p2p_comm")
+        interleaved = self.layout is not None and self.layout.virtual_pipeline_model_parallel_size is not None
+        return interleaved if given is None else bool(given)
+
+    def resolved(self, name: str) -> Any:
+        """Return one of the settings of gradients: the argument, else what ``ddp_config`` says, else the default."""
+        if name in _SHARED and self.strategy.get(name) is not None:
+            return self.strategy[name]
+        if name in self.ddp:
+            return self.ddp[name]
+        known = fields_in_source(DDP)
+        return known[name].default if name in known else None
+
+    def check(self) -> None:
+        """Refuse what needs neither the world nor the model."""
+        self._check_precision()
+        self._check_gradients()
+        self._check_optimizer()
+        self._check_overlaps()
+
+    def check_world(self, world_size: int) -> None:
+        """Refuse what the number of ranks or the device cannot do."""
+        layout = self.layout
+        if layout is None or not self._book.passes(lambda: layout.validate_world(world_size)):
+            return
+        instances = self.resolved("num_distributed_optimizer_instances") or 1
+        replicas = layout.data_parallel_size(world_size) * layout.context_parallel_size
+        edp = layout.expert_data_parallel_size(world_size)
+        for name, size in (
+            ("data-parallel times context-parallel size", replicas),
+            ("expert data-parallel size", edp),
+        ):
+            if isinstance(instances, int) and instances > 0 and size % instances:
+                self._book.refuse(
+                    f"ddp_config.num_distributed_optimizer_instances={instances} does not divide the {name}, which is"
+                    f" {size}; choose one of its divisors"
+                )
+
+    # ---- parts
+
+    def _make_layout(self) -> ParallelLayout:
+        given = {name: self.strategy[name] for name in _LAYOUT if self.strategy.get(name) is not None}
+        return ParallelLayout(**given)
+
+    def _make_fp8(self) -> FP8Settings:
+        names = {field.name for field in dataclass_fields(FP8Settings)}
+        return FP8Settings(**{name: value for name, value in self.precision.items() if name in names})
+
+    def _make_communication(self) -> CommunicationOptions:
+        given = self.strategy.get("communication")
+        known = {field.name: Argument(Any, None) for field in dataclass_fields(CommunicationOptions)}
+        return CommunicationOptions(**self._book.check_arguments("field of communication", given or {}, known))
+
+    def _options(self, name: str, known: Mapping[str, Argument]) -> dict[str, Any]:
+        given = self.strategy.get(name)
+        if given is None:
+            return {}
+        if not isinstance(given, Mapping):
+            self._book.refuse(f"{name}={given!r} is no mapping; give its fields by name")
+            return {}
+        inner = given.get("init_args", {}) if "class_path" in given else given
+        right = self._book.check_arguments(f"field of {name}", inner, known)
+        return {key: value for key, value in right.items() if value != known[key].default}
+
+    def _check_precision(self) -> None:
+        name, refuse = self.precision_name, self._book.refuse
+        allowed = choices_named("PrecisionName")
+        if name not in allowed:
+            refuse(f"precision={name!r} is not available under MCoreStrategy; choose one of {allowed}")
+        scales = {key: self.precision[key] for key in _SCALES if key in self.precision}
+        known = parameters(PRECISION)
+        if not name.startswith("16") and any(value != known[key].default for key, value in scales.items()):
+            refuse(f'precision={name!r} has no loss scale; leave its arguments out, or use "16-mixed"')
+        for key, value in scales.items():
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                refuse(f"{key}={value} is out of range; give a number above 0")
+        least, start = scales.get("min_loss_scale", 1.0), scales.get("initial_loss_scale", 2.0**16)
+        if least > start:
+            refuse(f"min_loss_scale={least} is above initial_loss_scale={start}; start at or above the minimum")
+        if self.fp8 is not None and self.fp8.is_on:
+            self._check_fp8(self.fp8)
+
+    def _check_fp8(self, fp8: FP8Settings) -> None:
+        refuse = self._book.refuse
+        if not self.precision_name.startswith("bf16"):
+            refuse(
+                f"fp8_recipe={fp8.recipe!r} is not available with precision={self.precision_name!r};"
+                ' use MCorePrecision("bf16-mixed", ...) or "bf16-true"'
+            )
+        if self._device.type != "cuda":
+            refuse(
+                f"FP8 needs a CUDA device, and this run is on {self._device.type!r}; leave fp8_recipe={fp8.recipe!r}"
+                ' out, or run with accelerator="gpu"'
+            )
+        if fp8.fp8_param and not self.resolved("use_distributed_optimizer"):
+            refuse("fp8_param=True needs the distributed optimizer; set MCoreStrategy(use_distributed_optimizer=True)")
+        if fp8.fp8_param and self.optimizer.get("optimizer_cpu_offload") and fp8.recipe != "delayed":
+            refuse(
+                f"fp8_param=True with fp8_recipe={fp8.recipe!r} is not available with"
+                " optimizer_config.optimizer_cpu_offload=True; choose fp8_recipe='delayed', or leave one of them out"
+            )
+        if fp8.reuse_grad_buf_for_mxfp8_param_ag and self.resolved("overlap_param_gather"):
+            refuse(
+                "reuse_grad_buf_for_mxfp8_param_ag=True with overlap_param_gather=True is not available; set"
+                " overlap_param_gather=False"
+            )
+
+    def _check_gradients(self) -> None:
+        refuse, ddp = self._book.refuse, self.ddp
+        for name in _SHARED:
+            given = self.strategy.get(name)
+            if given is not None and name in ddp and ddp[name] != given:
+                refuse(f"{name}={given} contradicts ddp_config.{name}={ddp[name]}; set it in one place")
+        for name, value in ddp.items():
+            reason = FSDP if "fsdp" in name else DDP_NOT_AVAILABLE.get(name)
+            if reason is not None:
+                refuse(f"ddp_config.{name}={value!r} is not available: {reason}; leave it out")
+            elif name in _NEEDS and not self.resolved(_NEEDS[name]):
+                refuse(f"ddp_config.{name}={value} needs {_NEEDS[name]}=True; set both")
+        for name in ("num_distributed_optimizer_instances", "bucket_size"):
+            if name in ddp:
+                self._book.attempt(lambda name=name: require_size(f"ddp_config.{name}", ddp[name]))  # type: ignore[misc]
+        self._check_reduction()
+        missing = [name for name in _SHARED[:2] if not self.resolved(name)]
+        if self.resolved("overlap_param_gather") and missing:
+            refuse(f"overlap_param_gather=True needs {' and '.join(f'{name}=True' for name in missing)}")
+
+        if self.strategy.get("align_grad_reduce") and not self.resolved("overlap_grad_reduce"):
+            refuse("align_grad_reduce=True needs overlap_grad_reduce=True; set both, or neither")
+
+    def _check_reduction(self) -> None:
+        """Refuse ways to sum gradients that contradict each other, the precision or the device."""
+        refuse, ddp = self._book.refuse, self.ddp
+        if ddp.get("reduce_scatter_with_fp32_accumulation"):
+            for name in ("average_in_collective", "num_distributed_optimizer_instances"):
+                if name in ddp:
+                    refuse(
+                        f"ddp_config.{name}={ddp[name]} contradicts reduce_scatter_with_fp32_accumulation=True, which"
+                        " sums over all data-parallel ranks; set one of them"
+                    )
+        owned = {"grad_reduce_in_fp32": not self.precision_name.endswith("-true") or self.precision_name == "32-true"}
+        for name, value in owned.items():
+            if name in ddp and ddp[name] != value:
+                refuse(
+                    f"ddp_config.{name}={ddp[name]} contradicts Trainer(precision=...), which means {name}={value};"
+                    " set it through the precision"
+                )
+        if self._device.type != "cuda":
+            for name in ("average_in_collective", "nccl_ub"):
+                if ddp.get(name):
+                    refuse(
+                        f"ddp_config.{name}=True is an option of NCCL, but this run is on {self._device.type!r}, whose"
+                        " groups are gloo; leave it out"
+                    )
+
+    def _check_optimizer(self) -> None:
+        refuse, given = self._book.refuse, self.optimizer
+        for name, value in given.items():
+            if name in OPTIMIZER_HOMES:
+                refuse(f"optimizer_config.{name}={value!r} has another home: set it through {OPTIMIZER_HOMES[name]}")
+            elif name.startswith(OF_OTHER_OPTIMIZERS):
+                refuse(f"optimizer_config.{name}={value!r} has another home: set it through {OF_TORCH_OPTIMIZER}")
+            elif name in OPTIMIZER_NOT_AVAILABLE:
+                reason = OPTIMIZER_NOT_AVAILABLE[name]
+                refuse(f"optimizer_config.{name}={value!r} is not available: {reason}; leave it out")
+        if given.get("use_distributed_optimizer") and not self.resolved("use_distributed_optimizer"):
+            refuse(
+                "optimizer_config.use_distributed_optimizer=True contradicts the strategy, which does not shard the"
+                " optimizer; set MCoreStrategy(use_distributed_optimizer=True)"
+            )
+        self._check_offload()
+
+    def _check_offload(self) -> None:
+        refuse, given = self._book.refuse, self.optimizer
+        aware = given.get("use_precision_aware_optimizer")
+        if not given.get("optimizer_cpu_offload"):
+            for name in OF_OFFLOAD:
+                if name in given:
+                    refuse(
+                        f"optimizer_config.{name}={given[name]!r} does nothing without optimizer_cpu_offload=True;"
+                        " set both"
+                    )
+        else:
+            fraction = given.get("optimizer_offload_fraction", 0.0)
+            if not 0.0 < fraction <= 1.0:
+                refuse(
+                    f"optimizer_config.optimizer_offload_fraction={fraction} with optimizer_cpu_offload=True"
+                    f" {'offloads nothing' if fraction == 0 else 'is no fraction'}; choose more than 0, and at most 1"
+                )
+            if not aware:
+                refuse(
+                    "optimizer_config.optimizer_cpu_offload=True needs use_precision_aware_optimizer=True and the"
+                    " distributed optimizer; set both"
+                )
+        if aware and not self.resolved("use_distributed_optimizer"):
+            refuse(
+                "optimizer_config.use_precision_aware_optimizer=True needs the distributed optimizer; set"
+                " MCoreStrategy(use_distributed_optimizer=True)"
+            )
+        if self._device.type != "cuda":
+            for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):
+                if given.get(name):
+                    refuse(
+                        f"optimizer_config.{name}=True needs CUDA, but this run is on {self._device.type!r};"
+                        " leave it out"
+                    )
+
+    def _check_overlaps(self) -> None:
+        layout, book, strategy = self.layout, self._book, self.strategy
+        if strategy.get("micro_batch_size") is not None:
+            book.attempt(lambda: require_size("micro_batch_size", strategy["micro_batch_size"]))
+        if layout is None:
+            return
+        interleaved = layout.virtual_pipeline_model_parallel_size is not None
+        if strategy.get("overlap_p2p_comm") and not interleaved:
+            book.refuse(
+                "overlap_p2p_comm=True needs the interleaved schedule; set virtual_pipeline_model_parallel_size=2 or"
+                " more"
+            )
+        group = strategy.get("microbatch_group_size_per_vp_stage")
+        if group is not None and not interleaved:
+            book.refuse(
+                f"microbatch_group_size_per_vp_stage={group} needs the interleaved schedule; set"
+                " virtual_pipeline_model_parallel_size=2 or more, or leave it None"
+            )
+        elif group is not None:
+            book.attempt(lambda: layout.validate_microbatches(group, group))
+        if self.resolved("align_param_gather") and not interleaved:
+            book.refuse(
+                "ddp_config.align_param_gather=True acts in the interleaved schedule alone; set"
+                " virtual_pipeline_model_parallel_size=2 or more, or leave it out"
+            )
+        if self.communication is not None:
+            options, instances = self.communication, self.resolved("num_distributed_optimizer_instances") or 1
+            book.attempt(lambda: options.check_layout(layout, self.overlap_p2p_comm, instances))
+            book.attempt(lambda: options.check_device(self._device))  # type: ignore[arg-type]
+        self._check_tensor_overlap(layout)
+
+    def _check_tensor_overlap(self, layout: ParallelLayout) -> None:
+        enabled, path = self.strategy.get("tp_comm_overlap"), self.strategy.get("tp_comm_overlap_cfg")
+        if path is not None and not enabled:
+            self._book.refuse(f"tp_comm_overlap_cfg={path!r} needs tp_comm_overlap=True; set both")
+        if path is not None and not Path(path).is_file():
+            self._book.refuse(f"tp_comm_overlap_cfg={path!r} is not a file; give the path of one in YAML")
+        if enabled and not layout.sequence_parallel:
+            self._book.refuse(
+                "tp_comm_overlap=True needs sequence_parallel=True, and with it tensor_model_parallel_size of 2 or"
+                " more; set both"
+            )
+        if enabled and self._device.type != "cuda":
+            self._book.refuse(
+                f"tp_comm_overlap=True needs CUDA and TransformerEngine, but this run is on {self._device.type!r};"
+                " leave it out"
+            )

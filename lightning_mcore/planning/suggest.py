@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lightning-mcore plan --suggest``: the layouts of a model that fit the memory of N devices, best first.
+
+The global batch of the file stays. Tried are tensor parallelism within a node, pipelines with and without interleaving,
+context parallelism for long sequences, expert parallelism, microbatches of a few sizes, and as little recomputation as
+fits. What the rules refuse or memory forbids is dropped; the rest is ordered by the estimated time of a step
+(``step_time.py``). The estimate is rough: measure the first few.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.planning.gpt_fields import GPTFields
+from lightning_mcore.planning.machines import Machine
+from lightning_mcore.planning.pipeline_schedule import PipelineTimeline
+from lightning_mcore.planning.plan import Plan, make_plan
+from lightning_mcore.planning.plan_files import Door
+from lightning_mcore.planning.plan_report import GIB, flops, table_text
+from lightning_mcore.planning.rank_parameters import rank_parameters
+from lightning_mcore.planning.run_rules import check_run
+from lightning_mcore.run_settings import RunSettings
+from lightning_mcore.sizes import divisors
+
+USABLE = 0.9
+"""Share of a device's memory that a layout may fill; the rest is for libraries, buffers and fragments."""
+
+_CHUNKS = (None, 2, 4)
+_ROWS = (1, 2, 4)
+_LEAST_TOKENS = 2048
+"""Tokens of a sequence that a context-parallel rank keeps at least."""
+_MOST_BUBBLE = 0.5
+_LEAST_STATE = 4
+"""Bytes that a parameter takes at least: a bf16 weight and a bf16 gradient."""
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+_REPLACED = (
+    *ParallelLayout.__dataclass_fields__,
+    *("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "overlap_p2p_comm"),
+    *("microbatch_group_size_per_vp_stage", "micro_batch_size"),
+)
+_OF_RECOMPUTE = (
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+    *("moe_layer_recompute", "distribute_saved_activations"),
+)
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A layout that fits.
+
+    Args:
+        strategy: What to set of ``MCoreStrategy``.
+        recompute: What to set of ``transformer``.
+        micro_batch_size: Rows of a DataLoader batch, which is one microbatch.
+        num_microbatches: ``accumulate_grad_batches``.
+        memory: Bytes of the fullest rank.
+        bubble: Share of the step in which a stage waits.
+        seconds: Estimated time of a step.
+        flops_rate: Operations of the model in a second on each device.
+    """
+
+    strategy: Mapping[str, Any]
+    recompute: Mapping[str, Any]
+    micro_batch_size: int
+    num_microbatches: int
+    memory: int
+    bubble: float
+    seconds: float
+    flops_rate: float
+
+    @property
+    def recomputed(self) -> str:
+        """``none``, ``selective`` or ``full``."""
+        return str(self.recompute.get("recompute_granularity") or "none")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {**vars(self), "strategy": dict(self.strategy), "recompute": dict(self.recompute)}
+
+
+def suggest(
+    settings: RunSettings,
+    devices: int,
+    devices_per_node: int,
+    machine: Machine,
+    memory: float | None = None,
+    backend: str | None = None,
+    most: int = 10,
+) -> list[Suggestion]:
+    """Return the layouts that fit, best first.
+
+    Args:
+        settings: The run; its layout is replaced, its model, precision and global batch stay.
+        devices: Ranks of the whole run.
+        devices_per_node: Devices of a node.
+        machine: The devices.
+        memory: Bytes of a device; None for the machine's.
+        backend: Whose layers.
+        most: How many to return.
+
+    Raises:
+        ValueError: The model is wrong, or no layout fits.
+    """
+    limit = (memory or machine.memory) * USABLE
+    fields, rows = _model_and_rows(settings, devices, backend)
+    found: dict[tuple[Any, ...], Suggestion] = {}
+    least = float("inf")
+    for layout in _layouts(fields, devices, devices_per_node):
+        needed = _least_memory(fields, layout)
+        if needed > limit:
+            least = min(least, needed)
+            continue
+        for micro, count in _microbatches(layout, devices, rows):
+            plan, recompute = _fitting(
+                settings, layout, devices, devices_per_node, machine, backend, limit, micro, count
+            )
+            if plan is None or plan.fullest is None or plan.time is None or plan.work is None:
+                continue
+            needed = plan.fullest.memory.total
+            least = min(least, needed)
+            if needed > limit or plan.timeline is None:
+                continue
+            rate = plan.work.model_flops / plan.time.total / devices
+            found_here = Suggestion(
+                _strategy(layout, devices), recompute, micro, count, needed, plan.timeline.bubble, plan.time.total, rate
+            )
+            key = tuple(sorted((name, str(value)) for name, value in found_here.strategy.items()))
+            if key not in found or found[key].seconds > found_here.seconds:
+                found[key] = found_here
+    if not found:
+        raise ValueError(_nothing(least, limit, devices, rows))
+    return sorted(found.values(), key=lambda one: (one.seconds, one.memory))[:most]
+
+
+def _nothing(least: float, limit: float, devices: int, rows: int) -> str:
+    if least == float("inf"):
+        return (
+            f"no layout of {devices} devices divides the model and a global batch of {rows} rows; choose another number"
+            " of devices or another batch"
+        )
+    return (
+        f"no layout of {devices} devices fits: the smallest needs {least / GIB:.1f} GiB on a device, of which"
+        f" {limit / GIB:.1f} GiB may be filled; give more devices or memory, or a smaller seq_length"
+    )
+
+
+def _model_and_rows(settings: RunSettings, devices: int, backend: str | None) -> tuple[GPTFields, int]:
+    """Return the model, and the rows of a step on the devices of the file, else on those that are asked about."""
+    of_node, nodes = settings.trainer.get("devices"), settings.trainer.get("num_nodes") or 1
+    tried = [of_node * nodes] if isinstance(of_node, int) and of_node > 0 else []
+    for count in (*tried, devices):
+        run = check_run(settings, count, backend)
+        if run.fields is not None and run.batch is not None:
+            return run.fields, run.batch.rows
+    raise ValueError(run.errors[0] if run.errors else "the global batch is unknown; give data.batch_size")
+
+
+def _layouts(fields: GPTFields, devices: int, devices_per_node: int) -> Iterator[ParallelLayout]:
+    """Yield every layout that divides devices and model."""
+    experts = fields.experts.count if fields.experts is not None else 1
+    sizes = [size for size in divisors(devices) if size <= max(fields.num_layers, experts, devices_per_node)]
+    long = [size for size in sizes if size == 1 or fields.seq_length // size >= _LEAST_TOKENS]
+    for tp in (size for size in sizes if size <= devices_per_node and devices_per_node % size == 0):
+        for pp in (size for size in sizes if size <= fields.num_layers and devices % (tp * size) == 0):
+            for cp in (size for size in long if devices % (tp * pp * size) == 0):
+                for ep in (size for size in sizes if experts % size == 0 and devices % (size * pp) == 0):
+                    for chunks in _CHUNKS if pp > 1 else (None,):
+                        try:
+                            layout = ParallelLayout(
+                                tensor_model_parallel_size=tp,
+                                pipeline_model_parallel_size=pp,
+                                virtual_pipeline_model_parallel_size=chunks,
+                                context_parallel_size=cp,
+                                expert_model_parallel_size=ep,
+                                expert_tensor_parallel_size=1 if ep > 1 and tp > 1 else None,
+                                sequence_parallel=tp > 1,
+                            )
+                            layout.validate_world(devices)
+                            layout.validate_model(fields.shape)
+                        except ValueError:
+                            continue
+                        yield layout
+
+
+def _least_memory(fields: GPTFields, layout: ParallelLayout) -> float:
+    """Return bytes below which no rank of the stages at both ends can be."""
+    last = layout.pipeline_model_parallel_size - 1
+    return _LEAST_STATE * max(rank_parameters(fields, layout, stage).total for stage in {0, last})
+
+
+def _microbatches(layout: ParallelLayout, devices: int, rows: int) -> Iterator[tuple[int, int]]:
+    """Yield rows of a microbatch and microbatches of a step that make the global batch."""
+    dp = layout.data_parallel_size(devices)
+    for micro in _ROWS:
+        count, rest = divmod(rows, dp * micro)
+        if rest or not count:
+            continue
+        try:
+            layout.validate_microbatches(count)
+        except ValueError:
+            continue
+        if PipelineTimeline(layout.pipeline_model_parallel_size, layout.num_chunks, count).formula <= _MOST_BUBBLE:
+            yield micro, count
+
+
+def _fitting(
+    settings: RunSettings,
+    layout: ParallelLayout,
+    devices: int,
+    devices_per_node: int,
+    machine: Machine,
+    backend: str | None,
+    limit: float,
+    micro: int,
+    count: int,
+) -> tuple[Plan | None, dict[str, Any]]:
+    """Return the plan with the least recomputation that fits, else the one that comes closest."""
+    closest: tuple[Plan | None, dict[str, Any]] = (None, {})
+    for changes in _RECOMPUTE.values():
+        tried = _changed(settings, _strategy(layout, devices), changes, micro, count)
+        plan = make_plan(tried, devices, devices_per_node, machine, None, backend)
+        if plan.errors or plan.fullest is None:
+            continue
+        closest = (plan, dict(changes))
+        if plan.fullest.memory.total <= limit:
+            break
+    return closest
+
+
+def _strategy(layout: ParallelLayout, devices: int) -> dict[str, Any]:
+    """Return what to set of the strategy: the sizes that are not the default, and what shards and overlaps."""
+    default = ParallelLayout()
+    sizes = {name: value for name, value in vars(layout).items() if value != getattr(default, name, None)}
+    if layout.data_parallel_size(devices) * layout.context_parallel_size > 1:
+        sizes |= dict.fromkeys(("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), True)
+    return {name: value for name, value in sizes.items() if name in _REPLACED}
+
+
+def _changed(
+    settings: RunSettings, strategy: Mapping[str, Any], recompute: Mapping[str, Any], micro: int, count: int
+) -> RunSettings:
+    kept = {name: value for name, value in settings.strategy.items() if name not in _REPLACED}
+    if not strategy.get("sequence_parallel"):
+        kept = {name: value for name, value in kept.items() if not name.startswith("tp_comm_overlap")}
+    given = settings.model.get("transformer") or {}
+    transformer = {name: value for name, value in given.items() if name not in _OF_RECOMPUTE}
+    return replace(
+        settings,
+        strategy={**kept, **strategy},
+        model={**settings.model, "transformer": {**transformer, **recompute}},
+        trainer={**settings.trainer, "accumulate_grad_batches": count},
+        data={**settings.data, "batch_size": micro},
+    )
+
+
+def suggestion_text(
+    found: Sequence[Suggestion], machine: Machine, memory: float | None, devices: int, door: Door = "lightning"
+) -> str:
+    """Return the layouts as a table, and the lines that set the best one.
+
+    Args:
+        found: Layouts, best first.
+        machine: What the times are estimated for.
+        memory: Bytes of a device; None for the machine's.
+        devices: Ranks of the whole run.
+        door: In whose words to write the lines.
+    """
+    names = {"tp": "tensor_model", "pp": "pipeline_model", "vpp": "virtual_pipeline_model", "cp": "context"}
+    names |= {"ep": "expert_model", "etp": "expert_tensor"}
+    shown = [short for short, name in names.items() if any(f"{name}_parallel_size" in one.strategy for one in found)]
+    rows = []
+    for place, one in enumerate(found, 1):
+        sizes = [str(one.strategy.get(f"{names[short]}_parallel_size") or 1) for short in shown]
+        rows.append(
+            [
+                *(str(place), *sizes, str(one.micro_batch_size), str(one.num_microbatches), one.recomputed),
+                *(f"{one.memory / GIB:.1f}", f"{one.bubble:.0%}", f"{one.seconds:.3g}", flops(one.flops_rate)),
+            ]
+        )
+    columns = ["", *shown, "rows", "microbatches", "recompute", "GiB", "bubble", "s a step", "a device and second"]
+    limit = (memory or machine.memory) / GIB
+    title = f"layouts of {devices} x {machine.name.upper()} that fit {limit:.1f} GiB, best first (estimated)"
+    return "\n".join([table_text(title, columns, rows), "", "the first one, to paste:", "", *_lines(found[0], door)])
+
+
+def _lines(one: Suggestion, door: Door) -> list[str]:
+    """Return the settings of a layout in the words of a front door."""
+    if door != "lightning":
+        flat = {**one.strategy, **one.recompute, "per_device_train_batch_size": one.micro_batch_size}
+        flat["gradient_accumulation_steps"] = one.num_microbatches
+        return [f"{name}: {_yaml(value)}" for name, value in flat.items()]
+    lines = ["trainer:", f"  accumulate_grad_batches: {one.num_microbatches}", "  strategy:"]
+    lines += ["    class_path: lightning_mcore.MCoreStrategy", "    init_args:"]
+    lines += [f"      {name}: {_yaml(value)}" for name, value in one.strategy.items()] or ["      {}"]
+    if one.recompute:
+        lines += ["model:", "  init_args:", "    transformer:"]
+        lines += [f"      {name}: {_yaml(value)}" for name, value in one.recompute.items()]
+    return [*lines, "data:", "  init_args:", f"    batch_size: {one.micro_batch_size}"]
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every field of ``TrainingArguments`` is read back from a live run: configs of Megatron, objects of Lightning.
+
+The arguments of a run are parsed from the words of a command line, a tiny model made on the spot is trained with what
+``args.trainer``, ``args.model`` and ``args.data`` make, and the places of ``argument_table.py`` are read while it
+trains, or from what it has saved.
+"""
+
+import json
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
+
+from tests.argument_table import LIVE, Run
+from tests.chats import characters, exchanges, write
+from tests.hf_models import save_tiny
+from tests.ranks import run_ranks
+
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
+
+SEQ_LENGTH = 64
+OF_CHECKPOINT = "saved["
+
+
+def filled(value: Any, out: str) -> Any:
+    """Return a value of the table with the folder of the run in the place of ``{out}``."""
+    return value.replace("{out}", out) if isinstance(value, str) else value
+
+
+def words(values: dict[str, Any]) -> list[str]:
+    """Return arguments as the words of a command line."""
+    return [word for name, value in values.items() for word in (f"--{name}", *as_words(value))]
+
+
+def as_words(value: Any) -> list[str]:
+    if isinstance(value, list):
+        return [str(item) for item in value]
+    return [json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+class Reader(pl.Callback):
+    """Evaluates expressions on the objects of a run, in its last training step."""
+
+    def __init__(self, run: Run, args: Any, data: Any) -> None:
+        self.run, self.args, self.data = run, args, data
+        self.read: dict[str, Any] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        chunks = strategy._chunks
+        scope = {
+            **{"args": self.args, "trainer": trainer, "strategy": strategy, "module": pl_module, "data": self.data},
+            **{"os": os, "logging": logging, "torch": torch},
+            "config": chunks.config,
+            "ddp": chunks.ddp[0].ddp_config,
+            "optimizer": strategy.optimizers[0],
+            "megatron": strategy.optimizers[0].megatron.config,
+            "scheduler": strategy.lr_scheduler_configs[0].scheduler,
+            "checkpoint": trainer.checkpoint_callback,
+            "callback": lambda name: next(c for c in trainer.callbacks if type(c).__name__ == name),
+        }
+        self.read = {
+            landing.name: eval(landing.place, scope)
+            for landing in self.run.landings
+            if not landing.place.startswith(OF_CHECKPOINT)
+        }
+
+
+def read_live(name: str, folder: str, out: str) -> dict[str, Any]:
+    """Train, and return what stands in the places of a run's table."""
+    from lightning_mcore.arguments import parse_arguments
+
+    warnings.filterwarnings("ignore")
+    run = LIVE[name]
+    values = {"output_dir": out, **{key: filled(value, out) for key, value in run.values.items()}}
+    (args,) = parse_arguments(words(values))
+    files = {"validation_files": f"{folder}/validation.jsonl", "cache_dir": f"{folder}/cache"}
+    data = args.data(f"{folder}/train.jsonl", characters(), SEQ_LENGTH, overrides=files)
+    reader = Reader(run, args, data)
+    trainer = args.trainer(
+        devices=run.world_size, plugins=LightningEnvironment(), callbacks=[reader], enable_model_summary=False
+    )
+    trainer.fit(args.model(f"{folder}/model", seq_length=SEQ_LENGTH), data)
+    for landing in run.landings:
+        if landing.place.startswith(OF_CHECKPOINT):
+            reader.read[landing.name] = eval(landing.place, {"saved": look_at_checkpoint(Path(out))})
+    return reader.read
+
+
+class Losses(pl.Callback):
+    """Keeps the loss of the last step after each batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if "train_loss" in trainer.callback_metrics:  # not before the first step
+            self.seen.append(float(trainer.callback_metrics["train_loss"]))
+
+
+def train(folder: str, values: dict[str, Any]) -> list[float]:
+    """Train a Llama with arguments, and return its losses."""
+    from lightning_mcore.arguments import TrainingArguments
+
+    warnings.filterwarnings("ignore")
+    args = TrainingArguments(**{"use_cpu": True, "disable_tqdm": True, "learning_rate": 1e-2, **values})
+    losses = Losses()
+    files = {"validation_files": f"{folder}/validation.jsonl", "cache_dir": f"{folder}/cache"}
+    data = args.data(f"{folder}/train.jsonl", characters(), SEQ_LENGTH, overrides=files)
+    trainer = args.trainer(devices=4, plugins=LightningEnvironment(), callbacks=losses, enable_model_summary=False)
+    trainer.fit(args.model(f"{folder}/model", seq_length=SEQ_LENGTH), data, ckpt_path=args.ckpt_path)
+    return losses.seen
+
+
+def look_at_checkpoint(out: Path) -> dict[str, Any]:
+    path = next(path for path in out.iterdir() if path.suffix == ".ckpt")
+    return {
+        "sharding": torch.load(path / "common.pt")["content_metadata"]["distrib_optim_sharding_type"],
+        "shards": len(list(path.glob("*.distcp"))),
+        "backend": json.loads((path / "metadata.json").read_text(encoding="utf-8"))["sharded_backend"],
+    }
+
+
+def make_files(folder: Path, family: str, **model: Any) -> None:
+    """Write a model, and data to train on and to validate on."""
+    save_tiny(family, folder / "model", vocab_size=300, **model)
+    write(folder / "train.jsonl", exchanges(24))
+    write(folder / "validation.jsonl", exchanges(8, seed=1))
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_every_field_of_a_run_is_where_the_table_says(name: str, tmp_path: Path) -> None:
+    run, out = LIVE[name], str(tmp_path / "out")
+    make_files(tmp_path, run.family, **run.model)
+    expected = {landing.name: filled(landing.expected, out) for landing in run.landings}
+    for read in run_ranks(run.world_size, read_live, name, str(tmp_path), out, timeout=180):
+        assert {key: read[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("chunks", [None, 2])
+def test_when_gradients_are_reduced_changes_no_loss(chunks: int | None, tmp_path: Path) -> None:
+    make_files(tmp_path, "llama", rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    values = {
+        "output_dir": str(tmp_path / "out"),
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": chunks,
+        "overlap_grad_reduce": True,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 3,
+        "save_strategy": "no",
+    }
+    losses = [
+        run_ranks(4, train, str(tmp_path), {**values, "delay_grad_reduce": d}, timeout=180) for d in (True, False)
+    ]
+    assert losses[0] == losses[1]
+    assert losses[0][0][-1] < losses[0][0][0]
+
+
+def test_checkpoints_are_named_limited_and_resumed_from(tmp_path: Path) -> None:
+    make_files(tmp_path, "llama", rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    out = tmp_path / "out"
+    values = {
+        "output_dir": str(out),
+        "tensor_model_parallel_size": 2,
+        "use_distributed_optimizer": True,
+        "per_device_train_batch_size": 2,
+        "max_steps": 4,
+        "save_steps": 1,
+        "save_total_limit": 2,
+        "save_hf_model": True,
+    }
+    whole = run_ranks(4, train, str(tmp_path), values, timeout=180)
+    kept = ["checkpoint-3.ckpt", "checkpoint-3.ckpt-hf", "checkpoint-4.ckpt", "checkpoint-4.ckpt-hf"]
+    assert sorted(path.name for path in out.iterdir()) == kept
+    more = {**values, "output_dir": str(tmp_path / "more"), "resume_from_checkpoint": str(out / kept[0])}
+    assert run_ranks(4, train, str(tmp_path), more, timeout=180) == [losses[3:] for losses in whole]
+
+
+def test_the_best_checkpoint_is_that_of_the_metric(tmp_path: Path) -> None:
+    make_files(tmp_path, "llama", rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    out = tmp_path / "out"
+    values = {
+        "output_dir": str(out),
+        "per_device_train_batch_size": 2,
+        "max_steps": 4,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "best",
+        "metric_for_best_model": "eval_loss",
+    }
+    run_ranks(4, train, str(tmp_path), values, timeout=180)
+    assert [path.name for path in out.iterdir()] == ["checkpoint-4.ckpt"]

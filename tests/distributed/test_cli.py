@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lightning-mcore fit`` trains as a user starts it: the installed script and ``python -m``, on one rank and on two.
+
+The runs are processes of their own, in a folder with a module that only that folder has: ``class_path`` finds it, on
+the ranks that Lightning starts as well.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.hf_models import save_tiny
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 240.0
+SCRIPT = [str(Path(sys.executable).parent / "lightning-mcore")]
+MODULE = [sys.executable, "-m", "lightning_mcore.cli"]
+
+DATA = """
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, number):
+        tokens = torch.arange(17) * (number + 1) % 61
+        return {
+            "tokens": tokens[:-1],
+            "labels": tokens[1:],
+            "loss_mask": torch.ones(16),
+            "position_ids": torch.arange(16),
+        }
+
+
+class OwnData(pl.LightningDataModule):
+    def __init__(self, batch_size: int = 4, fault: str = ""):
+        super().__init__()
+        self.batch_size, self.fault = batch_size, fault
+
+    def setup(self, stage):
+        if self.fault == "setup":
+            raise ValueError("a fault of the user's")
+
+    def train_dataloader(self):
+        return DataLoader(Rows(), batch_size=self.batch_size)
+
+    val_dataloader = train_dataloader
+
+
+class Fails(pl.Callback):
+    def on_train_batch_start(self, *_):
+        raise ValueError("in the middle of a run")
+"""
+
+RUN = """
+seed_everything: 1
+trainer:
+  accelerator: cpu
+  devices: 1
+  max_steps: 3
+  limit_val_batches: 1
+  num_sanity_val_steps: 0
+  log_every_n_steps: 1
+  enable_progress_bar: false
+  enable_model_summary: false
+  enable_checkpointing: false
+  logger: {class_path: CSVLogger, init_args: {save_dir: ., name: logs, version: ""}}
+  strategy: {class_path: lightning_mcore.MCoreStrategy, init_args: {micro_batch_size: 2}}
+model:
+  class_path: lightning_mcore.MCoreGPT
+  init_args:
+    vocab_size: 64
+    seq_length: 16
+    transformer: {num_layers: 2, hidden_size: 16, num_attention_heads: 2}
+data: own_data.OwnData
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "own_data.py").write_text(DATA)
+    (tmp_path / "run.yaml").write_text(RUN)
+    return tmp_path
+
+
+def lightning_mcore(folder: Path, *arguments: str, program: Sequence[str] = SCRIPT) -> tuple[int, str, str]:
+    """Run the command in ``folder``; return its exit code, what it printed and what it complained about."""
+    foreign = ("PL_", "SLURM_", "MASTER_", "TORCHELASTIC_")
+    alone = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK")
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(foreign) and name not in alone
+    }
+    process = subprocess.Popen(
+        [*program, *arguments],
+        cwd=folder,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # the ranks that Lightning starts are in the same group
+    )
+    try:
+        output, errors = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, errors = process.communicate()
+        pytest.fail(f"{arguments} did not finish in {SECONDS:g} s\n{output}{errors}", pytrace=False)
+    return process.returncode, output, errors
+
+
+def trained(folder: Path, *arguments: str, program: Sequence[str] = SCRIPT) -> list[float]:
+    """Run ``fit`` and return the loss of every step."""
+    code, output, errors = lightning_mcore(folder, "fit", "--config", "run.yaml", *arguments, program=program)
+    assert code == 0, output + errors
+    header, *rows = (folder / "logs" / "metrics.csv").read_text().splitlines()
+    place = header.split(",").index("train_loss")
+    return [float(cells[place]) for cells in (row.split(",") for row in rows) if cells[place]]
+
+
+TENSOR_PARALLEL = ["--trainer.devices=2", "--trainer.strategy.tensor_model_parallel_size=2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [SCRIPT, MODULE], ids=["script", "module"])
+def test_two_ranks_train_as_one_does_and_a_second_run_overwrites(folder: Path, program: list[str]) -> None:
+    alone = trained(folder)
+    assert len(alone) == 3
+    assert trained(folder, *TENSOR_PARALLEL, program=program) == pytest.approx(alone, rel=1e-5)
+    saved = yaml.safe_load((folder / "logs" / "config.yaml").read_text())
+    assert saved["trainer"]["strategy"]["init_args"]["tensor_model_parallel_size"] == 2
+
+
+@pytest.mark.slow
+def test_the_optimizer_of_the_file_trains(folder: Path) -> None:
+    own = trained(folder, "--model.learning_rate=0.01", "--model.weight_decay=0.1", "--model.betas=[0.9,0.999]")
+    optimizer = ["--optimizer=torch.optim.SGD", "--optimizer.lr=0.5"]
+    plain = trained(folder, *optimizer)
+    stopped = trained(
+        folder,
+        *optimizer,
+        *("--lr_scheduler=torch.optim.lr_scheduler.ConstantLR", "--lr_scheduler.factor=0.0"),
+    )
+    assert plain[0] == own[0]
+    assert plain[1:] != own[1:]
+    assert plain[-1] < plain[0]
+    assert len(set(stopped)) > 1  # other batches
+    assert stopped != plain
+
+
+@pytest.mark.slow
+def test_a_model_of_hugging_face_is_trained_and_handed_back(folder: Path) -> None:
+    save_tiny("llama", folder / "llama")
+    run = yaml.safe_load(RUN)
+    run["model"] = {
+        "class_path": "lightning_mcore.MCoreGPT.from_pretrained",
+        "init_args": {"path": "llama", "seq_length": 16},
+    }
+    run["trainer"] |= {
+        "callbacks": [{"class_path": "SaveHFModel", "init_args": {"folder": "tuned"}}],
+        "enable_checkpointing": True,
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    assert len(trained(folder)) == 3
+    assert (folder / "tuned" / "model.safetensors").exists()
+    [checkpoint] = folder.rglob("*.ckpt")
+    code, _, errors = lightning_mcore(folder, "export", str(checkpoint), "again")
+    assert code == 0, errors
+    assert (folder / "again" / "model.safetensors").read_bytes() == (
+        folder / "tuned" / "model.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.slow
+def test_what_is_wrong_before_the_run_is_one_sentence(folder: Path) -> None:
+    run = ["fit", "--config", "run.yaml"]
+    code, _, errors = lightning_mcore(
+        folder, *run, "--trainer.devices=3", "--trainer.strategy.tensor_model_parallel_size=2"
+    )
+    told = [line for line in errors.splitlines() if line.startswith("error")]
+    assert (code, len(told)) == (2, 1), errors
+    assert told[0].startswith("error: world_size=3 is not a multiple of tensor_model_parallel_size=2")
+    assert "Traceback" not in errors
+    code, _, errors = lightning_mcore(folder, *run, "--ckpt_path=no.ckpt")
+    assert code == 2
+    assert re.search(r"^error: .*no\.ckpt", errors, re.MULTILINE), errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("--data.fault=setup", "ValueError: a fault of the user's"),
+        ("--trainer.callbacks=own_data.Fails", "ValueError: in the middle of a run"),
+    ],
+)
+def test_a_fault_in_code_of_the_user_keeps_its_traceback(folder: Path, fault: str, text: str) -> None:
+    code, _, errors = lightning_mcore(folder, "fit", "--config", "run.yaml", fault)
+    assert code == 1
+    assert text in errors
+    assert "own_data.py" in errors

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lightning-mcore llamafactory`` on ranks: the text models of LLaMA-Factory's Megatron examples, at tiny size."""
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from lightning_mcore.llamafactory.llamafactory_command import run
+from tests.factory_files import LLAMA3, QWEN3_MOE, losses, rows, write_run
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+# The file of the model with experts asks for three kernels of TransformerEngine's. One of them is a no-op without it;
+# the others are refused on a CPU, and left out here.
+WITHOUT_KERNELS = ("apply_rope_fusion=false", "moe_grouped_gemm=false")
+
+
+def command(words: list[str]) -> int:
+    """Run the command on this rank, and return its exit code."""
+    warnings.filterwarnings("ignore")
+    return run([*words, "disable_tqdm=true", "report_to=none", "--accelerator", "cpu"])
+
+
+def run_all(world_size: int, *words: str) -> list[int]:
+    codes: list[int] = run_ranks(world_size, command, list(words), timeout=240)
+    return codes
+
+
+@pytest.mark.slow
+def test_the_file_of_the_model_with_experts_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = write_run(tmp_path, QWEN3_MOE, "qwen3_moe")
+    assert run_all(8, file, *WITHOUT_KERNELS) == [0] * 8
+    said = capfd.readouterr().out
+    assert "layout: tp1 pp4 cp1 dp2 ep2 etp1 edp1" in said
+    assert "per_device_train_batch_size 1 * gradient_accumulation_steps 8 * data-parallel size 2 = 16 rows" in said
+    found = [float(line.split()[1]) for line in losses(tmp_path)]
+    assert len(found) == 4
+    assert found[-1] < found[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.model_type == "qwen3_moe"
+
+
+@pytest.mark.parametrize("kernel", WITHOUT_KERNELS)
+def test_kernels_that_are_not_there_are_refused(tmp_path: Path, kernel: str, capfd: pytest.CaptureFixture[str]) -> None:
+    one_rank = ("pipeline_model_parallel_size=1", "expert_model_parallel_size=1")
+    file = write_run(tmp_path, QWEN3_MOE, "qwen3_moe")
+    others = [key for key in WITHOUT_KERNELS if key != kernel]
+    assert run_all(1, file, *others, *one_rank) == [2]
+    assert kernel.partition("=")[0] in capfd.readouterr().out  # where ranks print
+
+
+def test_the_file_of_the_dense_model_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = write_run(tmp_path, LLAMA3)
+    assert run_all(2, file, "plot_loss=true") == [0, 0]
+    said = capfd.readouterr().out
+    assert "layout: tp1 pp1 cp1 dp2" in said
+    found = [float(line.split()[1]) for line in losses(tmp_path)]
+    assert len(found) == 6
+    assert found[-1] < 0.9 * found[0]
+    assert (tmp_path / "out" / "training_loss.png").stat().st_size > 1000
+    assert not (tmp_path / "out" / "config.json").exists()  # export_hf_on_finish: false
+
+
+def test_a_run_is_resumed_exactly(tmp_path: Path) -> None:
+    """Also evaluates, packs, saves, and writes the model beside the checkpoints."""
+    keys = {**LLAMA3, "overwrite_output_dir": False, "export_hf_on_finish": True, "packing": True, "val_size": 6}
+    more = ("save_steps=2", "eval_strategy=steps", "eval_steps=3", "tensor_model_parallel_size=2", "use_cpu=true")
+    whole, halves = write_run(tmp_path / "whole", keys), write_run(tmp_path / "halves", keys)
+    assert run_all(2, whole, *more, "max_steps=5") == [0, 0]
+    assert run_all(2, halves, *more, "max_steps=3", "lr_scheduler_type=constant", "warmup_steps=0") == [0, 0]
+    for folder in ("whole", "halves"):
+        assert (tmp_path / folder / "out" / "checkpoint-2.ckpt").is_dir()
+        assert (tmp_path / folder / "out" / "model.safetensors").is_file()
+    first = losses(tmp_path / "halves")
+    assert run_all(2, halves, *more, "max_steps=5", "lr_scheduler_type=constant", "warmup_steps=0") == [0, 0]
+    again = losses(tmp_path / "halves")
+    assert again[: len(first)] == first
+    assert again[len(first)].split()[0] == "3"  # from the checkpoint of step 2
+    assert again[len(first)] == first[-1]
+    assert len(losses(tmp_path / "whole", "eval_loss")) == 1
+
+
+def test_texts_are_trained_on(tmp_path: Path) -> None:
+    file = write_run(tmp_path, {**LLAMA3, "stage": "pt", "do_eval": True, "val_size": 0.3})
+    assert run_all(1, file, "template=null") == [0]
+    found = [float(line.split()[1]) for line in losses(tmp_path)]
+    assert len(found) == 6
+    assert found[-1] < found[0]
+    assert len(losses(tmp_path, "eval_loss")) == 1
+
+
+def test_a_stream_is_trained_on(tmp_path: Path) -> None:
+    file = write_run(tmp_path, {**LLAMA3, "streaming": True, "buffer_size": 8}, data=rows(60))
+    assert run_all(1, file) == [0]
+    assert len(losses(tmp_path)) == 6
+
+
+@pytest.mark.slow
+def test_the_command_starts_its_own_ranks(tmp_path: Path) -> None:
+    file = write_run(tmp_path, LLAMA3)
+    words = [file, "tensor_model_parallel_size=2", "max_steps=2", "disable_tqdm=true", "--accelerator", "cpu"]
+    program = [sys.executable, "-W", "ignore", "-m", "lightning_mcore.cli", "llamafactory", *words]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "layout: tp2 pp1 cp1 dp1" in done.stdout
+    assert len(losses(tmp_path)) == 2

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scripts that start runs do so: on one machine, with torchrun on two "machines" on loopback, and under SLURM.
+
+They run as a user runs them, with CPU ranks and a tiny model. In SLURM's place stands a ``srun`` that starts the tasks
+with the variables that SLURM sets.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SECONDS = 240.0  # a run takes 15 to 30 on two free cores
+SHORT = ["--trainer.max_steps=2", "--trainer.limit_val_batches=0", "--trainer.enable_checkpointing=false"]
+ENDED = "`max_steps=2` reached"
+
+SRUN = """#!/bin/bash
+shift  # --kill-on-bad-exit
+for rank in 0 1; do
+    SLURM_PROCID=$rank SLURM_LOCALID=0 SLURM_NODEID=$rank "$@" &
+    tasks[$rank]=$!
+done
+wait "${tasks[0]}" && wait "${tasks[1]}"
+"""
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def started(script: str, folder: Path, *arguments: str, **variables: str) -> Iterator["subprocess.Popen[str]"]:
+    """Start a script whose run writes into ``folder``; every process of it ends with the block."""
+    foreign = ("PL_", "SLURM_", "MASTER_", "TORCHELASTIC_")
+    alone = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK")
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(foreign) and name not in alone
+    }
+    path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    process = subprocess.Popen(
+        [str(EXAMPLES / script), "configs/cpu_tiny.yaml", *SHORT, *own_folder(folder), *arguments],
+        cwd=folder,
+        env={**environment, "PATH": path, "OMP_NUM_THREADS": "1", **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def own_folder(folder: Path) -> list[str]:
+    return [
+        f"--trainer.default_root_dir={folder}",
+        f"--trainer.logger.save_dir={folder}",
+        f"--data.cache_dir={folder / 'cache'}",
+    ]
+
+
+def end_of(process: "subprocess.Popen[str]") -> str:
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_single_machine(tmp_path: Path) -> None:
+    with started("launch_single_node.sh", tmp_path) as process:
+        assert ENDED in end_of(process)
+    assert list(tmp_path.rglob("metrics.csv"))
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_machines_with_torchrun(tmp_path: Path) -> None:
+    common = {"NNODES": "2", "DEVICES": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with (
+        started("launch_torchrun.sh", tmp_path, NODE_RANK="0", **common) as first,
+        started("launch_torchrun.sh", tmp_path, NODE_RANK="1", **common) as second,
+    ):
+        output = end_of(first) + end_of(second)
+    assert output.count("MEMBER: 1/2") == output.count("MEMBER: 2/2") == 1
+    assert "tp2" in output
+    assert ENDED in output
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_tasks_of_slurm(tmp_path: Path) -> None:
+    stub = tmp_path / "srun"
+    stub.write_text(SRUN)
+    stub.chmod(0o755)
+    slurm = {
+        "SLURM_SUBMIT_DIR": str(EXAMPLES),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NAME": "lightning-mcore",
+        "SLURM_NNODES": "2",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_NODELIST": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    with started("launch_slurm.sh", tmp_path, **slurm) as process:
+        output = end_of(process)
+    assert output.count("MEMBER: 1/2") == output.count("MEMBER: 2/2") == 1
+    assert ENDED in output
+
+
+@pytest.mark.parametrize("script", ["launch_single_node.sh", "launch_torchrun.sh", "launch_slurm.sh"])
+def test_the_scripts_are_programs(script: str) -> None:
+    assert os.access(EXAMPLES / script, os.X_OK)
+    subprocess.run(["bash", "-n", str(EXAMPLES / script)], check=True, timeout=10)
+
+
+def test_the_slurm_script_asks_for_as_many_tasks_as_devices() -> None:
+    text = (EXAMPLES / "launch_slurm.sh").read_text(encoding="utf-8")
+    asked = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert "#SBATCH --ntasks-per-node=8" in asked
+    assert "#SBATCH --gpus-per-node=8" in asked
+    before = text.partition("set -euo pipefail")[0].splitlines()
+    assert set(asked) <= set(before)  # sbatch stops reading at the first command

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory a run really takes on each rank, by kind: what ``lightning-mcore plan`` is compared with.
+
+A tiny ``MCoreGPT`` is trained for two steps on ranks that are already there. State is measured as the storages of
+parameters, gradient buffers and optimizer; activations as the most that PyTorch's allocator gave out between the start
+of the second step's first microbatch and the step of the optimizer.
+"""
+
+import gc
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_mcore import MCoreGPT, MCoreStrategy
+from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.optimizer_parts import optimizer_parts
+from lightning_mcore.planning.gpt_fields import GPTFields
+from lightning_mcore.planning.rank_memory import RankMemory, rank_memory
+from lightning_mcore.precision import MCorePrecision
+from tests.toy import make_trainer
+
+STEPS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveRun:
+    """A run to measure and to plan.
+
+    Args:
+        world: Ranks.
+        strategy: Arguments of ``MCoreStrategy``.
+        precision: As in ``MCorePrecision``.
+        model: Arguments of ``MCoreGPT``.
+        rows: Rows of a microbatch.
+        microbatches: Microbatches of a step.
+        packed: Whether a row is four sequences.
+    """
+
+    world: int
+    strategy: dict[str, Any] = field(default_factory=dict)
+    precision: str = "32-true"
+    model: dict[str, Any]
+    rows: int = 1
+    microbatches: int = 1
+    packed: bool = False
+
+    @property
+    def layout(self) -> ParallelLayout:
+        names = ParallelLayout.__dataclass_fields__
+        return ParallelLayout(**{name: value for name, value in self.strategy.items() if name in names})
+
+    def planned(self, rank: int) -> RankMemory:
+        """Return what the plan says of a rank."""
+        place = self.layout.coordinates(rank, self.world).pipeline_model_parallel_rank
+        return rank_memory(
+            GPTFields.of(self.model),
+            self.layout,
+            place,
+            world_size=self.world,
+            precision={"precision": self.precision},
+            strategy=self.strategy,
+            optimizer=self.model.get("optimizer", "adamw"),
+            micro_batch_size=self.rows,
+            num_microbatches=self.microbatches,
+            packed=self.packed,
+        )
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """Rows of tokens that look random, each one sequence or four."""
+
+    def __init__(self, size: int, length: int, vocab_size: int, packed: bool) -> None:
+        self.offsets = torch.arange(5) * (length // 4) if packed else None
+        self.text = torch.randint(vocab_size, (size, length + 1), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = {"tokens": self.text[index, :-1], "labels": self.text[index, 1:]}
+        if self.offsets is not None:
+            row |= {"cu_seqlens": self.offsets, "cu_seqlens_padded": self.offsets}
+        return row
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the memory of tensors that operators return, from then until it is given back, whoever does that.
+
+    PyTorch's profiler would not do: it does not see what the threads of a process group give back.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        there = (tensor.untyped_storage() for tensor in gc.get_objects() if type(tensor) in (Tensor, Parameter))
+        self._seen = WeakIdKeyDictionary(dict.fromkeys(there, True))
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage() not in self._seen:
+                self._count(tensor.untyped_storage())
+        return outputs
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        self._seen[storage] = True
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._give_back, storage.nbytes())
+
+    def _give_back(self, size: int) -> None:
+        self.now -= size
+
+
+class Measure(pl.Callback):
+    """Measures the last step."""
+
+    def __init__(self) -> None:
+        self.live: LiveBytes | None = None
+        self.found: dict[str, int] = {}
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if self.live is None and trainer.global_step == STEPS - 1:
+            self.live = LiveBytes()
+            self.live.__enter__()
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        if self.live is not None:
+            self.live.__exit__(None, None, None)
+            self.found["activations"] = self.live.peak
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        chunks: Any = trainer.strategy._chunks  # type: ignore[attr-defined]
+        buffers = [buffer for chunk in chunks.ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        parameters = [parameter for chunk in chunks.ddp for parameter in chunk.parameters()]
+        weights = storages(parameters)
+        state: list[Tensor] = []
+        for part in optimizer_parts(trainer.optimizers[0].megatron):  # type: ignore[attr-defined]
+            if part.is_stub_optimizer:
+                continue
+            state += [value for values in part.optimizer.state.values() for value in values.values()]
+            state += [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
+        state = [
+            value for value in state if isinstance(value, Tensor) and value.untyped_storage().data_ptr() not in weights
+        ]
+        self.found["weights"] = sum(weights.values())
+        self.found["gradients"] = sum(storages(buffer.grad_data for buffer in buffers).values())
+        self.found["optimizer"] = sum(storages(state).values())
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return the bytes of each piece of memory that tensors lie in."""
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def measured(runs: dict[str, LiveRun]) -> dict[str, dict[str, int]]:
+    """Train each run for two steps on these ranks, and return what this rank holds."""
+    torch.set_num_threads(1)
+    return {name: _measure(run) for name, run in runs.items()}
+
+
+def _measure(run: LiveRun) -> dict[str, int]:
+    pl.seed_everything(1, verbose=False)
+    measure = Measure()
+    scale = {"initial_loss_scale": 1.0} if run.precision.startswith("16") else {}  # else the first steps are skipped
+    trainer = make_trainer(
+        MCoreStrategy(**run.strategy),
+        plugins=[LightningEnvironment(), MCorePrecision(run.precision, **scale)],  # type: ignore[arg-type]
+        max_steps=STEPS,
+        accumulate_grad_batches=run.microbatches,
+        callbacks=[measure],
+    )
+    module = MCoreGPT(**run.model)
+    count = run.world * run.rows * run.microbatches * STEPS
+    rows = Rows(count, run.model["seq_length"], run.model["vocab_size"], run.packed)
+    data = DataLoader(rows, batch_size=run.rows)
+    trainer.fit(module, data)
+    return measure.found

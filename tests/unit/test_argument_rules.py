@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What argument classes refuse: wrong types and choices, unknown names, fields that contradict each other."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_mcore.arguments import (
+    DistributingParallelArguments,
+    Fp8Arguments,
+    MegatronArguments,
+    RayArguments,
+    Seq2SeqTrainingArguments,
+    TrainingArguments,
+    parse_arguments,
+)
+from lightning_mcore.arguments.config_names import transformer_config_names
+from tests.hf_models import save_tiny
+from tests.unit.test_optimizer_options import is_one_sentence
+
+PP2 = {"pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+
+CONTRADICTIONS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size=0 is too small"),
+    ({"sequence_parallel": True}, "sequence_parallel=True needs tensor_model_parallel_size"),
+    (EP2 | {"tensor_model_parallel_size": 2}, "needs sequence_parallel=True"),
+    ({"virtual_pipeline_model_parallel_size": 2}, "needs pipeline_model_parallel_size of 2 or more"),
+    ({"overlap_p2p_comm": True}, "overlap_p2p_comm=True needs the interleaved schedule"),
+    (PP2 | {"pipeline_model_parallel_layout": "Et|tq"}, "'q', which is no layer"),
+    (PP2 | {"pipeline_model_parallel_layout": "Et|t|tL"}, "pipeline_model_parallel_layout"),
+    (
+        PP2 | {"pipeline_model_parallel_layout": "Et|tL", "virtual_pipeline_model_parallel_size": 2},
+        "virtual_pipeline_model_parallel_size=2",
+    ),
+    (
+        PP2 | {"pipeline_model_parallel_layout": "Et|tL", "account_for_loss_in_pipeline_split": True},
+        "account_for_loss_in_pipeline_split=True contradicts pipeline_model_parallel_layout",
+    ),
+    (EP2 | {"variable_seq_lengths": True}, "variable_seq_lengths=True contradicts moe_token_dispatcher_type"),
+    (
+        {
+            "variable_seq_lengths": True,
+            "moe_token_dispatcher_type": "allgather",
+            "additional_configs": {"num_moe_experts": 4},
+        },
+        "contradicts moe_token_dispatcher_type='allgather'",
+    ),
+    ({"recompute_method": "uniform"}, "recompute_method='uniform' contradicts recompute_granularity=None"),
+    (
+        {"recompute_granularity": "selective", "recompute_num_layers": 1},
+        "recompute_num_layers=1 contradicts recompute_granularity='selective'",
+    ),
+    ({"recompute_granularity": "full", "recompute_method": "block"}, "lacks recompute_num_layers"),
+    ({"recompute_granularity": "full", "recompute_num_layers": 2}, "lacks recompute_method"),
+    ({"recompute_modules": "mlp"}, "recompute_modules='mlp' contradicts recompute_granularity=None"),
+    (
+        {"recompute_granularity": "full", "moe_layer_recompute": True},
+        "moe_layer_recompute=True contradicts recompute_granularity='full'",
+    ),
+    (
+        {"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "allgather"},
+        "needs moe_token_dispatcher_type='alltoall'",
+    ),
+    ({"moe_pad_expert_input_to_capacity": True}, "needs moe_expert_capacity_factor"),
+    ({"mtp_num_layers": -1}, "mtp_num_layers=-1 is too small"),
+    ({"fp8_param": True}, "fp8_param=True does nothing without FP8"),
+    ({"overlap_param_gather": True}, "needs use_distributed_optimizer=True and overlap_grad_reduce=True"),
+    ({"overlap_param_gather": True, "use_distributed_optimizer": True}, "needs overlap_grad_reduce=True"),
+    ({"ddp_bucket_size": 100}, "ddp_bucket_size=100 does nothing without overlap_grad_reduce=True"),
+    ({"ddp_average_in_collective": True}, "ddp_average_in_collective=True .* calculate_per_token_loss=True"),
+    ({"optimizer_cpu_offload": True}, "needs use_distributed_optimizer=True"),
+    (
+        {"optimizer_cpu_offload": True, "use_distributed_optimizer": True, "optimizer_offload_fraction": 0.0},
+        "optimizer_offload_fraction=0.0 contradicts optimizer_cpu_offload=True",
+    ),
+    ({"optimizer_offload_fraction": 0.5}, "does nothing without optimizer_cpu_offload=True"),
+    ({"optimizer_offload_fraction": 2.0}, "is no fraction"),
+    ({"distrib_optim_fully_reshardable_mem_efficient": True}, "needs distrib_optim_fully_reshardable=True"),
+    ({"additional_configs": {"num_expert": 4}}, "did you mean 'num_moe_experts'"),
+    ({"additional_configs": {"params_dtype": "bf16"}}, "it follows from bf16 and fp16"),
+    ({"additional_configs": {"timers": 1}}, "the strategy fills it in"),
+    (
+        {"moe_router_dtype": "fp32", "additional_configs": {"moe_router_dtype": "fp64"}},
+        "moe_router_dtype='fp32' contradicts moe_router_dtype='fp64' in additional_configs",
+    ),
+    ({"additional_configs": "[1]"}, "additional_configs='\\[1\\]' is not a file"),
+    ({"additional_configs": "{1}"}, "is not JSON"),
+)
+
+OF_TRAINING: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"bf16": True, "fp16": True}, "bf16=True contradicts fp16=True"),
+    ({"bf16_full_eval": True}, "bf16_full_eval=True with bf16=False"),
+    ({"fp8_recipe": "delayed"}, "fp8_recipe='delayed' needs bf16=True"),
+    ({"bf16": True, "fp8": "hybrid", "fp8_param": True}, "fp8_param=True needs use_distributed_optimizer=True"),
+    ({"optim": "adafactor"}, "optim='adafactor' is not available"),
+    ({"optim": "sgd"}, "optim='sgd' contradicts optimizer='adam'"),
+    ({"optim": "adamw_torch", "optimizer": "sgd"}, "optim='adamw_torch' contradicts optimizer='sgd'"),
+    ({"optimizer": "sgd", "use_distributed_optimizer": True}, "needs optimizer='adam'"),
+    ({"lr_scheduler_type": "greedy"}, "lr_scheduler_type='greedy' is not available"),
+    ({"lr_scheduler_type": "constant", "warmup_steps": 2}, "warmup_steps=2 contradicts lr_scheduler_type='constant'"),
+    ({"num_train_epochs": 1.5}, "num_train_epochs=1.5 is no whole number"),
+    ({"max_steps": 0}, "max_steps=0 is no number of steps"),
+    ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 is too small"),
+    ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0 is too small"),
+    ({"ddp_timeout": 0}, "ddp_timeout=0 is too short"),
+    ({"ddp_backend": "mpi"}, "ddp_backend='mpi' is not available; choose 'nccl' or 'gloo'"),
+    ({"ddp_find_unused_parameters": True}, "ddp_find_unused_parameters=True is not available"),
+    ({"average_tokens_across_devices": False}, "contradicts calculate_per_token_loss=True"),
+    (
+        {"gradient_checkpointing": True, "recompute_granularity": "selective"},
+        "gradient_checkpointing=True, .* contradicts recompute_granularity='selective'",
+    ),
+    (
+        {"activation_checkpointing": True, "moe_layer_recompute": True},
+        "activation_checkpointing=True, .* contradicts moe_layer_recompute=True",
+    ),
+    ({"logging_strategy": "epoch"}, "logging_strategy='epoch' is not available"),
+    ({"logging_steps": 0}, "logging_steps=0 is no number of steps"),
+    ({"save_steps": 0.5}, "save_steps=0.5 is a share of all steps"),
+    ({"save_steps": 1.5}, "save_steps=1.5 is no number of steps"),
+    ({"logging_first_step": True}, "logging_first_step=True with logging_steps=500"),
+    ({"eval_steps": 5}, "eval_steps=5 contradicts eval_strategy='no'"),
+    ({"eval_on_start": True}, "eval_on_start=True contradicts eval_strategy='no'"),
+    ({"save_strategy": "no", "save_hf_model": True}, "save_hf_model=True contradicts save_strategy='no'"),
+    ({"save_total_limit": 0}, "save_total_limit=0 is too small"),
+    ({"save_strategy": "best"}, "save_strategy='best' needs metric_for_best_model"),
+    ({"save_strategy": "best", "metric_for_best_model": "loss"}, "needs eval_strategy"),
+    ({"metric_for_best_model": "loss"}, "contradicts save_strategy='steps'"),
+    ({"metric_for_best_model": "rouge"}, "metric_for_best_model='rouge' is not logged"),
+    ({"greater_is_better": True}, "does nothing without metric_for_best_model"),
+    ({"report_to": "comet_ml"}, "report_to='comet_ml' is not available; choose from tensorboard, wandb"),
+    ({"additional_configs": {"bf16": True}}, "bf16=False contradicts bf16=True in additional_configs"),
+)
+
+WRONG_TYPES: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
+    ({"tensor_model_parallel_size": "2"}, TypeError, "tensor_model_parallel_size='2' is of type str; give a whole"),
+    ({"tensor_model_parallel_size": 2.0}, TypeError, "tensor_model_parallel_size=2.0 is of type float; give a whole"),
+    ({"tensor_model_parallel_size": True}, TypeError, "tensor_model_parallel_size=True is of type bool"),
+    ({"sequence_parallel": "yes"}, TypeError, "sequence_parallel='yes' is of type str; give True or False"),
+    ({"sequence_parallel": None}, TypeError, "sequence_parallel=None is of type NoneType"),
+    ({"recompute_modules": ["mlp"]}, TypeError, "recompute_modules=\\['mlp'\\] is of type list; give a text"),
+    ({"recompute_method": "recompute"}, ValueError, "recompute_method='recompute' .* choose 'uniform', 'block' or"),
+    ({"moe_token_dispatcher_type": "all2all"}, ValueError, "='all2all' .* choose 'allgather', 'alltoall', 'flex' or"),
+    ({"optimizer": "muon"}, ValueError, "optimizer='muon' .* choose 'adam' or 'sgd'"),
+    ({"learning_rate": "1e-5"}, TypeError, "learning_rate='1e-5' is of type str, which YAML .* write 1.0e-05"),
+    ({"lr_scheduler_type": "cosin"}, ValueError, "lr_scheduler_type='cosin' .* choose 'linear', 'cosine'"),
+    ({"save_strategy": "never"}, ValueError, "save_strategy='never' .* choose 'no', 'steps', 'epoch' or 'best'"),
+    ({"gradient_accumulation_steps": None}, TypeError, "gradient_accumulation_steps=None is of type NoneType"),
+)
+
+
+@pytest.mark.parametrize(("values", "message"), CONTRADICTIONS, ids=lambda item: str(item)[:50])
+def test_contradictions_are_refused_by_every_class_that_has_the_fields(
+    values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    for kind, more in ((MegatronArguments, {}), (TrainingArguments, {"output_dir": str(tmp_path)})):
+        with pytest.raises((ValueError, FileNotFoundError), match=message) as refusal:
+            kind(**values, **more)
+        assert is_one_sentence(str(refusal.value))
+
+
+@pytest.mark.parametrize(("values", "message"), OF_TRAINING, ids=lambda item: str(item)[:50])
+def test_contradictions_with_transformers_own_arguments(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    for kind in (TrainingArguments, Seq2SeqTrainingArguments):
+        with pytest.raises(ValueError, match=message) as refusal:
+            kind(output_dir=str(tmp_path), **values)
+        assert is_one_sentence(str(refusal.value))
+
+
+@pytest.mark.parametrize(("values", "kind", "message"), WRONG_TYPES, ids=lambda item: str(item)[:50])
+def test_a_value_of_a_wrong_type_names_the_option_the_value_and_what_is_allowed(
+    values: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"output_dir": str(tmp_path), **values}), encoding="utf-8")
+    for make in (lambda: parse_arguments(path), lambda: TrainingArguments.from_json_file(str(path))):
+        with pytest.raises(kind, match=message) as refusal:
+            make()
+        assert is_one_sentence(str(refusal.value))
+
+
+def test_a_misspelt_name_has_a_neighbour_whichever_way_it_comes(tmp_path: Path) -> None:
+    values = {"tensor_model_paralel_size": 2}
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(values), encoding="utf-8")
+    right = "did you mean 'tensor_model_parallel_size'"
+    for source in (values, path, [str(path)], ["--tensor_model_paralel_size", "2"], ["--tensor-model-paralel-size=2"]):
+        with pytest.raises(ValueError, match=right):
+            parse_arguments(source)
+    (tmp_path / "run.json").write_text(json.dumps(values), encoding="utf-8")
+    with pytest.raises(ValueError, match=right):
+        DistributingParallelArguments.from_json_file(str(tmp_path / "run.json"))
+
+
+def test_files_that_are_not_there_or_not_right(tmp_path: Path) -> None:
+    for name in ("none.yaml", "none.json"):
+        with pytest.raises(FileNotFoundError, match="is not a file"):
+            parse_arguments(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match="is not a file"):
+        TrainingArguments.from_json_file(str(tmp_path / "none.json"))
+    with pytest.raises(FileNotFoundError, match=r"additional_configs='none\.json' is not a file"):
+        DistributingParallelArguments(additional_configs="none.json")
+    for name, text in (("a.yaml", "a: ]"), ("b.json", "{"), ("c.yaml", "- 1"), ("d.json", "[]")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"is not|holds a list"):
+            parse_arguments(tmp_path / name)
+
+
+def test_wrong_words_end_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--recompute_method", "recompute"], ["--tensor_model_parallel_size", "two"]):
+        with pytest.raises(SystemExit) as end:
+            parse_arguments(words)
+        assert end.value.code == 2
+        assert words[0] in capsys.readouterr().err.splitlines()[-1]
+
+
+# ---- what is not refused
+
+
+def test_a_dense_model_may_have_rows_of_different_lengths(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), variable_seq_lengths=True)
+    assert args.allow_variable_seq_lengths()
+    args.settings()
+    experts = tmp_path / "experts"
+    experts.mkdir()
+    (experts / "config.json").write_text(json.dumps({"num_experts": 8}), encoding="utf-8")
+    with pytest.raises(ValueError, match="variable_seq_lengths=True contradicts"):
+        args.settings(str(experts))
+    alltoall = TrainingArguments(
+        output_dir=str(tmp_path), variable_seq_lengths=True, moe_token_dispatcher_type="alltoall"
+    )
+    alltoall.settings(str(experts))
+
+
+@pytest.mark.parametrize(("stages", "asked", "allowed"), [(None, False, True), (2, False, False), (2, True, True)])
+def test_rows_may_differ_without_stages_or_when_asked_for(stages: int | None, asked: bool, allowed: bool) -> None:
+    args = DistributingParallelArguments(pipeline_model_parallel_size=stages, variable_seq_lengths=asked)
+    assert args.allow_variable_seq_lengths() == allowed
+
+
+def test_the_layout_string_fixes_the_virtual_pipeline() -> None:
+    args = DistributingParallelArguments(**PP2, pipeline_model_parallel_layout="Et|t|t|tL")
+    assert args.virtual_pipeline_model_parallel_size == 2
+    plain = DistributingParallelArguments(**PP2, pipeline_model_parallel_layout="Et|tL")
+    assert plain.virtual_pipeline_model_parallel_size is None
+
+
+def test_bf16_accumulates_gradients_in_fp32(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), bf16=True)
+    assert args.accumulate_allreduce_grads_in_fp32
+    assert args.precision().ddp_fields()["grad_reduce_in_fp32"]
+
+
+def test_a_recipe_alone_turns_fp8_on(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), bf16=True, fp8_recipe="tensorwise")
+    assert args.precision().fp8.is_on
+
+
+def test_full_recompute_alone_means_uniform_and_one_layer(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), recompute_granularity="full")
+    transformer = args.settings().model["transformer"]
+    assert (transformer["recompute_method"], transformer["recompute_num_layers"]) == ("uniform", 1)
+
+
+def test_none_keeps_what_the_checkpoint_says(tmp_path: Path) -> None:
+    assert TrainingArguments(output_dir=str(tmp_path)).settings().model["transformer"] == {}
+    assert "transformer_impl" not in TrainingArguments(output_dir=str(tmp_path)).settings().model
+
+
+def test_additional_configs_come_as_a_dict_as_text_and_as_a_file(tmp_path: Path) -> None:
+    extra = {"num_moe_experts": 4, "moe_router_dtype": "fp64"}
+    path = tmp_path / "extra.json"
+    path.write_text(json.dumps(extra), encoding="utf-8")
+    for given in (extra, json.dumps(extra), str(path)):
+        args = DistributingParallelArguments(additional_configs=given, tensor_model_parallel_size=2)
+        assert args.moe_router_dtype == "fp64"
+        assert args.extra_fields == {"num_moe_experts": 4}
+        config = args.get_config_dict()
+        assert config.items() >= {**extra, "tensor_model_parallel_size": 2}.items()
+        assert "pipeline_model_parallel_size" not in config
+
+
+def test_the_names_of_megatrons_config_are_those_of_the_installed_one() -> None:
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    fields = {*TransformerConfig.__dataclass_fields__, *MLATransformerConfig.__dataclass_fields__}
+    assert transformer_config_names() == fields
+
+
+# ---- LLaMA-Factory's
+
+
+def test_workers_of_ray_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("USE_RAY", raising=False)
+    assert RayArguments(master_addr="10.0.0.1", master_port="29500").environment() == {
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"ray_num_workers": 2}, "ray_num_workers=2 asks for workers of Ray"),
+        ({"ray_num_workers": 0}, "ray_num_workers=0 is too small"),
+        ({"ray_init_kwargs": '{"num_cpus": 1}'}, "does nothing without workers of Ray"),
+        ({"ray_init_kwargs": "{"}, "is not JSON"),
+        ({"master_port": "none"}, "master_port='none' is no port"),
+    )
+    for values, message in cases:
+        with pytest.raises(ValueError, match=message):
+            RayArguments(**values)
+    with pytest.raises(TypeError, match="ray_num_workers='2' is of type str"):
+        RayArguments(ray_num_workers="2")  # type: ignore[arg-type]
+    monkeypatch.setenv("USE_RAY", "1")
+    with pytest.raises(ValueError, match="USE_RAY=1 asks for workers of Ray"):
+        RayArguments()
+
+
+def test_fp8_of_llama_factory_is_transformer_engines(tmp_path: Path) -> None:
+    for backend in ("auto", "te"):
+        merged = Fp8Arguments(fp8=True, fp8_backend=backend).merged_into({"bf16": True, "output_dir": str(tmp_path)})
+        fp8 = TrainingArguments(**merged).precision().fp8
+        assert (fp8.format, fp8.recipe, fp8.fp8_amax_history_len) == ("hybrid", "delayed", 16)
+    tensorwise = Fp8Arguments(fp8=True).merged_into({"fp8_recipe": "tensorwise"})
+    assert tensorwise == {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+    assert Fp8Arguments().merged_into({"a": 1}) == {"a": 1}
+    for backend in ("torchao", "msamp"):
+        with pytest.raises(ValueError, match=f"^fp8_backend='{backend}' is not available"):
+            Fp8Arguments(fp8=True, fp8_backend=backend)
+    with pytest.raises(ValueError, match=r"^fp8_enable_fsdp_float8_all_gather=True"):
+        Fp8Arguments(fp8=True, fp8_enable_fsdp_float8_all_gather=True)
+    with pytest.raises(ValueError, match="does nothing without fp8=True"):
+        Fp8Arguments(fp8_backend="te")
+    with pytest.raises(ValueError, match="choose 'auto', 'te'"):
+        Fp8Arguments(fp8_backend="cublas")  # type: ignore[arg-type]
+
+
+# ---- what is made
+
+
+def test_the_trainer_takes_lightnings_arguments_and_no_others(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, save_strategy="no")
+    with pytest.raises(TypeError, match="unknown argument of Trainer 'device'; did you mean 'devices'"):
+        args.trainer(device=2)
+    trainer = args.trainer(devices=1, max_steps=5, enable_model_summary=False)
+    assert trainer.max_steps == 5
+
+
+def test_wandb_is_not_dropped(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), report_to="wandb", use_cpu=True)
+    with pytest.raises(ModuleNotFoundError, match="report_to='wandb' needs a package"):
+        args.trainer(devices=1)
+
+
+def test_a_trainer_without_logger_has_no_learning_rate_to_log(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), report_to="csv", use_cpu=True)
+    names = [type(callback).__name__ for callback in args.trainer(devices=1, logger=False).callbacks]  # type: ignore
+    assert "LearningRateMonitor" not in names
+
+
+def test_multi_token_prediction_of_a_checkpoint_stays_unless_it_is_dropped(tmp_path: Path) -> None:
+    folder = str(save_tiny("deepseek_v3", tmp_path / "model", num_nextn_predict_layers=1))
+    for given, layers in ((None, 1), (0, None)):
+        args = TrainingArguments(output_dir=str(tmp_path), mtp_num_layers=given)
+        assert args.model(folder).transformer["mtp_num_layers"] == layers
+
+
+def test_what_transformers_does_with_its_arguments_works(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), bf16=True, tensor_model_parallel_size=2)
+    assert json.loads(args.to_json_string())["tensor_model_parallel_size"] == 2
+    assert "tensor_model_parallel_size=2" in str(args)
+    assert (args.world_size, args.n_gpu) == (1, 0)
+
+
+def in_fresh_process(script: str) -> str:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_the_classes_without_transformers_import_nothing_heavy() -> None:
+    script = """
+import sys
+from lightning_mcore.arguments import DistributingParallelArguments, Fp8Arguments, MegatronArguments, RayArguments
+DistributingParallelArguments(tensor_model_parallel_size=2, additional_configs={"num_moe_experts": 2})
+MegatronArguments(use_distributed_optimizer=True)
+RayArguments(), Fp8Arguments()
+print([name for name in ("torch", "transformers", "lightning", "megatron.core") if name in sys.modules])
+"""
+    assert in_fresh_process(script).strip() == "[]"
+
+
+def test_training_arguments_touch_no_device_and_need_no_accelerate() -> None:
+    script = """
+import sys
+import torch
+def refuse(*_):
+    raise AssertionError("a device was asked for")
+torch.cuda.set_device = refuse
+from lightning_mcore.arguments import TrainingArguments
+args = TrainingArguments(output_dir="x", bf16=True, tf32=True, fp8_recipe="delayed")
+settings = args.settings(devices=8)
+heavy = [name for name in ("lightning", "megatron.core", "accelerate") if name in sys.modules]
+print(heavy, torch.cuda.is_initialized(), torch.get_float32_matmul_precision(), settings.trainer["devices"])
+"""
+    assert in_fresh_process(script).strip() == "[] False highest 8"  # TF32 is set when the trainer is made

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lightning-mcore``: every command is found, what is wrong is one sentence, and every option is reachable."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_mcore import MCoreStrategy, cli
+from lightning_mcore.command_errors import carried_out
+from lightning_mcore.training_cli import TrainingCLI
+
+TINY = """
+seed_everything: 1
+trainer:
+  accelerator: cpu
+  devices: 1
+  logger: false
+  max_steps: 2
+  strategy:
+    class_path: lightning_mcore.MCoreStrategy
+    init_args:
+      micro_batch_size: 2
+model:
+  class_path: lightning_mcore.MCoreGPT
+  init_args:
+    vocab_size: 64
+    seq_length: 16
+    transformer: {num_layers: 2, hidden_size: 16, num_attention_heads: 2}
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return str(tmp_path / "tiny.yaml")
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(f"  {name} " in told and line in told for name, (_, line) in cli.COMMANDS.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["fti"], "error: unknown command 'fti'; did you mean 'fit'?\n"),
+        ([], "error: no command is given; choose from fit, validate, test, predict, llamafactory, plan"),
+    ],
+)
+def test_an_unknown_command_names_its_neighbour(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    assert capsys.readouterr().err.startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (None, 0, ""),
+        (ValueError("one\n thing"), 2, "error: one thing\n"),
+        (TypeError(), 2, "error: TypeError\n"),
+        (FileNotFoundError(2, "No such file or directory", "a.yaml"), 2, "error: No such file or directory: a.yaml\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_a_command_ends_with_a_sentence_and_a_code(
+    raised: BaseException | None, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command() -> None:
+        if raised is not None:
+            raised.with_traceback(None)
+            raise raised
+
+    assert carried_out(command) == code
+    assert capsys.readouterr().err == said
+    assert carried_out(lambda: 1) == 1
+
+
+def test_a_fault_of_ours_keeps_its_traceback() -> None:
+    with pytest.raises(AttributeError):
+        carried_out(lambda: None.missing)  # type: ignore[attr-defined]
+
+
+def test_a_misspelt_option_of_a_command_names_its_neighbour(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, option, neighbour in (
+        ("preprocess", "--tokeniser", "--tokenizer"),
+        ("import", "--familly", "--family"),
+        ("export", "--max-shard-sise=1GB", "--max-shard-size"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main([name, "a", "b", option, "x"])
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1
+        assert f"unknown option '{option.partition('=')[0]}'; did you mean '{neighbour}'?" in told
+
+
+STRATEGY = "--trainer.strategy.init_args"
+FAULTS: dict[str, tuple[list[str], str]] = {
+    "option": (
+        ["--trainer.max_stepps=3"],
+        "unknown option '--trainer.max_stepps'; did you mean '--trainer.max_steps'?",
+    ),
+    "type": (["--trainer.max_steps=abc"], "trainer.max_steps='abc' does not fit; choose a value of type int"),
+    "argument of the strategy": (
+        ["--trainer.strategy.tensor_model_parallel_sizes=2"],
+        "unknown key of trainer.strategy 'tensor_model_parallel_sizes'; did you mean 'tensor_model_parallel_size'?",
+    ),
+    "below init_args": (
+        [f"{STRATEGY}.micro_batch_sise=2"],
+        "unknown key of trainer.strategy 'micro_batch_sise'; did you mean 'micro_batch_size'?",
+    ),
+    "field of a config": (
+        [f"{STRATEGY}.communication.use_sharpp=true"],
+        "unknown key of trainer.strategy.communication 'use_sharpp'; did you mean 'use_sharp'?",
+    ),
+    "choice": (
+        ["--model.transformer_impl=fooo"],
+        "model.transformer_impl='fooo' does not fit; choose 'auto' or 'local' or 'transformer_engine'",
+    ),
+    "precision": (["--trainer.precision=bf17"], "trainer.precision='bf17' does not fit; choose 64 or 32 or 16 or"),
+    "short name": (["--model=MCoreGTP"], "model: unknown class 'MCoreGTP'; did you mean 'MCoreGPT'?"),
+    "class": (
+        ["--model=lightning_mcore.MCoreGTP"],
+        "model: unknown name in lightning_mcore 'MCoreGTP'; did you mean 'MCoreGPT'?",
+    ),
+    "module": (
+        ["--model=lightning_core.MCoreGPT"],
+        "model: module 'lightning_core' of class_path 'lightning_core.MCoreGPT' cannot be imported",
+    ),
+    "no option": (["max_steps=3"], "'max_steps=3' is no option; give --name=value"),
+    "layout": (
+        ["--trainer.strategy.sequence_parallel=true"],
+        "sequence_parallel=True needs tensor_model_parallel_size of 2 or more, but it is 1",
+    ),
+    "field of the model": (["--model.transformer.hiden_size=4"], "has no field hiden_size; did you mean hidden_size?"),
+    "two homes": (
+        ["--optimizer=AdamW", "--model.learning_rate=0.1"],
+        "optimizer: takes the place of the model's own, so model.learning_rate=0.1 would have no effect",
+    ),
+    "a scheduler alone": (
+        ["--lr_scheduler=StepLR", "--lr_scheduler.step_size=1"],
+        "lr_scheduler is given without optimizer, which it belongs to",
+    ),
+    "strategy": (["--trainer.strategy=mcoree"], "invalid strategy name: `strategy='mcoree'`"),
+    "accelerator": (["--trainer.accelerator=gpu"], "trainer.accelerator='gpu' is given and this machine has no GPU"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_is_wrong_is_one_sentence(name: str, tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, sentence = FAULTS[name]
+    assert cli.main(["fit", "--config", tiny, *arguments]) == 2
+    refused(capsys, sentence)
+
+
+def refused(capsys: pytest.CaptureFixture[str], sentence: str) -> None:
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error") or "usage" in line]
+    assert len(told) == 1, told
+    assert told[0].startswith("error: ")
+    assert sentence in told[0]
+
+
+def _in_file(change: Callable[[dict[str, Any]], Any]) -> str:
+    content = yaml.safe_load(TINY)
+    change(content)
+    return yaml.safe_dump(content)
+
+
+FILES: dict[str, tuple[str, str]] = {
+    "a key": (_in_file(lambda all: all.update(modle=1)), "unknown key 'modle'; did you mean 'model'?"),
+    "of the trainer": (
+        _in_file(lambda all: all["trainer"].update(max_stepps=1)),
+        "unknown key of trainer 'max_stepps'; did you mean 'max_steps'?",
+    ),
+    "of the model": (
+        _in_file(lambda all: all["model"]["init_args"].update(learning_ratee=1)),
+        "unknown key of model 'learning_ratee'; did you mean 'learning_rate'?",
+    ),
+    "beside class_path": (
+        _in_file(lambda all: all["model"].update(init_arg={})),
+        "unknown key of model beside class_path 'init_arg'; did you mean 'init_args'?",
+    ),
+    "a callback": (
+        _in_file(lambda all: all["trainer"].update(callbacks=[{"class_path": "lightning_mcore.SaveHFModell"}])),
+        "trainer.callbacks[0]: unknown name in lightning_mcore 'SaveHFModell'; did you mean 'SaveHFModel'?",
+    ),
+    "what lacks": (
+        _in_file(lambda all: all["model"]["init_args"].pop("seq_length")),
+        "model lacks seq_length; give it",
+    ),
+    "no model": (_in_file(lambda all: all.pop("model")), "model is not given; give its class"),
+    "a value": (
+        _in_file(lambda all: all["trainer"].update(max_epochs="many")),
+        "trainer.max_epochs='many' does not fit; choose a value of type int or None",
+    ),
+    "no keys": ("just text", "holds no keys; give a YAML file with trainer:, model: and data:"),
+    "no YAML": ("a: [1", "is no YAML: "),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_wrong_in_a_file_is_one_sentence(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, sentence = FILES[name]
+    (tmp_path / "run.yaml").write_text(text)
+    assert cli.main(["fit", "--config", str(tmp_path / "run.yaml")]) == 2
+    refused(capsys, sentence)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["fit", "--config", str(tmp_path / "no.yaml")]) == 2
+    refused(capsys, f"--config {tmp_path}/no.yaml: there is no such file")
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*arguments, "--print_config"])
+    return capsys.readouterr().out
+
+
+def test_a_printed_config_is_the_same_run(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nested = {
+        "ddp_config": {"class_path": "megatron.core.distributed.DistributedDataParallelConfig"},
+        "optimizer_config": {
+            "class_path": "megatron.core.optimizer.OptimizerConfig",
+            "init_args": {"decoupled_weight_decay": True},
+        },
+        "communication": {
+            "class_path": "lightning_mcore.CommunicationOptions",
+            "init_args": {"create_gloo_process_groups": True},
+        },
+    }
+    content = yaml.safe_load(TINY)
+    content["trainer"]["strategy"]["init_args"] |= nested
+    content["trainer"]["plugins"] = [
+        {"class_path": "MCorePrecision", "init_args": {"precision": "bf16-mixed", "fp8_recipe": "tensorwise"}}
+    ]
+    content["optimizer"] = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    once = printed(capsys, "fit", "--config", str(tmp_path / "run.yaml"))
+    (tmp_path / "printed.yaml").write_text(once)
+    assert printed(capsys, "fit", "--config", str(tmp_path / "printed.yaml")) == once
+    arguments = yaml.safe_load(once)["trainer"]["strategy"]["init_args"]
+    assert arguments["communication"]["create_gloo_process_groups"] is True
+    assert "fp8_recipe: tensorwise" in once
+
+
+def test_short_names_are_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--model.vocab_size=64", "--model.seq_length=16", "--model.transformer={}"]
+    strategy = ["--trainer.strategy=MCoreStrategy", "--trainer.strategy.micro_batch_size=2"]
+    run = yaml.safe_load(printed(capsys, "fit", *strategy, "--model=MCoreGPT", *sizes))
+    assert run["trainer"]["strategy"]["class_path"] == "lightning_mcore.MCoreStrategy"
+    assert run["model"]["class_path"] == "lightning_mcore.MCoreGPT"
+
+
+def test_the_name_of_the_strategy_alone_is_enough(tiny: str) -> None:
+    arguments = ["--config", tiny, "--trainer.strategy=MCoreStrategy"]
+    built = TrainingCLI(run=False, args=arguments, parser_kwargs={"exit_on_error": False})
+    assert isinstance(built.trainer.strategy, MCoreStrategy)
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "texts"),
+    [
+        ("trainer.strategy", "MCoreStrategy", ["tensor_model_parallel_size", "Ranks that share"]),
+        ("trainer.plugins", "MCorePrecision", ["fp8_recipe", "How tensors are scaled into FP8"]),
+        ("model", "MCoreGPT", ["--model.lr_scheduler_type", "--model.transformer"]),
+        ("data", "MCorePretrainingData", ["--data.reset_position_ids", "Let positions begin anew"]),
+        ("optimizer", "torch.optim.AdamW", ["--optimizer.lr"]),
+    ],
+)
+def test_help_shows_every_option_and_what_it_means(
+    option: str, name: str, texts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["fit", f"--{option}.help", name])
+    told = " ".join(capsys.readouterr().out.split())
+    assert all(text in told for text in texts), told
+
+
+def test_what_is_accepted_is_never_explained(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> str:
+        raise AssertionError("jsonargparse decides")
+
+    monkeypatch.setattr("lightning_mcore.training_cli.explain", refuse)
+    built = TrainingCLI(run=False, args=["--config", tiny], parser_kwargs={"exit_on_error": False})
+    assert built.model.vocab_size == 64
+    with pytest.raises(AssertionError, match="jsonargparse decides"):
+        TrainingCLI(run=False, args=["--config", tiny, "--model=None"], parser_kwargs={"exit_on_error": False})

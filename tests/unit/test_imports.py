@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is imported when: a command that needs no torch answers at once, and a name brings its own modules only."""
+
+import subprocess
+import sys
+
+import pytest
+
+import lightning_mcore
+from lightning_mcore import cli
+
+HEAVY = ("lightning", "megatron", "torch", "transformers")
+FILTERS = [
+    "-W",
+    "error",
+    "-W",
+    "ignore::DeprecationWarning",
+    "-W",
+    "ignore::FutureWarning",
+    "-W",
+    "ignore::SyntaxWarning",
+]
+
+
+def python(code: str, *options: str) -> str:
+    """Run code in a process of its own and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, *options, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def imported_by(code: str) -> list[str]:
+    """Return which of the heavy packages are imported when code has run."""
+    found = python(f"{code}\nimport sys; print('found:', *[name for name in {HEAVY} if name in sys.modules])")
+    return found.rpartition("found:")[2].split()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import lightning_mcore",
+        "from lightning_mcore import cli; assert cli.main(['--help']) == 0",
+        "from lightning_mcore import cli; assert cli.main(['fti']) == 2",
+        "from lightning_mcore import ParallelLayout",
+        "import lightning_mcore.data.preprocess_command",
+        "import lightning_mcore.hf.import_command, lightning_mcore.hf.export_command",
+    ],
+)
+def test_what_is_light_imports_nothing_heavy(code: str) -> None:
+    assert imported_by(code) == []
+
+
+def test_a_config_is_read_without_lightning_and_megatron() -> None:
+    assert imported_by("from lightning_mcore.hf import find_family; find_family('deepseek_v3')") == []
+    assert imported_by("from lightning_mcore.hf.hf_source import pretrained_settings") == ["torch"]
+
+
+def test_every_command_has_its_module() -> None:
+    for name, (module, line) in cli.COMMANDS.items():
+        assert callable(__import__(module, fromlist=["run"]).run), name
+        assert line
+
+
+@pytest.mark.parametrize("first", ["import lightning_mcore", "import lightning.pytorch as pl"])
+def test_the_name_of_the_strategy_is_known_in_either_order(first: str) -> None:
+    code = f"""{first}
+import sys, lightning_mcore, lightning.pytorch as pl
+assert 'lightning_mcore.strategy' not in sys.modules
+trainer = pl.Trainer(strategy='mcore', accelerator='cpu', devices=1, logger=False, enable_checkpointing=False)
+print(type(trainer.strategy).__name__)
+from lightning_mcore import MCoreStrategy
+assert type(trainer.strategy) is MCoreStrategy
+from lightning.pytorch.strategies import StrategyRegistry
+assert type(StrategyRegistry.get('mcore')) is MCoreStrategy
+import inspect, lightning.pytorch.strategies
+assert 'StrategyRegistry' in inspect.getsource(lightning.pytorch.strategies)
+assert not [finder for finder in sys.meta_path if type(finder).__module__ == 'lightning_mcore.strategy_name']
+"""
+    assert python(code) == "MCoreStrategy"
+
+
+def test_all_names_are_there_and_megatron_is_not_heard() -> None:
+    code = """
+from lightning_mcore import *
+import lightning_mcore, pickle
+assert all(name in globals() for name in lightning_mcore.__all__)
+assert pickle.loads(pickle.dumps(MCoreGPT)) is MCoreGPT is lightning_mcore.MCoreGPT
+assert set(lightning_mcore.__all__) <= set(dir(lightning_mcore))
+assert lightning_mcore.hf.Family
+print('quiet')
+"""
+    assert python(code, *FILTERS) == "quiet"
+
+
+def test_every_public_name_has_one_home() -> None:
+    assert sorted({*lightning_mcore._HOMES, "__version__"}) == sorted(lightning_mcore.__all__)
+    with pytest.raises(AttributeError, match="module 'lightning_mcore' has no attribute 'MCoreStratgy'"):
+        lightning_mcore.MCoreStratgy  # noqa: B018

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a LLaMA-Factory file may not say: one sentence each, naming what contradicts what."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_mcore.llamafactory.factory_file import read_file
+from lightning_mcore.llamafactory.factory_run import read_run
+from lightning_mcore.llamafactory.llamafactory_command import run
+from lightning_mcore.llamafactory.model_folder import move_in, unfinished, where_to_resume
+from tests.factory_files import LLAMA3, write_run
+
+QWEN2_VL: dict[str, Any] = {  # examples/megatron/qwen2_vl_full.yaml, of a model of images
+    **{"model_name_or_path": "model", "image_max_pixels": 262144, "video_max_pixels": 16384, "do_train": True},
+    **{"stage": "sft", "finetuning_type": "full", "dataset": "alpaca_en_demo", "preprocessing_num_workers": 8},
+    **{"cutoff_len": 4096, "template": "qwen2_vl", "output_dir": "out", "per_device_train_batch_size": 1},
+    **{"gradient_accumulation_steps": 2, "num_train_epochs": 2, "learning_rate": 2e-5, "bf16": True},
+    **{"tensor_model_parallel_size": 4, "sequence_parallel": True, "pipeline_model_parallel_size": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_run(tmp_path_factory.mktemp("llama3"), LLAMA3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["finetuning_type=lora"], "finetuning_type: lora trains a part of the weights, and here all of them are"),
+        (["finetuning_type=freeze"], "finetuning_type: freeze trains a part of the weights"),
+        (["stage=dpo"], "stage: dpo is not there; choose pt or sft"),
+        (["stage=sfd"], "stage='sfd' is not available; choose 'pt', 'sft', 'rm', 'ppo', 'dpo' or 'kto'"),
+        (["cutoff_len=long"], "cutoff_len='long' is of type str"),
+        (["cutoff_len=0"], "cutoff_len: 0 is too small; choose 1 or more"),
+        (["max_samples=0"], "max_samples: 0 is too small"),
+        (["cutof_len=3"], "unknown key of .*run.yaml 'cutof_len'; did you mean 'cutoff_len'?"),
+        (["template=lama3"], "unknown chat template 'lama3'; did you mean 'llama3'?"),
+        (["dataset=alpaca_en"], "unknown dataset of .*dataset_info.json 'alpaca_en'; did you mean 'alpaca_en_demo'?"),
+        (["dataset_dir=nowhere"], "dataset_dir='nowhere' has no dataset_info.json"),
+        (["dataset=null"], "do_train: True needs a dataset"),
+        (["dataset=null", "do_train=false"], "the file has no dataset"),
+        (["model_name_or_path=null"], "the file has no model_name_or_path"),
+        (["use_mca=true", "use_megatron_bridge=true"], "use_mca: True contradicts use_megatron_bridge: True"),
+        (["packing=false", "neat_packing=true"], "neat_packing: True contradicts packing: False"),
+        (["packing=false", "use_packed_sequences=true"], "use_packed_sequences: True contradicts packing: False"),
+        (["stage=pt", "neat_packing=true"], "neat_packing: True is for stage: sft"),
+        (["stage=pt", "train_on_prompt=true"], "train_on_prompt: True is for stage: sft"),
+        (["stage=pt", "mask_history=true"], "mask_history: True is for stage: sft"),
+        (["stage=pt", "streaming=true"], "streaming: True is for stage: sft"),
+        (["train_on_prompt=true", "mask_history=true"], "train_on_prompt: True contradicts mask_history: True"),
+        (["template=null", "default_system=x"], "default_system: 'x' needs a template"),
+        (["template=null", "enable_thinking=false"], "enable_thinking: False needs a template"),
+        (["val_size=1"], "val_size: 1 is neither a share nor a number of samples"),
+        (["val_size=2.5"], "val_size: 2.5 is neither a share nor a number of samples"),
+        (
+            ["val_size=0.1", "eval_dataset=alpaca_en_demo"],
+            "val_size: 0.1 and eval_dataset: alpaca_en_demo both say what to evaluate on",
+        ),
+        (["do_eval=true"], "do_eval: True needs something to evaluate on"),
+        (["eval_strategy=steps"], "eval_strategy: steps needs something to evaluate on"),
+        (["do_predict=true"], "do_predict: True writes what the model generates"),
+        (["early_stopping_steps=2"], "early_stopping_steps: 2 counts evaluations, and there are none"),
+        (["streaming=true", "max_samples=3"], "streaming: True contradicts max_samples: 3"),
+        (["streaming=true", "val_size=3"], "streaming: True contradicts val_size: 3"),
+        (["streaming=true", "max_steps=-1"], "streaming: True needs max_steps"),
+        (["streaming=true", "dataset=[alpaca_en_demo, alpaca_en_demo]"], "streaming: True reads one dataset"),
+        (["disable_gradient_checkpointing=true", "recompute_granularity=full"], "contradicts recompute_granularity"),
+        (["moe_aux_loss_coef=0.1", "moe_aux_loss_coeff=0.2"], "moe_aux_loss_coef: 0.1 contradicts moe_aux_loss_coeff"),
+        (["mixed_precision=bf16", "bf16=true"], "mixed_precision: 'bf16' is not there; choose bf16_mixed, fp16_mixed"),
+        (["mixed_precision=bf16_mixed", "bf16=false"], "mixed_precision: bf16_mixed contradicts bf16: False"),
+        (["mixed_precision=bf16_mixed", "fp16=true"], "mixed_precision: bf16_mixed contradicts fp16: True"),
+        (["fp8=true", "fp8_backend=torchao"], "fp8_backend='torchao' is not available: torchao's FP8"),
+        (["fp8=true", "fp8_backend=msamp"], "fp8_backend='msamp' is not available: MS-AMP"),
+        (["fp8_backend=tee"], "fp8_backend='tee' is not available; choose"),
+        (["overlap_grad_reduce=false"], "overlap_param_gather"),
+        (["recompute_method=recompute"], "recompute_method"),
+        (["learning_rate"], "'learning_rate' behind the file is no key=value"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(file: str, overrides: list[str], sentence: str) -> None:
+    with pytest.raises((ValueError, TypeError, FileNotFoundError), match=sentence) as caught:
+        read_run(file, overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_texts_are_not_read_of_conversations(tmp_path: Path) -> None:
+    info = {"talks": {"file_name": "alpaca_en_demo.json", "formatting": "sharegpt"}}
+    file = write_run(tmp_path, LLAMA3, info=info)
+    with pytest.raises(ValueError, match="the dataset 'talks' is one of conversations, and stage: pt reads texts"):
+        read_run(file, ["stage=pt", "dataset=talks"])
+
+
+def test_a_model_of_images_is_refused_by_its_type(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = write_run(tmp_path, QWEN2_VL, None)
+    (tmp_path / "model").mkdir()
+    config = {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert run([file]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("error: ")
+    assert "qwen2_vl" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("a.yaml", "a: [", "line 1 of .*a.yaml is no YAML"),
+        ("a.yaml", "- a", "holds no keys with values"),
+        ("a.yaml", "a: 1\nb: 2\na: 3", "line 3 of .*a.yaml is no YAML: the key 'a' is there twice; keep one"),
+        ("a.json", "{", "line 1 of .*a.json is no JSON"),
+        ("a.txt", "a: 1", "is neither YAML nor JSON"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str, text: str, sentence: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=sentence):
+        read_file(str(tmp_path / name))
+    with pytest.raises(FileNotFoundError, match="is no file; give a training file of LLaMA-Factory"):
+        read_file(str(tmp_path / "b.yaml"))
+
+
+# The folder
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    folder = str(tmp_path / "out")
+    assert where_to_resume(folder, overwrite=False) is None
+    for name in ("checkpoint-9.ckpt", "checkpoint-10.ckpt", "checkpoint-x.ckpt", "checkpoint-11.ckpt-hf"):
+        (tmp_path / "out" / name).mkdir(parents=True)
+    assert where_to_resume(folder, overwrite=False) == f"{folder}/checkpoint-10.ckpt"
+    assert where_to_resume(folder, overwrite=True) is None
+
+
+def test_a_model_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ValueError, match=r"holds a model already .*set overwrite_output_dir: true"):
+        where_to_resume(str(tmp_path), overwrite=False)
+    assert where_to_resume(str(tmp_path), overwrite=True) is None
+
+
+def test_a_model_moves_in_whole(tmp_path: Path) -> None:
+    source = Path(unfinished(str(tmp_path)))
+    source.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (source / name).write_text("new", encoding="utf-8")
+    for name in ("config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "log.jsonl"):
+        (tmp_path / name).write_text("old", encoding="utf-8")
+    move_in(str(tmp_path))
+    found = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
+    assert found == {
+        **dict.fromkeys(("config.json", "model.safetensors", "tokenizer.json"), "new"),
+        "log.jsonl": "old",
+    }

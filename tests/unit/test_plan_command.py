@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lightning-mcore plan``: files of every front door, numbers of devices, output, exit codes, and what it imports."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_mcore.planning.machines import machine_named, parse_memory
+from lightning_mcore.planning.plan import make_plan
+from lightning_mcore.planning.plan_command import run
+from lightning_mcore.planning.plan_files import door_of, settings_of_files
+from lightning_mcore.planning.suggest import suggest
+from tests.unit.test_plan_rules import run_with
+
+LLAMA: dict[str, Any] = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "ffn_hidden_size": 14336,
+    "gated_linear_unit": True,
+    "activation_func": "silu",
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+}
+
+
+def cli_file(folder: Path, **changes: Any) -> str:
+    document = {
+        "trainer": {
+            "accelerator": "gpu",
+            "devices": 8,
+            "precision": "bf16-mixed",
+            "accumulate_grad_batches": 16,
+            "strategy": {
+                "class_path": "lightning_mcore.MCoreStrategy",
+                "init_args": {
+                    "tensor_model_parallel_size": 4,
+                    "pipeline_model_parallel_size": 2,
+                    "sequence_parallel": True,
+                },
+            },
+        },
+        "model": {
+            "class_path": "lightning_mcore.MCoreGPT",
+            "init_args": {"vocab_size": 128256, "seq_length": 8192, "transformer": LLAMA},
+        },
+        "data": {
+            "class_path": "lightning_mcore.MCorePretrainingData",
+            "init_args": {"data_paths": "corpus", "seq_length": 8192, "batch_size": 1},
+        },
+        **changes,
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(document), encoding="utf-8")
+    return str(path)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = run(arguments)
+    output = capsys.readouterr()
+    return code, output.out, output.err
+
+
+def test_a_plan_shows_run_groups_stages_traffic_and_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, _ = printed(capsys, cli_file(tmp_path), "--picture")
+    assert code == 0
+    for part in (
+        *("8 x H100", "8.03 B", "tp4 pp2 cp1 dp1 sp", "micro batch 1 x 16 microbatches x data parallel 1 = 16 rows"),
+        *(
+            "embedding 0-15",
+            "16-31 output",
+            "all-gather and reduce-scatter",
+            "bubble 5.9%",
+            "stage 1 |",
+            "PFLOP a step",
+        ),
+    ):
+        assert part in text, part
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_json_has_every_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, _ = printed(capsys, cli_file(tmp_path), "--json", "--devices", "1024")
+    plan = json.loads(text)
+    assert code == 0
+    assert plan["parameters"]["total"] == 8_030_261_248
+    assert plan["grid"]["sizes"]["dp"] == 128
+    assert [stage["first_rank"] for stage in plan["stages"]] == [0, 512]
+    assert plan["stages"][0]["memory_bytes"]["total"] > 0
+    assert plan["errors"] == []
+
+
+def test_what_stands_behind_the_file_changes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--trainer.strategy.pipeline_model_parallel_size=4", "--trainer.devices", "16", "data.batch_size=2")
+    plan = json.loads(printed(capsys, cli_file(tmp_path), *words, "--json")[1])
+    assert plan["layout"]["pipeline_model_parallel_size"] == 4
+    assert (plan["devices"], plan["batch"]["rows"]) == (16, 32)
+
+
+def test_a_later_file_counts(tmp_path: Path) -> None:
+    first = cli_file(tmp_path)
+    second = tmp_path / "more.yaml"
+    second.write_text("trainer: {strategy: {init_args: {context_parallel_size: 2}}}\n", encoding="utf-8")
+    settings = settings_of_files([first, str(second)], [])
+    assert settings.strategy["context_parallel_size"] == 2
+    assert settings.strategy["tensor_model_parallel_size"] == 4
+
+
+def test_every_error_is_listed_and_the_exit_code_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model.transformer.recompute_granularity=full", "--trainer.strategy.overlap_param_gather=true")
+    code, text, _ = printed(capsys, cli_file(tmp_path), *words, "--devices", "6")
+    joined = " ".join(text.split())
+    assert code == 2
+    for part in ("recompute_method", "overlap_param_gather=True needs", "world_size=6"):
+        assert part in joined, part
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--trainr.devices=4"], "did you mean 'trainer'?"),
+        (["--trainer.strategy.tensor_parallel_size=4"], "did you mean 'tensor_model_parallel_size'?"),
+        (["--model.transformer.num_layer=4"], "did you mean 'num_layers'?"),
+        (["--data.batchsize=4"], "did you mean 'batch_size'?"),
+        (["--trainer.devises=4"], "did you mean 'devices'?"),
+        (["--trainer.precision=bf17"], "precision='bf17'"),
+        (["--trainer.strategy.sequence_parallel=maybe"], "sequence_parallel='maybe'"),
+        (["--devices", "0"], "devices=0"),
+        (["--devices", "8", "--nodes", "3"], "nodes=3"),
+        (["--memory", "eighty"], "memory='eighty'"),
+        (["--devicees", "8"], "did you mean 'devices'?"),
+        (["--trainer.strategy", "ddp"], "'ddp' is not MCoreStrategy"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    words: list[str], part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text, error = printed(capsys, cli_file(tmp_path), *words)
+    assert code == 2
+    assert part in " ".join(f"{text} {error}".split())
+    assert "Traceback" not in error
+
+
+def test_a_missing_file_a_broken_one_and_one_of_no_front_door(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken, strange = tmp_path / "broken.yaml", tmp_path / "strange.yaml"
+    broken.write_text("trainer: [1, 2", encoding="utf-8")
+    strange.write_text("colour: red\n", encoding="utf-8")
+    for path, part in (
+        (tmp_path / "no.yaml", "is not a file"),
+        (broken, "neither YAML nor JSON"),
+        (strange, "front door"),
+    ):
+        code, _, error = printed(capsys, str(path))
+        assert code == 2
+        assert part in error
+        assert error.count("\n") == 1
+
+
+def test_the_front_door_is_told_by_the_keys() -> None:
+    assert door_of({"trainer": {}, "model": {}}, "a") == "lightning"
+    assert door_of({"fit": {"trainer": {}}}, "a") == "lightning"
+    assert door_of({"stage": "sft", "dataset": "x", "cutoff_len": 8}, "a") == "llamafactory"
+    assert door_of({"tensor_model_parallel_size": 2, "learning_rate": 0.1}, "a") == "arguments"
+
+
+def test_a_file_of_hugging_face_style_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "arguments.yaml"
+    values = {
+        "output_dir": "out",
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "use_distributed_optimizer": True,
+        "bf16": True,
+    }
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    settings = settings_of_files([str(path)], [("tensor_model_parallel_size", "4")])
+    assert settings.strategy["tensor_model_parallel_size"] == 4
+    assert settings.precision["precision"] == "bf16-mixed"
+    assert settings.data["batch_size"] == 4
+    assert settings.trainer["accumulate_grad_batches"] == 2
+
+
+def test_a_small_learning_rate_without_a_dot_is_a_number(tmp_path: Path) -> None:
+    settings = settings_of_files([cli_file(tmp_path)], [("model.learning_rate", "1e-4")])
+    assert settings.model["learning_rate"] == 1e-4
+
+
+def test_warnings_name_what_idles_and_what_does_not_fit() -> None:
+    plan = make_plan(
+        run_with(strategy={"pipeline_model_parallel_size": 4, "overlap_grad_reduce": True}),
+        4,
+        memory_limit=1000.0,
+    )
+    warnings = "\n".join(plan.warnings)
+    for part in ("waits 75%", "overlap_grad_reduce=True does nothing", "needs 0.0 GiB"):
+        assert part in warnings, part
+    plan = make_plan(run_with(strategy={"tensor_model_parallel_size": 4}), 4, devices_per_node=2)
+    warnings = "\n".join(plan.warnings)
+    for part in ("reaches over nodes of 2", "sequence_parallel=False"):
+        assert part in warnings, part
+    assert make_plan(run_with(), 1).warnings == ()
+
+
+def llama(**changes: Any) -> Any:
+    return run_with(
+        base=LLAMA,
+        precision={"precision": "bf16-mixed"},
+        trainer={"accelerator": "gpu", "devices": 8, "accumulate_grad_batches": 8},
+        model={"vocab_size": 128256, "seq_length": 8192},
+        **changes,
+    )
+
+
+def test_suggestions_fit_keep_the_global_batch_and_come_best_first() -> None:
+    machine = machine_named("h100")
+    found = suggest(llama(), 16, 8, machine)
+    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+    for one in found:
+        changed = run_with(
+            base={**LLAMA, **one.recompute},
+            strategy=dict(one.strategy),
+            precision={"precision": "bf16-mixed"},
+            trainer={"accelerator": "gpu", "accumulate_grad_batches": one.num_microbatches},
+            model={"vocab_size": 128256, "seq_length": 8192},
+            data={"batch_size": one.micro_batch_size},
+        )
+        plan = make_plan(changed, 16, 8, machine)
+        assert plan.errors == ()
+        assert plan.batch is not None
+        assert plan.batch.rows == 2 * 8 * 8
+        assert plan.fullest is not None
+        assert plan.fullest.memory.total == one.memory <= machine.memory
+
+
+def test_suggest_prints_a_table_and_lines_to_paste(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, _ = printed(capsys, cli_file(tmp_path), "--suggest", "--memory", "80GB")
+    assert code == 0
+    assert "BEST FIRST" in text
+    pasted = yaml.safe_load(text.partition("to paste:")[2])
+    assert pasted["trainer"]["strategy"]["class_path"] == "lightning_mcore.MCoreStrategy"
+
+
+def test_nothing_that_fits_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, error = printed(capsys, cli_file(tmp_path), "--suggest", "--memory", "2GB")
+    assert (code, text) == (2, "")
+    assert error.startswith("error: no layout of 8 devices fits: the smallest needs")
+
+
+def test_sizes_of_memory() -> None:
+    assert parse_memory("80GB") == 80e9
+    assert parse_memory("1.5 GiB") == 1.5 * 2**30
+
+
+@pytest.mark.parametrize("devices", [8, 16384])
+def test_a_plan_imports_neither_torch_nor_lightning_nor_megatron(tmp_path: Path, devices: int) -> None:
+    script = (
+        "import sys; from lightning_mcore.cli import main;"
+        f" code = main(['plan', {cli_file(tmp_path)!r}, '--devices', '{devices}']);"
+        " print(code, sorted({'torch', 'lightning', 'megatron', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "0 []"

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pipeline schedule of a plan: its bubble, its time, its picture; the global batch and what a rank sends."""
+
+import pytest
+
+from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.planning.communication_volume import Traffic, communication_volume
+from lightning_mcore.planning.global_batch import GlobalBatch, global_batch
+from lightning_mcore.planning.gpt_fields import GPTFields
+from lightning_mcore.planning.pipeline_schedule import PipelineTimeline, stage_order
+from lightning_mcore.planning.rank_parameters import rank_parameters
+from lightning_mcore.planning.schedule_picture import schedule_picture
+from lightning_mcore.planning.step_work import step_work
+
+GPT = {
+    "vocab_size": 256,
+    "seq_length": 64,
+    "transformer": {
+        "num_layers": 4,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 96,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+    },
+}
+
+
+def gpt(**changes: object) -> GPTFields:
+    return GPTFields.of({**GPT, "transformer": {**GPT["transformer"], **changes}})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4, 8])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4, 8, 12])
+def test_the_bubble_of_1f1b_is_that_of_the_formula(num_stages: int, num_microbatches: int) -> None:
+    timeline = PipelineTimeline(num_stages, 1, num_microbatches)
+    assert timeline.bubble == pytest.approx((num_stages - 1) / (num_microbatches + num_stages - 1))
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_chunks", "groups"), [(2, 2, 1), (2, 2, 4), (4, 2, 2), (4, 4, 3), (8, 2, 2)]
+)
+def test_interleaving_divides_the_bubble_by_the_chunks(num_stages: int, num_chunks: int, groups: int) -> None:
+    timeline = PipelineTimeline(num_stages, num_chunks, groups * num_stages)
+    assert timeline.bubble == pytest.approx(timeline.formula)
+    idle = num_stages - 1
+    assert timeline.formula == idle / (num_chunks * groups * num_stages + idle)
+
+
+def test_one_stage_never_waits() -> None:
+    assert PipelineTimeline(1, 1, 4).bubble == 0
+    assert [str(action) for action in stage_order(1, 1, 2, 0)] == ["F0", "B0", "F1", "B1"]
+
+
+@pytest.mark.parametrize(("num_chunks", "group"), [(1, None), (2, None), (2, 6), (3, 5)])
+def test_a_long_schedule_takes_as_long_as_if_it_were_played_to_its_end(num_chunks: int, group: int | None) -> None:
+    num_stages, size = 4, group or 4
+    long = PipelineTimeline(num_stages, num_chunks, 700 * size, group)
+    assert long.num_passes > 20_000
+    assert long.duration == max(row[-1].end for row in long.played)
+
+
+def test_every_stage_runs_every_pass_once_and_backward_behind_forward() -> None:
+    for stage in range(4):
+        order = stage_order(4, 2, 8, stage)
+        assert len(order) == len(set(order)) == 2 * 2 * 8
+        for place, action in enumerate(order):
+            if not action.forward:
+                assert order.index(action._replace(forward=True)) < place
+
+
+def test_the_first_stage_of_1f1b_holds_as_many_microbatches_as_there_are_stages() -> None:
+    assert [PipelineTimeline(4, 1, 16).in_flight(stage) for stage in range(4)] == [[4], [3], [2], [1]]
+    assert PipelineTimeline(4, 1, 2).in_flight(0) == [2]
+
+
+def test_the_picture_has_a_row_for_each_stage_and_shows_the_bubble() -> None:
+    lines = schedule_picture(PipelineTimeline(2, 1, 2)).splitlines()
+    assert lines[0] == "stage 0 |F0 F1 ......B0--- ...B1--- "
+    assert lines[1] == "stage 1 |...F0 B0--- F1 B1--- ......"
+    assert lines[2].startswith("9 units; bubble 33.3%")
+
+
+def test_a_wide_picture_is_cut_and_a_long_pipeline_too() -> None:
+    lines = schedule_picture(PipelineTimeline(64, 2, 512), width=100).splitlines()
+    assert max(map(len, lines[:-1])) <= 100
+    assert "..." in lines[0]
+    assert len(lines) == 26
+
+
+def test_the_sentence_of_the_global_batch() -> None:
+    batch = global_batch({"expert_model_parallel_size": 2}, {"accumulate_grad_batches": 2}, 4, 128, 4)
+    assert batch.rows == 32
+    assert batch.sentence == "micro batch 4 x 2 microbatches x data parallel 4 = 32 rows; experts do not lower dp"
+
+
+def test_micro_batch_size_cuts_a_batch_of_the_loader() -> None:
+    batch = global_batch({"micro_batch_size": 4}, {"accumulate_grad_batches": 3}, 10, 128, 2)
+    assert (batch.num_microbatches, batch.rows) == (9, 60)
+    assert "shorter" in batch.sentence
+
+
+def traffic(**changes: object) -> Traffic:
+    given = {"activation_bytes": 2, "gradient_bytes": 4, "parameter_bytes": 2, "distributed_optimizer": False}
+    return Traffic(**{**given, **changes})  # type: ignore[arg-type]
+
+
+def sent(fields: GPTFields, layout: ParallelLayout, world: int, how: Traffic, stage: int = 0) -> dict[str, float]:
+    dp = layout.data_parallel_size(world)
+    batch = GlobalBatch(1, 2, dp, 2 * dp, fields.seq_length)
+    volumes = communication_volume(fields, layout, world, batch, how, stage)
+    return {volume.axis: volume.sent for volume in volumes}
+
+
+def test_tensor_parallel_volume_is_the_published_one() -> None:
+    """Each layer all-reduces twice forward and twice backward: 8 b s h (t - 1) / t elements."""
+    fields, layout = gpt(), ParallelLayout(tensor_model_parallel_size=2)
+    whole = 64 * 32 * 2
+    layers = 4 * 8 * whole * 0.5
+    ends = (2 + 2) * whole * 0.5 + 3 * 2 * 64 * 4 * 0.5
+    assert sent(fields, layout, 2, traffic())["tp"] == pytest.approx(2 * (layers + ends))
+
+
+def test_full_recomputation_sends_the_forward_pass_again() -> None:
+    again = gpt(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    layout = ParallelLayout(tensor_model_parallel_size=2)
+    more = sent(again, layout, 2, traffic())["tp"] - sent(gpt(), layout, 2, traffic())["tp"]
+    assert more == pytest.approx(2 * 4 * 4 * 64 * 32 * 2 * 0.5)
+
+
+def test_gradients_are_all_reduced_or_scattered_and_gathered() -> None:
+    parameters = rank_parameters(gpt(), ParallelLayout(), 0).total
+    assert sent(gpt(), ParallelLayout(), 4, traffic())["dp"] == pytest.approx(parameters * 2 * 4 * 3 / 4)
+    sharded = sent(gpt(), ParallelLayout(), 4, traffic(distributed_optimizer=True))["dp"]
+    assert sharded == pytest.approx(parameters * (4 + 2) * 3 / 4)
+
+
+def test_stages_send_an_activation_forward_and_a_gradient_back() -> None:
+    layout = ParallelLayout(pipeline_model_parallel_size=4)
+    ends, middle = sent(gpt(), layout, 4, traffic(), 0)["pp"], sent(gpt(), layout, 4, traffic(), 1)["pp"]
+    assert middle == 2 * ends == 2 * 2 * 64 * 32 * 2
+
+
+def test_context_parallel_ranks_send_keys_and_values_three_times() -> None:
+    layout = ParallelLayout(context_parallel_size=2)
+    keys = 32 * 2 * 2 * 8 * 2  # tokens here, keys and values, groups, channels, bytes
+    assert sent(gpt(), layout, 2, traffic())["cp"] == pytest.approx(2 * 4 * 3 * keys)
+
+
+def test_experts_exchange_tokens_four_times_a_layer() -> None:
+    fields = gpt(num_moe_experts=4, moe_router_topk=2, moe_token_dispatcher_type="alltoall")
+    layout = ParallelLayout(expert_model_parallel_size=2)
+    volumes = sent(fields, layout, 2, traffic())
+    assert volumes["ep"] == pytest.approx(2 * 4 * 4 * 64 * 2 * 32 * 2 * 0.5)
+    assert "edp" not in volumes
+
+
+def test_hardware_flops_add_what_is_recomputed() -> None:
+    batch = GlobalBatch(1, 2, 1, 2, 64)
+    plain = step_work(gpt(), ParallelLayout(), 1, batch)
+    assert plain.hardware_flops == pytest.approx(plain.model_flops)
+    full = gpt(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    work = step_work(full, ParallelLayout(), 1, batch)
+    output = 3 * 2 * 32 * 256 * 128
+    assert work.hardware_flops - work.model_flops == pytest.approx((work.model_flops - output) / 3)
+    core = step_work(gpt(recompute_granularity="selective"), ParallelLayout(), 1, batch)
+    assert core.hardware_flops - core.model_flops == pytest.approx(4 * 64 / 2 * 2 * 2 * 32 * 128)
+
+
+def test_the_work_of_all_ranks_is_that_of_the_model() -> None:
+    layout = ParallelLayout(pipeline_model_parallel_size=2, tensor_model_parallel_size=2)
+    work = step_work(gpt(num_moe_experts=4, moe_router_topk=1), layout, 8, GlobalBatch(1, 2, 2, 4, 64))
+    assert sum(work.hardware_flops_of_rank) * 4 == pytest.approx(work.model_flops)
