@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_mcore.fp8 import FP8Settings
 from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.spelling import unknown_name
 
 _SIZES = (
     "tensor_model_parallel_size",
@@ -24,6 +25,11 @@ _OF_LAYOUT = (
     "pipeline_model_parallel_layout",
     "expert_tensor_parallel_size",
     "sequence_parallel",
+)
+# Of 0.16.1 and 0.19.2; an older one refuses what it lacks when the model is made.
+_RECOMPUTED = (
+    *("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"),
+    "gdn_norm_out",
 )
 _NOT_YET = {
     "cuda_graph_impl": "capturing CUDA graphs belongs to Megatron-LM's training loop",
@@ -166,12 +172,19 @@ def _check_recompute(arguments: Any) -> None:
             f"recompute_modules={modules!r} contradicts recompute_granularity={kind!r}; set"
             " recompute_granularity='selective', or leave it out"
         )
+    for name in _modules(modules):
+        if name not in _RECOMPUTED:
+            raise ValueError(f"recompute_modules={modules!r}: {unknown_name('module', name, _RECOMPUTED)}")
     if kind == "full" and (method is None) != (layers is None):
         missing = "recompute_method='uniform' or 'block'" if method is None else "recompute_num_layers"
         given = f"recompute_num_layers={layers}" if method is None else f"recompute_method={method!r}"
         raise ValueError(f"{given} lacks {missing}; give both, or neither for 'uniform' and 1")
     if layers is not None and layers < 1:
         raise ValueError(f"recompute_num_layers={layers} is too small; choose 1 or more")
+
+
+def _modules(given: str | None) -> list[str]:
+    return [name.strip() for name in given.split(",")] if given is not None else []
 
 
 def check_megatron(arguments: Any) -> None:

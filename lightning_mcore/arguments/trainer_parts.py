@@ -6,6 +6,7 @@ transformers' names as Lightning's suffix allows.
 """
 
 import os
+from pathlib import Path
 from typing import Any
 
 from lightning_mcore.arguments.run_mapping import steps_of
@@ -68,3 +69,21 @@ def logger_settings(arguments: Any) -> dict[str, dict[str, Any]]:
         "wandb": {"name": name, "save_dir": folder, "project": os.environ.get("WANDB_PROJECT", "huggingface")},
     }
     return {kind: made[kind] for kind in arguments.report_to}
+
+
+def newest_checkpoint(folder: str) -> str:
+    """Return the checkpoint of a folder that was written last.
+
+    Args:
+        folder: ``output_dir`` of a run.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    found = [path for path in Path(folder).glob("*.ckpt") if not path.name.startswith(".")]
+    if not found:
+        raise FileNotFoundError(
+            f"resume_from_checkpoint='true' needs a checkpoint in output_dir={folder!r}, and there is none; give the"
+            " path of one, or leave it out"
+        )
+    return str(max(found, key=lambda path: path.stat().st_mtime))

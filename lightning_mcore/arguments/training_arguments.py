@@ -18,6 +18,7 @@ from lightning_mcore.arguments.argument_fields import check_types
 from lightning_mcore.arguments.foreign_fields import REFUSED, check_foreign
 from lightning_mcore.arguments.megatron_arguments import MegatronArguments
 from lightning_mcore.arguments.run_mapping import run_settings
+from lightning_mcore.arguments.trainer_parts import newest_checkpoint
 from lightning_mcore.arguments.training_rules import check_loggers, check_training
 from lightning_mcore.run_settings import RunSettings
 
@@ -51,7 +52,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         MegatronArguments.__post_init__(self)
         check_training(self)
         if self.bf16:
-            pass
+            self.accumulate_allreduce_grads_in_fp32 = True
         self._let_transformers_read()
         check_loggers(list(self.report_to or []))
 
@@ -95,11 +96,15 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
 
     @property
     def ckpt_path(self) -> str | None:
-        """Where ``Trainer.fit(ckpt_path=...)`` goes on from: ``resume_from_checkpoint``; "true" means the last one."""
+        """Where ``Trainer.fit(ckpt_path=...)`` goes on from: ``resume_from_checkpoint``; "true" is the newest one.
+
+        Raises:
+            FileNotFoundError: The newest checkpoint of ``output_dir`` is asked for, and there is none.
+        """
         given = self.resume_from_checkpoint
-        if isinstance(given, str) and given.lower() in ("true", "last"):
-            return "last"
-        return None if isinstance(given, str) and given.lower() == "false" else given
+        if given is None or given.lower() in ("false", "true"):
+            return newest_checkpoint(str(self.output_dir)) if given and given.lower() == "true" else None
+        return given
 
     def settings(
         self,

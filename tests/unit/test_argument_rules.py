@@ -2,6 +2,7 @@
 """What argument classes refuse: wrong types and choices, unknown names, fields that contradict each other."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,10 @@ CONTRADICTIONS: tuple[tuple[dict[str, Any], str], ...] = (
     ),
     ({"recompute_granularity": "full", "recompute_method": "block"}, "lacks recompute_num_layers"),
     ({"recompute_granularity": "full", "recompute_num_layers": 2}, "lacks recompute_method"),
+    (
+        {"recompute_granularity": "selective", "recompute_modules": "mlp,core_atn"},
+        "unknown module 'core_atn'; did you mean 'core_attn'",
+    ),
     ({"recompute_modules": "mlp"}, "recompute_modules='mlp' contradicts recompute_granularity=None"),
     (
         {"recompute_granularity": "full", "moe_layer_recompute": True},
@@ -365,6 +370,17 @@ def test_multi_token_prediction_of_a_checkpoint_stays_unless_it_is_dropped(tmp_p
     for given, layers in ((None, 1), (0, None)):
         args = TrainingArguments(output_dir=str(tmp_path), mtp_num_layers=given)
         assert args.model(folder).transformer["mtp_num_layers"] == layers
+
+
+def test_true_resumes_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), resume_from_checkpoint="true")
+    with pytest.raises(FileNotFoundError, match="resume_from_checkpoint='true' needs a checkpoint in output_dir="):
+        _ = args.ckpt_path
+    for age, name in enumerate(("checkpoint-20.ckpt", "checkpoint-9.ckpt", "last-preempted.ckpt")):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (1000 - age, 1000 - age))
+    assert args.ckpt_path == str(tmp_path / "checkpoint-20.ckpt")
+    assert TrainingArguments(output_dir=str(tmp_path), resume_from_checkpoint="false").ckpt_path is None
 
 
 def test_what_transformers_does_with_its_arguments_works(tmp_path: Path) -> None:
