@@ -73,7 +73,7 @@ def _of_chunk(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, bac
     for layer in chunk.layers:
         yield from kinds[fields.is_moe[layer]]
     # Without multi-token prediction the final norm stands before the output layer, with it behind the last layer.
-    if (fields.num_layers - 1 in chunk.layers) if False else chunk.output:
+    if (fields.num_layers - 1 in chunk.layers) if fields.mtp_num_layers else chunk.output:
         yield from _norm(fields, "final_layernorm", hidden)
     for _ in range(chunk.mtp):
         for norm in ("enorm", "hnorm"):

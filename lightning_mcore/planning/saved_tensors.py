@@ -8,7 +8,8 @@ arithmetic.
 The rows of the torch backend are those that ``torch.autograd.graph.saved_tensors_hooks`` shows on a CPU with PyTorch
 2.13 and megatron-core 0.16.1. With TransformerEngine norms keep their input and one number, linear layers in FP8 their
 input in 8 bits, and dropout one byte for each element, as its documentation says; that needs a GPU and is not measured.
-Routed experts are taken to be evenly loaded.
+Routed experts are taken to be evenly loaded, and what ``cpu_offloading`` would move to the host is counted as if
+it stayed.
 """
 
 from collections.abc import Iterator

@@ -56,6 +56,15 @@ if __name__ == "__main__":
     finetune_hf("model", "chats.jsonl", seq_length=64, accelerator="cpu")
 """
 
+_ARGUMENTS = """
+
+if __name__ == "__main__":
+    layout = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "--use_cpu"]
+    recipe = ["--gradient_accumulation_steps", "2", "--max_steps", "3", "--logging_steps", "1", "--report_to", "none"]
+    batch = ["--output_dir", "runs", "--per_device_train_batch_size", "2"]
+    train([*layout, *recipe, *batch], "model", "chats.jsonl", devices=2)
+"""
+
 
 def test_the_first_example_is_complete_within_forty_lines() -> None:
     lines = TEXT.splitlines()
@@ -88,7 +97,7 @@ def test_the_users_own_model_runs_under_every_strategy(
 @pytest.mark.slow
 def test_the_example_of_packed_fine_tuning_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "finetune.py"
-    script.write_text(BLOCKS[2] + _FINETUNE)
+    script.write_text(BLOCKS[3] + _FINETUNE)
     write(tmp_path / "chats.jsonl", exchanges(60))
     output = run_on_ranks(capsys, 4, str(script), folder=tmp_path)
     assert "train data: packed 54 of 54 samples" in output
@@ -96,11 +105,24 @@ def test_the_example_of_packed_fine_tuning_runs(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.slow
+def test_the_example_of_arguments_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(BLOCKS[2] + _ARGUMENTS)
+    write(tmp_path / "chats.jsonl", exchanges(60))
+    tokenizer = characters()
+    save_tiny("llama", tmp_path / "model", vocab_size=len(tokenizer), max_position_embeddings=2048)
+    tokenizer.save_pretrained(tmp_path / "model")
+    output = run_on_ranks(capsys, 2, str(script), folder=tmp_path)
+    assert "tp2 pp1" in output
+    assert "`max_steps=3` reached" in output
+
+
+@pytest.mark.slow
 def test_the_example_of_a_hugging_face_model_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM
 
     script = tmp_path / "finetune.py"
-    script.write_text(BLOCKS[4] + _FINETUNE_HF)
+    script.write_text(BLOCKS[5] + _FINETUNE_HF)
     write(tmp_path / "chats.jsonl", exchanges(60))
     tokenizer = characters()
     save_tiny("llama", tmp_path / "model", vocab_size=len(tokenizer))
@@ -112,8 +134,8 @@ def test_the_example_of_a_hugging_face_model_runs(tmp_path: Path, capsys: pytest
 
 def test_the_family_on_this_page_is_the_one_that_is_tested() -> None:
     example = (README.parent / "examples/own_family.py").read_text()
-    assert example.endswith(BLOCKS[5])
-    assert len(BLOCKS[5].splitlines()) <= 30
+    assert example.endswith(BLOCKS[6])
+    assert len(BLOCKS[6].splitlines()) <= 30
 
 
 def test_every_file_that_the_readme_names_exists() -> None:
