@@ -227,15 +227,16 @@ def _subclasses() -> Iterator[type]:
 
 
 def _hints(function: Any) -> dict[str, Any]:
+    constructor = "__init__"
     with contextlib.suppress(NameError, TypeError, AttributeError):
-        return typing.get_type_hints(function.__init__ if isinstance(function, type) else function)
+        return typing.get_type_hints(getattr(function, constructor) if isinstance(function, type) else function)
     return {}
 
 
 def _kinds(hint: Any) -> list[Any]:
     """Return the types that a value may have."""
     arguments = typing.get_args(hint)
-    is_union = arguments and type(None) in arguments or str(typing.get_origin(hint)) in _UNIONS
+    is_union = (arguments and type(None) in arguments) or str(typing.get_origin(hint)) in _UNIONS
     return [kind for argument in arguments for kind in _kinds(argument)] if is_union else [hint]
 
 

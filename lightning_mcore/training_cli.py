@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """LightningCLI for models that are built late, and with errors that are one sentence.
 
-``lightning-mcore fit`` is :func:`train`. :class:`TrainingCLI` may be used like ``LightningCLI``, which it is but for two
+``lightning-mcore fit`` is :func:`train`. :class:`TrainingCLI` may be used like ``LightningCLI``, but for two
 things: an ``optimizer:`` in the file is made when the trainer asks for it, because a model that is cut into stages has
 no parameters before; and what is wrong in file or arguments is said by ``config_faults.py``.
 """
 
 import argparse
 import inspect
-import signal
 import sys
 from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningCLI, instantiate_class
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 # Imported, so that a class is found by its short name: --model=MCoreGPT, --trainer.strategy=MCoreStrategy
 from lightning_mcore.config_faults import explain, on_one_line
@@ -31,6 +29,7 @@ from lightning_mcore.preemption import PreemptionCheckpoint
 from lightning_mcore.progress import MCoreProgressBar
 from lightning_mcore.strategy import MCoreStrategy
 from lightning_mcore.strategy_name import NAME as STRATEGY_NAME
+from lightning_mcore.training_guard import Beginning
 
 SHORT_NAMES = (
     MCoreFinetuningData,
@@ -45,43 +44,6 @@ SHORT_NAMES = (
 """Classes that a file may name without their module."""
 
 _NO_GPU = "No supported gpu backend found!"  # all that Lightning says
-
-
-class Beginning(pl.Callback):
-    """Knows whether a run has begun: what goes wrong from then on is no wrong setting."""
-
-    is_over = False
-    _trainer: pl.Trainer | None = None
-
-    def end_other_ranks(self) -> None:
-        """End the ranks that this process has started, which would say the same once more."""
-        launcher = self._trainer.strategy.launcher if self._trainer is not None else None
-        if isinstance(launcher, _SubprocessScriptLauncher):
-            launcher.kill(signal.SIGKILL)
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Keep the trainer whose ranks may have to be ended."""
-        self._trainer = trainer
-
-    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note that batches are run."""
-        self.is_over = True
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note that batches are run."""
-        self.is_over = True
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note that batches are run."""
-        self.is_over = True
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note that batches are run."""
-        self.is_over = True
-
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note that batches are run."""
-        self.is_over = True
 
 
 class TrainingCLI(LightningCLI):
@@ -104,7 +66,7 @@ class TrainingCLI(LightningCLI):
         try:
             self.config = parser.parse_args(given)
         except argparse.ArgumentError as error:
-            command = given[0] if given else None
+            command = given[0] if given else ""
             asked = self._subcommand_parsers.get(command, parser) if hasattr(self, "_subcommand_parsers") else parser
             raise ValueError(explain(asked, given if asked is parser else given[1:], str(error))) from error
 
@@ -154,7 +116,7 @@ class TrainingCLI(LightningCLI):
             made = instantiate_class(module.parameters(), optimizer)
             return build(module, made, instantiate_class(made, scheduler) if scheduler else None)
 
-        self.model.configure_optimizers = MethodType(configure_optimizers, self.model)  # type: ignore[method-assign]
+        self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
 
 
 def train(arguments: Sequence[str], beginning: Beginning) -> None:

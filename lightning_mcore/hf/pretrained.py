@@ -29,6 +29,7 @@ __all__ = ["absolute", "load_pretrained", "pretrained_settings", "running_fields
 _FILLED = "_filled_from_hugging_face"  # set on a model that load_pretrained has filled
 _SILENT_SECONDS = 2.0  # reading that takes no longer shows no progress
 
+
 def load_pretrained(module: pl.LightningModule, path: str, family: str | None = None) -> None:
     """Fill the chunks that ``pipeline()`` has built from a Hugging Face model; collective over the world.
 

@@ -73,7 +73,7 @@ def _loader() -> Any:
     """Return a safe loader of YAML that takes ``3e-6`` for a number, and refuses a key that stands there twice."""
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
         """Reads what YAML 1.2 calls a number."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -85,7 +85,8 @@ def _loader() -> Any:
                         problem=f"the key {key.value!r} is there twice; keep one", problem_mark=key.start_mark
                     )
                 seen.add(str(key.value))
-            return super().construct_mapping(node, deep)
+            found: dict[Any, Any] = super().construct_mapping(node, deep)
+            return found
 
     resolvers = {first: list(found) for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()}
     Loader.yaml_implicit_resolvers = resolvers

@@ -12,6 +12,7 @@ from typing import Literal
 
 Stage = Literal["pt", "sft", "rm", "ppo", "dpo", "kto"]
 FinetuningType = Literal["lora", "oft", "freeze", "full"]
+FP8Backend = Literal["auto", "te", "torchao", "msamp"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class FactoryKeys:
         overwrite_output_dir: Start anew in a folder that is not empty.
         moe_aux_loss_coef: The same as ``moe_aux_loss_coeff``.
         disable_gradient_checkpointing: Contradicts ``recompute_granularity``; without that nothing is recomputed.
-        fp8_backend: ``auto`` or ``te``; both are TransformerEngine.
+        fp8_backend: ``auto`` or ``te``; both are TransformerEngine, and the others are refused.
         mixed_precision: ``bf16_mixed`` is ``bf16: true``, ``fp16_mixed`` is ``fp16: true``; None: what those say.
         export_hf_on_finish: Write the model in Hugging Face form at the end.
         masked_softmax_fusion: A field of ``TransformerConfig``; None keeps its default.
@@ -89,7 +90,7 @@ class FactoryKeys:
     overwrite_output_dir: bool = False
     moe_aux_loss_coef: float | None = None
     disable_gradient_checkpointing: bool = False
-    fp8_backend: str = "auto"
+    fp8_backend: FP8Backend = "auto"
     mixed_precision: str | None = None
     export_hf_on_finish: bool = True
     masked_softmax_fusion: bool | None = None

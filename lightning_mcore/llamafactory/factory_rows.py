@@ -76,6 +76,7 @@ class FactoryRows:
 
     def __init__(self, entry: DatasetEntry, columns: Sequence[str]) -> None:
         names = entry.columns
+        wanted: tuple[str | None, ...]
         if entry.formatting == "alpaca":
             wanted = (names.prompt, names.query, names.response, names.history, names.system, names.tools)
         else:

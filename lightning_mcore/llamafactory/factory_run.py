@@ -141,12 +141,7 @@ def read_run(path: str, overrides: Sequence[str] = ()) -> FactoryRun:
     _refuse_keys(given)
     check_keys(own, given)
     arguments = _arguments(own, given)
-    template = None
-    if own.template is not None:
-        changes = {} if own.default_system is None else {"default_system": own.default_system}
-        template = dataclasses.replace(
-            named_template(own.template), thinking=own.enable_thinking, keeps_thoughts=own.preserve_thinking, **changes
-        )
+    template = _template(own)
     train = read_datasets(own.dataset, own.dataset_dir) if own.dataset else []
     evaluation = read_datasets(own.eval_dataset, own.dataset_dir) if own.eval_dataset else []
     _check_datasets(own, train)
@@ -195,6 +190,17 @@ def _equal(value: Any, default: Any) -> bool:
 
 def _shown(key: str, value: Any) -> str:
     return "..." if any(word in key for word in ("token", "api_key", "secret")) and value else repr(value)
+
+
+def _template(keys: FactoryKeys) -> ChatTemplate | None:
+    """Return the template that the file names, with what it changes in it."""
+    if keys.template is None:
+        return None
+    named = named_template(keys.template)
+    system = named.default_system if keys.default_system is None else keys.default_system
+    return dataclasses.replace(
+        named, default_system=system, thinking=keys.enable_thinking, keeps_thoughts=keys.preserve_thinking
+    )
 
 
 def _check_datasets(keys: FactoryKeys, train: list[DatasetEntry]) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from lightning_mcore.llamafactory.factory_run import FactoryRun
     from lightning_mcore.llamafactory.loss_record import LossRecord
+    from lightning_mcore.training_guard import Beginning
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -35,7 +36,13 @@ def run(arguments: Sequence[str]) -> int:
     pairs = [word for word in arguments if "=" in word and not word.startswith("-") and not os.path.isfile(word)]
     options = _parser().read([word for word in arguments if word not in pairs])  # which may stand between the options
     options["overrides"] += pairs
-    return carried_out(lambda: _train(options))
+    read: list[FactoryRun] = []
+    code = carried_out(lambda: read.append(_read(options)))  # before anything heavy is imported
+    if code != DONE:
+        return code
+    from lightning_mcore.training_guard import guarded
+
+    return guarded(lambda beginning: _train(read[0], options, beginning))
 
 
 def _parser() -> CommandParser:
@@ -52,10 +59,13 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _train(options: dict[str, Any]) -> int:
+def _read(options: dict[str, Any]) -> "FactoryRun":
     from lightning_mcore.llamafactory.factory_run import read_run
 
-    asked = read_run(options["file"], options["overrides"])
+    return read_run(options["file"], options["overrides"])
+
+
+def _train(asked: "FactoryRun", options: dict[str, Any], beginning: "Beginning") -> None:
     from lightning_mcore.hf.save_hf_model import SaveHFModel
     from lightning_mcore.llamafactory.loss_record import LossRecord
     from lightning_mcore.llamafactory.model_folder import clear, move_in, unfinished
@@ -64,7 +74,7 @@ def _train(options: dict[str, Any]) -> int:
     resume = _resume(asked)
     record = LossRecord(folder, asked.keys.plot_loss)
     exports = asked.keys.export_hf_on_finish and bool(arguments.do_train)
-    callbacks: list[Any] = [record, *_early_stopping(asked)]
+    callbacks: list[Any] = [beginning, record, *_early_stopping(asked)]
     if exports:
         callbacks.append(SaveHFModel(unfinished(folder)))
     trainer = _trainer(asked, options, callbacks)
@@ -81,7 +91,6 @@ def _train(options: dict[str, Any]) -> int:
         trainer.limit_val_batches = 1.0
         trainer.validate(model, datamodule=data, ckpt_path=None if arguments.do_train else resume, verbose=False)
     _say(trainer, _outcome(asked, record, exports))
-    return DONE
 
 
 def _resume(asked: "FactoryRun") -> str | None:

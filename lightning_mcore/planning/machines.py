@@ -16,6 +16,10 @@ from lightning_mcore.spelling import unknown_name
 COMPUTE_SHARE = {"bf16": 0.5, "fp8": 0.38, "fp32": 0.5}
 """Share of the peak that the matrix products of a layer reach; published runs of 8B to 70B models lie around it."""
 
+NARROW = 512
+"""Columns at which a matrix takes twice as long as its operations: time is work x (1 + 512 / columns). It is why many
+small experts and much tensor parallelism reach a smaller share of the peak than wide dense layers."""
+
 LINK_SHARE = 0.75
 """Share of a link's bandwidth that collectives reach."""
 

@@ -14,7 +14,7 @@ Source: ``get_pp_rank_microbatches``, ``get_schedule_table`` and the two pipelin
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from lightning_mcore.layout import ParallelLayout
@@ -121,17 +121,7 @@ class PipelineTimeline:
     @cached_property
     def duration(self) -> int:
         """Time of a step, in units of one chunk's forward pass."""
-        group = self.group_size or self.num_stages
-        kept = self.num_microbatches % group + 2 * group
-        unit = FORWARD_UNITS + BACKWARD_UNITS
-        if self.num_passes <= _MOST_PASSES:
-            return max(row[-1].end for row in self.played)
-        if self.num_chunks == 1 or (group == self.num_stages and self.num_microbatches % group == 0):
-            return (self.num_chunks * self.num_microbatches + self.num_stages - 1) * unit
-        if self.num_microbatches <= kept:
-            return max(row[-1].end for row in self.played)
-        short = PipelineTimeline(self.num_stages, self.num_chunks, kept, self.group_size)
-        return short.duration + (self.num_microbatches - kept) * self.num_chunks * unit
+        return _duration(self)
 
     @property
     def num_passes(self) -> int:
@@ -155,6 +145,21 @@ class PipelineTimeline:
             held[action.chunk] += 1 if action.forward else -1
             most[action.chunk] = max(most[action.chunk], held[action.chunk])
         return most
+
+
+@lru_cache(maxsize=4096)  # layouts that --suggest compares often have the same schedule
+def _duration(timeline: PipelineTimeline) -> int:
+    group = timeline.group_size or timeline.num_stages
+    kept = timeline.num_microbatches % group + 2 * group
+    unit = FORWARD_UNITS + BACKWARD_UNITS
+    if timeline.num_passes <= _MOST_PASSES:
+        return max(row[-1].end for row in timeline.played)
+    if timeline.num_chunks == 1 or (group == timeline.num_stages and timeline.num_microbatches % group == 0):
+        return (timeline.num_chunks * timeline.num_microbatches + timeline.num_stages - 1) * unit
+    if timeline.num_microbatches <= kept:
+        return max(row[-1].end for row in timeline.played)
+    short = PipelineTimeline(timeline.num_stages, timeline.num_chunks, kept, timeline.group_size)
+    return short.duration + (timeline.num_microbatches - kept) * timeline.num_chunks * unit
 
 
 def _play(orders: Sequence[Sequence[Pass]], num_stages: int, num_chunks: int) -> list[list[Played]]:

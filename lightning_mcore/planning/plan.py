@@ -223,7 +223,7 @@ def _worked_out(
     if machine is not None:
         traffic = [stage.traffic for stage in stages]
         time = step_time(
-            work.hardware_flops_of_rank,
+            work.slowed_flops_of_rank,
             traffic,
             batch.num_microbatches,
             timeline.bubble,

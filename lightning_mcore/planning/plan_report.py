@@ -6,6 +6,7 @@ last, where the eye is.
 """
 
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from lightning_mcore.planning.communication_volume import AxisVolume
@@ -128,8 +129,15 @@ def _run(console: "Console", plan: Plan) -> None:
         limit = f" of {size(plan.memory_limit)}" if plan.memory_limit is not None else ""
         lines.append(("memory", f"{size(fullest.memory.total)}{limit} on each rank of stage {fullest.stage}"))
     _heading(console, "run")
+    _lines(console, lines)
+
+
+def _lines(console: "Console", lines: Sequence[tuple[str, str]]) -> None:
     for name, text in lines:
-        console.print(f"  {name:<14}{text}", markup=False, soft_wrap=False)
+        parts = wrap(text, WIDTH - 16)
+        console.print(f"  {name:<14}{parts[0]}", markup=False)
+        for part in parts[1:]:
+            console.print(f"  {'':<14}{part}", markup=False)
 
 
 def _devices(plan: Plan) -> str:
@@ -240,8 +248,7 @@ def _work(console: "Console", plan: Plan) -> None:
         rate = work.model_flops / time.total / plan.devices / 1e12
         lines.append(("", f"{tokens / time.total:,.0f} tokens/s, {rate:.0f} TFLOP/s of each device (rough)"))
     _heading(console, "work")
-    for name, text in lines:
-        console.print(f"  {name:<14}{text}", markup=False)
+    _lines(console, lines)
 
 
 def count(number: float) -> str:

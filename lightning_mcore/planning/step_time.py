@@ -3,7 +3,7 @@
 
 time = (compute + communication of every microbatch) / (1 - bubble) + communication once a step that is not overlapped,
 of the slowest stage. It is an estimate to rank layouts with: the shares of peak and bandwidth that training reaches are
-the constants of ``machines.py``, and small matrices, memory-bound layers and uneven experts are left out.
+the constants of ``machines.py``, and memory-bound layers and uneven experts are left out.
 """
 
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ def step_time(
     """Estimate the time of a step.
 
     Args:
-        flops_of_rank: Hardware operations of one rank of each stage.
+        flops_of_rank: Operations of one rank of each stage, narrow matrices weighed (``slowed_flops_of_rank``).
         traffic_of_rank: What it sends, for each stage.
         num_microbatches: Microbatches of the step.
         bubble: Share of the time in which a stage waits.

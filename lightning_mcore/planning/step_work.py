@@ -6,6 +6,8 @@ logs mean the same. Hardware FLOPs add the forward passes that are run again in 
 is the difference to a model without it.
 """
 
+import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +17,7 @@ from lightning_mcore.layout import ParallelLayout
 from lightning_mcore.planning.communication_volume import forward_runs
 from lightning_mcore.planning.global_batch import GlobalBatch
 from lightning_mcore.planning.gpt_fields import GPTFields
+from lightning_mcore.planning.machines import NARROW
 from lightning_mcore.planning.stage_layers import stage_layers
 from lightning_mcore.throughput import training_flops_per_token
 
@@ -30,17 +33,20 @@ class StepWork:
         model_flops: Of the model, over all ranks.
         hardware_flops: With what is recomputed, over all ranks.
         hardware_flops_of_rank: The same for one rank of each pipeline stage.
+        slowed_flops_of_rank: As ``hardware_flops_of_rank``, narrow matrices counted as the work that takes as long as
+            they do; for estimates of time.
         flops_per_token: Of the model.
     """
 
     model_flops: float
     hardware_flops: float
     hardware_flops_of_rank: tuple[float, ...]
+    slowed_flops_of_rank: tuple[float, ...]
     flops_per_token: float
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
-        return {**vars(self), "hardware_flops_of_rank": list(self.hardware_flops_of_rank)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
 
 
 def step_work(fields: GPTFields, layout: ParallelLayout, world_size: int, batch: GlobalBatch) -> StepWork:
@@ -54,26 +60,41 @@ def step_work(fields: GPTFields, layout: ParallelLayout, world_size: int, batch:
     """
     per_token = training_flops_per_token(fields.transformer, fields.padded_vocab_size, fields.seq_length)
     ranks = world_size // layout.pipeline_model_parallel_size
-    of_stage = []
+    widths = _widths(fields, layout)
+    of_stage, slowed = list[float](), list[float]()
     for chunks in stage_layers(fields, layout):
-        flops = 0.0
+        parts = defaultdict[str, float](float)
         for chunk in chunks:
             numbers = [*chunk.layers, *[fields.num_layers - 1] * chunk.mtp]
             for place, layer in enumerate(numbers):
-                flops += _layer_flops(fields, layer, forward_runs(fields, place, len(chunk.layers)))
+                runs = forward_runs(fields, place, len(chunk.layers))
+                for part, flops in _layer_flops(fields, layer, runs).items():
+                    parts[part] += flops
             outputs = int(chunk.output) + chunk.mtp
-            flops += _RUNS * (outputs * 2 * fields.hidden_size * fields.padded_vocab_size)
-            flops += _RUNS * chunk.mtp * 4 * fields.hidden_size**2
-        of_stage.append(flops * batch.tokens / ranks)
-    return StepWork(per_token * batch.tokens, sum(of_stage) * ranks, tuple(of_stage), per_token)
+            parts["output"] += _RUNS * (outputs * 2 * fields.hidden_size * fields.padded_vocab_size)
+            parts["attention"] += _RUNS * chunk.mtp * 4 * fields.hidden_size**2
+        of_stage.append(sum(parts.values()) * batch.tokens / ranks)
+        slow = sum(flops * (1 + NARROW / widths[part]) for part, flops in parts.items())
+        slowed.append(slow * batch.tokens / ranks)
+    model = per_token * batch.tokens
+    return StepWork(model, sum(of_stage) * ranks, tuple(of_stage), tuple(slowed), per_token)
 
 
-def _layer_flops(fields: GPTFields, layer: int, runs: Mapping[str, int]) -> float:
-    """Operations for one token of one layer, with what is run again."""
+def _widths(fields: GPTFields, layout: ParallelLayout) -> dict[str, float]:
+    """Return columns of the matrices of each part on one rank; scores of attention are no matrix of weights."""
+    tp, etp = layout.tensor_model_parallel_size, layout.expert_tensor_size
+    heads = fields.num_attention_heads * fields.kv_channels / tp
+    widths = {"attention": heads, "mla_up_proj": heads, "mlp": fields.ffn_hidden_size / tp, "core_attn": math.inf}
+    experts = fields.experts
+    widths["moe"] = experts.width / etp if experts is not None else math.inf
+    widths["shared_experts"] = experts.shared_width / tp if experts is not None and experts.shared_width else math.inf
+    return {**widths, "output": fields.padded_vocab_size / tp}
+
+
+def _layer_flops(fields: GPTFields, layer: int, runs: Mapping[str, int]) -> dict[str, float]:
+    """Operations for one token of one layer by its parts, with what is run again."""
     parts = _parts(_hashable(one_layer(fields, layer)), fields.seq_length)
-    whole = sum(parts.values())
-    again = sum(parts[part] / _RUNS * (runs[part] - 1) for part in parts)
-    return whole + again
+    return {part: flops * (1 + (runs[part] - 1) / _RUNS) for part, flops in parts.items()}
 
 
 def one_layer(fields: GPTFields, layer: int) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from lightning_mcore.planning.machines import Machine
 from lightning_mcore.planning.pipeline_schedule import PipelineTimeline
 from lightning_mcore.planning.plan import Plan, make_plan
 from lightning_mcore.planning.plan_files import Door
-from lightning_mcore.planning.plan_report import GIB, flops, table_text
-from lightning_mcore.planning.rank_parameters import rank_parameters
+from lightning_mcore.planning.plan_report import GIB, table_text
+from lightning_mcore.planning.rank_parameters import rank_tensors
 from lightning_mcore.planning.run_rules import check_run
+from lightning_mcore.planning.state_memory import StateFormats, state_memory
 from lightning_mcore.run_settings import RunSettings
 from lightning_mcore.sizes import divisors
 
@@ -31,8 +32,6 @@ _ROWS = (1, 2, 4)
 _LEAST_TOKENS = 2048
 """Tokens of a sequence that a context-parallel rank keeps at least."""
 _MOST_BUBBLE = 0.5
-_LEAST_STATE = 4
-"""Bytes that a parameter takes at least: a bf16 weight and a bf16 gradient."""
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -111,7 +110,7 @@ def suggest(
     found: dict[tuple[Any, ...], Suggestion] = {}
     least = float("inf")
     for layout in _layouts(fields, devices, devices_per_node):
-        needed = _least_memory(fields, layout)
+        needed = _state(fields, layout, settings, devices)
         if needed > limit:
             least = min(least, needed)
             continue
@@ -187,10 +186,18 @@ def _layouts(fields: GPTFields, devices: int, devices_per_node: int) -> Iterator
                         yield layout
 
 
-def _least_memory(fields: GPTFields, layout: ParallelLayout) -> float:
-    """Return bytes below which no rank of the stages at both ends can be."""
+def _state(fields: GPTFields, layout: ParallelLayout, settings: RunSettings, devices: int) -> float:
+    """Return bytes without activations of the stages at both ends, below which no rank of them can be."""
     last = layout.pipeline_model_parallel_size - 1
-    return _LEAST_STATE * max(rank_parameters(fields, layout, stage).total for stage in {0, last})
+    kept = {name: value for name, value in settings.strategy.items() if name not in _REPLACED}
+    strategy = {**kept, **_strategy(layout, devices)}
+    optimizer = settings.model.get("optimizer") or "adamw"
+    of_ends = []
+    for stage in {0, last}:
+        formats = StateFormats.of(settings.precision, strategy, optimizer)
+        state = state_memory(rank_tensors(fields, layout, stage), layout, formats, devices, stage)
+        of_ends.append(state.weights + state.gradients + state.optimizer)
+    return max(of_ends)
 
 
 def _microbatches(layout: ParallelLayout, devices: int, rows: int) -> Iterator[tuple[int, int]]:
@@ -279,10 +286,10 @@ def suggestion_text(
         rows.append(
             [
                 *(str(place), *sizes, str(one.micro_batch_size), str(one.num_microbatches), one.recomputed),
-                *(f"{one.memory / GIB:.1f}", f"{one.bubble:.0%}", f"{one.seconds:.3g}", flops(one.flops_rate)),
+                *(f"{one.memory / GIB:.1f}", f"{one.bubble:.0%}", f"{one.seconds:.3g}", f"{one.flops_rate / 1e12:.0f}"),
             ]
         )
-    columns = ["", *shown, "rows", "microbatches", "recompute", "GiB", "bubble", "s a step", "a device and second"]
+    columns = ["", *shown, "rows", "microb.", "recompute", "GiB", "bubble", "s a step", "TFLOP/s"]
     limit = (memory or machine.memory) / GIB
     title = f"layouts of {devices} x {machine.name.upper()} that fit {limit:.1f} GiB, best first (estimated)"
     return "\n".join([table_text(title, columns, rows), "", "the first one, to paste:", "", *_lines(found[0], door)])

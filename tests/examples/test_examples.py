@@ -189,7 +189,7 @@ def test_there_is_a_yaml_for_every_kind_of_run() -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_every_yaml_builds(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainer, strategy, model and data are made here, on the CPU; the layout is held against the file's own devices."""
+    """Trainer, strategy, model and data are made here, on the CPU; the layout meets the devices of the file."""
     trainer = yaml.safe_load(config.read_text(encoding="utf-8"))["trainer"]
     on_cpu = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.num_nodes=1"]
     built = build(config, monkeypatch, *on_cpu)
