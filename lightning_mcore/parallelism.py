@@ -383,3 +383,7 @@ def _check_expert_tensor_parallel(layout: ParallelLayout, device: torch.device) 
             f"expert_model_parallel_size={layout.expert_model_parallel_size} needs collectives of uneven sizes, which"
             " gloo does not have on the CPU; set expert_tensor_parallel_size=1"
         )
+
+
+# A command line reads the help of an option off the constructor, or the class that is named: not off a base of it.
+MCoreParallelism.__init__.__doc__ = MCoreParallelism.__doc__

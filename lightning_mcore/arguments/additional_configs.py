@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_mcore.arguments.config_names import transformer_config_names
+from lightning_mcore.planning.megatron_source import transformer_arguments
 from lightning_mcore.spelling import unknown_name
 
 _ELSEWHERE = {
@@ -76,13 +76,14 @@ def take_over(arguments: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: A name is unknown or not to be set, or a field has another value.
     """
     fields = {field.name: field for field in dataclasses.fields(arguments)}
+    known = transformer_arguments(latent=True)
     rest = {}
     for name, value in extra.items():
-        if name in fields and name != "additional_configs" and name in transformer_config_names():
+        if name in fields and name != "additional_configs" and name in known:
             _take(arguments, name, value)
             continue
-        if name not in transformer_config_names():
-            raise ValueError(unknown_name("key of additional_configs", name, transformer_config_names()))
+        if name not in known:
+            raise ValueError(unknown_name("key of additional_configs", name, known))
         if name in _ELSEWHERE:
             raise ValueError(f"additional_configs has {name}={value!r}, but {_ELSEWHERE[name]}; remove it")
         rest[name] = value

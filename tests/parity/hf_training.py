@@ -18,9 +18,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreGPT, MCoreStrategy
+from lightning_mcore.field_homes import OF_THE_MODULE
 from lightning_mcore.generation import gather_sequence
 from lightning_mcore.hf import find_family
-from lightning_mcore.field_homes import OF_THE_MODULE
 from lightning_mcore.hf.family import complete_fields
 from lightning_mcore.hf.model_pieces import pieces_of_module
 from lightning_mcore.hf.weight_map import WeightMap

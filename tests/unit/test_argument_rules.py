@@ -19,7 +19,7 @@ from lightning_mcore.arguments import (
     TrainingArguments,
     parse_arguments,
 )
-from lightning_mcore.arguments.config_names import transformer_config_names
+from lightning_mcore.planning.megatron_source import transformer_arguments
 from tests.hf_models import save_tiny
 from tests.unit.test_optimizer_options import is_one_sentence
 
@@ -294,7 +294,7 @@ def test_the_names_of_megatrons_config_are_those_of_the_installed_one() -> None:
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     fields = {*TransformerConfig.__dataclass_fields__, *MLATransformerConfig.__dataclass_fields__}
-    assert transformer_config_names() == fields
+    assert set(transformer_arguments(latent=True)) == fields
 
 
 # ---- LLaMA-Factory's
