@@ -11,10 +11,12 @@ import sys
 import sysconfig
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -25,6 +27,15 @@ _NOT_THE_USERS = [
     str(Path(__file__).resolve().parent),
     *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},
 ]
+_OF_PACKAGES = (
+    ".*cuda_graph_scope.*",  # megatron-core warns of its own default
+    ".*grad attribute of a Tensor that is not a leaf.*",  # the fp32 shards of megatron-core's optimizer are views
+    ".*torch.distributed.*is deprecated.*",  # megatron-core 0.16 under a torch that renames collectives
+    ".*isinstance.treespec, LeafSpec.*",  # Lightning under the same torch
+    ".*You have overridden `on_before_batch_transfer`.*",  # of MCoreGPT, which is the one to use
+)
+"""Warnings that every rank would give, and that a user of a command can do nothing about."""
+_OF_PACKAGES_ON_A_CPU = (".*CUDA_DEVICE_MAX_CONNECTIONS.*",)
 _OTHER_RANKS_WAIT = 5.0  # seconds; rank 0 says the same and ends them first, unless an error is theirs alone
 
 
@@ -72,6 +83,8 @@ def guarded(run: Callable[[Beginning], object]) -> int:
         run: What to do; it gives the trainer the callback, which learns that batches are run.
     """
     beginning = Beginning()
+    for message in (*_OF_PACKAGES, *(() if torch.cuda.is_available() else _OF_PACKAGES_ON_A_CPU)):
+        warnings.filterwarnings("ignore", message=message, append=True)  # behind what the user has asked for
     try:
         run(beginning)
     except KeyboardInterrupt:

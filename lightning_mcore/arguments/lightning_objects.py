@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lightning's objects made of a run's settings: strategy, precision, trainer, model and data.
 
-``TrainingArguments`` calls these; they take plain data, so that another front door may call them with its own. This is
-the only file of the package that imports Lightning.
+``TrainingArguments`` calls these; they take plain data, so that another front door may call them with its own. Of
+this package it and ``step_callbacks.py`` import Lightning.
 """
 
 import importlib.util
@@ -22,6 +22,7 @@ from lightning.pytorch.plugins.precision import Precision
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
+from lightning_mcore.arguments.step_callbacks import StepCheckpoint, StepEvaluation
 from lightning_mcore.arguments.trainer_parts import callback_settings, logger_settings
 from lightning_mcore.checkpoint_io import MCoreCheckpointIO
 from lightning_mcore.communication import CommunicationOptions
@@ -40,7 +41,9 @@ _CONFIGS = {
     "communication": CommunicationOptions,
     "checkpoint_io": MCoreCheckpointIO,
 }
-_OWN_CALLBACKS = {"SaveHFModel": SaveHFModel, "PreemptionCheckpoint": PreemptionCheckpoint}
+_OWN_CALLBACKS = {
+    kind.__name__: kind for kind in (StepCheckpoint, StepEvaluation, SaveHFModel, PreemptionCheckpoint)
+}
 _LOGGERS = {"tensorboard": "TensorBoardLogger", "csv": "CSVLogger", "mlflow": "MLFlowLogger", "wandb": "WandbLogger"}
 _SPEAKERS = ("lightning_mcore", "lightning.pytorch", "transformers")
 

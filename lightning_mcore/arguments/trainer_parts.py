@@ -20,8 +20,13 @@ def callback_settings(arguments: Any) -> dict[str, dict[str, Any]]:
         arguments: ``TrainingArguments``.
     """
     callbacks: dict[str, dict[str, Any]] = {}
-    if text_of(arguments.save_strategy) != "no":
+    if text_of(arguments.save_strategy) == "steps":
+        every = steps_of(arguments, arguments.save_steps)
+        callbacks["StepCheckpoint"] = {"every": every, "options": _model_checkpoint(arguments)}
+    elif text_of(arguments.save_strategy) != "no":
         callbacks["ModelCheckpoint"] = _model_checkpoint(arguments)
+    if text_of(arguments.eval_strategy) != "no":
+        callbacks["StepEvaluation"] = {}
     if arguments.report_to and text_of(arguments.logging_strategy) != "no":
         callbacks["LearningRateMonitor"] = {"logging_interval": "step"}
     if arguments.save_hf_model:
@@ -48,8 +53,8 @@ def _model_checkpoint(arguments: Any) -> dict[str, Any]:
     if limit is not None:  # the newest: those with the greatest step
         kept = {"monitor": "step", "mode": "max", "save_top_k": limit}
     if strategy == "epoch":
-        return {**values, **kept, "every_n_epochs": 1, "save_on_train_epoch_end": True}
-    return {**values, **kept, "every_n_train_steps": steps_of(arguments, arguments.save_steps)}
+        kept |= {"every_n_epochs": 1, "save_on_train_epoch_end": True}
+    return {**values, **kept}
 
 
 def logger_settings(arguments: Any) -> dict[str, dict[str, Any]]:

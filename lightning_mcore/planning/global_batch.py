@@ -73,7 +73,7 @@ def global_batch(
         TypeError: A size is not an int.
         ValueError: A size is below 1.
     """
-    accumulated = trainer.get("accumulate_grad_batches") or 1
+    accumulated = trainer.get("accumulate_grad_batches", 1)
     micro = strategy.get("micro_batch_size")
     for name, size in {"batch_size": batch_size, "accumulate_grad_batches": accumulated}.items():
         require_size(name, size)

@@ -12,9 +12,9 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_mcore.field_homes import DEFAULTS, REQUIRED, check_home, check_lengths
+from lightning_mcore.field_homes import DEFAULTS, REQUIRED, SHORT_NAMES, check_home, check_lengths
 from lightning_mcore.field_support import check_fields
-from lightning_mcore.field_values import accepts, choices_of
+from lightning_mcore.field_values import accepts, choices_of, is_callable
 from lightning_mcore.fp8_sizes import check_layers, check_microbatch, check_model
 from lightning_mcore.layout import ParallelLayout
 from lightning_mcore.planning.global_batch import GlobalBatch
@@ -78,6 +78,8 @@ def _check_transformer(book: RuleBook, transformer: Mapping[str, Any]) -> dict[s
             book.refuse(more if in_latent else unknown_name("field of TransformerConfig", name, known))
         elif value is not None and not accepts(known[name].hint, value):
             book.refuse(f"{name}={value!r} does not fit; choose {choices_of(known[name].hint)}")
+        elif is_callable(known[name].hint) and isinstance(value, str) and "." not in value and value not in SHORT_NAMES:
+            book.refuse(unknown_name(f"function for {name}", value, SHORT_NAMES) + ", or give an import path")
         else:
             right[name] = value
     for name in REQUIRED:

@@ -59,7 +59,7 @@ class RuleBook:
         for name, value in given.items():
             if name not in known:
                 self.refuse(unknown_name(where, name, known))
-            elif value is not None and not accepts(known[name].hint, value):
+            elif not accepts(known[name].hint, value) and value != known[name].default:
                 self.refuse(f"{name}={value!r} is no {where}; choose {choices_of(known[name].hint)}")
             else:
                 fitting[name] = value

@@ -15,6 +15,7 @@ from lightning_mcore.planning.megatron_source import GPT, TRAINER, parameters
 from lightning_mcore.planning.model_rules import check_batch, check_gpt, check_gpt_on_layout
 from lightning_mcore.planning.rule_book import RuleBook
 from lightning_mcore.planning.strategy_rules import StrategyRules
+from lightning_mcore.planning.trainer_rules import check_trainer
 from lightning_mcore.run_settings import RunSettings
 
 
@@ -60,7 +61,8 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None) -
         raise ValueError(f"devices={devices} is too small; choose 1 or more")
     book, assumptions = RuleBook(), list[str]()
     device_type = "cpu" if settings.trainer.get("accelerator") == "cpu" else "cuda"
-    book.check_arguments("argument of Trainer", settings.trainer, parameters(TRAINER))
+    trainer = book.check_arguments("argument of Trainer", settings.trainer, parameters(TRAINER))
+    check_trainer(book, trainer)
     rules = StrategyRules(book, settings.strategy, settings.precision, device_type)
     rules.check()
     rules.check_world(devices)

@@ -309,6 +309,11 @@ class StrategyRules:
             )
         elif group is not None:
             book.attempt(lambda: layout.validate_microbatches(group, group))
+        if strategy.get("align_grad_reduce") and layout.pipeline_model_parallel_size == 1:
+            book.refuse(
+                "align_grad_reduce=True acts between pipeline stages alone; set pipeline_model_parallel_size=2 or more,"
+                " or leave it out"
+            )
         if self.resolved("align_param_gather") and not interleaved:
             book.refuse(
                 "ddp_config.align_param_gather=True acts in the interleaved schedule alone; set"
