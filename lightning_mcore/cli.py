@@ -22,6 +22,7 @@ from collections.abc import Sequence
 
 from lightning_mcore.command_errors import DONE, refused
 from lightning_mcore.spelling import unknown_name
+from lightning_mcore.without_torch import keep_torch_out
 
 __all__ = ["COMMANDS", "console", "main"]
 
@@ -47,8 +48,11 @@ _NAMED = ("lightning_mcore.fit_command",)  # modules of several commands, which 
 
 def console() -> int:
     """Run the command line, as the installed script does, and return the exit code."""
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["plan"] and "--check" not in arguments:
+        keep_torch_out()
     try:
-        return main(sys.argv[1:])
+        return main(arguments)
     except BrokenPipeError:  # as under "| head"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE

@@ -29,15 +29,17 @@ def accepts(hint: Any, value: Any) -> bool:
         return value in hint.__members__
     if origin is dict:
         return isinstance(value, Mapping)
-    if origin is tuple and arguments and ... not in arguments:
-        fits = isinstance(value, list | tuple) and len(value) == len(arguments)
-        return fits and all(map(accepts, arguments, value))
     if origin in (list, tuple):
-        arguments = tuple(argument for argument in arguments if argument is not ...)
-        return isinstance(value, list | tuple) and all(any(accepts(a, item) for a in arguments) for item in value)
+        return isinstance(value, list | tuple) and _accepts_items(origin, arguments, value)
     if hint in (int, float):
         return isinstance(value, int | float if hint is float else int) and not isinstance(value, bool)
     return not isinstance(hint, type) or isinstance(value, hint)
+
+
+def _accepts_items(origin: Any, arguments: tuple[Any, ...], items: list[Any] | tuple[Any, ...]) -> bool:
+    if origin is tuple and ... not in arguments:
+        return len(items) == len(arguments) and all(map(accepts, arguments, items))
+    return all(any(accepts(argument, item) for argument in arguments if argument is not ...) for item in items)
 
 
 def choices_of(hint: Any) -> str:

@@ -214,7 +214,7 @@ LIVE: dict[str, Run] = {
             Landing("check_for_nan_in_loss_and_grad", False, "strategy.gradients.check_nan"),
             Landing("logging_strategy", "no", "trainer.logger", None),
             Landing("save_strategy", "no", "checkpoint", None),
-            Landing("eval_strategy", "no", "trainer.limit_val_batches", 0),
+            Landing("eval_strategy", "no", "trainer.check_val_every_n_epoch", 10**9),
             Landing("do_eval", True, "args.stages", ["validate"]),
         ),
         model=_PLAIN_ROPE,
@@ -293,7 +293,7 @@ ON_CONFIGS: tuple[tuple[dict[str, Any], Landing], ...] = (
         {"save_strategy": "best", "eval_strategy": "epoch", "metric_for_best_model": "accuracy"},
         Landing("greater_is_better", False, "callbacks['ModelCheckpoint']['mode']", "min"),
     ),
-    ({"max_steps": 50}, Landing("save_steps", 0.1, "callbacks['ModelCheckpoint']['every_n_train_steps']", 5)),
+    ({"max_steps": 50}, Landing("save_steps", 0.1, "callbacks['StepCheckpoint']['every']", 5)),
     ({"max_steps": 50}, Landing("logging_steps", 0.1, "settings.trainer['log_every_n_steps']", 5)),
     ({}, Landing("max_grad_norm", 0.0, "settings.trainer.get('gradient_clip_val')", None)),
 )

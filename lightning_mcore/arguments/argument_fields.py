@@ -69,12 +69,21 @@ def check_type(name: str, value: Any, hint: Any) -> None:
     if _fits(value, hint):
         return
     choices = _choices(hint)
-    if any(choice is not None for choice in choices) and isinstance(value, str | None):
-        raise ValueError(f"{name}={value!r} is not available; choose {_listed(choices)}")
-    hint_at_yaml = ""
-    if isinstance(value, str) and _fits(0.5, hint) and _is_number(value):
-        hint_at_yaml = f", which YAML reads from 1e-5, for one; write {float(value):.1e}, with a point"
-    raise TypeError(f"{name}={value!r} is of type {type(value).__name__}{hint_at_yaml}; give {_described(hint)}")
+    if any(choice is not None for choice in choices):
+        written = ", which YAML makes of a no without quotes" if value is False and "no" in choices else ""
+        raise ValueError(f"{name}={value!r}{written} is not available; choose {_listed(choices)}")
+    raise TypeError(
+        f"{name}={value!r} is of type {type(value).__name__}{_at_yaml(value, hint)}; give {_described(hint)}"
+    )
+
+
+def _at_yaml(value: Any, hint: Any) -> str:
+    """Return how a number comes to be text, where it is one."""
+    if not (isinstance(value, str) and _fits(0.5, hint) and _is_number(value)):
+        return ""
+    if "e" in value.lower():
+        return f", which YAML reads from 1e-5, for one; write {float(value):.1e}, with a point"
+    return "; write it without quotes"
 
 
 def _fits(value: Any, hint: Any) -> bool:

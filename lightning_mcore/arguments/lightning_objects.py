@@ -41,9 +41,7 @@ _CONFIGS = {
     "communication": CommunicationOptions,
     "checkpoint_io": MCoreCheckpointIO,
 }
-_OWN_CALLBACKS = {
-    kind.__name__: kind for kind in (StepCheckpoint, StepEvaluation, SaveHFModel, PreemptionCheckpoint)
-}
+_OWN_CALLBACKS = {kind.__name__: kind for kind in (StepCheckpoint, StepEvaluation, SaveHFModel, PreemptionCheckpoint)}
 _LOGGERS = {"tensorboard": "TensorBoardLogger", "csv": "CSVLogger", "mlflow": "MLFlowLogger", "wandb": "WandbLogger"}
 _SPEAKERS = ("lightning_mcore", "lightning.pytorch", "transformers")
 

@@ -74,6 +74,7 @@ LANDINGS: Mapping[str, str] = {
 }
 """Fields that keep their value, and the place in ``RunSettings`` where it lands; None lands nowhere."""
 
+_NEVER = 10**9  # epochs
 _EXTRA_OF_STRATEGY = ("microbatch_group_size_per_vp_stage", "tp_comm_overlap")
 _EXTRA_OF_COMMUNICATION = ("batch_p2p_comm", "overlap_p2p_comm_warmup_flush", "deallocate_pipeline_outputs")
 _EXPERTS_IN_CONFIGS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -218,6 +219,8 @@ def _trainer(arguments: Any) -> dict[str, Any]:
 
 def _validation(arguments: Any) -> dict[str, Any]:
     strategy = text_of(arguments.eval_strategy)
+    if strategy == "no" and arguments.do_eval:  # after training, or alone: by Trainer.validate
+        return {"check_val_every_n_epoch": _NEVER}
     if strategy == "no":
         return {"limit_val_batches": 0}
     if strategy == "epoch":

@@ -28,6 +28,11 @@ class StepCheckpoint(ModelCheckpoint):
         super().__init__(**options, every_n_train_steps=every)
         self._every = every
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take note of the step that a run goes on from: it is saved, and not again in the middle of the next one."""
+        super().on_train_start(trainer, pl_module)
+        self._last_global_step_saved = trainer.global_step
+
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Save where a step has ended that is one of them, or the last."""
         due = trainer.global_step % self._every == 0 or is_last_step(trainer)

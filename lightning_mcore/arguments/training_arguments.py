@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import Seq2SeqTrainingArguments as HFSeq2SeqTrainingArguments
 from transformers import TrainingArguments as HFTrainingArguments
 
@@ -19,11 +18,12 @@ from lightning_mcore.arguments.foreign_fields import REFUSED, check_foreign
 from lightning_mcore.arguments.megatron_arguments import MegatronArguments
 from lightning_mcore.arguments.run_mapping import run_settings
 from lightning_mcore.arguments.trainer_parts import newest_checkpoint
-from lightning_mcore.arguments.training_rules import check_loggers, check_training
+from lightning_mcore.arguments.training_rules import check_course, check_loggers, check_training, check_validation
 from lightning_mcore.run_settings import RunSettings
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    import torch
 
     from lightning_mcore import MCoreFinetuningData, MCoreGPT, MCorePrecision, MCoreStrategy
 
@@ -47,6 +47,9 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
 
     def __post_init__(self) -> None:
         """Check every value, then the fields against each other, then let transformers read its own."""
+        resume: Any = self.resume_from_checkpoint
+        if isinstance(resume, bool):  # as Trainer.train takes it, and YAML reads it
+            self.resume_from_checkpoint = str(resume).lower()
         self._check_types()
         check_foreign(self, self._foreign())
         MegatronArguments.__post_init__(self)
@@ -54,6 +57,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         if self.bf16:
             self.accumulate_allreduce_grads_in_fp32 = True
         self._let_transformers_read()
+        check_course(self)
         check_loggers(list(self.report_to or []))
 
     def _check_types(self) -> None:
@@ -80,10 +84,12 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
             self.greater_is_better = not self.metric_for_best_model.endswith(("loss", "perplexity"))
 
     @property
-    def _setup_devices(self) -> torch.device:
+    def _setup_devices(self) -> "torch.device":
         """Where transformers would set up its device; the strategy does that, when the trainer starts."""
         self._n_gpu = 0
         self.distributed_state = None
+        import torch
+
         return torch.device("cpu")
 
     # ---- the run
@@ -197,8 +203,9 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         """
         from lightning_mcore.arguments.lightning_objects import make_data
 
-        settings = self.settings(seq_length=seq_length).data
-        return make_data({"train_files": train_files, "tokenizer": tokenizer, **settings, **(overrides or {})})
+        settings, given = self.settings(seq_length=seq_length).data, overrides or {}
+        check_validation(self, given)
+        return make_data({"train_files": train_files, "tokenizer": tokenizer, **settings, **given})
 
     def seed_everything(self) -> None:
         """Seed all random number generators with ``seed``, those of loader workers too; ``trainer`` does it as well."""

@@ -5,9 +5,11 @@
 they need of each other.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_mcore.arguments.field_rules import fp8_settings
+from lightning_mcore.without_torch import torch_is_out
 
 METRICS = {
     "loss": "val_loss",
@@ -21,6 +23,8 @@ _NO_COURSES = {
     "greedy": "it needs the loss of an evaluation, which a course by steps has not",
 }
 _BACKENDS = ("nccl", "gloo")
+
+_COURSES_THAT_NEED_OPTIONS = ("cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay")
 
 
 def text_of(value: Any) -> str:
@@ -38,6 +42,7 @@ def check_training(arguments: Any) -> None:
         ValueError: As said.
     """
     _check_batches(arguments)
+    _check_numbers(arguments)
     _check_formats(arguments)
     _check_optimizer(arguments)
     _check_recompute(arguments)
@@ -74,6 +79,22 @@ def _check_batches(arguments: Any) -> None:
         raise ValueError(f"max_grad_norm={arguments.max_grad_norm} is too small; choose 0 for no clipping, or more")
     if arguments.ddp_timeout < 1:
         raise ValueError(f"ddp_timeout={arguments.ddp_timeout} is too short; choose seconds, 1 or more")
+
+
+def _check_numbers(arguments: Any) -> None:
+    for name in ("learning_rate", "weight_decay", "adam_epsilon", "dataloader_num_workers"):
+        if getattr(arguments, name) < 0:
+            raise ValueError(f"{name}={getattr(arguments, name)} is too small; choose 0 or more")
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(arguments, name) < 1:
+            raise ValueError(f"{name}={getattr(arguments, name)} is no weight of the past; choose 0 or more, below 1")
+    for name in ("seed", "data_seed"):
+        seed = getattr(arguments, name)
+        if seed is not None and not 0 <= seed < 2**32:
+            raise ValueError(f"{name}={seed} is no seed; choose 0 or more, below 2**32")
+    warmup = arguments.warmup_steps
+    if warmup < 0 or (warmup >= 1 and warmup != int(warmup)):
+        raise ValueError(f"warmup_steps={warmup} is no number of steps; choose 0 or more, or a share of all below 1")
 
 
 def _check_formats(arguments: Any) -> None:
@@ -118,6 +139,38 @@ def _check_optimizer(arguments: Any) -> None:
             f"warmup_steps={arguments.warmup_steps} contradicts lr_scheduler_type='constant', which has no warm-up;"
             " choose 'constant_with_warmup', or 0"
         )
+
+
+def check_course(arguments: Any) -> None:
+    """Refuse what the course of the learning rate does not take, and the lack of what it needs.
+
+    transformers would say so when the run begins; it is asked now, with an optimizer of one number, but where torch is
+    kept out of the process.
+
+    Args:
+        arguments: ``TrainingArguments``, as transformers has read them.
+
+    Raises:
+        ValueError: As said.
+    """
+    course, options = text_of(arguments.lr_scheduler_type), arguments.lr_scheduler_kwargs
+    if options and course.startswith("constant"):
+        raise ValueError(
+            f"lr_scheduler_kwargs={options!r} does nothing with lr_scheduler_type={course!r}, which takes none; leave"
+            " it out, or choose another"
+        )
+    if torch_is_out() or (not options and course not in _COURSES_THAT_NEED_OPTIONS):
+        return
+    import torch
+    from transformers.optimization import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=arguments.learning_rate)
+    try:
+        get_scheduler(course, optimizer, 1, 100, options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"lr_scheduler_kwargs={options!r} does not fit lr_scheduler_type={course!r}: {' '.join(str(error).split())}"
+        ) from error
 
 
 def checkpoints_activations(arguments: Any) -> bool:
@@ -184,6 +237,24 @@ def _check_evaluation(arguments: Any) -> None:
         )
     if arguments.eval_on_start and strategy == "no":
         raise ValueError("eval_on_start=True contradicts eval_strategy='no'; set eval_strategy, or leave it out")
+
+
+def check_validation(arguments: Any, data: Mapping[str, Any]) -> None:
+    """Refuse to evaluate on nothing.
+
+    Args:
+        arguments: ``TrainingArguments``.
+        data: What is given to the data module.
+
+    Raises:
+        ValueError: As said.
+    """
+    strategy = text_of(arguments.eval_strategy)
+    if strategy != "no" and not data.get("validation_files") and not data.get("validation_share"):
+        raise ValueError(
+            f"eval_strategy={strategy!r} needs something to evaluate on; give validation_files or validation_share in"
+            " overrides, or set eval_strategy='no'"
+        )
 
 
 def _check_saving(arguments: Any) -> None:

@@ -99,6 +99,15 @@ class Family:
                 )
         return fields
 
+    def multi_token_prefixes(self, num_layers: int, layers: int) -> list[str]:
+        """Return what Hugging Face's names of layers for multi-token prediction begin with.
+
+        Args:
+            num_layers: Ordinary layers, which stand before them.
+            layers: How many there are.
+        """
+        return [self.layer_prefix.replace("{layer}", str(num_layers + number)) for number in range(layers)]
+
     def write_config(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of a config that says what ``fields`` say, and no others.
 

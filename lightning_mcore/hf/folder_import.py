@@ -69,7 +69,7 @@ def import_checkpoint(path: str, out: str, *, family: str | None = None, dtype: 
     refuse_megatron_checkpoint(path)
     source = HFSource.open(path, family)
     folder = source.open_tensors()
-    settings = settings_of_source(source, folder, path, family)
+    settings = settings_of_source(source, folder.shapes, path, family)
     kept = _type_of_most(folder) if dtype == "auto" else getattr(torch, dtype)
     with single_process():
         module = MCoreGPT(**settings)

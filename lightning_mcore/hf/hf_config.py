@@ -18,11 +18,16 @@ from lightning_mcore.hf.known_families import find_family
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 
-_DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "tokenizer*")
+_DESCRIPTIONS = ("*.json",)
+_DOWNLOADED = (*_DESCRIPTIONS, "*.safetensors", "*.model", "*.jinja", "*.txt", "tokenizer*")
 
 
-def local_folder(path: str | os.PathLike[str]) -> str:
+def local_folder(path: str | os.PathLike[str], weights: bool = True) -> str:
     """Return the folder of a model; that of a name on the Hugging Face hub, such as ``"org/model"``, after a download.
+
+    Args:
+        path: Folder or name.
+        weights: Whether to download them too, or config and index alone.
 
     Raises:
         FileNotFoundError: There is no such folder, and no such name.
@@ -36,7 +41,7 @@ def local_folder(path: str | os.PathLike[str]) -> str:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return str(snapshot_download(where, allow_patterns=list(_DOWNLOADED)))
+        return str(snapshot_download(where, allow_patterns=list(_DOWNLOADED if weights else _DESCRIPTIONS)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise FileNotFoundError(
             f"{where} is no folder, and no model of that name could be downloaded; give a folder with a {CONFIG_FILE}"

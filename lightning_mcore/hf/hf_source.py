@@ -6,18 +6,22 @@
 here to read a ``config.json``. A checkpoint directory of ours has the settings in it, and takes Lightning to be read.
 """
 
+import contextlib
+import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_mcore import checkpoint_files
 from lightning_mcore.field_homes import OF_THE_MODULE
 from lightning_mcore.hf.family import Family, split_fields
 from lightning_mcore.hf.hf_config import family_of, local_folder, read_config, read_generation_config, read_json
-from lightning_mcore.hf.hf_weights import multi_token_prefixes
-from lightning_mcore.hf.safetensors_folder import SafetensorsFolder
+from lightning_mcore.without_torch import let_torch_in
+
+if TYPE_CHECKING:
+    from lightning_mcore.hf.safetensors_folder import SafetensorsFolder
 
 _KEPT = sorted(OF_THE_MODULE - {"make_vocab_size_divisible_by", "transformer_impl"})  # what a model is, not how it runs
 
@@ -41,18 +45,19 @@ class HFSource:
     fields: dict[str, Any]
 
     @classmethod
-    def open(cls, path: str, family: str | None = None) -> "HFSource":
+    def open(cls, path: str, family: str | None = None, weights: bool = True) -> "HFSource":
         """Read the config of a model.
 
         Args:
             path: Its folder, or its name on the Hugging Face hub.
             family: Name or path of its family; None for what its config says.
+            weights: Whether to download those of a name on the hub.
 
         Raises:
             FileNotFoundError: There is no such model.
             ValueError: It is of no known family, or its config asks for something that is not supported.
         """
-        folder = local_folder(path)
+        folder = local_folder(path, weights)
         config = read_config(folder)
         known = family_of(config, family)
         try:
@@ -61,13 +66,15 @@ class HFSource:
             raise ValueError(f"{folder}/config.json: {error}") from error
         return cls(folder, known, config, fields)
 
-    def open_tensors(self) -> SafetensorsFolder:
+    def open_tensors(self) -> "SafetensorsFolder":
         """Read the headers of its weights.
 
         Raises:
             FileNotFoundError: A file is missing.
             ValueError: A file is damaged, or the weights are quantised.
         """
+        from lightning_mcore.hf.safetensors_folder import SafetensorsFolder
+
         return SafetensorsFolder(self.folder, self.family.unread)
 
 
@@ -94,8 +101,58 @@ def pretrained_settings(
         ValueError: It is of no known family, its config asks for something that is not supported, or a file is damaged.
     """
     settings = _settings_of_checkpoint(path, family) if is_own_checkpoint(path) else _settings_of_model(path, family)
+    return _with_choices(settings, seq_length, transformer)
+
+
+def _with_choices(
+    settings: dict[str, Any], seq_length: int | None, transformer: Mapping[str, Any] | None
+) -> dict[str, Any]:
     settings["transformer"] = {**settings["transformer"], **(transformer or {})}
     return {**settings, "seq_length": settings["seq_length"] if seq_length is None else seq_length}
+
+
+def planned_settings(
+    path: str,
+    family: str | None = None,
+    seq_length: int | None = None,
+    transformer: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return what :func:`pretrained_settings` does, of a config alone: no weights are downloaded, and none are needed.
+
+    Layers of multi-token prediction are left out where the weights are there and have none; else they count.
+
+    Args:
+        path: As in :func:`pretrained_settings`; so are those that follow.
+        family: See there.
+        seq_length: See there.
+        transformer: See there.
+
+    Raises:
+        FileNotFoundError: There is no such model.
+        ValueError: As there.
+    """
+    if is_own_checkpoint(path):
+        let_torch_in()
+        return pretrained_settings(path, family, seq_length, transformer)
+    refuse_megatron_checkpoint(path)
+    source = HFSource.open(path, family, weights=False)
+    return _with_choices(settings_of_source(source, _names_there(source), path, family), seq_length, transformer)
+
+
+def _names_there(source: HFSource) -> Collection[str] | None:
+    """Return the names of the tensors that an index or the only file lists; None where there is neither."""
+    index = os.path.join(source.folder, "model.safetensors.index.json")
+    if os.path.exists(index):
+        names: Mapping[str, str] = read_json(source.folder, "model.safetensors.index.json").get("weight_map", {})
+        return names
+    try:
+        with open(os.path.join(source.folder, "model.safetensors"), "rb") as file:
+            header = file.read(int.from_bytes(file.read(8), "little"))
+    except FileNotFoundError:
+        return None
+    with contextlib.suppress(ValueError):
+        return frozenset(json.loads(header))
+    return None  # damaged: the run will say how
 
 
 def absolute(path: str) -> str:
@@ -106,7 +163,7 @@ def absolute(path: str) -> str:
 def _settings_of_model(path: str, family: str | None) -> dict[str, Any]:
     refuse_megatron_checkpoint(path)
     source = HFSource.open(path, family)
-    return settings_of_source(source, source.open_tensors(), path, family)
+    return settings_of_source(source, source.open_tensors().shapes, path, family)
 
 
 def refuse_megatron_checkpoint(path: str) -> None:
@@ -122,18 +179,21 @@ def refuse_megatron_checkpoint(path: str) -> None:
         )
 
 
-def settings_of_source(source: HFSource, tensors: SafetensorsFolder, path: str, family: str | None) -> dict[str, Any]:
+def settings_of_source(
+    source: HFSource, tensors: Collection[str] | None, path: str, family: str | None
+) -> dict[str, Any]:
     """Return the arguments of ``MCoreGPT`` for a model whose config and headers are read.
 
     Args:
         source: The model.
-        tensors: Its weights.
+        tensors: Names of its weights; None where they are not known.
         path: As the user has given it.
         family: As the user has given it.
     """
     module, fields = split_fields(source.fields)
-    [behind] = multi_token_prefixes(source.family, source.fields["num_layers"], 1)
-    if fields.get("mtp_num_layers") and not any(name.startswith(behind) for name in tensors.shapes):
+    [behind] = source.family.multi_token_prefixes(source.fields["num_layers"], 1)
+    unpredicted = tensors is not None and not any(name.startswith(behind) for name in tensors)
+    if fields.get("mtp_num_layers") and unpredicted:
         _log.info("%s has no weights for multi-token prediction, so the model is made without", source.folder)
         del fields["mtp_num_layers"]
     return {

@@ -132,7 +132,7 @@ class HFWeights:
         """Return the prefixes of layers for multi-token prediction in the files, where the model has none."""
         if any(name.startswith("mtp.") for name in self._shapes):
             return ()
-        prefixes = multi_token_prefixes(self._family, int(self._fields["num_layers"]), multi_token_layers)
+        prefixes = self._family.multi_token_prefixes(int(self._fields["num_layers"]), multi_token_layers)
         return tuple(prefix for prefix in prefixes if self._is_multi_token(prefix))
 
     def _is_multi_token(self, prefix: str) -> bool:
@@ -186,17 +186,6 @@ class HFWeights:
     def _is_left_out(self, name: str) -> bool:
         """Whether a tensor has no place in the model for a good reason: it repeats another one, or is not wanted."""
         return name.startswith(self._left_out) or any(name == block.hf for block in self._tied)
-
-
-def multi_token_prefixes(family: Family, num_layers: int, layers: int) -> list[str]:
-    """Return what Hugging Face's names of layers for multi-token prediction begin with.
-
-    Args:
-        family: Of the model.
-        num_layers: Ordinary layers, which stand before them.
-        layers: How many there are.
-    """
-    return [family.layer_prefix.replace("{layer}", str(num_layers + number)) for number in range(layers)]
 
 
 def _are_the_same(one: Tensor, other: Tensor) -> bool:

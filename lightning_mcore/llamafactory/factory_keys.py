@@ -21,6 +21,7 @@ class FactoryKeys:
 
     Args:
         model_name_or_path: A Hugging Face folder or name, or a checkpoint of ours.
+        trust_remote_code: Changes nothing here: no code of a model is run.
         stage: ``pt`` trains on text, ``sft`` on conversations; the others are refused.
         finetuning_type: ``full``; the others are refused, among them the default.
         dataset: Names in ``dataset_info.json``, with commas between them.
@@ -46,6 +47,7 @@ class FactoryKeys:
         preserve_thinking: For a template with thoughts.
         cache_dir: Where ``datasets`` keeps rows and tokens.
         disable_shuffling: Rows come in the order of the files.
+        warmup_ratio: The same as ``warmup_steps`` below 1; transformers before 5 has this name for it.
         early_stopping_steps: Evaluations without a better ``metric_for_best_model`` that end the run.
         plot_loss: Draw the losses into ``output_dir``.
         overwrite_output_dir: Start anew in a folder that is not empty.
@@ -60,6 +62,7 @@ class FactoryKeys:
     """
 
     model_name_or_path: str | None = None
+    trust_remote_code: bool = False
     stage: Stage = "sft"
     finetuning_type: FinetuningType = "lora"
     dataset: str | list[str] | None = None
@@ -85,6 +88,7 @@ class FactoryKeys:
     preserve_thinking: bool = False
     cache_dir: str | None = None
     disable_shuffling: bool = False
+    warmup_ratio: float = 0.0
     early_stopping_steps: int | None = None
     plot_loss: bool = False
     overwrite_output_dir: bool = False

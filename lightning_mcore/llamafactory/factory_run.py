@@ -144,7 +144,7 @@ def read_run(path: str, overrides: Sequence[str] = ()) -> FactoryRun:
     template = _template(own)
     train = read_datasets(own.dataset, own.dataset_dir) if own.dataset else []
     evaluation = read_datasets(own.eval_dataset, own.dataset_dir) if own.eval_dataset else []
-    _check_datasets(own, train)
+    _check_datasets(own, train, evaluation)
     return FactoryRun(own, arguments, tuple(train), tuple(evaluation), template)
 
 
@@ -203,18 +203,16 @@ def _template(keys: FactoryKeys) -> ChatTemplate | None:
     )
 
 
-def _check_datasets(keys: FactoryKeys, train: list[DatasetEntry]) -> None:
-    if not train:
-        return
+def _check_datasets(keys: FactoryKeys, train: list[DatasetEntry], evaluation: list[DatasetEntry]) -> None:
     if keys.streaming and (len(train) > 1 or train[0].num_samples is not None):
         raise ValueError(
             "streaming: True reads one dataset, whole; name one without num_samples in dataset, or leave streaming out"
         )
-    if keys.stage == "pt" and any(entry.formatting != "alpaca" or not entry.columns.prompt for entry in train):
-        name = next(e.name for e in train if e.formatting != "alpaca" or not e.columns.prompt)
+    spoken = [e.name for e in train + evaluation if e.formatting != "alpaca" or not e.columns.prompt]
+    if keys.stage == "pt" and spoken:
         raise ValueError(
-            f"the dataset {name!r} is one of conversations, and stage: pt reads texts; name their column as prompt in"
-            " dataset_info.json, or choose stage: sft"
+            f"the dataset {spoken[0]!r} is one of conversations, and stage: pt reads texts; name their column as prompt"
+            " in dataset_info.json, or choose stage: sft"
         )
 
 
@@ -227,6 +225,8 @@ def _arguments(keys: FactoryKeys, given: Mapping[str, Any]) -> "Seq2SeqTrainingA
         raise ValueError("the file has no output_dir; say where checkpoints and the model are written")
     if keys.use_megatron_bridge:
         values = dict.fromkeys(_BRIDGE, True) | values
+    if keys.warmup_ratio:
+        values["warmup_steps"] = keys.warmup_ratio
     if keys.moe_aux_loss_coef is not None:
         values["moe_aux_loss_coeff"] = keys.moe_aux_loss_coef
     if keys.masked_softmax_fusion is not None:

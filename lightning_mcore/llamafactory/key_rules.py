@@ -93,6 +93,8 @@ def _check_evaluation(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
         raise ValueError("do_train: True needs a dataset; name one of dataset_info.json")
     if not keys.dataset:
         raise ValueError("the file has no dataset; name one of dataset_info.json, also to evaluate alone")
+    if not given.get("do_train") and not given.get("do_eval") and not given.get("do_predict"):
+        raise ValueError("the file asks for nothing to be done; set do_train: true, or do_eval: true")
     if keys.val_size and keys.eval_dataset:
         raise ValueError(
             f"val_size: {keys.val_size} and eval_dataset: {keys.eval_dataset} both say what to evaluate on; leave one"
@@ -134,6 +136,13 @@ def _check_training(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
         raise ValueError(
             f"disable_gradient_checkpointing: True contradicts recompute_granularity: {given['recompute_granularity']},"
             " which computes activations again; leave one of them out"
+        )
+    if not 0 <= keys.warmup_ratio < 1:
+        raise ValueError(f"warmup_ratio: {keys.warmup_ratio} is no share of the steps; choose 0 or more, less than 1")
+    if keys.warmup_ratio and given.get("warmup_steps"):
+        raise ValueError(
+            f"warmup_ratio: {keys.warmup_ratio} and warmup_steps: {given['warmup_steps']} both say how long the"
+            " learning rate rises; leave one of them out"
         )
     coefficients = keys.moe_aux_loss_coef, given.get("moe_aux_loss_coeff")
     if None not in coefficients and coefficients[0] != coefficients[1]:

@@ -94,21 +94,20 @@ def _train(asked: "FactoryRun", options: dict[str, Any], beginning: "Beginning")
 
 
 def _resume(asked: "FactoryRun") -> str | None:
-    """Return the checkpoint to go on from."""
+    """Return the checkpoint to go on from; only training looks for one by itself."""
     from lightning_mcore.llamafactory.model_folder import where_to_resume
 
     arguments = asked.arguments
     folder = str(arguments.output_dir)
     given = arguments.ckpt_path
-    if given is not None and given != "last":
+    if given is not None:
         if not os.path.exists(given):
             raise FileNotFoundError(f"resume_from_checkpoint: {given!r} does not exist; give a checkpoint")
         return given
-    found = where_to_resume(folder, asked.keys.overwrite_output_dir and given is None)
-    if given == "last" and found is None:
-        raise FileNotFoundError(f"resume_from_checkpoint asks for the last checkpoint, and {folder} has none")
-    refuses = isinstance(arguments.resume_from_checkpoint, str) and given is None  # "false"
-    return None if refuses else found
+    if not arguments.do_train:  # to evaluate model_name_or_path itself
+        return None
+    found = where_to_resume(folder, asked.keys.overwrite_output_dir)
+    return found if arguments.resume_from_checkpoint is None else None  # "false"
 
 
 def _early_stopping(asked: "FactoryRun") -> list[Any]:

@@ -61,9 +61,9 @@ class LossRecord(Callback):
         self._write(trainer, {"step": step, "loss": float(loss), "lr": max(rates, default=0.0)})
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write down the loss of an evaluation."""
+        """Write down the loss of an evaluation, that before the first step too (``eval_on_start``)."""
         loss = trainer.callback_metrics.get("val_loss")
-        if trainer.sanity_checking or loss is None:
+        if loss is None:
             return
         self.evaluation.append((trainer.global_step, float(loss)))
         self._write(trainer, {"step": trainer.global_step, "eval_loss": float(loss)})

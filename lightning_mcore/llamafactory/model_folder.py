@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)(-v\d+)?\.ckpt")
+_PREEMPTED = re.compile(r"last-preempted(-v\d+)?\.ckpt")  # of enable_jit_checkpoint
 _OF_A_MODEL = ("config.json", "model.safetensors", "model.safetensors.index.json")
 _UNFINISHED = "unfinished-model"
 
@@ -30,8 +31,10 @@ def where_to_resume(output_dir: str, overwrite: bool) -> str | None:
     if overwrite or not folder.is_dir():
         return None
     found = [(int(match[1]), path) for path in folder.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))]
-    if found:
-        return str(max(found)[1])
+    preempted = [path for path in folder.iterdir() if _PREEMPTED.fullmatch(path.name)]
+    newest = ([max(found)[1]] if found else []) + preempted
+    if newest:
+        return str(max(newest, key=lambda path: path.stat().st_mtime))
     there = [name for name in _OF_A_MODEL if (folder / name).exists()]
     if there:
         raise ValueError(

@@ -231,7 +231,6 @@ _GROUPS: dict[str, dict[str, Any]] = {
         "print_param_status": False,
     },
     _RAY: {"ray_num_workers": 1, "ray_init_kwargs": None, "master_addr": None, "master_port": None},
-    "runs code of a model, and models are read here from their config and weights alone": {"trust_remote_code": False},
     "asks for a slow tokenizer, and transformers has fast ones for these models": {"use_fast_tokenizer": True},
     "splits special tokens, and templates are made of them": {"split_special_tokens": False},
     "is how transformers reads weights; here each rank reads its own rectangles of them": {"low_cpu_mem_usage": True},

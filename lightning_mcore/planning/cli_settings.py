@@ -5,10 +5,24 @@
 neighbour here as well, from signatures that ``megatron_source.py`` reads.
 """
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from lightning_mcore.planning.megatron_source import Argument, Owner, parameters
+from lightning_mcore.planning.megatron_source import (
+    DDP,
+    GPT,
+    OPTIMIZER,
+    PRECISION,
+    STRATEGY,
+    TRAINER,
+    Argument,
+    Owner,
+    dataclass_fields,
+    parameters,
+    transformer_arguments,
+)
+from lightning_mcore.planning.quoted_values import unquoted
 from lightning_mcore.run_settings import RunSettings
 from lightning_mcore.spelling import unknown_name
 
@@ -21,7 +35,16 @@ _DATA: dict[str, Owner] = {
     "MCoreFinetuningData": ("lightning_mcore/data/finetuning_data.py", "MCoreFinetuningData"),
 }
 _NOT_OF_THE_RUN = ("strategy", "precision", "plugins", "callbacks", "logger", "profiler")
-_PACKS = "MCoreFinetuningData"
+_OURS = "lightning_mcore."
+_SIZES = {name: Argument(int | None, None) for name in ("batch_size", "seq_length")}
+_MOMENTUM = {"momentum": Argument(float, 0.0)}
+_RECIPE = (
+    *("learning_rate", "min_learning_rate", "weight_decay", "betas", "eps", "optimizer", "sgd_momentum"),
+    *("warmup_steps", "lr_scheduler_type", "lr_scheduler_kwargs"),
+)
+"""As ``optimizer_recipe.RECIPE``, which needs Lightning; a test compares them."""
+_LIGHTNING_PRECISIONS = ("MixedPrecision", "HalfPrecision")
+_SHORT_PRECISIONS = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
 
 def settings_of_cli(document: Mapping[str, Any], where: str) -> RunSettings:
@@ -42,12 +65,12 @@ def settings_of_cli(document: Mapping[str, Any], where: str) -> RunSettings:
     for key in document:
         if key not in known and key not in SUBCOMMANDS:
             raise ValueError(unknown_name(f"key of {where}", str(key), known))
-    trainer = _mapping("trainer", document.get("trainer") or {})
+    trainer = unquoted(_mapping("trainer", document.get("trainer") or {}), parameters(TRAINER))
     strategy, of_strategy = _strategy(trainer)
     return RunSettings(
         strategy=strategy,
         precision=_precision(trainer, of_strategy),
-        model=_model(document.get("model"), where),
+        model=_with_optimizer(_model(document.get("model"), where), document),
         trainer={name: value for name, value in trainer.items() if name not in _NOT_OF_THE_RUN},
         data=_data(document.get("data")),
     )
@@ -57,47 +80,59 @@ def _strategy(trainer: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """Return the arguments of ``MCoreStrategy``, and the precision plugin among them."""
     given = trainer.get("strategy", "auto")
     name, arguments = _class_and_arguments("trainer.strategy", given)
-    if name not in ("MCoreStrategy", "mcore"):
+    names = ("MCoreStrategy", "mcore") if isinstance(given, str) else ("MCoreStrategy",)
+    if name not in names or (isinstance(given, str) and "." in given):  # as text Lightning knows names, no paths
+        shown = given if isinstance(given, str) else name
         raise ValueError(
-            f"trainer.strategy={name!r} is not MCoreStrategy, for which plan works; set class_path:"
+            f"trainer.strategy={shown!r} is not MCoreStrategy, for which plan works; set class_path:"
             " lightning_mcore.MCoreStrategy"
         )
     plugin = arguments.pop("precision_plugin", None)
-    for option in ("ddp_config", "optimizer_config", "communication"):
+    for option, owner in (("ddp_config", DDP), ("optimizer_config", OPTIMIZER), ("communication", None)):
         if isinstance(arguments.get(option), Mapping):
-            _, arguments[option] = _class_and_arguments(option, arguments[option])
-    return arguments, plugin
+            _, inner = _class_and_arguments(option, arguments[option])
+            arguments[option] = unquoted(inner, dataclass_fields(owner)) if owner is not None else inner
+    return unquoted(arguments, parameters(STRATEGY)), plugin
 
 
 def _precision(trainer: Mapping[str, Any], of_strategy: Any) -> dict[str, Any]:
+    """Return the arguments of ``MCorePrecision``, from the strategy, the plugins or the trainer."""
     plugins = trainer.get("plugins") or []
-    found = [of_strategy] if of_strategy is not None else []
-    for plugin in plugins if isinstance(plugins, list) else [plugins]:
-        if _class_and_arguments("trainer.plugins", plugin)[0] == "MCorePrecision":
-            found.append(plugin)
-    name = trainer.get("precision")
-    if not found:
-        return {} if name is None else {"precision": _precision_name(name)}
-    arguments = _class_and_arguments("MCorePrecision", found[0])[1]
-    if name is not None and _precision_name(name) != arguments.get("precision", "32-true"):
+    found = [
+        (name, arguments)
+        for plugin in (plugins if isinstance(plugins, list) else [plugins])
+        for name, arguments in [_class_and_arguments("trainer.plugins", plugin)]
+        if name in ("MCorePrecision", *_LIGHTNING_PRECISIONS)
+    ]
+    asked = trainer.get("precision")
+    asked = None if asked is None else _SHORT_PRECISIONS.get(str(asked), str(asked))
+    if asked is not None and found:
         raise ValueError(
-            f"trainer.precision={name!r} contradicts MCorePrecision({arguments.get('precision', '32-true')!r}) in"
-            " plugins; set it in one place"
+            f"trainer.precision={asked!r} and {found[0][0]} in trainer.plugins both say the precision; set one of them"
+        )
+    if of_strategy is not None:
+        found = [_class_and_arguments("precision_plugin", of_strategy)]
+    if not found:
+        on_cpu = asked == "16-mixed" and trainer.get("accelerator") == "cpu"
+        return {} if asked is None else {"precision": "bf16-mixed" if on_cpu else asked}  # as Lightning does
+    name, arguments = found[0]
+    if name != "MCorePrecision":
+        return {"precision": arguments.get("precision")}
+    arguments = unquoted(arguments, parameters(PRECISION))
+    if asked not in (None, "32-true", arguments.get("precision", "32-true")):
+        raise ValueError(
+            f"trainer.precision={asked!r} contradicts precision_plugin of MCoreStrategy, which has"
+            f" {arguments.get('precision', '32-true')!r}; set it in one place"
         )
     return arguments
-
-
-def _precision_name(given: Any) -> str:
-    """Return the long name of a precision, as Lightning reads it."""
-    short = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true"}
-    return short.get(str(given), str(given))
 
 
 def _model(given: Any, where: str) -> dict[str, Any]:
     if given is None:
         return {}
     name, arguments = _class_and_arguments("model", given)
-    gpt, pretrained = _gpt("__init__"), _gpt("from_pretrained")
+    _check_our_class("model", given, ("MCoreGPT", "from_pretrained"))
+    gpt, pretrained = parameters(GPT), parameters(GPT, "from_pretrained")
     if name == "from_pretrained" and "path" not in arguments:
         raise ValueError(f"model of {where} lacks path; give the folder or the name of a Hugging Face model")
     ours = name in ("MCoreGPT", "from_pretrained", "")
@@ -110,21 +145,59 @@ def _model(given: Any, where: str) -> dict[str, Any]:
     if not ours:  # a subclass has arguments of its own
         kept = pretrained if "path" in arguments else gpt
         arguments = {key: value for key, value in arguments.items() if key in kept}
-    return arguments
+    transformer = arguments.get("transformer")
+    if isinstance(transformer, Mapping):
+        latent = transformer.get("multi_latent_attention") in (True, "true")
+        arguments = {**arguments, "transformer": unquoted(transformer, transformer_arguments(latent))}
+    return unquoted(arguments, pretrained if "path" in arguments else gpt)
+
+
+def _with_optimizer(model: dict[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the model's arguments with the optimizer of the file, which takes the place of the model's own."""
+    given = document.get("optimizer")
+    if given is None:
+        if document.get("lr_scheduler") is not None:
+            raise ValueError("lr_scheduler is given without optimizer, which it belongs to; give both, or neither")
+        return model
+    known = parameters(GPT)
+    for name in _RECIPE:
+        default = known[name].default
+        if name in model and model[name] != (list(default) if isinstance(model[name], list) else default):
+            raise ValueError(
+                f"optimizer: takes the place of the model's own, so model.{name}={model[name]!r} would have no effect;"
+                " leave one of them out"
+            )
+    name, arguments = _class_and_arguments("optimizer", given)
+    if name != "SGD":
+        return model
+    return {**model, "optimizer": "sgd", "sgd_momentum": unquoted(arguments, _MOMENTUM).get("momentum") or 0.0}
 
 
 def _data(given: Any) -> dict[str, Any]:
     if given is None:
         return {}
     name, arguments = _class_and_arguments("data", given)
+    _check_our_class("data", given, _DATA)
     if name not in _DATA:
-        return arguments
+        return unquoted(arguments, _SIZES)
     known = parameters(_DATA[name])
+    arguments = unquoted(arguments, known)
     for key in arguments:
         if key not in known:
             raise ValueError(unknown_name(f"argument of {name}", key, known))
+    lacking = [key for key, argument in known.items() if argument.default is ... and key not in arguments]
+    if lacking:
+        raise ValueError(f"data lacks {' and '.join(lacking)}; give {'it' if len(lacking) == 1 else 'them'}")
     defaults = {key: known[key].default for key in ("batch_size", "packing") if key in known}
     return {**{key: value for key, value in defaults.items() if value is not ...}, **arguments}
+
+
+def arguments_of(name: str) -> Collection[str] | None:
+    """Return the names of a class's arguments; None for a class that is not ours."""
+    owners = {"MCoreStrategy": STRATEGY, "MCoreGPT": GPT, "MCorePrecision": PRECISION, **_DATA}
+    if name == "from_pretrained":
+        return parameters(GPT, name)
+    return parameters(owners[name]) if name in owners else None
 
 
 def _class_and_arguments(where: str, given: Any) -> tuple[str, dict[str, Any]]:
@@ -147,5 +220,10 @@ def _mapping(where: str, given: Any) -> Mapping[str, Any]:
     return given
 
 
-def _gpt(method: str) -> dict[str, Argument]:
-    return parameters(("lightning_mcore/gpt.py", "MCoreGPT"), method)
+def _check_our_class(where: str, given: Any, known: Collection[str]) -> None:
+    """Refuse a class path into this package that does not end in one of the names."""
+    path = str(given if isinstance(given, str) else given.get("class_path", ""))
+    name = path.rpartition(".")[2]
+    near = not path.count(".") and difflib.get_close_matches(name, known, n=1)
+    if name not in known and (path.startswith(_OURS) or near):
+        raise ValueError(unknown_name(f"class of {where}", name, known))

@@ -63,6 +63,8 @@ MACHINES: dict[str, Machine] = {
 _UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "g": 1e9, "m": 1e6}
 
+_LEAST_MEMORY = 1e6
+
 
 def machine_named(name: str) -> Machine:
     """Return a machine.
@@ -79,9 +81,12 @@ def parse_memory(text: str) -> float:
     """Return bytes of ``80GB``, ``79.6GiB`` or a plain number of bytes.
 
     Raises:
-        ValueError: It is no size.
+        ValueError: It is no size, or none that a device has.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:
         raise ValueError(f"memory={text!r} is no size of memory; write it as '80GB' or '79.6GiB'")
-    return float(match[1]) * _UNITS[match[2].lower()]
+    size = float(match[1]) * _UNITS[match[2].lower()]
+    if size < _LEAST_MEMORY:
+        raise ValueError(f"memory={text!r} are {size:.0f} bytes, which no device has; write it as '80GB' or '79.6GiB'")
+    return size

@@ -21,6 +21,7 @@ from lightning_mcore.planning.rank_parameters import ModelParameters, ParameterC
 from lightning_mcore.planning.run_rules import CheckedRun, check_run
 from lightning_mcore.planning.run_warnings import run_warnings
 from lightning_mcore.planning.stage_layers import ChunkLayers, stage_layers
+from lightning_mcore.planning.state_memory import optimizer_of
 from lightning_mcore.planning.step_time import Overlaps, StepTime, step_time
 from lightning_mcore.planning.step_work import StepWork, step_work
 from lightning_mcore.run_settings import RunSettings
@@ -281,7 +282,7 @@ def stage_plans(run: CheckedRun, settings: RunSettings, devices: int) -> list[St
             world_size=devices,
             precision=run.rules.precision,
             strategy={**run.rules.strategy, "ddp_config": run.rules.ddp, "optimizer_config": run.rules.optimizer},
-            optimizer=run.model.get("optimizer") or "adamw",
+            optimizer=optimizer_of(run.model),
             micro_batch_size=batch.micro_batch_size,
             num_microbatches=batch.num_microbatches,
             seq_length=batch.seq_length,

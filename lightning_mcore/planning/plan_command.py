@@ -74,7 +74,7 @@ def _split(parser: CommandParser, arguments: Sequence[str]) -> tuple[list[str], 
         if name in takes:
             known.append(word)
             known += [words.pop(0)] if takes[name] and not equals and words else []
-        elif word == "--config":
+        elif word in ("--config", "-c"):
             continue
         elif name == "--config":
             known.append(value)
@@ -134,7 +134,8 @@ def device_numbers(settings: RunSettings, devices: int | None, nodes: int | None
     Raises:
         ValueError: Nobody says how many there are, or nodes do not divide them.
     """
-    of_node, of_file = settings.trainer.get("devices"), settings.trainer.get("num_nodes") or 1
+    of_node, of_file = settings.trainer.get("devices"), settings.trainer.get("num_nodes")
+    of_file = of_file if isinstance(of_file, int) and of_file > 0 else 1
     if isinstance(of_node, list):
         of_node = len(of_node)
     if isinstance(of_node, str) and of_node.isdigit():

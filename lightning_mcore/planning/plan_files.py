@@ -13,14 +13,14 @@ What stands behind the file (``key=value``, ``--key value``) changes it, as it d
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from lightning_mcore.planning.cli_settings import SUBCOMMANDS, TOP_KEYS, settings_of_cli
+from lightning_mcore.planning.cli_settings import SUBCOMMANDS, TOP_KEYS, arguments_of, settings_of_cli
 from lightning_mcore.run_settings import RunSettings
 from lightning_mcore.spelling import unknown_name
 
@@ -137,13 +137,14 @@ def _lightning(
 ) -> RunSettings:
     merged: dict[str, Any] = {}
     for document in documents:
-        merged = _merged(merged, document)
+        merged = _merged(merged, _with_class(document), _WHOLE)
     for key, text in overrides:
         top = key.partition(".")[0]
         if top not in (*TOP_KEYS, *SUBCOMMANDS):
             known = TOP_KEYS if "." in key else (*TOP_KEYS, *_OPTIONS)
             raise ValueError(unknown_name("option", top, known))
-        merged = _merged(merged, _nested(merged, key.split("."), yaml.load(text, _Loader)))
+        changed = _with_class(_nested(merged, key.split("."), _value(key, text)))
+        merged = _merged(merged, changed, {*key.split(".")[-1:]} & {*_WHOLE})
     settings = settings_of_cli(merged, " and ".join(paths))
     if model is None:
         return settings
@@ -151,24 +152,55 @@ def _lightning(
     return replace(settings, model={**kept, "path": model})
 
 
+def _value(key: str, text: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{key}={text} is no YAML: {' '.join(str(error).split())}; mend it") from error
+
+
+_WHOLE = ("transformer", "lr_scheduler_kwargs")
 _OPTIONS = ("devices", "nodes", "model", "seq-length", "backend", "device", "memory", "json", "picture", "suggest")
 
 
-def _merged(first: Any, second: Any) -> Any:
-    """Return two mappings as one, the second counting; another class_path forgets the arguments of the first."""
+def _with_class(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a file in which data and model that are a name alone are a class path."""
+    named = {key: document[key] for key in ("data", "model") if isinstance(document.get(key), str)}
+    return {**document, **{key: {"class_path": name} for key, name in named.items()}}
+
+
+def _merged(first: Any, second: Any, whole: Collection[str]) -> Any:
+    """Return two mappings as one, the second counting; another class keeps those arguments that it has too.
+
+    Args:
+        first: What stood there.
+        second: What comes behind it.
+        whole: Names whose mapping takes the place of the first one's, as jsonargparse does with arguments of type dict.
+    """
     if not (isinstance(first, Mapping) and isinstance(second, Mapping)):
         return second
-    if "class_path" in second and second["class_path"] != first.get("class_path", second["class_path"]):
-        return second
-    return {**first, **{key: _merged(first[key], value) if key in first else value for key, value in second.items()}}
+    of_first, of_second = (str(part.get("class_path", "")).rpartition(".")[2] for part in (first, second))
+    if of_first and of_second and of_first != of_second:
+        known = arguments_of(of_second)
+        first = {"init_args": {k: v for k, v in (first.get("init_args") or {}).items() if known is None or k in known}}
+    joined = dict(first)
+    for key, value in second.items():
+        joined[key] = _merged(first[key], value, whole) if key in first and key not in whole else value
+    return joined
 
 
 def _nested(document: Any, keys: Sequence[str], value: Any) -> dict[str, Any]:
     """Return ``{a: {b: value}}`` of ``a.b``; ``init_args`` may be left out, as with jsonargparse."""
     key, rest = keys[0], keys[1:]
     inner = document.get(key) if isinstance(document, Mapping) else None
+    if not rest and key.endswith("+"):  # adds to a list
+        before = document.get(key[:-1]) if isinstance(document, Mapping) else None
+        added = value if isinstance(value, list) else [value]
+        return {key[:-1]: [*(before if isinstance(before, list) else [before] if before else []), *added]}
     if not rest:
         return {key: value}
+    if isinstance(inner, str) and rest[0] not in ("class_path", "init_args"):  # a class by its name
+        return {key: {"class_path": inner, "init_args": _nested(None, rest, value)}}
     if isinstance(inner, Mapping) and "class_path" in inner and rest[0] not in ("class_path", "init_args"):
         return {key: {"init_args": _nested(inner.get("init_args"), rest, value)}}
     return {key: _nested(inner, rest, value)}
@@ -180,7 +212,7 @@ def _arguments(
     """Read a file of Hugging Face style arguments."""
     from lightning_mcore.arguments import Seq2SeqTrainingArguments, parse_arguments
 
-    values = {**document, **{key.replace("-", "_"): yaml.load(text, _Loader) for key, text in overrides}}
+    values = {**document, **{key.replace("-", "_"): _value(key, text) for key, text in overrides}}
     beside = {name: values.pop(name) for name in _BESIDE_ARGUMENTS if name in values}
     values.setdefault("output_dir", "outputs")
     (arguments,) = parse_arguments(values, Seq2SeqTrainingArguments)

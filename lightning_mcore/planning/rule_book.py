@@ -60,7 +60,7 @@ class RuleBook:
             if name not in known:
                 self.refuse(unknown_name(where, name, known))
             elif not accepts(known[name].hint, value) and value != known[name].default:
-                self.refuse(f"{name}={value!r} is no {where}; choose {choices_of(known[name].hint)}")
+                self.refuse(f"{where} {name}={value!r} does not fit; choose {choices_of(known[name].hint)}")
             else:
                 fitting[name] = value
         return fitting

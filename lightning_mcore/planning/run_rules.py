@@ -96,10 +96,10 @@ def arguments_of_gpt(book: RuleBook, model: Mapping[str, Any]) -> dict[str, Any]
     if "path" not in model:
         return dict(model)
     given = book.check_arguments("argument of MCoreGPT.from_pretrained", model, parameters(GPT, "from_pretrained"))
-    from lightning_mcore.hf.hf_source import pretrained_settings  # transformers takes two seconds
+    from lightning_mcore.hf.hf_source import planned_settings  # transformers takes two seconds
 
     names = ("path", "family", "seq_length", "transformer")
-    source = pretrained_settings(given["path"], given.get("family"), given.get("seq_length"), given.get("transformer"))
+    source = planned_settings(given["path"], given.get("family"), given.get("seq_length"), given.get("transformer"))
     return {**{name: value for name, value in given.items() if name not in names}, **source}
 
 

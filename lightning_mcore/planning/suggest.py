@@ -14,13 +14,14 @@ from typing import Any
 from lightning_mcore.layout import ParallelLayout
 from lightning_mcore.planning.gpt_fields import GPTFields
 from lightning_mcore.planning.machines import Machine
+from lightning_mcore.planning.megatron_source import STRATEGY, Argument, parameters, transformer_arguments
 from lightning_mcore.planning.pipeline_schedule import PipelineTimeline
 from lightning_mcore.planning.plan import Plan, make_plan
 from lightning_mcore.planning.plan_files import Door
 from lightning_mcore.planning.plan_report import GIB, table_text
 from lightning_mcore.planning.rank_parameters import rank_tensors
 from lightning_mcore.planning.run_rules import check_run
-from lightning_mcore.planning.state_memory import StateFormats, state_memory
+from lightning_mcore.planning.state_memory import StateFormats, optimizer_of, state_memory
 from lightning_mcore.run_settings import RunSettings
 from lightning_mcore.sizes import divisors
 
@@ -125,8 +126,11 @@ def suggest(
             if needed > limit or plan.timeline is None:
                 continue
             rate = plan.work.model_flops / plan.time.total / devices
+            chosen = _strategy(layout, devices)
+            strategy = _resets(settings.strategy, chosen, parameters(STRATEGY)) | chosen
+            recompute = _resets(settings.model.get("transformer") or {}, recompute, transformer_arguments()) | recompute
             found_here = Suggestion(
-                _strategy(layout, devices), recompute, micro, count, needed, plan.timeline.bubble, plan.time.total, rate
+                strategy, recompute, micro, count, needed, plan.timeline.bubble, plan.time.total, rate
             )
             key = tuple(sorted((name, str(value)) for name, value in found_here.strategy.items()))
             if key not in found or found[key].seconds > found_here.seconds:
@@ -191,10 +195,9 @@ def _state(fields: GPTFields, layout: ParallelLayout, settings: RunSettings, dev
     last = layout.pipeline_model_parallel_size - 1
     kept = {name: value for name, value in settings.strategy.items() if name not in _REPLACED}
     strategy = {**kept, **_strategy(layout, devices)}
-    optimizer = settings.model.get("optimizer") or "adamw"
     of_ends = []
     for stage in {0, last}:
-        formats = StateFormats.of(settings.precision, strategy, optimizer)
+        formats = StateFormats.of(settings.precision, strategy, optimizer_of(settings.model))
         state = state_memory(rank_tensors(fields, layout, stage), layout, formats, devices, stage)
         of_ends.append(state.weights + state.gradients + state.optimizer)
     return max(of_ends)
@@ -251,11 +254,9 @@ def _strategy(layout: ParallelLayout, devices: int) -> dict[str, Any]:
 def _changed(
     settings: RunSettings, strategy: Mapping[str, Any], recompute: Mapping[str, Any], micro: int, count: int
 ) -> RunSettings:
-    kept = {name: value for name, value in settings.strategy.items() if name not in _REPLACED}
-    if not strategy.get("sequence_parallel"):
-        kept = {name: value for name, value in kept.items() if not name.startswith("tp_comm_overlap")}
     given = settings.model.get("transformer") or {}
-    transformer = {name: value for name, value in given.items() if name not in _OF_RECOMPUTE}
+    kept = {**settings.strategy, **_resets(settings.strategy, strategy, parameters(STRATEGY))}
+    transformer = {**given, **_resets(given, recompute, transformer_arguments())}
     return replace(
         settings,
         strategy={**kept, **strategy},
@@ -263,6 +264,17 @@ def _changed(
         trainer={**settings.trainer, "accumulate_grad_batches": count},
         data={**settings.data, "batch_size": micro},
     )
+
+
+def _resets(given: Mapping[str, Any], chosen: Mapping[str, Any], known: Mapping[str, Argument]) -> dict[str, Any]:
+    """Return the defaults of what the file sets and a suggestion does not keep, so that it holds on top of the file."""
+    gone = {*_REPLACED, *_OF_RECOMPUTE}
+    if not chosen.get("sequence_parallel"):
+        gone |= {"tp_comm_overlap", "tp_comm_overlap_cfg"}
+    if chosen.get("pipeline_model_parallel_size") is None or not chosen.get("overlap_grad_reduce"):
+        gone |= {"align_grad_reduce"}
+    defaults = {name: known[name].default for name in given if name in gone and name not in chosen}
+    return {name: default for name, default in defaults.items() if given[name] != default}
 
 
 def suggestion_text(
@@ -292,23 +304,28 @@ def suggestion_text(
     columns = ["", *shown, "rows", "microb.", "recompute", "GiB", "bubble", "s a step", "TFLOP/s"]
     limit = (memory or machine.memory) / GIB
     title = f"layouts of {devices} x {machine.name.upper()} that fit {limit:.1f} GiB, best first (estimated)"
-    return "\n".join([table_text(title, columns, rows), "", "the first one, to paste:", "", *_lines(found[0], door)])
+    return "\n".join(
+        [table_text(title, columns, rows), "", "the first one, to paste into the file:", "", *_lines(found[0], door)]
+    )
 
 
 def _lines(one: Suggestion, door: Door) -> list[str]:
     """Return the settings of a layout in the words of a front door."""
     if door != "lightning":
         flat = {**one.strategy, **one.recompute, "per_device_train_batch_size": one.micro_batch_size}
+        flat.pop("micro_batch_size", None)  # which these front doors do not have
         flat["gradient_accumulation_steps"] = one.num_microbatches
         return [f"{name}: {_yaml(value)}" for name, value in flat.items()]
     lines = ["trainer:", f"  accumulate_grad_batches: {one.num_microbatches}", "  strategy:"]
     lines += ["    class_path: lightning_mcore.MCoreStrategy", "    init_args:"]
     lines += [f"      {name}: {_yaml(value)}" for name, value in one.strategy.items()] or ["      {}"]
     if one.recompute:
-        lines += ["model:", "  init_args:", "    transformer:"]
+        lines += ["model:", "  init_args:", "    transformer:  # beside its other fields"]
         lines += [f"      {name}: {_yaml(value)}" for name, value in one.recompute.items()]
     return [*lines, "data:", "  init_args:", f"    batch_size: {one.micro_batch_size}"]
 
 
 def _yaml(value: Any) -> str:
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -9,6 +9,7 @@ trains, or from what it has saved.
 import json
 import logging
 import os
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,16 @@ def read_live(name: str, folder: str, out: str) -> dict[str, Any]:
         if landing.place.startswith(OF_CHECKPOINT):
             reader.read[landing.name] = eval(landing.place, {"saved": look_at_checkpoint(Path(out))})
     return reader.read
+
+
+class Evaluations(pl.Callback):
+    """Keeps the steps after which was evaluated."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.steps.append(trainer.global_step)
 
 
 class Losses(pl.Callback):
@@ -198,3 +209,72 @@ def test_the_best_checkpoint_is_that_of_the_metric(tmp_path: Path) -> None:
     }
     run_ranks(4, train, str(tmp_path), values, timeout=180)
     assert [path.name for path in out.iterdir()] == ["checkpoint-4.ckpt"]
+
+
+def follow(folder: str, values: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Train on one rank, evaluate where ``do_eval`` asks for it, and return the steps of evaluations and losses."""
+    from lightning_mcore.arguments import TrainingArguments
+
+    warnings.filterwarnings("ignore")
+    args = TrainingArguments(**{"use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 2, **values})
+    losses, evaluations = Losses(), Evaluations()
+    files = {"validation_files": f"{folder}/validation.jsonl", "cache_dir": f"{folder}/cache"}
+    data = args.data(f"{folder}/train.jsonl", characters(), SEQ_LENGTH, overrides=files)
+    more: list[Any] = [losses, evaluations]
+    trainer = args.trainer(devices=1, plugins=LightningEnvironment(), callbacks=more, enable_model_summary=False)
+    model = args.model(f"{folder}/model", seq_length=SEQ_LENGTH)
+    trainer.fit(model, data, ckpt_path=args.ckpt_path)
+    if values.get("do_eval"):
+        assert "val_loss" in trainer.validate(model, data, verbose=False)[0]
+    return evaluations.steps, losses.seen
+
+
+OF_STEPS = {"max_steps": 14, "save_steps": 6, "save_total_limit": 3, "eval_strategy": "steps", "eval_steps": 5}
+BY_EPOCHS = {"max_steps": 7, "save_strategy": "epoch", "eval_strategy": "epoch"}
+ACCUMULATED = {"num_train_epochs": 2, "gradient_accumulation_steps": 4, "save_steps": 4}
+
+
+@pytest.mark.parametrize(
+    ("values", "evaluated", "saved"),
+    [  # 12 batches make an epoch
+        (OF_STEPS, [5, 10, 14], [6, 12, 14]),
+        (BY_EPOCHS, [7], [7]),
+        (ACCUMULATED | {"eval_strategy": "steps", "eval_steps": 4}, [4, 6], [4, 6]),
+        (ACCUMULATED, [], [4, 6]),
+        ({"max_steps": 2, "do_eval": True, "save_strategy": "no"}, [2], []),
+    ],
+)
+def test_what_is_saved_and_evaluated_when(
+    values: dict[str, Any], evaluated: list[int], saved: list[int], tmp_path: Path
+) -> None:
+    """As transformers' Trainer: at every n-th step, the ends of epochs among them, and after the last one."""
+    make_files(tmp_path, "llama", rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    out = tmp_path / "out"
+    ((steps, _),) = run_ranks(1, follow, str(tmp_path), {"output_dir": str(out), **values}, timeout=180)
+    assert steps == evaluated
+    assert {path.name for path in out.glob("*")} == {f"checkpoint-{step}.ckpt" for step in saved}
+
+
+def test_a_resumed_run_saves_no_step_twice_and_ends_alike(tmp_path: Path) -> None:
+    make_files(tmp_path, "llama", rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    out, values = tmp_path / "out", {"gradient_accumulation_steps": 3, "save_steps": 2, "lr_scheduler_type": "constant"}
+    values |= {"output_dir": str(out)}
+    ((_, whole),) = run_ranks(1, follow, str(tmp_path), {**values, "max_steps": 5}, timeout=180)
+    for path in out.iterdir():
+        if path.name != "checkpoint-2.ckpt":
+            shutil.rmtree(path)
+    more = {**values, "max_steps": 5, "resume_from_checkpoint": True}
+    ((_, rest),) = run_ranks(1, follow, str(tmp_path), more, timeout=180)
+    assert rest[-1] == whole[-1]
+    assert sorted(path.name for path in out.iterdir()) == [f"checkpoint-{step}.ckpt" for step in (2, 4, 5)]
+
+
+def test_an_evaluation_before_the_first_step_is_logged(tmp_path: Path) -> None:
+    make_files(tmp_path, "llama", rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    out = tmp_path / "out"
+    values = {"output_dir": str(out), "max_steps": 1, "eval_strategy": "epoch", "eval_on_start": True}
+    run_ranks(1, follow, str(tmp_path), {**values, "report_to": "csv", "save_strategy": "no"}, timeout=180)
+    header, first, *_ = (out / "logs" / "version_0" / "metrics.csv").read_text(encoding="utf-8").splitlines()
+    row = dict(zip(header.split(","), first.split(","), strict=True))
+    assert row["step"] == "0"
+    assert float(row["val_loss"]) > 0

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lightning-mcore llamafactory`` on ranks: the text models of LLaMA-Factory's Megatron examples, at tiny size."""
 
+import shutil
 import subprocess
 import sys
 import warnings
@@ -77,12 +78,13 @@ def test_a_run_is_resumed_exactly(tmp_path: Path) -> None:
         assert (tmp_path / folder / "out" / "checkpoint-2.ckpt").is_dir()
         assert (tmp_path / folder / "out" / "model.safetensors").is_file()
     first = losses(tmp_path / "halves")
+    shutil.rmtree(tmp_path / "halves" / "out" / "checkpoint-3.ckpt")  # of the last step
     assert run_all(2, halves, *more, "max_steps=5", "lr_scheduler_type=constant", "warmup_steps=0") == [0, 0]
     again = losses(tmp_path / "halves")
     assert again[: len(first)] == first
     assert again[len(first)].split()[0] == "3"  # from the checkpoint of step 2
     assert again[len(first)] == first[-1]
-    assert len(losses(tmp_path / "whole", "eval_loss")) == 1
+    assert [line.split()[0] for line in losses(tmp_path / "whole", "eval_loss")] == ["3", "5"]
 
 
 def test_texts_are_trained_on(tmp_path: Path) -> None:
@@ -92,6 +94,16 @@ def test_texts_are_trained_on(tmp_path: Path) -> None:
     assert len(found) == 6
     assert found[-1] < found[0]
     assert len(losses(tmp_path, "eval_loss")) == 1
+
+
+def test_an_evaluation_alone_is_of_the_model_that_the_file_names(tmp_path: Path) -> None:
+    file = write_run(tmp_path, {**LLAMA3, "overwrite_output_dir": False, "export_hf_on_finish": True, "val_size": 6})
+    alone = ("do_train=false", "do_eval=true")
+    assert run_all(1, file, *alone) == [0]
+    assert run_all(1, file, "max_steps=2", "warmup_steps=0") == [0]  # leaves a checkpoint and a model
+    assert run_all(1, file, *alone) == [0]
+    before, after = losses(tmp_path, "eval_loss")
+    assert after == before
 
 
 def test_a_stream_is_trained_on(tmp_path: Path) -> None:

@@ -32,12 +32,14 @@ LEVELS = [
     {
         "sizes",
         "spelling",
+        "without_torch",
         "run_settings",
         "argument_fields",
         "megatron_source",
         "foreign_fields",
         "command_errors",
         *("factory_file", "factory_keys", "refused_keys", "loss_record", "model_folder"),
+        "step_callbacks",
         "strategy_name",
         "rectangles",
         "muon",
@@ -177,8 +179,8 @@ LEVELS = [
     {"argument_parsing", "factory_run"},
     {"llamafactory_command", "llamafactory_settings"},
     {"machines", "transformer_rules", "global_batch", "rank_grid", "pipeline_schedule"},
-    {"rule_book", "schedule_picture", "communication_volume", "cli_settings"},
-    {"step_work", "step_time", "strategy_rules"},
+    {"rule_book", "schedule_picture", "communication_volume", "quoted_values"},
+    {"step_work", "step_time", "strategy_rules", "trainer_rules", "cli_settings"},
     {"model_rules"},
     {"run_rules"},
     {"run_warnings", "plan_files", "real_check"},
@@ -198,7 +200,9 @@ PURE_ARITHMETIC = {
     *("sizes", "spelling", "run_settings", "rectangles", "model_shape", "pipeline_split", "layout", "throughput"),
     *("field_homes", "field_values", "fp8_sizes"),
     *("factory_file", "factory_keys", "refused_keys", "key_rules", "model_folder", "dataset_info", "chat_templates"),
-    *stems_of("arguments") - {"argument_parsing", "lightning_objects", "training_arguments"},
+    *stems_of("arguments")
+    - {"argument_parsing", "lightning_objects", "step_callbacks", "training_arguments"}
+    - {"training_rules"},
     *stems_of("planning") - {"live_run", "real_check"},
 }
 MAY_ENTER_THE_CPU_RUNTIME = {"parallelism", "session"}  # our strategy, and a module under a strategy that is not ours

@@ -108,6 +108,19 @@ OF_TRAINING: tuple[tuple[dict[str, Any], str], ...] = (
     ({"optimizer": "sgd", "use_distributed_optimizer": True}, "needs optimizer='adam'"),
     ({"lr_scheduler_type": "greedy"}, "lr_scheduler_type='greedy' is not available"),
     ({"lr_scheduler_type": "constant", "warmup_steps": 2}, "warmup_steps=2 contradicts lr_scheduler_type='constant'"),
+    ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"foo": 1}}, "{'foo': 1} does not fit .*'cosine': .*foo"),
+    ({"lr_scheduler_type": "cosine_with_min_lr"}, "does not fit lr_scheduler_type='cosine_with_min_lr': .*min_lr"),
+    ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 1.0}}, "smaller than initial lr"),
+    (
+        {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"min_lr": 0.1}},
+        "does nothing with lr_scheduler_type='constant'",
+    ),
+    ({"warmup_steps": 1.5}, "warmup_steps=1.5 is no number of steps"),
+    ({"learning_rate": -1.0}, "learning_rate=-1.0 is too small"),
+    ({"weight_decay": -1.0}, "weight_decay=-1.0 is too small"),
+    ({"dataloader_num_workers": -1}, "dataloader_num_workers=-1 is too small"),
+    ({"adam_beta2": 1.0}, "adam_beta2=1.0 is no weight of the past"),
+    ({"seed": -1}, "seed=-1 is no seed"),
     ({"num_train_epochs": 1.5}, "num_train_epochs=1.5 is no whole number"),
     ({"max_steps": 0}, "max_steps=0 is no number of steps"),
     ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 is too small"),
@@ -153,6 +166,9 @@ WRONG_TYPES: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"moe_token_dispatcher_type": "all2all"}, ValueError, "='all2all' .* choose 'allgather', 'alltoall', 'flex' or"),
     ({"optimizer": "muon"}, ValueError, "optimizer='muon' .* choose 'adam' or 'sgd'"),
     ({"learning_rate": "1e-5"}, TypeError, "learning_rate='1e-5' is of type str, which YAML .* write 1.0e-05"),
+    ({"num_train_epochs": "3"}, TypeError, "='3' is of type str; write it without quotes; give a number"),
+    ({"eval_strategy": False}, ValueError, "a no without quotes is not available; choose 'no', 'steps' or 'epoch'"),
+    ({"lr_scheduler_type": 5}, ValueError, "lr_scheduler_type=5 is not available; choose 'linear', 'cosine'"),
     ({"lr_scheduler_type": "cosin"}, ValueError, "lr_scheduler_type='cosin' .* choose 'linear', 'cosine'"),
     ({"save_strategy": "never"}, ValueError, "save_strategy='never' .* choose 'no', 'steps', 'epoch' or 'best'"),
     ({"gradient_accumulation_steps": None}, TypeError, "gradient_accumulation_steps=None is of type NoneType"),
@@ -381,6 +397,18 @@ def test_true_resumes_from_the_newest_checkpoint(tmp_path: Path) -> None:
         os.utime(tmp_path / name, (1000 - age, 1000 - age))
     assert args.ckpt_path == str(tmp_path / "checkpoint-20.ckpt")
     assert TrainingArguments(output_dir=str(tmp_path), resume_from_checkpoint="false").ckpt_path is None
+
+
+@pytest.mark.parametrize(("given", "read"), [(True, "true"), (False, "false")])
+def test_resuming_is_a_yes_or_no_too_as_in_yaml(given: Any, read: str, tmp_path: Path) -> None:
+    assert TrainingArguments(output_dir=str(tmp_path), resume_from_checkpoint=given).resume_from_checkpoint == read
+
+
+def test_an_evaluation_needs_something_to_evaluate_on(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), eval_strategy="epoch")
+    with pytest.raises(ValueError, match="eval_strategy='epoch' needs something to evaluate on"):
+        args.data("train.jsonl", "tokenizer", 64)
+    assert args.data("train.jsonl", "tokenizer", 64, overrides={"validation_share": 0.1}).validation_share == 0.1
 
 
 def test_what_transformers_does_with_its_arguments_works(tmp_path: Path) -> None:

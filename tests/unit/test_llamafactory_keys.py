@@ -2,6 +2,7 @@
 """Every key of a LLaMA-Factory file: carried out, or refused with a reason; nothing in silence."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from lightning_mcore.llamafactory.factory_keys import FactoryKeys
 from lightning_mcore.llamafactory.factory_run import FactoryRun, read_run
 from lightning_mcore.llamafactory.llamafactory_command import run
 from lightning_mcore.llamafactory.llamafactory_settings import settings_of_file
+from lightning_mcore.llamafactory.model_folder import where_to_resume
 from lightning_mcore.llamafactory.refused_keys import REFUSED
 from tests.factory_files import LLAMA3, QWEN3_MOE, write_run
 
@@ -77,7 +79,7 @@ def test_every_key_has_one_home(key: str) -> None:
 
 def test_no_key_is_of_our_making() -> None:
     assert set(REFUSED) - set(KEYS) == {"kt_config"}
-    assert set(KEYS) >= OWN - {"sequence_packing"}
+    assert set(KEYS) >= OWN - {"sequence_packing", "warmup_ratio"}
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED))
@@ -237,3 +239,29 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(file: str, capfd: pytest.Ca
     assert run([file, "lerning_rate=1e-5"]) == 2
     said = capfd.readouterr().err
     assert said == f"error: unknown key of {file} 'lerning_rate'; did you mean 'learning_rate'?\n"
+
+
+def test_a_share_of_warm_up_has_its_older_name_too(file: str) -> None:
+    assert read(file, "warmup_steps=0", "warmup_ratio=0.25").arguments.warmup_steps == 0.25
+    with pytest.raises(ValueError, match=r"warmup_ratio: 0\.25 and warmup_steps: 2 both say"):
+        read(file, "warmup_ratio=0.25")
+    with pytest.raises(ValueError, match=r"warmup_ratio: 1\.5 is no share"):
+        read(file, "warmup_steps=0", "warmup_ratio=1.5")
+
+
+def test_allowing_code_that_is_not_run_is_no_error(file: str) -> None:
+    assert read(file, "trust_remote_code=true").keys.trust_remote_code
+
+
+def test_a_file_that_asks_for_nothing_is_refused(file: str) -> None:
+    with pytest.raises(ValueError, match="asks for nothing to be done; set do_train: true"):
+        read(file, "do_train=false")
+
+
+def test_a_preempted_run_goes_on_where_it_ended(tmp_path: Path) -> None:
+    for age, name in enumerate(("checkpoint-20.ckpt", "last-preempted.ckpt", "checkpoint-100.ckpt")):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (1000 + age, 1000 + age))
+    assert where_to_resume(str(tmp_path), False) == str(tmp_path / "checkpoint-100.ckpt")
+    (tmp_path / "checkpoint-100.ckpt").rmdir()
+    assert where_to_resume(str(tmp_path), False) == str(tmp_path / "last-preempted.ckpt")

@@ -110,6 +110,30 @@ def test_a_later_file_counts(tmp_path: Path) -> None:
     settings = settings_of_files([first, str(second)], [])
     assert settings.strategy["context_parallel_size"] == 2
     assert settings.strategy["tensor_model_parallel_size"] == 4
+    short = "trainer: {strategy: {class_path: MCoreStrategy, init_args: {context_parallel_size: 2}}}\n"
+    second.write_text(short, encoding="utf-8")  # the same class by its short name
+    assert settings_of_files([first, str(second)], []).strategy["tensor_model_parallel_size"] == 4
+
+
+def test_another_class_keeps_the_arguments_that_it_has_too(tmp_path: Path) -> None:
+    first = cli_file(tmp_path)
+    assert settings_of_files([first], [("data", "mine.Data")]).data["batch_size"] == 1
+    words = [("data", "MCoreFinetuningData"), ("data.tokenizer", "t"), ("data.train_files", "f")]
+    data = settings_of_files([first], words).data
+    assert data["seq_length"] == 8192
+    assert "data_paths" not in data
+
+
+def test_a_later_file_replaces_the_transformer_as_with_fit_and_a_word_changes_one_field(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    second = tmp_path / "more.yaml"
+    second.write_text("model: {init_args: {transformer: {num_layers: 2}}}\n", encoding="utf-8")
+    code, text, _ = printed(capsys, cli_file(tmp_path), str(second))
+    assert code == 2
+    assert "transformer lacks hidden_size" in text
+    assert printed(capsys, cli_file(tmp_path), "--model.transformer.num_layers=16")[0] == 0
+    assert printed(capsys, cli_file(tmp_path), '--model.transformer={"num_layers": 2}')[0] == 2
 
 
 def test_every_error_is_listed_and_the_exit_code_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,6 +156,7 @@ def test_every_error_is_listed_and_the_exit_code_is_2(tmp_path: Path, capsys: py
         (["--trainer.precision=bf17"], "precision='bf17'"),
         (["--trainer.strategy.sequence_parallel=maybe"], "sequence_parallel='maybe'"),
         (["--devices", "0"], "devices=0"),
+        (["--trainer.max_steps={"], "trainer.max_steps={ is no YAML"),
         (["--devices", "8", "--nodes", "3"], "nodes=3"),
         (["--memory", "eighty"], "memory='eighty'"),
         (["--devicees", "8"], "did you mean 'devices'?"),
@@ -246,8 +271,39 @@ def test_suggest_prints_a_table_and_lines_to_paste(tmp_path: Path, capsys: pytes
     code, text, _ = printed(capsys, cli_file(tmp_path), "--suggest", "--memory", "80GB")
     assert code == 0
     assert "BEST FIRST" in text
-    pasted = yaml.safe_load(text.partition("to paste:")[2])
+    pasted = yaml.safe_load(text.partition("into the file:")[2])
     assert pasted["trainer"]["strategy"]["class_path"] == "lightning_mcore.MCoreStrategy"
+
+
+def pasted(document: Any, lines: Any) -> Any:
+    if not isinstance(document, dict) or not isinstance(lines, dict):
+        return lines
+    return {**document, **{key: pasted(document.get(key), value) for key, value in lines.items()}}
+
+
+def test_lines_to_paste_hold_on_top_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file has settings that the suggestion has not: a pipeline, rows of a microbatch, recomputation, alignment."""
+    path = cli_file(tmp_path)
+    document = yaml.safe_load(Path(path).read_text("utf-8"))
+    strategy = document["trainer"]["strategy"]["init_args"]
+    strategy |= {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4, "micro_batch_size": 2}
+    strategy |= {"overlap_grad_reduce": True, "align_grad_reduce": True, "tp_comm_overlap": True}
+    full = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
+    document["model"]["init_args"]["transformer"] |= full
+    document["data"]["init_args"]["batch_size"] = 8
+    Path(path).write_text(yaml.safe_dump(document), encoding="utf-8")
+    words = ("--devices", "64", "--memory", "140GB")
+    before = json.loads(printed(capsys, path, "--json")[1])["batch"]["rows"]
+    best = json.loads(printed(capsys, path, *words, "--suggest", "--json")[1])[0]
+    assert "pipeline_model_parallel_size" in best["strategy"]
+    lines = printed(capsys, path, *words, "--suggest")[1].partition("into the file:")[2]
+    Path(path).write_text(yaml.safe_dump(pasted(document, yaml.safe_load(lines))), encoding="utf-8")
+    code, text, _ = printed(capsys, path, *words, "--json")
+    plan = json.loads(text)
+    assert code == 0
+    assert plan["batch"]["rows"] == before
+    assert plan["pipeline"]["bubble"] == best["bubble"]
+    assert max(stage["memory_bytes"]["total"] for stage in plan["stages"]) == best["memory"]
 
 
 def test_nothing_that_fits_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,6 +314,8 @@ def test_nothing_that_fits_is_one_sentence(tmp_path: Path, capsys: pytest.Captur
 
 def test_sizes_of_memory() -> None:
     assert parse_memory("80GB") == 80e9
+    with pytest.raises(ValueError, match="80 bytes"):
+        parse_memory("80")
     assert parse_memory("1.5 GiB") == 1.5 * 2**30
 
 

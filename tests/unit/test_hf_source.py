@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model of Hugging Face says of itself, for those who have its config alone."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_mcore.hf.hf_source import planned_settings, pretrained_settings
+from tests.hf_models import FAMILIES, VARIANTS, tiny_folder
+
+WITHOUT_TORCH = """
+import json, sys
+from lightning_mcore.without_torch import keep_torch_out
+keep_torch_out()
+from lightning_mcore.hf.hf_source import planned_settings
+found = [planned_settings(folder) for folder in sys.argv[1:]]
+assert sys.modules["torch"] is None
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "deepseek_v3", "deepseek_v3, multi-token"])
+def test_a_plan_has_the_settings_of_the_run(name: str) -> None:
+    folder = str(tiny_folder(name))
+    transformer = {"recompute_granularity": "full"}
+    assert planned_settings(folder, None, 16, transformer) == pretrained_settings(folder, None, 16, transformer)
+
+
+def test_a_plan_needs_no_weights(tmp_path: Path) -> None:
+    folder = tiny_folder("deepseek_v3, multi-token")
+    shutil.copy(folder / "config.json", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"has neither model\.safetensors nor"):
+        pretrained_settings(str(tmp_path))
+    planned, settings = planned_settings(str(tmp_path)), pretrained_settings(str(folder))
+    assert planned["transformer"] == settings["transformer"]
+    assert planned["transformer"]["mtp_num_layers"] == 1
+
+
+def test_a_plan_downloads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(tiny_folder("llama") / "config.json", tmp_path)
+    asked: list[Any] = []
+
+    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    planned_settings("org/model")
+    assert asked == [("org/model", ["*.json"])]
+
+
+def test_a_config_says_the_same_in_a_process_without_torch() -> None:
+    folders = [str(tiny_folder(name)) for name in (*FAMILIES, *VARIANTS)]
+    command = [sys.executable, "-W", "error", "-c", WITHOUT_TORCH, *folders]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads(json.dumps([planned_settings(folder) for folder in folders]))
