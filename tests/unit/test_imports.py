@@ -54,7 +54,7 @@ def test_what_is_light_imports_nothing_heavy(code: str) -> None:
 
 def test_a_config_is_read_without_lightning_and_megatron() -> None:
     assert imported_by("from lightning_mcore.hf import find_family; find_family('deepseek_v3')") == []
-    assert imported_by("from lightning_mcore.hf.hf_source import pretrained_settings") == ["torch"]
+    assert imported_by("from lightning_mcore.hf.hf_source import pretrained_settings") == []
 
 
 def test_every_command_has_its_module() -> None:
