@@ -33,6 +33,8 @@ _ROWS = (1, 2, 4)
 _LEAST_TOKENS = 2048
 """Tokens of a sequence that a context-parallel rank keeps at least."""
 _MOST_BUBBLE = 0.5
+_MOST_TRIED = 500
+"""Layouts that are worked out once one fits; those that cut the model least come first, for they send least."""
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -110,12 +112,17 @@ def suggest(
     fields, rows = _model_and_rows(settings, devices, backend)
     found: dict[tuple[Any, ...], Suggestion] = {}
     least = float("inf")
-    for layout in _layouts(fields, devices, devices_per_node):
+    tried = 0
+    layouts = _layouts(fields, devices, devices_per_node)
+    for layout in sorted(layouts, key=lambda layout: _likely_cost(layout, devices_per_node)):
+        if found and tried >= _MOST_TRIED:
+            break
         needed = _state(fields, layout, settings, devices)
         if needed > limit:
             least = min(least, needed)
             continue
         for micro, count in _microbatches(layout, devices, rows):
+            tried += 1
             plan, recompute = _fitting(
                 settings, layout, devices, devices_per_node, machine, backend, limit, micro, count
             )
@@ -138,6 +145,12 @@ def suggest(
     if not found:
         raise ValueError(_nothing(least, limit, devices, rows))
     return sorted(found.values(), key=lambda one: (one.seconds, one.memory))[:most]
+
+
+def _likely_cost(layout: ParallelLayout, devices_per_node: int) -> float:
+    """Return what grows with the traffic of a layout: ranks of a model copy, and of experts beyond a node."""
+    experts = layout.expert_tensor_size * layout.expert_model_parallel_size
+    return layout.model_parallel_size * max(1.0, experts / devices_per_node)
 
 
 def _nothing(least: float, limit: float, devices: int, rows: int) -> str:

@@ -4,6 +4,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,23 @@ def test_suggest_prints_a_table_and_lines_to_paste(tmp_path: Path, capsys: pytes
     assert "BEST FIRST" in text
     pasted = yaml.safe_load(text.partition("into the file:")[2])
     assert pasted["trainer"]["strategy"]["class_path"] == "lightning_mcore.MCoreStrategy"
+
+
+def test_a_model_of_many_experts_is_not_tried_on_every_layout() -> None:
+    """There are some 6,400 ways to cut this one; the best layouts come early and are found."""
+    model = {**LLAMA, "num_layers": 64, "hidden_size": 7168, "num_attention_heads": 128, "num_query_groups": 128}
+    model |= {"num_moe_experts": 256, "moe_router_topk": 8, "moe_ffn_hidden_size": 2048, "moe_grouped_gemm": True}
+    run = run_with(
+        base=model,
+        precision={"precision": "bf16-mixed"},
+        trainer={"accelerator": "gpu", "devices": 2048, "accumulate_grad_batches": 8},
+        model={"vocab_size": 129280, "seq_length": 16384},
+        data={"batch_size": 1},
+    )
+    started = time.process_time()
+    best = suggest(run, 2048, 8, machine_named("h100"))[0]
+    assert time.process_time() - started < 60
+    assert best.flops_rate > 150e12
 
 
 def pasted(document: Any, lines: Any) -> Any:
