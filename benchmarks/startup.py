@@ -66,15 +66,18 @@ def write_files(folder: Path) -> dict[str, list[str]]:
     (model / "config.json").write_text(json.dumps(LLAMA))
     (folder / "arguments.json").write_text(json.dumps(MEGATRON))
     factory = {"model_name_or_path": str(model), "stage": "sft", "do_train": True, "finetuning_type": "full"} | {
-        "dataset": "alpaca_en_demo",
+        "dataset": "rows",
+        "dataset_dir": str(folder),
         "template": "llama3",
         "cutoff_len": 4096,
         **MEGATRON,
     }
+    (folder / "rows.json").write_text(json.dumps([{"instruction": "count", "output": "one"}]))
+    (folder / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": "rows.json"}}))
     (folder / "factory.yaml").write_text(json.dumps(factory))  # JSON is YAML
     return {
         "LightningCLI file": [str(REPOSITORY / "examples" / "configs" / "llama3_8b_bf16.yaml")],
-        "Hugging Face style arguments": [str(folder / "arguments.json"), "--model", str(model), "--seq-length", "4096"],
+        "file in the style of Hugging Face": [str(folder / "arguments.json"), "--model", str(model), "--seq-length", "4096"],
         "LLaMA-Factory file": [str(folder / "factory.yaml")],
     }
 
