@@ -75,9 +75,10 @@ def write_files(folder: Path) -> dict[str, list[str]]:
     (folder / "rows.json").write_text(json.dumps([{"instruction": "count", "output": "one"}]))
     (folder / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": "rows.json"}}))
     (folder / "factory.yaml").write_text(json.dumps(factory))  # JSON is YAML
+    style = [str(folder / "arguments.json"), "--model", str(model), "--seq-length", "4096"]
     return {
         "LightningCLI file": [str(REPOSITORY / "examples" / "configs" / "llama3_8b_bf16.yaml")],
-        "file in the style of Hugging Face": [str(folder / "arguments.json"), "--model", str(model), "--seq-length", "4096"],
+        "file in the style of Hugging Face": style,
         "LLaMA-Factory file": [str(folder / "factory.yaml")],
     }
 
