@@ -26,14 +26,13 @@ from lightning_mcore.backend import TransformerImpl, check_backend, gpt_block_sp
 from lightning_mcore.hf.hf_source import absolute, pretrained_settings
 from lightning_mcore.hf.pretrained import load_pretrained
 from lightning_mcore.language_step import (
-    LossNormalization,
     ModelInputs,
-    check_normalization,
     check_places,
     check_vocabulary,
     microbatch_shape,
     token_mean,
 )
+from lightning_mcore.loss_normalization import LossNormalization, check_normalization
 from lightning_mcore.metrics import TokenAccuracy, TokenPerplexity
 from lightning_mcore.model_shape import ModelShape
 from lightning_mcore.multi_token import MultiTokenGPT, check_multi_token, gpt_mtp_block_spec

@@ -16,7 +16,7 @@ too, ``cu_seqlens`` and ``cu_seqlens_padded``, [b, n + 1].
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,6 @@ from lightning_mcore.packed_sequences import (
 )
 from lightning_mcore.sizes import neighbours
 
-LossNormalization: TypeAlias = Literal["tokens", "samples"]
 _BOUNDARIES = ("cu_seqlens", "cu_seqlens_padded")
 _OF_SEQUENCES = (*_BOUNDARIES, "sample_ids")
 IGNORED_LABEL = -100
@@ -268,35 +267,6 @@ def check_places(batch: dict[str, Tensor], seq_length: int) -> None:
             f"a sequence takes {longest} places, and seq_length={seq_length} of the model are all that"
             f" position_embedding_type='learned_absolute' has; choose shorter ones, or a model of a longer seq_length"
         )
-
-
-def check_normalization(normalization: LossNormalization, config: TransformerConfig) -> None:
-    """Refuse a mean that nobody computes.
-
-    Args:
-        normalization: Over what the loss is a mean.
-        config: The model's.
-
-    Raises:
-        ValueError: It is unknown, or losses of layers would be weighed by tokens and divided by samples.
-    """
-    if normalization not in get_args(LossNormalization):
-        raise ValueError(f"loss normalization {normalization!r} is unknown; choose 'tokens' or 'samples'")
-    if normalization == "tokens" or not config.calculate_per_token_loss:
-        return
-    coefficients = config.moe_aux_loss_coeff
-    balanced = any(coefficients) if isinstance(coefficients, list) else bool(coefficients)
-    routed = config.num_moe_experts is not None
-    for name, is_there in {
-        "moe_aux_loss_coeff": routed and balanced and config.moe_router_load_balancing_type != "none",
-        "moe_z_loss_coeff": routed and bool(config.moe_z_loss_coeff),
-        "mtp_num_layers": bool(config.mtp_num_layers),
-    }.items():
-        if is_there:
-            raise ValueError(
-                f"loss normalization 'samples' with {name}={getattr(config, name)}, a loss that Megatron weighs by"
-                " tokens; choose 'tokens', or leave that loss out"
-            )
 
 
 def _is_of_tokens(name: str, value: Any, whole: torch.Size) -> bool:

@@ -23,9 +23,7 @@ from torch import Tensor
 from lightning_mcore.checkpoint_io import MCoreCheckpointIO
 from lightning_mcore.context_split import split_for_context_parallel
 from lightning_mcore.language_step import (
-    LossNormalization,
     ModelInputs,
-    check_normalization,
     is_packed,
     microbatch_shape,
     sample_mean,
@@ -33,6 +31,7 @@ from lightning_mcore.language_step import (
     token_mean,
 )
 from lightning_mcore.layout import ModelShape, ParallelLayout
+from lightning_mcore.loss_normalization import LossNormalization, check_normalization
 from lightning_mcore.pipeline import ChunkFactory, Pipeline, PipelineHost
 from lightning_mcore.process_groups import pipeline_stage, process_group, process_groups_are_open
 from lightning_mcore.session import SingleModelSession, single_process

@@ -37,7 +37,7 @@ _ALIASES = {
     "OptimizerName": "lightning_mcore/optimizer_recipe.py",
     "SchedulerName": "lightning_mcore/optimizer_recipe.py",
     "TransformerImpl": "lightning_mcore/backend.py",
-    "LossNormalization": "lightning_mcore/language_step.py",
+    "LossNormalization": "lightning_mcore/loss_normalization.py",
     "PrecisionName": "lightning_mcore/precision.py",
     "FP8Format": "lightning_mcore/fp8.py",
     "FP8Recipe": "lightning_mcore/fp8.py",

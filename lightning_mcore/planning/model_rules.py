@@ -17,6 +17,7 @@ from lightning_mcore.field_support import check_fields
 from lightning_mcore.field_values import accepts, choices_of, is_callable
 from lightning_mcore.fp8_sizes import check_layers, check_microbatch, check_model
 from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.loss_normalization import check_normalization
 from lightning_mcore.planning.global_batch import GlobalBatch
 from lightning_mcore.planning.gpt_fields import GPTFields
 from lightning_mcore.planning.megatron_source import GPT, parameters, source_file, transformer_arguments
@@ -150,7 +151,7 @@ def check_gpt_on_layout(
     config.recompute_method = None  # field_support asks Megatron for the layers of stages
     book.attempt(lambda: check_fields(config, backend, device_type))  # type: ignore[arg-type]
     _check_multi_token(book, config, fields)
-    _check_normalization(book, config, model.get("loss_normalization") or "tokens")
+    book.attempt(lambda: check_normalization(model.get("loss_normalization") or "tokens", config))
     if device_type == "cpu" and layout.expert_model_parallel_size > 1 and layout.expert_tensor_size > 1:
         book.refuse(
             f"expert_tensor_parallel_size={layout.expert_tensor_size} with expert_model_parallel_size="
@@ -275,22 +276,3 @@ def _counts_own_tokens() -> bool:
     return "def process_mtp_loss" in source_file("megatron/core/transformer/multi_token_prediction.py").read_text(
         "utf-8"
     )
-
-
-def _check_normalization(book: RuleBook, config: Any, normalization: str) -> None:
-    """Mirror ``language_step.check_normalization``."""
-    if normalization == "tokens" or not config.calculate_per_token_loss:
-        return
-    coefficients = config.moe_aux_loss_coeff
-    balanced = any(coefficients) if isinstance(coefficients, list) else bool(coefficients)
-    routed = config.num_moe_experts is not None
-    for name, is_there in {
-        "moe_aux_loss_coeff": routed and balanced and config.moe_router_load_balancing_type != "none",
-        "moe_z_loss_coeff": routed and bool(config.moe_z_loss_coeff),
-        "mtp_num_layers": bool(config.mtp_num_layers),
-    }.items():
-        if is_there:
-            book.refuse(
-                f"loss normalization 'samples' with {name}={getattr(config, name)}, a loss that Megatron weighs by"
-                " tokens; choose 'tokens', or leave that loss out"
-            )

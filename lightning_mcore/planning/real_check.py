@@ -73,7 +73,7 @@ def _check_module(module: Any, strategy: Any, device_type: str) -> None:
     """Build Megatron's config and check it, as ``MCoreGPT.check_settings`` does under a Trainer."""
     from lightning_mcore.backend import resolve_transformer_impl
     from lightning_mcore.field_support import check_fields
-    from lightning_mcore.language_step import check_normalization
+    from lightning_mcore.loss_normalization import check_normalization
     from lightning_mcore.multi_token import check_multi_token
     from lightning_mcore.parallelism import _check_expert_tensor_parallel
     from lightning_mcore.transformer_fields import build_transformer_config

@@ -33,6 +33,7 @@ LEVELS = [
         "sizes",
         "spelling",
         "without_torch",
+        "loss_normalization",
         "run_settings",
         "argument_fields",
         "megatron_source",
@@ -198,7 +199,7 @@ def stems_of(folder: str) -> set[str]:
 
 PURE_ARITHMETIC = {
     *("sizes", "spelling", "run_settings", "rectangles", "model_shape", "pipeline_split", "layout", "throughput"),
-    *("field_homes", "field_values", "fp8_sizes"),
+    *("field_homes", "field_values", "fp8_sizes", "loss_normalization"),
     *("factory_file", "factory_keys", "refused_keys", "key_rules", "model_folder", "dataset_info", "chat_templates"),
     *stems_of("arguments")
     - {"argument_parsing", "lightning_objects", "step_callbacks", "training_arguments"}

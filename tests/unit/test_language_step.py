@@ -14,7 +14,6 @@ from lightning_mcore.data.packed_rows import collate_padded, collate_rows, pack
 from lightning_mcore.data.packing import TokenSample
 from lightning_mcore.language_step import (
     ModelInputs,
-    check_normalization,
     check_places,
     check_vocabulary,
     microbatch_shape,
@@ -23,6 +22,7 @@ from lightning_mcore.language_step import (
     split_packed_batch,
     token_mean,
 )
+from lightning_mcore.loss_normalization import check_normalization
 
 Batch = dict[str, Tensor]
 SAMPLES = [list(range(1, 7)), list(range(20, 24)), list(range(40, 51))]  # 5, 3 and 10 places
