@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loops.loop import _Loop
 
 _log = logging.getLogger(__name__)
@@ -80,13 +81,34 @@ class Place:
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = self.stepped - 1
 
 
-def know_metrics(fit: Any, metrics: Mapping[str, Any]) -> None:
-    """Let monitors and plateau schedulers find the metrics that were known.
+class EndOfRestart(Checkpoint):
+    """Lets a loop that went on in an epoch end it like any other.
 
-    Source: ``_FitLoop.on_advance_end`` (2.6): a loop that is restarting does not step plateau schedulers at the end of
-    its first epoch, for lack of metrics.
+    To hooks, the loop is restarting until its first epoch is over, as under any strategy. Then come the schedulers,
+    which Lightning does not step in a loop that is restarting, for lack of metrics. Those are known here, so the
+    restart ends between the two: in the last of all hooks, which is that of the last checkpoint callback.
+
+    Source: ``_FitLoop.on_advance_end`` in lightning/pytorch/loops/fit_loop.py (2.6).
     """
-    fit._restarting = False
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """End the restart."""
+        trainer.fit_loop._restarting = False
+        self.detach(trainer)
+
+    @classmethod
+    def attach(cls, trainer: pl.Trainer) -> None:
+        """Make it the last callback, for one epoch."""
+        trainer.callbacks = [*trainer.callbacks, cls()]  # type: ignore[attr-defined]
+
+    @classmethod
+    def detach(cls, trainer: pl.Trainer) -> None:
+        """Remove it again, if it is there."""
+        trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, cls)]  # type: ignore[attr-defined]
+
+
+def know_metrics(fit: Any, metrics: Mapping[str, Any]) -> None:
+    """Let monitors and plateau schedulers find the metrics that were known."""
     fit.trainer._logger_connector._callback_metrics.update(metrics)
 
 

@@ -45,6 +45,7 @@ from torch.utils.data import DataLoader
 from lightning_mcore.agreement import control_group
 from lightning_mcore.data_position import FollowedLoader, Moment, Position, batches_in_pass
 from lightning_mcore.epoch_place import (
+    EndOfRestart,
     Place,
     begin_epoch,
     know_metrics,
@@ -228,7 +229,7 @@ class ExactResume:
         module = self._strategy.lightning_module
         if not states or not all(states) or "loops" not in checkpoint:
             return
-        if module is None or module.trainer.state.fn != TrainerFn.FITTING:
+        if module is None or module._trainer is None or module.trainer.state.fn != TrainerFn.FITTING:
             return
         mine = self._coordinates()
         index, is_own = pick([state["coordinates"] for state in states], mine)
@@ -316,9 +317,11 @@ class ExactResume:
                 )
             if fit._combined_loader_states_to_load and not self._loaders:
                 load_loaders(fit)
+            EndOfRestart.attach(fit.trainer)
             self._go_on_in_epoch(fit, restored)
             put(restored.random, self._strategy.root_device)
             return
+        fit._restarting = False  # else Lightning would not step plateau schedulers at the end of this epoch
         if restored.is_between:
             begin_epoch(fit, restored.place, restored.makes_iterator)
             if restored.place.waits:
@@ -371,6 +374,9 @@ class ExactResume:
         for followed in self._loaders.values():
             followed.leave()
         self._restored = None
+        module = self._strategy.lightning_module
+        if module is not None and module._trainer is not None:
+            EndOfRestart.detach(module.trainer)
 
 
 def _check_can_go_on(followed: FollowedLoader, position: Position, restored: _Restored, ranks: int) -> None:

@@ -66,8 +66,8 @@ class MCorePersistence(MCoreParallelism):
         """What writes and reads checkpoints; :class:`~lightning_mcore.MCoreCheckpointIO` unless told otherwise."""
         if self._checkpoint_io is None:
             self._checkpoint_io = MCoreCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
-            self._checkpoint_io.checkpoint_io = MCoreCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = MCoreCheckpointIO()  # goes to the innermost, if that wraps nothing yet
         return self._checkpoint_io
 
     @checkpoint_io.setter

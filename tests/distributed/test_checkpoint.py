@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -329,6 +330,76 @@ def test_what_a_user_knows_of_checkpoints_works(strategy: dict[str, Any], tmp_pa
         assert {"afterwards.ckpt", "last.ckpt", "weights.ckpt"} < set(kept)
         assert rank.pop("epochs of the resumed run") == [4]
         assert all(rank.values()), rank
+
+
+class Remembers(pl.Callback):
+    """Has a state of its own."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.number, self.times_loaded = number, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.number = state_dict["number"]
+        self.times_loaded += 1
+
+
+def restore_callbacks(strategy: Any, folder: str) -> dict[str, tuple[int, int]]:
+    """Save and validate, test and predict from it; first also read the callbacks' states alone, as Lightning can."""
+    found = {}
+    for module in (PlainNet, StagedNet):
+        path = f"{folder}/{module.__name__}.ckpt"
+        trainer = make_trainer(strategy, callbacks=[Remembers(7)])
+        trainer.fit(module(), loader(4, 2))
+        trainer.save_checkpoint(path)
+        for way in ("validate", "test", "predict"):
+            remembers, net = Remembers(), module()
+            trainer = make_trainer(strategy, callbacks=[remembers])
+            trainer.strategy.connect(net)
+            trainer._checkpoint_connector.resume_start(path)
+            trainer._checkpoint_connector.restore_callbacks()
+            alone = remembers.number, remembers.times_loaded
+            getattr(trainer, way)(net, loader(4, 2), ckpt_path=path)
+            found[f"{module.__name__} {way}"] = (*alone, remembers.number, remembers.times_loaded)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", {}], ids=["ddp", "mcore"])
+def test_callbacks_get_their_states_back_in_every_evaluation(strategy: Any, tmp_path: Path) -> None:
+    [found] = run_ranks(1, restore_callbacks, strategy, str(tmp_path))
+    assert set(found.values()) == {(7, 1, 7, 2)}
+
+
+def save_through(number: int, path: str) -> list[str]:
+    """Save through so many AsyncCheckpointIO around each other; return the classes, from the outermost."""
+    wrapped: Any = None
+    for _ in range(number):
+        wrapped = AsyncCheckpointIO(wrapped)
+    trainer = make_trainer({"checkpoint_io": wrapped})
+    first = PlainNet()
+    trainer.fit(first, loader(4, 2))
+    trainer.save_checkpoint(path)
+    names: list[str] = []
+    io: Any = trainer.strategy.checkpoint_io
+    while io is not None:
+        names.append(type(io).__name__)
+        io.teardown()  # waits for its thread
+        io = getattr(io, "checkpoint_io", None)
+    second = PlainNet()
+    make_trainer({}).validate(second, loader(4, 2), ckpt_path=path, verbose=False)
+    assert all(torch.equal(value, weights(second)[name]) for name, value in weights(first).items())
+    return names
+
+
+def save_through_each_number(folder: str) -> list[list[str]]:
+    return [save_through(number, f"{folder}/{number}.ckpt") for number in (1, 2, 3)]
+
+
+def test_a_wrapped_checkpoint_io_gets_ours_inside_however_deep(tmp_path: Path) -> None:
+    [found] = run_ranks(1, save_through_each_number, str(tmp_path))
+    assert found == [[*["AsyncCheckpointIO"] * number, "MCoreCheckpointIO"] for number in (1, 2, 3)]
 
 
 # Layers of Megatron with a state dict of their own

@@ -6,6 +6,7 @@ each of them in other processes. What is compared is text: of every batch its ep
 step the loss as Python prints it.
 """
 
+import contextlib
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -738,8 +739,39 @@ class SaveOnException(pl.Callback):
         trainer.save_checkpoint(self.path)
 
 
-def fail_and_go_on(folder: str) -> tuple[Run, Run, Any]:
-    """Return a whole run, one that goes on after a failure, and its optimizer's state as ``"ddp"`` reads the file."""
+class Restarting(pl.Callback):
+    """Notes what Lightning says to hooks about the restart, and the callbacks that are there."""
+
+    def __init__(self) -> None:
+        self.noted: list[Any] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.note(trainer, trainer.fit_loop.epoch_loop.batch_idx)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.note(trainer, "end")
+
+    def note(self, trainer: pl.Trainer, moment: Any) -> None:
+        loop = trainer.fit_loop
+        self.noted.append((trainer.current_epoch, moment, loop.restarting, loop.epoch_loop.restarting))
+
+
+def restarts(strategy: Any, path: str, fails: bool = False) -> Any:
+    """Resume, to the end of the next epoch or into another failure; return what hooks saw and which callbacks stay."""
+    watch = Restarting()
+    trainer = make_trainer(strategy, callbacks=[watch], max_epochs=2)
+    Failing.fails = fails
+    with pytest.raises(ArithmeticError) if fails else contextlib.nullcontext():
+        trainer.fit(Failing(), noisy(16, 2, shuffle=True), ckpt_path=path)
+    Failing.fails = False
+    return watch.noted, trainer.callbacks == [watch]  # type: ignore[attr-defined]
+
+
+def fail_and_go_on(folder: str) -> tuple[Run, Run, Any, Any]:
+    """Return a whole run, one that goes on after a failure, its steps as ``"ddp"`` reads the file, and three restarts.
+
+    The restarts are as hooks see them: under ddp, under ours, and under ours with another failure.
+    """
     case = Case(module=Failing, data=partial(noisy, 16, 2, shuffle=True), trainer={"max_epochs": 1})
     whole = train(case, folder)
     Failing.fails = True
@@ -751,11 +783,19 @@ def fail_and_go_on(folder: str) -> tuple[Run, Run, Any]:
     resumed = train(case, folder, resume=f"{folder}/failed.ckpt")
     other = make_trainer("ddp", max_epochs=1)
     other.fit(Failing(), case.data(), ckpt_path=f"{folder}/failed.ckpt")
-    return whole, resumed, other.global_step
+    path = f"{folder}/failed.ckpt"
+    seen = [restarts("ddp", path), restarts({}, path), restarts({}, path, fails=True)]
+    return whole, resumed, other.global_step, seen
 
 
 def test_a_batch_that_failed_is_the_first_of_the_resumed_run(tmp_path: Path) -> None:
-    [(whole, resumed, steps)] = run_ranks(1, fail_and_go_on, str(tmp_path))
+    [(whole, resumed, steps, (ddp, ours, failed))] = run_ranks(1, fail_and_go_on, str(tmp_path))
     assert resumed.batches == whole.batches[4:]
     assert resumed.losses == whole.losses[4:]
     assert steps == 8  # another strategy reads the file as ever
+    assert ours == ddp  # to hooks the loop is restarting until the epoch is over
+    assert [(epoch, restarting) for epoch, moment, restarting, _ in ours[0] if moment == "end"] == [
+        (0, True),
+        (1, False),
+    ]
+    assert failed == ([], True)
