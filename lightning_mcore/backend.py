@@ -29,8 +29,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_mcore.core_attention import TorchAttention, check_attention
-from lightning_mcore.field_support import check_fields
+from lightning_mcore.core_attention import TorchAttention
+from lightning_mcore.field_support import check_fields, check_without_transformer_engine
 from lightning_mcore.moe_router import ExactRouter, scale_gradient
 
 __all__ = ["TorchAttention", "TorchNorm", "TransformerImpl", "gpt_block_spec", "resolve_transformer_impl"]
@@ -211,13 +211,9 @@ def check_backend(
         return
     if config.multi_latent_attention:
         _check_latent(config, device_type)
-    if not HAVE_TE and config.recompute_granularity == "selective" and "layernorm" in config.recompute_modules:
-        raise ValueError(
-            "recompute_modules with 'layernorm' needs TransformerEngine; choose from 'core_attn', 'mla_up_proj', "
-            "'mlp', 'moe' and 'shared_experts'"
-        )
+    if not HAVE_TE:
+        check_without_transformer_engine(config)
     _check_norm(config)
-    check_attention(config)
 
 
 def _check_norm(config: TransformerConfig) -> None:

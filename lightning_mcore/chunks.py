@@ -27,6 +27,7 @@ from torch import nn
 
 from lightning_mcore.field_support import check_fields
 from lightning_mcore.fp8 import TRANSFORMER_FIELDS as FP8_FIELDS
+from lightning_mcore.loss_normalization import check_average_in_collective
 from lightning_mcore.pipeline import Pipeline
 from lightning_mcore.process_groups import process_group
 
@@ -185,11 +186,8 @@ def wrap_chunks(
         wrapped = [Float16Module(config, module) for module in wrapped]
         if config.fp8_param:
             correct_amax_history_if_needed(wrapped)  # what casting has put there, before TransformerEngine 2
-    if ddp_config is not None and ddp_config.average_in_collective and config.calculate_per_token_loss:
-        raise ValueError(
-            "ddp_config.average_in_collective=True averages over ranks, and calculate_per_token_loss=True of the model"
-            " asks for a sum over tokens; set one of them to False"
-        )
+    if ddp_config is not None:
+        check_average_in_collective(ddp_config.average_in_collective, config)
     if pipeline is None:
         _broadcast_buffers(wrapped[0])
     if ddp_config is None:

@@ -35,6 +35,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from lightning_mcore.attention import Reach, Softmax, attend, attend_once, packed_runs, sequence_runs, visible
+from lightning_mcore.field_support import check_attention
 from lightning_mcore.gathered_keys import over_whole_sequences
 from lightning_mcore.packed_sequences import Boundaries, boundaries_of
 
@@ -228,35 +229,6 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
                 f"{query.size(0) * size}; let cu_seqlens_q_padded end with the row"
             )
         return boundaries
-
-
-def check_attention(config: TransformerConfig, is_causal: bool = True) -> None:
-    """Refuse attention that :class:`TorchAttention` does not have.
-
-    Args:
-        config: The transformer's config.
-        is_causal: Whether queries see only what stands before them.
-
-    Raises:
-        ValueError: For a softmax with sinks, or a window that looks ahead under causal attention.
-    """
-    if config.softmax_type != "vanilla":
-        raise ValueError(
-            f"softmax_type={config.softmax_type!r} needs TransformerEngine; choose 'vanilla', "
-            'or transformer_impl="transformer_engine" on CUDA'
-        )
-    if config.window_size is None:
-        return
-    back, ahead = config.window_size
-    if back < -1 or ahead < -1:
-        raise ValueError(
-            f"window_size={config.window_size} is not a window; choose numbers of tokens, or -1 for no end"
-        )
-    if is_causal and ahead > 0:
-        raise ValueError(
-            f"window_size={config.window_size} looks {ahead} tokens ahead, and the attention is causal; "
-            f"choose ({back}, 0)"
-        )
 
 
 class _CompleteSharedGradient(torch.autograd.Function):

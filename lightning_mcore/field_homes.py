@@ -109,6 +109,36 @@ DDP_NOT_AVAILABLE = {
 }
 
 
+def ddp_fields_of(precision: str) -> dict[str, Any]:
+    """Return the fields of ``DistributedDataParallelConfig`` that a number format decides, those of FP8 left out.
+
+    Args:
+        precision: Its name, such as ``"bf16-mixed"``.
+    """
+    fields: dict[str, Any] = {"grad_reduce_in_fp32": precision == "32-true" or precision.endswith("-mixed")}
+    if precision.startswith("16"):
+        fields["check_for_nan_in_grad"] = False  # an overflow skips a step, it does not end the run
+    return fields
+
+
+def check_owned_by_precision(given: Mapping[str, Any], owned: Mapping[str, Any]) -> None:
+    """Refuse a field of ``ddp_config`` that says something else than the precision.
+
+    Args:
+        given: The fields of ``ddp_config`` that do not have Megatron's default.
+        owned: The fields that the precision owns.
+
+    Raises:
+        ValueError: There is one.
+    """
+    for name, value in owned.items():
+        if name in given and given[name] != value:
+            raise ValueError(
+                f"ddp_config.{name}={given[name]} contradicts Trainer(precision=...), which means {name}={value};"
+                " set it through the precision"
+            )
+
+
 def check_home(name: str) -> None:
     """Refuse a field of ``TransformerConfig`` that is set elsewhere than in ``transformer``.
 

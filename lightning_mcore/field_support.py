@@ -167,9 +167,55 @@ def _check_torch_backend(config: "TransformerConfig", given: Mapping[str, Any], 
                 f"{name}={value!r} is not for the torch backend, for {reason}; choose "
                 f'{" or ".join(map(repr, allowed))}, or transformer_impl="transformer_engine" on CUDA'
             )
+    check_attention(config)
     if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te":
         raise ValueError(
             "cross_entropy_fusion_impl='te' needs TransformerEngine; choose 'native' or cross_entropy_loss_fusion=False"
+        )
+
+
+def check_attention(config: Any, is_causal: bool = True) -> None:
+    """Refuse attention that the torch backend does not have.
+
+    Args:
+        config: The transformer's, or any object with its fields.
+        is_causal: Whether queries see only what stands before them.
+
+    Raises:
+        ValueError: For a softmax with sinks, or a window that looks ahead under causal attention.
+    """
+    if config.softmax_type != "vanilla":
+        raise ValueError(
+            f"softmax_type={config.softmax_type!r} needs TransformerEngine; choose 'vanilla', "
+            'or transformer_impl="transformer_engine" on CUDA'
+        )
+    if config.window_size is None:
+        return
+    back, ahead = config.window_size
+    if back < -1 or ahead < -1:
+        raise ValueError(
+            f"window_size={config.window_size} is not a window; choose numbers of tokens, or -1 for no end"
+        )
+    if is_causal and ahead > 0:
+        raise ValueError(
+            f"window_size={config.window_size} looks {ahead} tokens ahead, and the attention is causal; "
+            f"choose ({back}, 0)"
+        )
+
+
+def check_without_transformer_engine(config: Any) -> None:
+    """Refuse what Megatron's local layers leave to TransformerEngine, where it is not installed.
+
+    Args:
+        config: The transformer's, or any object with its fields.
+
+    Raises:
+        ValueError: As said.
+    """
+    if config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ()):
+        raise ValueError(
+            "recompute_modules with 'layernorm' needs TransformerEngine; choose from 'core_attn', 'mla_up_proj', "
+            "'mlp', 'moe' and 'shared_experts'"
         )
 
 

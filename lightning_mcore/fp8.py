@@ -14,8 +14,8 @@ mxfp8          one a block of 32 elements                 10.0 up to below 12.0 
 =============  =========================================  ======================  ===================  =============
 
 :class:`FP8Settings` holds the arguments of :class:`~lightning_mcore.MCorePrecision`, checked against each other, and
-the fields that they mean in each of Megatron's three configs. ``fp8_checks.py`` refuses what machine, settings of the
-strategy and shapes cannot do.
+the fields that they mean in each of Megatron's three configs. ``fp8_checks.py`` refuses what machine and shapes cannot
+do.
 
 Sources: ``TransformerConfig.__post_init__``, ``get_fp8_recipe`` and ``TEDelayedScaling`` of megatron-core (0.16.1 and
 0.19.2).
@@ -114,6 +114,36 @@ class FP8Settings:
                 require_size(field.name, value, at_least=1 if field.name == "fp8_amax_history_len" else 0)
             else:
                 require_flag(field.name, value)
+
+    def check_optimizer(self, distributed: bool, overlap_param_gather: bool, cpu_offload: bool) -> None:
+        """Refuse FP8 weights where the strategy's optimizer cannot keep them.
+
+        Args:
+            distributed: Whether the optimizer is sharded.
+            overlap_param_gather: Whether weights are gathered during the forward pass.
+            cpu_offload: Whether the optimizer's state is on the host.
+
+        Raises:
+            ValueError: The optimizer is not sharded, is offloaded to the host with another recipe than the delayed one,
+                or MXFP8 weights are to be gathered during the forward pass.
+
+        Source: ``validate_args`` in megatron/training/arguments.py (0.19).
+        """
+        if self.fp8_param and cpu_offload and self.recipe != "delayed":
+            raise ValueError(
+                f"fp8_param=True with fp8_recipe={self.recipe!r} is not available with"
+                " optimizer_config.optimizer_cpu_offload=True; choose fp8_recipe='delayed', or leave one of them out"
+            )
+        if self.fp8_param and not distributed:
+            raise ValueError(
+                "fp8_param=True needs the distributed optimizer, which keeps the fp32 copies of FP8 weights; set"
+                " MCoreStrategy(use_distributed_optimizer=True)"
+            )
+        if self.reuse_grad_buf_for_mxfp8_param_ag and overlap_param_gather:
+            raise ValueError(
+                "reuse_grad_buf_for_mxfp8_param_ag=True with overlap_param_gather=True is not available: the gradients"
+                " are zeroed while the weights still wait in their buffer; set overlap_param_gather=False"
+            )
 
     # ---- what it means
 

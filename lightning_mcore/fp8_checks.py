@@ -167,27 +167,10 @@ def check_optimizer(
     """Refuse FP8 weights where the strategy's optimizer cannot keep them.
 
     Raises:
-        ValueError: The optimizer is not sharded, is offloaded to the host with another recipe than the delayed one, or
-            MXFP8 weights are to be gathered during the forward pass.
-
-    Source: ``validate_args`` in megatron/training/arguments.py (0.19).
+        ValueError: As ``FP8Settings.check_optimizer`` says.
     """
-    offloads = optimizer_config is not None and optimizer_config.optimizer_cpu_offload
-    if settings.fp8_param and offloads and settings.recipe != "delayed":
-        raise ValueError(
-            f"fp8_param=True with fp8_recipe={settings.recipe!r} is not available with"
-            " optimizer_config.optimizer_cpu_offload=True; choose fp8_recipe='delayed', or leave one of them out"
-        )
-    if settings.fp8_param and not ddp_config.use_distributed_optimizer:
-        raise ValueError(
-            "fp8_param=True needs the distributed optimizer, which keeps the fp32 copies of FP8 weights; set"
-            " MCoreStrategy(use_distributed_optimizer=True)"
-        )
-    if settings.reuse_grad_buf_for_mxfp8_param_ag and ddp_config.overlap_param_gather:
-        raise ValueError(
-            "reuse_grad_buf_for_mxfp8_param_ag=True with overlap_param_gather=True is not available: the gradients are"
-            " zeroed while the weights still wait in their buffer; set overlap_param_gather=False"
-        )
+    offloads = optimizer_config is not None and bool(optimizer_config.optimizer_cpu_offload)
+    settings.check_optimizer(ddp_config.use_distributed_optimizer, ddp_config.overlap_param_gather, offloads)
 
 
 def check_chunks(settings: FP8Settings, chunks: Sequence[nn.Module]) -> None:

@@ -7,11 +7,13 @@
 import functools
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import lightning.pytorch as pl
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
-def learning_rate_course(trainer: pl.Trainer, peak: float, least: float, warmup_steps: int) -> Callable[[int], float]:
+def learning_rate_course(trainer: "pl.Trainer", peak: float, least: float, warmup_steps: int) -> Callable[[int], float]:
     """Return the factor of the learning rate by optimizer steps, over the steps of a run.
 
     Args:
@@ -24,13 +26,27 @@ def learning_rate_course(trainer: pl.Trainer, peak: float, least: float, warmup_
         ValueError: The number of steps is unknown, and the learning rate is to decay.
     """
     total = trainer.estimated_stepping_batches
-    if (total < 0 or math.isinf(total)) and least != peak:
+    check_decay(math.inf if total < 0 else total, peak, least)
+    share = least / peak if peak else 1.0
+    return functools.partial(warmup_cosine, warmup_steps=warmup_steps, total_steps=total, least=share)
+
+
+def check_decay(total_steps: float, peak: float, least: float) -> None:
+    """Refuse a learning rate that is to decay over an unknown number of steps.
+
+    Args:
+        total_steps: Steps of the whole run, infinity where nobody knows.
+        peak: The learning rate after the warm-up.
+        least: What it decays to.
+
+    Raises:
+        ValueError: As said.
+    """
+    if math.isinf(total_steps) and least != peak:
         raise ValueError(
             f"the number of steps is unknown, and learning_rate={peak} is to decay to min_learning_rate={least}; "
             "set Trainer(max_steps=...), or min_learning_rate=learning_rate for a constant rate"
         )
-    share = least / peak if peak else 1.0
-    return functools.partial(warmup_cosine, warmup_steps=warmup_steps, total_steps=total, least=share)
 
 
 def warmup_cosine(step: int, warmup_steps: int, total_steps: float, least: float) -> float:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Over what the loss of a language model is a mean, and which models have losses that only one of the two fits.
 
-``MCoreModule`` and ``MCoreGPT`` ask before they train, ``lightning-mcore plan`` before there is a model.
+``MCoreModule`` and ``MCoreGPT`` ask before they train, ``chunks.py`` before it wraps a model, ``lightning-mcore plan``
+before there is one.
 Pure arithmetic.
 """
 
@@ -37,3 +38,22 @@ def check_normalization(normalization: LossNormalization, config: Any) -> None:
                 f"loss normalization 'samples' with {name}={getattr(config, name)}, a loss that Megatron weighs by"
                 " tokens; choose 'tokens', or leave that loss out"
             )
+
+
+def check_average_in_collective(average_in_collective: bool, config: Any) -> None:
+    """Refuse to average gradients over ranks where the loss is a sum over tokens.
+
+    Args:
+        average_in_collective: Of ``ddp_config``.
+        config: The model's, or any object with its fields.
+
+    Raises:
+        ValueError: As said.
+
+    Source: ``DistributedDataParallel.__init__`` (megatron-core 0.16.1 and 0.19.2).
+    """
+    if average_in_collective and config.calculate_per_token_loss:
+        raise ValueError(
+            "ddp_config.average_in_collective=True averages over ranks, and calculate_per_token_loss=True of the model"
+            " asks for a sum over tokens; set one of them to False"
+        )

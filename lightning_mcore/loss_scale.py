@@ -4,9 +4,8 @@
 The smallest gradient that fp16 can hold is 6e-8, so the loss is multiplied by a scale before backward and the gradients
 are divided by it before the step. If one of them is inf or nan, the step is skipped on every rank, and after
 ``hysteresis`` such steps the scale is halved; after ``loss_scale_window`` steps without, it is doubled. All of that is
-Megatron's ``DynamicGradScaler``; this file adds what it lacks:
+Megatron's ``DynamicGradScaler``, with the settings of ``fp16.py``; this file adds what it lacks:
 
-* :class:`LossScaling` are its settings, checked;
 * :class:`LossScaler` is the one scale of a run, whatever the number of optimizers, with a state that a checkpoint can
   hold;
 * :class:`AgreedGradScaler` is the scaler of one optimizer. Megatron gives dense and expert parameters a scaler each and
@@ -17,9 +16,8 @@ Megatron's ``DynamicGradScaler``; this file adds what it lacks:
 ``precision.py`` makes the scaler, ``optimizer_factory.py`` attaches it to the optimizers.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -29,64 +27,10 @@ from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradS
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from lightning_mcore.fp16 import LossScaling
 from lightning_mcore.optimizer_parts import optimizer_parts
 
 _NEVER = 2**62  # batches
-
-
-@dataclass(frozen=True)
-class LossScaling:
-    """Settings of the loss scale, under the names of Megatron's ``OptimizerConfig``.
-
-    Args:
-        loss_scale: A constant scale; None for a dynamic one.
-        initial_loss_scale: Where the dynamic scale starts. Megatron starts at 2**32 and skips the first thirty or so
-            steps while it comes down; 2**16, as in ``torch.amp.GradScaler``, lets a short run train.
-        min_loss_scale: Lower bound of the dynamic scale.
-        loss_scale_window: Steps without overflow after which the scale doubles.
-        hysteresis: Steps with overflow after which the scale is halved.
-
-    Raises:
-        TypeError: A value of another type.
-        ValueError: A value out of range.
-    """
-
-    loss_scale: float | None = None
-    initial_loss_scale: float = 2.0**16
-    min_loss_scale: float = 1.0
-    loss_scale_window: int = 1000
-    hysteresis: int = 2
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
-            value = getattr(self, name)
-            if value is None and name == "loss_scale":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"{name}={value!r} is not a number")
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name}={value} is no scale; give a number above 0")
-        for name in ("loss_scale_window", "hysteresis"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}={value!r} is not an int; give a number of steps")
-            if value < 1:
-                raise ValueError(f"{name}={value} is too small; give 1 step or more")
-        if self.min_loss_scale > self.initial_loss_scale:
-            raise ValueError(
-                f"min_loss_scale={self.min_loss_scale} is above initial_loss_scale={self.initial_loss_scale}; "
-                "start at or above the minimum"
-            )
-        changed = [field.name for field in fields(self)[1:] if getattr(self, field.name) != field.default]
-        if self.loss_scale is not None and changed:
-            raise ValueError(
-                f"{changed[0]} moves a dynamic scale, and loss_scale={self.loss_scale} is constant; give one of them"
-            )
-
-    def optimizer_fields(self) -> dict[str, Any]:
-        """Return the fields of Megatron's ``OptimizerConfig``."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 class LossScaler:

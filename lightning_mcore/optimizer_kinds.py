@@ -15,6 +15,8 @@ from typing import Any
 
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from lightning_mcore.optimizer_options import check_sharded
+
 _NOT_IN_MEGATRON = ("amsgrad", "maximize", "dampening", "nesterov")
 # By name, so that the optimizers of other packages are known without them; a subclass counts as its parents.
 _WHOLE_MATRICES = {
@@ -118,11 +120,8 @@ def check_kind(
         TypeError: It must be rebuilt and cannot be, or it looks at more than a rank holds.
     """
     fields, name = megatron_fields(user), type(user).__name__
-    if distributed and (fields is None or fields["optimizer"] != "adam"):
-        raise TypeError(
-            "use_distributed_optimizer=True needs torch's Adam or AdamW without amsgrad or maximize; "
-            f"got {name}{_because_split(user, 'which needs whole matrices')}"
-        )
+    if distributed:
+        check_sharded(fields, name, _because_split(user, "which needs whole matrices"))
     if expert_model_parallel_size > 1 and fields is None:
         raise TypeError(
             "expert_model_parallel_size > 1 needs torch's Adam, AdamW or SGD without amsgrad, maximize, dampening or "

@@ -2,21 +2,23 @@
 """The training recipe of ``MCoreGPT``: its optimizer and the course of its learning rate, by name.
 
 ``MCoreGPT`` checks the names in its constructor (:func:`check_recipe`), where nothing is allocated yet, and builds both
-in ``configure_optimizers`` (:func:`build_recipe`). A course is our own warm-up and cosine (``learning_rate.py``), or
+in ``configure_optimizers`` (:func:`build_recipe`), which alone needs torch: ``lightning-mcore plan`` calls the checks.
+A course is our own warm-up and cosine (``learning_rate.py``), or
 one of those that transformers has, by its name there, so that a run described in its terms has its learning rates.
 """
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-import lightning.pytorch as pl
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from torch.nn import Parameter
-from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from lightning_mcore.learning_rate import check_decay, learning_rate_course
 
-from lightning_mcore.learning_rate import learning_rate_course
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+    from torch.nn import Parameter
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
 
 OptimizerName: TypeAlias = Literal["adamw", "sgd"]
 SchedulerName: TypeAlias = Literal[
@@ -73,14 +75,40 @@ def check_recipe(settings: Mapping[str, Any]) -> None:
             " out, or use lr_scheduler_type='cosine_with_min_lr' with lr_scheduler_kwargs={'min_lr': ...}"
         )
     _check_warmup(settings["warmup_steps"], course)
+    _check_numbers(settings)
+
+
+def check_end(settings: Mapping[str, Any], total: int | None) -> None:
+    """Refuse a course that needs the number of steps of a run in which nobody knows it.
+
+    Args:
+        settings: The arguments of ``MCoreGPT``.
+        total: Optimizer steps of the run, None where nobody knows.
+
+    Raises:
+        ValueError: As said.
+    """
+    if total is not None:
+        return
+    course, warmup = settings["lr_scheduler_type"], settings["warmup_steps"]
+    if course is not None and course not in _WITHOUT_END:
+        raise ValueError(
+            f"the number of steps is unknown, and lr_scheduler_type={course!r} needs it; set Trainer(max_steps=...), or"
+            f" choose one of {_WITHOUT_END}"
+        )
+    if 0 < warmup < 1:
+        raise ValueError(
+            f"warmup_steps={warmup} is a share of the steps, whose number is unknown; set Trainer(max_steps=...), or"
+            " give a number of steps"
+        )
+    if course is None:
+        check_decay(math.inf, settings["learning_rate"], settings["min_learning_rate"])
 
 
 def build_recipe(
-    parameters: list[tuple[str, Parameter]], settings: Mapping[str, Any], trainer: pl.Trainer
-) -> OptimizerLRSchedulerConfig:
-    """Return the optimizer, with weight decay on matrices only, and the course of its learning rate by steps.
-
-    A pipeline stage may leave a group empty; both always exist, so that their order means the same on every rank.
+    parameters: "list[tuple[str, Parameter]]", settings: Mapping[str, Any], trainer: "pl.Trainer"
+) -> "OptimizerLRSchedulerConfig":
+    """Return the optimizer and the course of its learning rate by steps.
 
     Args:
         parameters: Those that are trained, by name.
@@ -90,43 +118,62 @@ def build_recipe(
     Raises:
         ValueError: The number of steps is unknown, and the course needs it; or transformers refuses its arguments.
     """
+    optimizer = optimizer_of_recipe(parameters, settings)
+    scheduler = _course(optimizer, settings, trainer)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def optimizer_of_recipe(parameters: "list[tuple[str, Parameter]]", settings: Mapping[str, Any]) -> "Optimizer":
+    """Return the optimizer, with weight decay on matrices only.
+
+    A pipeline stage may leave a group empty; both always exist, so that their order means the same on every rank.
+
+    Args:
+        parameters: Those that are trained, by name.
+        settings: The arguments of ``MCoreGPT``.
+    """
+    from torch.optim import SGD, AdamW
+
     tensors = [parameter for _, parameter in sorted(parameters, key=lambda pair: pair[0])]
     groups = [
         {"params": [p for p in tensors if p.dim() > 1], "weight_decay": settings["weight_decay"]},
         {"params": [p for p in tensors if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    optimizer: Optimizer
     if settings["optimizer"] == "sgd":
-        optimizer = SGD(groups, lr=settings["learning_rate"], momentum=settings["sgd_momentum"])
-    else:
-        betas = tuple(settings["betas"])
-        optimizer = AdamW(groups, lr=settings["learning_rate"], betas=betas, eps=settings["eps"])
-    scheduler = _course(optimizer, settings, trainer)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return SGD(groups, lr=settings["learning_rate"], momentum=settings["sgd_momentum"])
+    betas = tuple(settings["betas"])
+    return AdamW(groups, lr=settings["learning_rate"], betas=betas, eps=settings["eps"])
 
 
-def _course(optimizer: Optimizer, settings: Mapping[str, Any], trainer: pl.Trainer) -> LRScheduler:
+def _course(optimizer: "Optimizer", settings: Mapping[str, Any], trainer: "pl.Trainer") -> "LRScheduler":
     name, warmup = settings["lr_scheduler_type"], settings["warmup_steps"]
+    total = _steps(trainer)
+    check_end(settings, total)
     if name is None:
         peak, least = settings["learning_rate"], settings["min_learning_rate"]
-        steps = _steps_of_warmup(warmup, trainer)
+        steps = _steps_of_warmup(warmup, total)
+        from torch.optim.lr_scheduler import LambdaLR
+
         return LambdaLR(optimizer, learning_rate_course(trainer, peak, least, steps))
     from transformers import get_scheduler
 
-    total = _steps(trainer)
-    if total is None and name not in _WITHOUT_END:
-        raise ValueError(
-            f"the number of steps is unknown, and lr_scheduler_type={name!r} needs it; set Trainer(max_steps=...), or"
-            f" choose one of {_WITHOUT_END}"
-        )
     options = settings["lr_scheduler_kwargs"] or {}
-    steps = _steps_of_warmup(warmup, trainer)
+    steps = _steps_of_warmup(warmup, total)
     try:
         scheduler: LRScheduler = get_scheduler(name, optimizer, steps, total, options)
     except (TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"lr_scheduler_type={name!r} with lr_scheduler_kwargs={options!r}: {reason}") from error
     return scheduler
+
+
+def _check_numbers(settings: Mapping[str, Any]) -> None:
+    """Refuse now what torch's optimizers refuse once the model is built."""
+    if not all(0 <= beta < 1 for beta in settings["betas"]):
+        raise ValueError(f"betas={tuple(settings['betas'])} are out of range; choose two of 0 or more, below 1")
+    for name in ("weight_decay", "eps", "sgd_momentum"):
+        if settings[name] < 0:
+            raise ValueError(f"{name}={settings[name]} is too small; choose 0 or more")
 
 
 def _check_warmup(warmup: float, course: str | None) -> None:
@@ -143,19 +190,14 @@ def _check_warmup(warmup: float, course: str | None) -> None:
         )
 
 
-def _steps(trainer: pl.Trainer) -> int | None:
+def _steps(trainer: "pl.Trainer") -> int | None:
     """Return the optimizer steps of a run, None where nobody knows."""
     total = trainer.estimated_stepping_batches
     return None if total < 0 or math.isinf(total) else int(total)
 
 
-def _steps_of_warmup(warmup: float, trainer: pl.Trainer) -> int:
+def _steps_of_warmup(warmup: float, total: int | None) -> int:
     if warmup == 0 or warmup >= 1:
         return int(warmup)
-    total = _steps(trainer)
-    if total is None:
-        raise ValueError(
-            f"warmup_steps={warmup} is a share of the steps, whose number is unknown; set Trainer(max_steps=...), or"
-            " give a number of steps"
-        )
+    assert total is not None, "check_end refuses a share of an unknown number"
     return math.ceil(total * warmup)

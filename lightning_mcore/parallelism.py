@@ -131,7 +131,7 @@ class MCoreParallelism(DDPStrategy):
         self.gradients = GradientSettings(
             use_distributed_optimizer, overlap_grad_reduce, overlap_param_gather, ddp_config, align_grad_reduce
         )
-        check_optimizer_config(optimizer_config, self.gradients)
+        check_optimizer_config(optimizer_config, self.gradients.distributed)
         self.optimizer_config = optimizer_config
         self.overlap_p2p_comm = _resolve_overlap_p2p(overlap_p2p_comm, self.layout)
         self.microbatch_group_size = _checked_group_size(microbatch_group_size_per_vp_stage, self.layout)

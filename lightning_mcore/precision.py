@@ -49,8 +49,10 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_mcore.field_homes import ddp_fields_of
 from lightning_mcore.fp8 import AmaxComputeAlgo, FP8Format, FP8Recipe, FP8Settings
-from lightning_mcore.loss_scale import LossScaler, LossScaling, skippable
+from lightning_mcore.fp16 import LossScaling
+from lightning_mcore.loss_scale import LossScaler, skippable
 from lightning_mcore.optimizer import MCoreOptimizer
 
 PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
@@ -150,8 +152,7 @@ class MCorePrecision(Precision):
         self.builds_plain_module = False  # the strategy says so when it meets one
         self.scaler: LossScaler | None = None
         scaling = LossScaling(loss_scale, initial_loss_scale, min_loss_scale, loss_scale_window, hysteresis)
-        if self.dtype != torch.float16 and scaling != LossScaling():
-            raise ValueError(f'precision={precision!r} has no loss scale; leave its arguments out, or use "16-mixed"')
+        scaling.check_precision(precision)
         self._scaling = scaling if self.dtype == torch.float16 else None
         self.fp8 = FP8Settings(
             fp8=fp8,
@@ -215,10 +216,7 @@ class MCorePrecision(Precision):
 
     def ddp_fields(self) -> dict[str, Any]:
         """Return the ``DistributedDataParallelConfig`` fields of this precision."""
-        fields = {"grad_reduce_in_fp32": self._half is None, **self.fp8.ddp_fields()}
-        if self._scaling is not None:
-            fields["check_for_nan_in_grad"] = False  # an overflow skips a step, it does not end the run
-        return fields
+        return {**ddp_fields_of(self.precision), **self.fp8.ddp_fields()}
 
     def optimizer_fields(self, inline: bool) -> dict[str, Any]:
         """Return the ``OptimizerConfig`` fields of this precision; under autocast parameters stay fp32."""

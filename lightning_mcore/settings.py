@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig, param_and_grad_buffer
 
-from lightning_mcore.field_homes import DDP_NOT_AVAILABLE, FSDP
+from lightning_mcore.field_homes import DDP_NOT_AVAILABLE, FSDP, check_owned_by_precision
 from lightning_mcore.layout import ParallelLayout
 from lightning_mcore.sizes import require_flag, require_size
 
@@ -102,15 +102,9 @@ class GradientSettings:
         config = self.ddp_config or _DEFAULTS
         names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
         values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        for name, value in (owned or {}).items():
-            given = getattr(config, name)
-            if given != getattr(_DEFAULTS, name) and given != value:
-                raise ValueError(
-                    f"ddp_config.{name}={given} contradicts Trainer(precision=...), which means {name}={value}; "
-                    "set it through the precision"
-                )
-            values[name] = value
-        return dataclasses.replace(config, **{**values, "check_for_nan_in_grad": False})
+        given = {name: value for name, value in vars(config).items() if value != getattr(_DEFAULTS, name)}
+        check_owned_by_precision(given, owned or {})
+        return dataclasses.replace(config, **{**values, **(owned or {}), "check_for_nan_in_grad": False})
 
     def _check_one_value(self, name: str, given: bool | None) -> None:
         if self.ddp_config is None or given is None:

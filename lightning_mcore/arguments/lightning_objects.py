@@ -29,6 +29,7 @@ from lightning_mcore.communication import CommunicationOptions
 from lightning_mcore.data.finetuning_data import MCoreFinetuningData
 from lightning_mcore.gpt import MCoreGPT
 from lightning_mcore.hf.save_hf_model import SaveHFModel
+from lightning_mcore.optimizer_options import refused_by_megatron
 from lightning_mcore.precision import MCorePrecision
 from lightning_mcore.preemption import PreemptionCheckpoint
 from lightning_mcore.run_settings import RunSettings
@@ -57,7 +58,7 @@ def make_strategy(settings: Mapping[str, Any]) -> MCoreStrategy:
         ValueError: Settings contradict each other.
     """
     values = dict(settings)
-    _check_offload(values.get("optimizer_config"))
+    _check_optimizer(values)
     for name, config in _CONFIGS.items():
         if isinstance(values.get(name), Mapping):
             values[name] = config(**values[name])
@@ -66,9 +67,17 @@ def make_strategy(settings: Mapping[str, Any]) -> MCoreStrategy:
     return MCoreStrategy(**values)
 
 
-def _check_offload(config: Any) -> None:
+def _check_optimizer(settings: Mapping[str, Any]) -> None:
     """Refuse now what Megatron's config answers with an error of its own."""
-    aware = isinstance(config, Mapping) and config.get("use_precision_aware_optimizer")
+    config, ddp_config = settings.get("optimizer_config"), settings.get("ddp_config")
+    if not isinstance(config, Mapping):
+        return
+    sharded = settings.get("use_distributed_optimizer")
+    if sharded is None and isinstance(ddp_config, Mapping):
+        sharded = ddp_config.get("use_distributed_optimizer")
+    for sentence in refused_by_megatron(config, bool(sharded)):
+        raise ValueError(sentence)
+    aware = config.get("use_precision_aware_optimizer")
     if aware and importlib.util.find_spec("transformer_engine") is None:
         name = "optimizer_cpu_offload" if config.get("optimizer_cpu_offload") else "use_precision_aware_optimizer"
         raise ModuleNotFoundError(

@@ -13,11 +13,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightning_mcore.field_homes import DEFAULTS, REQUIRED, SHORT_NAMES, check_home, check_lengths
-from lightning_mcore.field_support import check_fields
+from lightning_mcore.field_support import check_fields, check_without_transformer_engine
 from lightning_mcore.field_values import accepts, choices_of, is_callable
 from lightning_mcore.fp8_sizes import check_layers, check_microbatch, check_model
 from lightning_mcore.layout import ParallelLayout
-from lightning_mcore.loss_normalization import check_normalization
+from lightning_mcore.loss_normalization import check_average_in_collective, check_normalization
+from lightning_mcore.optimizer_options import check_sharded, refused_of_optimizer
+from lightning_mcore.optimizer_recipe import check_recipe
 from lightning_mcore.planning.global_batch import GlobalBatch
 from lightning_mcore.planning.gpt_fields import GPTFields
 from lightning_mcore.planning.megatron_source import GPT, parameters, source_file, transformer_arguments
@@ -50,7 +52,7 @@ def check_gpt(book: RuleBook, model: Mapping[str, Any]) -> GPTFields | None:
             book.attempt(lambda name=name: require_size(name, given[name]))  # type: ignore[misc]
     settings = {name: argument.default for name, argument in known.items()} | given
     transformer = given.get("transformer")
-    _check_recipe(book, settings)
+    book.attempt(lambda: check_recipe(settings))
     if not isinstance(transformer, Mapping):
         return None
     right = _check_transformer(book, transformer)
@@ -94,28 +96,6 @@ def _check_transformer(book: RuleBook, transformer: Mapping[str, Any]) -> dict[s
     return right
 
 
-def _check_recipe(book: RuleBook, settings: Mapping[str, Any]) -> None:
-    """Mirror ``optimizer_recipe.check_recipe``."""
-    peak, least, course = settings["learning_rate"], settings["min_learning_rate"], settings["lr_scheduler_type"]
-    warmup = settings["warmup_steps"]
-    if not 0 <= least <= peak:
-        book.refuse(f"min_learning_rate={least} is not between 0 and learning_rate={peak}; choose one")
-    if course is None and settings["lr_scheduler_kwargs"]:
-        book.refuse("lr_scheduler_kwargs needs lr_scheduler_type; give one of transformers', or leave both out")
-    if course is not None and least:
-        book.refuse(
-            f"min_learning_rate={least} belongs to the course without lr_scheduler_type, which is {course!r}; leave one"
-            " out, or use lr_scheduler_type='cosine_with_min_lr'"
-        )
-    if warmup < 0 or (warmup >= 1 and warmup != int(warmup)):
-        book.refuse(f"warmup_steps={warmup} is neither a number of steps nor a share below 1 of them; choose one")
-    if warmup and course == "constant":
-        book.refuse(
-            f"warmup_steps={warmup} with lr_scheduler_type='constant', which has no warm-up; choose"
-            " 'constant_with_warmup', or 0"
-        )
-
-
 def check_gpt_on_layout(
     book: RuleBook,
     fields: GPTFields,
@@ -150,8 +130,13 @@ def check_gpt_on_layout(
         _check_uniform(book, fields, layout)
     config.recompute_method = None  # field_support asks Megatron for the layers of stages
     book.attempt(lambda: check_fields(config, backend, device_type))  # type: ignore[arg-type]
+    if device_type == "cpu" and importlib.util.find_spec("transformer_engine") is None:
+        book.attempt(lambda: check_without_transformer_engine(config))
     _check_multi_token(book, config, fields)
     book.attempt(lambda: check_normalization(model.get("loss_normalization") or "tokens", config))
+    averages = bool(rules.resolved("average_in_collective"))
+    book.attempt(lambda: check_average_in_collective(averages, config))
+    _check_optimizer(book, rules, str(model.get("optimizer") or "adamw"))
     if device_type == "cpu" and layout.expert_model_parallel_size > 1 and layout.expert_tensor_size > 1:
         book.refuse(
             f"expert_tensor_parallel_size={layout.expert_tensor_size} with expert_model_parallel_size="
@@ -163,6 +148,21 @@ def check_gpt_on_layout(
         sizes = (layout.tensor_model_parallel_size, layout.expert_tensor_size)
         book.attempt(lambda: check_model(fp8, fields.shape, *sizes))
         book.attempt(lambda: check_layers(fp8, fields.num_layers, layout.pipeline_model_parallel_size))
+
+
+def _check_optimizer(book: RuleBook, rules: StrategyRules, name: str) -> None:
+    """Refuse an optimizer that cannot do what the strategy asks of it."""
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "adamw": ("AdamW", {"optimizer": "adam", "decoupled_weight_decay": True}),
+        "sgd": ("SGD", {"optimizer": "sgd"}),
+    }
+    if name not in kinds:
+        return  # refused already
+    shown, fields = kinds[name]
+    if rules.distributed:
+        book.attempt(lambda: check_sharded(fields, shown))
+    for sentence in refused_of_optimizer(rules.optimizer, fields, shown):
+        book.refuse(sentence)
 
 
 def check_batch(book: RuleBook, fields: GPTFields, rules: StrategyRules, batch: GlobalBatch) -> None:

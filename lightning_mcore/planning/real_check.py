@@ -5,6 +5,7 @@ The rules of ``plan`` mirror those of Lightning's, Megatron's and our own classe
 the price of importing Lightning and megatron-core; so does the test that holds both together.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_mcore.planning.rule_book import RuleBook
@@ -39,6 +40,8 @@ def real_errors(settings: RunSettings, devices: int) -> list[str]:
         book.attempt(lambda: strategy._check_device(devices))
     book.attempt(lambda: strategy.layout.validate_model(module.model_shape()))
     book.attempt(lambda: _check_module(module, strategy, device.type))
+    book.attempt(lambda: _check_optimizer(module, strategy))
+    book.attempt(lambda: _check_trainer(module, settings.trainer))
     if strategy.micro_batch_size is None:
         count = settings.trainer.get("accumulate_grad_batches") or 1
         book.attempt(lambda: strategy.layout.validate_microbatches(count, strategy.microbatch_group_size))
@@ -71,9 +74,11 @@ def _assigned(strategy: Any, precision: Any) -> bool:
 
 def _check_module(module: Any, strategy: Any, device_type: str) -> None:
     """Build Megatron's config and check it, as ``MCoreGPT.check_settings`` does under a Trainer."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
     from lightning_mcore.backend import resolve_transformer_impl
-    from lightning_mcore.field_support import check_fields
-    from lightning_mcore.loss_normalization import check_normalization
+    from lightning_mcore.field_support import check_fields, check_without_transformer_engine
+    from lightning_mcore.loss_normalization import check_average_in_collective, check_normalization
     from lightning_mcore.multi_token import check_multi_token
     from lightning_mcore.parallelism import _check_expert_tensor_parallel
     from lightning_mcore.transformer_fields import build_transformer_config
@@ -91,4 +96,40 @@ def _check_module(module: Any, strategy: Any, device_type: str) -> None:
     check_fields(config, used, device_type)
     check_multi_token(config, module.hparams["share_embeddings_and_output_weights"])
     check_normalization(module.loss_normalization, config)
+    check_average_in_collective(strategy.gradients.resolve().average_in_collective, config)
+    if used == "local" and not HAVE_TE and device_type == "cpu":
+        check_without_transformer_engine(config)
     _check_expert_tensor_parallel(strategy.layout, strategy.root_device)
+
+
+def _check_optimizer(module: Any, strategy: Any) -> None:
+    """Make the optimizer on a parameter of its own, and ask whether it can do what the strategy asks of it."""
+    from torch import nn, zeros
+
+    from lightning_mcore.optimizer_kinds import check_kind, megatron_fields
+    from lightning_mcore.optimizer_options import check_options
+    from lightning_mcore.optimizer_recipe import optimizer_of_recipe
+
+    optimizer = optimizer_of_recipe([("weight", nn.Parameter(zeros(1, 1)))], module.hparams)
+    check_kind(
+        optimizer,
+        inline=False,
+        distributed=strategy.gradients.distributed,
+        tensor_parallel_size=strategy.layout.tensor_model_parallel_size,
+        expert_model_parallel_size=strategy.layout.expert_model_parallel_size,
+    )
+    check_options(strategy.optimizer_config, megatron_fields(optimizer), type(optimizer).__name__)
+
+
+def _check_trainer(module: Any, trainer: Mapping[str, Any]) -> None:
+    """Ask Lightning's Trainer for its number of steps, and the recipe whether that is enough."""
+    import lightning.pytorch as pl
+
+    from lightning_mcore.optimizer_recipe import check_end
+
+    if trainer.get("sync_batchnorm"):
+        raise ValueError("sync_batchnorm=True is not available for a model built with pipeline(); set it to False")
+    lengths = {name: trainer[name] for name in ("max_epochs", "max_steps", "max_time") if name in trainer}
+    real = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, **lengths)
+    endless = real.max_steps == -1 and real.max_epochs == -1
+    check_end(module.hparams, None if endless else 1)

@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_mcore.optimizer_recipe import check_end
 from lightning_mcore.planning.global_batch import GlobalBatch, global_batch
 from lightning_mcore.planning.gpt_fields import GPTFields
 from lightning_mcore.planning.megatron_source import GPT, TRAINER, parameters
 from lightning_mcore.planning.model_rules import check_batch, check_gpt, check_gpt_on_layout
 from lightning_mcore.planning.rule_book import RuleBook
 from lightning_mcore.planning.strategy_rules import StrategyRules
-from lightning_mcore.planning.trainer_rules import check_trainer
+from lightning_mcore.planning.trainer_rules import check_trainer, may_never_end
 from lightning_mcore.run_settings import RunSettings
 
 
@@ -68,6 +69,8 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None) -
     rules.check_world(devices)
     model = book.attempt(lambda: arguments_of_gpt(book, settings.model)) or {}
     fields = check_gpt(book, model) if model else None
+    if fields is not None and may_never_end(trainer):
+        _check_end(book, model)
     used = backend or _backend(model, device_type)
     if fields is not None:
         check_gpt_on_layout(book, fields, rules, model, used, device_type)
@@ -101,6 +104,12 @@ def arguments_of_gpt(book: RuleBook, model: Mapping[str, Any]) -> dict[str, Any]
     names = ("path", "family", "seq_length", "transformer")
     source = planned_settings(given["path"], given.get("family"), given.get("seq_length"), given.get("transformer"))
     return {**{name: value for name, value in given.items() if name not in names}, **source}
+
+
+def _check_end(book: RuleBook, model: Mapping[str, Any]) -> None:
+    """Refuse a course of the learning rate that needs the number of steps."""
+    settings = {name: argument.default for name, argument in parameters(GPT).items()} | dict(model)
+    book.attempt(lambda: check_end(settings, None))
 
 
 def _backend(model: Mapping[str, Any], device_type: str) -> str:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``MCoreStrategy`` and ``MCorePrecision`` refuse, worked out from plain data.
 
-The checks that need no Megatron object are called as they are (layout, FP8, ``CommunicationOptions``). Those of
-``settings.py``, ``optimizer_options.py``, ``parallelism.py`` and ``tensor_overlap.py`` work on Megatron's configs;
-their rules stand here a second time, on dicts, over the same tables (``field_homes.py``). A test holds both together.
+The checks that need no Megatron object are called as they are (layout, loss scale, FP8, ``optimizer_options.py``,
+``CommunicationOptions``). Those of ``settings.py``, ``parallelism.py`` and ``tensor_overlap.py`` work on Megatron's
+configs; their rules stand here a second time, on dicts, over the same tables (``field_homes.py``). A test holds both
+together.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
@@ -17,14 +17,13 @@ from lightning_mcore.communication import CommunicationOptions
 from lightning_mcore.field_homes import (
     DDP_NOT_AVAILABLE,
     FSDP,
-    OF_OFFLOAD,
-    OF_OTHER_OPTIMIZERS,
-    OF_TORCH_OPTIMIZER,
-    OPTIMIZER_HOMES,
-    OPTIMIZER_NOT_AVAILABLE,
+    check_owned_by_precision,
+    ddp_fields_of,
 )
 from lightning_mcore.fp8 import FP8Settings
+from lightning_mcore.fp16 import LossScaling
 from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.optimizer_options import refused_of_config, refused_on_device
 from lightning_mcore.planning.megatron_source import (
     DDP,
     OPTIMIZER,
@@ -42,7 +41,6 @@ from lightning_mcore.sizes import require_size
 
 _SHARED = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
 _LAYOUT = tuple(field.name for field in dataclass_fields(ParallelLayout))
-_SCALES = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _NEEDS = {
     "num_distributed_optimizer_instances": "use_distributed_optimizer",
     "reduce_scatter_with_fp32_accumulation": "use_distributed_optimizer",
@@ -94,6 +92,16 @@ class StrategyRules:
             return self.ddp[name]
         known = fields_in_source(DDP)
         return known[name].default if name in known else None
+
+    @property
+    def distributed(self) -> bool:
+        """Whether the optimizer is sharded."""
+        return bool(self.resolved("use_distributed_optimizer"))
+
+    @property
+    def ddp_fields(self) -> dict[str, Any]:
+        """The fields of ``ddp_config`` that the precision owns."""
+        return {**ddp_fields_of(self.precision_name), **(self.fp8.ddp_fields() if self.fp8 is not None else {})}
 
     def check(self) -> None:
         """Refuse what needs neither the world nor the model."""
@@ -151,18 +159,14 @@ class StrategyRules:
         allowed = choices_named("PrecisionName")
         if name not in allowed:
             refuse(f"precision={name!r} is not available under MCoreStrategy; choose one of {allowed}")
-        scales = {key: self.precision[key] for key in _SCALES if key in self.precision}
-        known = parameters(PRECISION)
-        if not name.startswith("16") and any(value != known[key].default for key, value in scales.items()):
-            refuse(f'precision={name!r} has no loss scale; leave its arguments out, or use "16-mixed"')
-        for key, value in scales.items():
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                refuse(f"{key}={value} is out of range; give a number above 0")
-        least, start = scales.get("min_loss_scale", 1.0), scales.get("initial_loss_scale", 2.0**16)
-        if least > start:
-            refuse(f"min_loss_scale={least} is above initial_loss_scale={start}; start at or above the minimum")
+        self._book.attempt(self._make_scaling)
         if self.fp8 is not None and self.fp8.is_on:
             self._check_fp8(self.fp8)
+
+    def _make_scaling(self) -> None:
+        names = {field.name for field in dataclass_fields(LossScaling)}
+        scaling = LossScaling(**{name: value for name, value in self.precision.items() if name in names})
+        scaling.check_precision(self.precision_name)
 
     def _check_fp8(self, fp8: FP8Settings) -> None:
         refuse = self._book.refuse
@@ -176,18 +180,9 @@ class StrategyRules:
                 f"FP8 needs a CUDA device, and this run is on {self._device.type!r}; leave fp8_recipe={fp8.recipe!r}"
                 ' out, or run with accelerator="gpu"'
             )
-        if fp8.fp8_param and not self.resolved("use_distributed_optimizer"):
-            refuse("fp8_param=True needs the distributed optimizer; set MCoreStrategy(use_distributed_optimizer=True)")
-        if fp8.fp8_param and self.optimizer.get("optimizer_cpu_offload") and fp8.recipe != "delayed":
-            refuse(
-                f"fp8_param=True with fp8_recipe={fp8.recipe!r} is not available with"
-                " optimizer_config.optimizer_cpu_offload=True; choose fp8_recipe='delayed', or leave one of them out"
-            )
-        if fp8.reuse_grad_buf_for_mxfp8_param_ag and self.resolved("overlap_param_gather"):
-            refuse(
-                "reuse_grad_buf_for_mxfp8_param_ag=True with overlap_param_gather=True is not available; set"
-                " overlap_param_gather=False"
-            )
+        settings = (self.distributed, bool(self.resolved("overlap_param_gather")))
+        offloads = bool(self.optimizer.get("optimizer_cpu_offload"))
+        self._book.attempt(lambda: fp8.check_optimizer(*settings, offloads))
 
     def _check_gradients(self) -> None:
         refuse, ddp = self._book.refuse, self.ddp
@@ -222,13 +217,8 @@ class StrategyRules:
                         f"ddp_config.{name}={ddp[name]} contradicts reduce_scatter_with_fp32_accumulation=True, which"
                         " sums over all data-parallel ranks; set one of them"
                     )
-        owned = {"grad_reduce_in_fp32": not self.precision_name.endswith("-true") or self.precision_name == "32-true"}
-        for name, value in owned.items():
-            if name in ddp and ddp[name] != value:
-                refuse(
-                    f"ddp_config.{name}={ddp[name]} contradicts Trainer(precision=...), which means {name}={value};"
-                    " set it through the precision"
-                )
+        owned = self.ddp_fields
+        self._book.attempt(lambda: check_owned_by_precision(ddp, owned))
         if self._device.type != "cuda":
             for name in ("average_in_collective", "nccl_ub"):
                 if ddp.get(name):
@@ -238,56 +228,12 @@ class StrategyRules:
                     )
 
     def _check_optimizer(self) -> None:
-        refuse, given = self._book.refuse, self.optimizer
-        for name, value in given.items():
-            if name in OPTIMIZER_HOMES:
-                refuse(f"optimizer_config.{name}={value!r} has another home: set it through {OPTIMIZER_HOMES[name]}")
-            elif name.startswith(OF_OTHER_OPTIMIZERS):
-                refuse(f"optimizer_config.{name}={value!r} has another home: set it through {OF_TORCH_OPTIMIZER}")
-            elif name in OPTIMIZER_NOT_AVAILABLE:
-                reason = OPTIMIZER_NOT_AVAILABLE[name]
-                refuse(f"optimizer_config.{name}={value!r} is not available: {reason}; leave it out")
-        if given.get("use_distributed_optimizer") and not self.resolved("use_distributed_optimizer"):
-            refuse(
-                "optimizer_config.use_distributed_optimizer=True contradicts the strategy, which does not shard the"
-                " optimizer; set MCoreStrategy(use_distributed_optimizer=True)"
-            )
-        self._check_offload()
-
-    def _check_offload(self) -> None:
-        refuse, given = self._book.refuse, self.optimizer
-        aware = given.get("use_precision_aware_optimizer")
-        if not given.get("optimizer_cpu_offload"):
-            for name in OF_OFFLOAD:
-                if name in given:
-                    refuse(
-                        f"optimizer_config.{name}={given[name]!r} does nothing without optimizer_cpu_offload=True;"
-                        " set both"
-                    )
-        else:
-            fraction = given.get("optimizer_offload_fraction", 0.0)
-            if not 0.0 < fraction <= 1.0:
-                refuse(
-                    f"optimizer_config.optimizer_offload_fraction={fraction} with optimizer_cpu_offload=True"
-                    f" {'offloads nothing' if fraction == 0 else 'is no fraction'}; choose more than 0, and at most 1"
-                )
-            if not aware:
-                refuse(
-                    "optimizer_config.optimizer_cpu_offload=True needs use_precision_aware_optimizer=True and the"
-                    " distributed optimizer; set both"
-                )
-        if aware and not self.resolved("use_distributed_optimizer"):
-            refuse(
-                "optimizer_config.use_precision_aware_optimizer=True needs the distributed optimizer; set"
-                " MCoreStrategy(use_distributed_optimizer=True)"
-            )
-        if self._device.type != "cuda":
-            for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):
-                if given.get(name):
-                    refuse(
-                        f"optimizer_config.{name}=True needs CUDA, but this run is on {self._device.type!r};"
-                        " leave it out"
-                    )
+        sums_in_fp32 = bool(self.ddp_fields["grad_reduce_in_fp32"])
+        for sentence in (
+            *refused_of_config(self.optimizer, self.distributed),
+            *refused_on_device(self.optimizer, self._device.type, sums_in_fp32),
+        ):
+            self._book.refuse(sentence)
 
     def _check_overlaps(self) -> None:
         layout, book, strategy = self.layout, self._book, self.strategy

@@ -41,6 +41,18 @@ def check_trainer(book: RuleBook, trainer: Mapping[str, Any]) -> None:
         value = trainer.get(name)
         if isinstance(value, float) and not 0.0 <= value <= 1.0:
             book.refuse(f"trainer.{name}={value} is no share; give a float from 0.0 to 1.0, or an int of batches")
+    if trainer.get("sync_batchnorm"):
+        book.refuse("sync_batchnorm=True is not available for a model built with pipeline(); set it to False")
     clipping = trainer.get("gradient_clip_algorithm")
     if clipping is not None and clipping not in _CLIPPING:
         book.refuse(f"trainer.gradient_clip_algorithm={clipping!r} is unknown; choose 'norm' or 'value'")
+
+
+def may_never_end(trainer: Mapping[str, Any]) -> bool:
+    """Return whether the arguments leave the number of steps unknown, however much data there is.
+
+    Args:
+        trainer: Arguments of ``Trainer``.
+    """
+    steps, epochs = trainer.get("max_steps"), trainer.get("max_epochs")
+    return steps in (None, -1) and (epochs == -1 or (epochs is None and trainer.get("max_time") is not None))

@@ -71,6 +71,7 @@ LEVELS = [
         "config_rules",
         "training_fields",
         "learning_rate",
+        "fp16",
     },
     {
         "additional_configs",
@@ -126,7 +127,7 @@ LEVELS = [
     },
     {"fp8", "preprocess_command", "token_stream", "text_blocks", "factory_rows", "stage_layers", "flight_order"},
     {"field_homes", "field_rules", "fp8_arguments", "fp8_sizes"},
-    {"distributing_arguments", "training_rules"},
+    {"distributing_arguments", "training_rules", "optimizer_options"},
     {"megatron_arguments", "run_mapping"},
     {"trainer_parts"},
     {
@@ -151,7 +152,6 @@ LEVELS = [
         "log_names",
         "plateau",
         "generation",
-        "optimizer_options",
         "checkpoint_io",
         "rank_parameters",
         "state_memory",
@@ -199,7 +199,7 @@ def stems_of(folder: str) -> set[str]:
 
 PURE_ARITHMETIC = {
     *("sizes", "spelling", "run_settings", "rectangles", "model_shape", "pipeline_split", "layout", "throughput"),
-    *("field_homes", "field_values", "fp8_sizes", "loss_normalization"),
+    *("field_homes", "field_values", "fp8_sizes", "fp16", "loss_normalization"),
     *("factory_file", "factory_keys", "refused_keys", "key_rules", "model_folder", "dataset_info", "chat_templates"),
     *stems_of("arguments")
     - {"argument_parsing", "lightning_objects", "step_callbacks", "training_arguments"}

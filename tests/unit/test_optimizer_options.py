@@ -94,7 +94,7 @@ OFFLOAD = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "us
 )
 def test_an_offload_that_does_nothing_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as refusal:
-        check_optimizer_config(config(**fields), GradientSettings(use_distributed_optimizer=True))
+        check_optimizer_config(config(**fields), distributed=True)
     assert is_one_sentence(str(refusal.value))
 
 
@@ -144,7 +144,7 @@ def test_what_has_no_other_home_is_taken() -> None:
     given = config(log_num_zeros_in_grad=True, config_logger_dir="somewhere")
     assert MCoreStrategy(optimizer_config=given).optimizer_config is given
     everything = config(**OFFLOAD, exp_avg_dtype=torch.bfloat16, pin_cpu_grads=False, use_distributed_optimizer=True)
-    check_optimizer_config(everything, GradientSettings(use_distributed_optimizer=True))
+    check_optimizer_config(everything, distributed=True)
 
 
 # Optimizers that look at more than an element

@@ -137,6 +137,69 @@ WRONG: dict[str, tuple[RunSettings, str]] = {
         "fp8_margin",
     ),
     "fp8 option without fp8": (run_with(precision={"precision": "bf16-mixed", "fp8_wgrad": False}), "fp8_wgrad"),
+    "hysteresis of a constant scale": (
+        run_with(precision={"precision": "16-mixed", "loss_scale": 128.0, "hysteresis": 3}),
+        "hysteresis moves a dynamic scale",
+    ),
+    # what shows once the model or the optimizer is there
+    "average in collective of a sum over tokens": (
+        run_with(strategy={"ddp_config": {"average_in_collective": True}}, trainer={"accelerator": "gpu"}),
+        "calculate_per_token_loss=True",
+    ),
+    "NaN ends a run that skips steps": (
+        run_with(strategy={"ddp_config": {"check_for_nan_in_grad": True}}, precision={"precision": "16-mixed"}),
+        "ddp_config.check_for_nan_in_grad=True contradicts",
+    ),
+    "FP8 gather of other weights": (
+        run_with(
+            strategy={"ddp_config": {"fp8_param_gather": True}, "use_distributed_optimizer": True},
+            precision={"precision": "bf16-mixed", "fp8_recipe": "tensorwise"},
+            trainer={"accelerator": "gpu"},
+        ),
+        "ddp_config.fp8_param_gather=True contradicts",
+    ),
+    "main gradients of another type": (
+        run_with(
+            strategy={
+                "use_distributed_optimizer": True,
+                "optimizer_config": {"use_precision_aware_optimizer": True, "main_grads_dtype": "torch.bfloat16"},
+            },
+            precision={"precision": "bf16-mixed"},
+            trainer={"accelerator": "gpu"},
+        ),
+        "optimizer_config.main_grads_dtype",
+    ),
+    "moments of another type, alone": (
+        run_with(strategy={"optimizer_config": {"exp_avg_dtype": "torch.bfloat16"}}),
+        "optimizer_config.exp_avg_dtype",
+    ),
+    "sharded SGD": (
+        run_with(strategy={"use_distributed_optimizer": True}, model={"optimizer": "sgd"}),
+        "use_distributed_optimizer=True needs torch's Adam or AdamW",
+    ),
+    "batch norm over ranks": (run_with(trainer={"sync_batchnorm": True}), "sync_batchnorm=True"),
+    "a cosine without an end": (run_with(trainer={"max_epochs": -1}), "the number of steps is unknown"),
+    "a course without an end": (
+        run_with(trainer={"max_epochs": -1}, model={"lr_scheduler_type": "linear"}),
+        "lr_scheduler_type='linear' needs it",
+    ),
+    "a share of steps without an end": (
+        run_with(
+            trainer={"max_epochs": -1},
+            model={"warmup_steps": 0.1, "learning_rate": 0.1, "min_learning_rate": 0.1},
+        ),
+        "warmup_steps=0.1 is a share",
+    ),
+    "betas": (run_with(model={"betas": [0.9, 1.5]}), "betas"),
+    "eps": (run_with(model={"eps": -1.0}), "eps=-1.0"),
+    "weight decay": (run_with(model={"weight_decay": -0.1}), "weight_decay=-0.1"),
+    "momentum": (run_with(model={"optimizer": "sgd", "sgd_momentum": -0.9}), "sgd_momentum=-0.9"),
+    "softmax with sinks": (run_with({"softmax_type": "learnable"}), "softmax_type='learnable'"),
+    "window that looks ahead": (run_with({"window_size": [8, 4]}), "4 tokens ahead"),
+    "recompute of TransformerEngine's norms": (
+        run_with({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}),
+        "recompute_modules with 'layernorm'",
+    ),
     # the model
     "unknown field": (run_with({"num_layer": 4}), "did you mean 'num_layers'"),
     "field of the strategy": (run_with({"tensor_model_parallel_size": 2}), "belongs to the strategy"),

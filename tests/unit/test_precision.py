@@ -18,7 +18,8 @@ from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradS
 
 from lightning_mcore import MCorePrecision
 from lightning_mcore.cpu_runtime import cpu_runtime
-from lightning_mcore.loss_scale import AgreedGradScaler, LossScaler, LossScaling, SkippableSchedule, skippable
+from lightning_mcore.fp16 import LossScaling
+from lightning_mcore.loss_scale import AgreedGradScaler, LossScaler, SkippableSchedule, skippable
 
 
 @pytest.mark.parametrize(

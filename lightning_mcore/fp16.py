@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fp16: how the loss scale moves, as the arguments of ``MCorePrecision`` say it, checked against each other.
+
+``loss_scale.py`` carries it out; ``lightning-mcore plan`` asks the same questions without torch.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LossScaling:
+    """Settings of the loss scale, under the names of Megatron's ``OptimizerConfig``.
+
+    Args:
+        loss_scale: A constant scale; None for a dynamic one.
+        initial_loss_scale: Where the dynamic scale starts. Megatron starts at 2**32 and skips the first thirty or so
+            steps while it comes down; 2**16, as in ``torch.amp.GradScaler``, lets a short run train.
+        min_loss_scale: Lower bound of the dynamic scale.
+        loss_scale_window: Steps without overflow after which the scale doubles.
+        hysteresis: Steps with overflow after which the scale is halved.
+
+    Raises:
+        TypeError: A value of another type.
+        ValueError: A value out of range.
+    """
+
+    loss_scale: float | None = None
+    initial_loss_scale: float = 2.0**16
+    min_loss_scale: float = 1.0
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
+            value = getattr(self, name)
+            if value is None and name == "loss_scale":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name}={value!r} is not a number")
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name}={value} is no scale; give a number above 0")
+        for name in ("loss_scale_window", "hysteresis"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}={value!r} is not an int; give a number of steps")
+            if value < 1:
+                raise ValueError(f"{name}={value} is too small; give 1 step or more")
+        if self.min_loss_scale > self.initial_loss_scale:
+            raise ValueError(
+                f"min_loss_scale={self.min_loss_scale} is above initial_loss_scale={self.initial_loss_scale}; "
+                "start at or above the minimum"
+            )
+        changed = [field.name for field in fields(self)[1:] if getattr(self, field.name) != field.default]
+        if self.loss_scale is not None and changed:
+            raise ValueError(
+                f"{changed[0]} moves a dynamic scale, and loss_scale={self.loss_scale} is constant; give one of them"
+            )
+
+    def check_precision(self, precision: str) -> None:
+        """Refuse settings of a scale in a precision that has none.
+
+        Raises:
+            ValueError: The parameters are not fp16, and a setting does not have its default.
+        """
+        if not precision.startswith("16") and self != LossScaling():
+            raise ValueError(f'precision={precision!r} has no loss scale; leave its arguments out, or use "16-mixed"')
+
+    def optimizer_fields(self) -> dict[str, Any]:
+        """Return the fields of Megatron's ``OptimizerConfig``."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
