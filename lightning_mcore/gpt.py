@@ -140,6 +140,7 @@ class MCoreGPT(SpeedLogs):
             self.metrics[f"{stage}_accuracy"] = TokenAccuracy(vocab_size)
         self._config: TransformerConfig | None = None
         self._starts_from: str | None = None
+        self._given_family: str | None = None  # what a file calls it, in hparams, is not imported
 
     @classmethod
     def from_pretrained(
@@ -201,6 +202,7 @@ class MCoreGPT(SpeedLogs):
             loss_normalization=loss_normalization,
         )
         module._starts_from = absolute(path)  # the run may go on in another folder
+        module._given_family = family
         return module
 
     @property
@@ -230,7 +232,7 @@ class MCoreGPT(SpeedLogs):
             self._config = None  # of a run that ended before a model was built
         self.model = self.pipeline(self.build_chunk)
         if self._starts_from is not None and (self._trainer is None or self._trainer.ckpt_path is None):
-            load_pretrained(self, self._starts_from, self.hparams["hf"]["family"])
+            load_pretrained(self, self._starts_from, self._given_family)
             self._starts_from = None  # the weights that a run has trained stay in the next one
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ from lightning_mcore.loss_normalization import LossNormalization, check_normaliz
 from lightning_mcore.pipeline import ChunkFactory, Pipeline, PipelineHost
 from lightning_mcore.process_groups import pipeline_stage, process_group, process_groups_are_open
 from lightning_mcore.session import SingleModelSession, single_process
-from lightning_mcore.weights import build_from_checkpoint, load_weights
+from lightning_mcore.weights import build_from_checkpoint, hyper_parameters_of, load_weights, refuse_code
 
 
 class MCoreModule(pl.LightningModule):
@@ -120,6 +120,8 @@ class MCoreModule(pl.LightningModule):
         """
         if isinstance(checkpoint_path, str | Path) and MCoreCheckpointIO.is_directory(checkpoint_path):
             return build_from_checkpoint(cls, checkpoint_path, strict, weights_only, kwargs)
+        if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_file():
+            refuse_code(checkpoint_path, hyper_parameters_of(checkpoint_path, weights_only, kwargs))
         with single_process():
             lightning_loader = super().load_from_checkpoint
             return lightning_loader(checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs)

@@ -10,6 +10,7 @@ import argparse
 import inspect
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -30,6 +31,7 @@ from lightning_mcore.progress import MCoreProgressBar
 from lightning_mcore.strategy import MCoreStrategy
 from lightning_mcore.strategy_name import NAME as STRATEGY_NAME
 from lightning_mcore.training_guard import Beginning
+from lightning_mcore.weights import hyper_parameters_of, refuse_code
 
 SHORT_NAMES = (
     MCoreFinetuningData,
@@ -69,6 +71,17 @@ class TrainingCLI(LightningCLI):
             command = given[0] if given else ""
             asked = self._subcommand_parsers.get(command, parser) if hasattr(self, "_subcommand_parsers") else parser
             raise ValueError(explain(asked, given if asked is parser else given[1:], str(error))) from error
+
+    def _parse_ckpt_path(self) -> None:
+        """Refuse a file that names code, before the hyper-parameters in it become arguments of the model.
+
+        Source: ``LightningCLI._parse_ckpt_path`` (Lightning 2.6), which imports what a ``class_path`` in it names.
+        """
+        command = self.config.get("subcommand")
+        path = self.config[command].get("ckpt_path") if command else None
+        if path and Path(path).is_file():
+            refuse_code(path, hyper_parameters_of(path, weights_only=True))
+        super()._parse_ckpt_path()
 
     def before_instantiate_classes(self) -> None:
         """Take the strategy's class name for the strategy: where a name is allowed, jsonargparse leaves it as text."""

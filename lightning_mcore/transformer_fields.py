@@ -15,6 +15,7 @@ import importlib
 import typing
 import warnings
 from collections.abc import Callable, Mapping
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from megatron.core import __version__
@@ -26,6 +27,9 @@ from lightning_mcore.field_values import accepts, choices_of, is_callable
 __all__ = ["DEFAULTS", "OF_THE_MODULE", "build_transformer_config", "check_transformer_fields"]
 
 _MEGATRON = __version__.partition("+")[0]  # 0.19 adds the commit of the folder that it runs in
+
+_ACTIVATIONS = ("torch.nn.functional", "megatron.core.activations")
+_INIT_METHODS = ("torch.nn.init",)
 
 
 def check_transformer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,6 +60,39 @@ def check_transformer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"transformer lacks {' and '.join(missing)}; give {', '.join(REQUIRED)} at least")
     check_lengths(fields)
     return dict(fields)
+
+
+def refuse_recorded_code(path: str, fields: Mapping[str, Any]) -> None:
+    """Refuse fields that a file names functions in, other than activations and init methods of torch and Megatron.
+
+    A user's own fields may name any function, and its module is imported; a checkpoint's may not.
+
+    Args:
+        path: The file, for the message.
+        fields: Those of ``TransformerConfig`` that come from it.
+
+    Raises:
+        ValueError: One names something else.
+    """
+    hints = _hints(fields)
+    for name, value in fields.items():
+        if value is None or not is_callable(hints.get(name)):
+            continue
+        allowed = _INIT_METHODS if "init_method" in name else _ACTIVATIONS
+        if not isinstance(value, str) or not _is_function_of(allowed, SHORT_NAMES.get(value, value)):
+            raise ValueError(
+                f"{path} has {name}={value!r}, and code is not imported because a file names it; only functions of"
+                f" {' and '.join(allowed)} are. If it is your own, give transformer={{{name!r}: {value!r}}} yourself"
+            )
+
+
+def _is_function_of(modules: tuple[str, ...], path: str) -> bool:
+    module, _, name = path.rpartition(".")
+    if module not in modules:
+        return False
+    function = getattr(importlib.import_module(module), name, None)
+    is_own = isinstance(function, FunctionType) and function.__module__ == module  # not what the module imports
+    return not name.startswith("_") and (is_own or isinstance(function, BuiltinFunctionType))
 
 
 def build_transformer_config(fields: Mapping[str, Any], owned: Mapping[str, Any]) -> TransformerConfig:

@@ -6,12 +6,15 @@ no rank ever holds the whole model. :func:`build_from_checkpoint` makes a module
 checkpoint, whole in this process. ``MCoreModule`` has both as methods.
 """
 
+import sys
 import warnings
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.core.saving import _load_state
 from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 
@@ -20,6 +23,9 @@ from lightning_mcore.checkpoint_io import MCoreCheckpointIO
 from lightning_mcore.chunks import built_chunks
 from lightning_mcore.session import single_process
 from lightning_mcore.stored_state import StoredState
+from lightning_mcore.transformer_fields import refuse_recorded_code
+
+_INSTANTIATORS = (None, "lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
 
 _M = TypeVar("_M", bound=pl.LightningModule)
 
@@ -74,10 +80,72 @@ def build_from_checkpoint(
         return _build(cls, str(path), strict, weights_only, dict(hyper_parameters or {}))
 
 
+def hyper_parameters_of(path: str | Path, weights_only: bool | None, given: Collection[str] = ()) -> dict[str, Any]:
+    """Return the hyper-parameters in a file of Lightning's; no weights are read.
+
+    Args:
+        path: The file.
+        weights_only: As ``torch.load`` takes it.
+        given: Names of those that the user gives instead, which are left out.
+    """
+    state = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(path))
+    recorded = state.get(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY) if isinstance(state, Mapping) else None
+    return {name: value for name, value in dict(recorded or {}).items() if name not in given}
+
+
+def refuse_code(path: str | Path, hyper_parameters: Any) -> None:
+    """Refuse hyper-parameters of a file that name code to run: modules are imported where the user names them.
+
+    Args:
+        path: The file, for the message.
+        hyper_parameters: What stands in it, and is not given by the user instead.
+
+    Raises:
+        ValueError: They name a class that this process has not imported, or a function that is not Megatron's or
+            torch's.
+    """
+    if not isinstance(hyper_parameters, Mapping):
+        return
+    instantiator = hyper_parameters.get("_instantiator")
+    if instantiator not in _INSTANTIATORS:
+        raise ValueError(f"{path} asks for {instantiator!r} to make its module; only {_INSTANTIATORS[1]!r} may")
+    for class_path in _class_paths(hyper_parameters):
+        if not _is_imported(class_path):
+            raise ValueError(
+                f"{path} names the class {class_path!r}, and code is not imported because a file names it; import its"
+                " module yourself before, if it is your own"
+            )
+    fields = hyper_parameters.get("transformer")
+    if isinstance(fields, Mapping):
+        refuse_recorded_code(str(path), fields)
+
+
+def _class_paths(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if key in ("_class_path", "class_path"):
+                yield item
+            yield from _class_paths(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _class_paths(item)
+
+
+def _is_imported(class_path: Any) -> bool:
+    """Whether a class, or a method of one, is in a module that is imported; imports nothing."""
+    module, _, name = str(class_path).rpartition(".")
+    if module in sys.modules:
+        return hasattr(sys.modules[module], name)
+    above, _, owner = module.rpartition(".")
+    return hasattr(getattr(sys.modules.get(above), owner, None), name)
+
+
 def _build(cls: type[_M], path: str, strict: bool | None, weights_only: bool | None, arguments: dict[str, Any]) -> _M:
     io = MCoreCheckpointIO()
     state: dict[str, Any] = dict(_pl_migrate_checkpoint(io.load_checkpoint(path, weights_only=weights_only), path))
-    hyper_parameters = {**state.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}), **arguments}
+    recorded = state.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
+    refuse_code(path, {name: value for name, value in recorded.items() if name not in arguments})
+    hyper_parameters = {**recorded, **arguments}
     lightning_state = {**state, cls.CHECKPOINT_HYPER_PARAMS_KEY: hyper_parameters}
     outside = lightning_state["state_dict"]
     with warnings.catch_warnings():

@@ -37,7 +37,7 @@ from lightning_mcore.hf.exported_config import (
     write_files,
     write_json,
 )
-from lightning_mcore.hf.known_families import find_family
+from lightning_mcore.hf.known_families import find_family, recorded_family
 from lightning_mcore.hf.live_tensors import exchange, places_of_all
 from lightning_mcore.hf.model_pieces import ModelPieces, pieces_of_module
 from lightning_mcore.hf.safetensors_file import write_safetensors
@@ -89,7 +89,7 @@ def export_checkpoint(
     state = MCoreCheckpointIO().load_checkpoint(path) if stored.is_ours else {}
     settings = state.get(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY) or {}
     description = describe(path, settings, stored.shapes, like, family)
-    plan = _plan(description, stored.shapes, stored.places, *options)
+    plan = _plan(description, family, stored.shapes, stored.places, *options)
     warn_of_what_is_lost(description, settings, like)
     with _new_folder(out) as folder, _progress(plan, out) as bar:
         _saved(out, lambda: _write_all(plan, folder, stored.read, bar))
@@ -188,7 +188,7 @@ class _LiveModel:
         places = places_of_all(pieces)
         settings, name = dict(module.hparams), type(module).__name__
         description = decide(lambda: describe(name, settings, pieces.shapes, like, family))
-        return cls(pieces, description, on_all(lambda: _plan(description, pieces.shapes, places, *options)))
+        return cls(pieces, description, on_all(lambda: _plan(description, family, pieces.shapes, places, *options)))
 
 
 def _require_groups() -> None:
@@ -254,12 +254,14 @@ def _write_all(plan: ExportPlan, folder: str, read: Callable[[Place], Tensor], b
 
 def _plan(
     description: Description,
+    family: str | None,
     shapes: Mapping[str, Shape],
     places: Mapping[str, list[Place]],
     dtype: torch.dtype | None,
     max_shard_size: int,
 ) -> ExportPlan:
-    weights = WeightMap(find_family(description.family), description.fields, shapes)
+    known = find_family(family) if family else recorded_family(description.family)
+    weights = WeightMap(known, description.fields, shapes)
     return ExportPlan(weights, places, dtype, max_shard_size)
 
 

@@ -29,7 +29,7 @@ from lightning_mcore.hf.hf_config import (
     read_json,
 )
 from lightning_mcore.hf.hf_source import HFSource
-from lightning_mcore.hf.known_families import family_names, find_family
+from lightning_mcore.hf.known_families import family_names, find_family, recorded_family
 from lightning_mcore.hf.training_fields import TRAINING_ONLY
 from lightning_mcore.hf.weight_rules import Shape
 
@@ -108,7 +108,8 @@ def describe(
     fields = complete_fields({**fields, "mtp_num_layers": _count_layers("mtp", shapes) or None})
     _check_layers(what, fields, shapes)
     name = family or origin.get("family") or _guess(what, fields)
-    config = _config(find_family(name), fields, origin.get("config"), settings.get("seq_length"))
+    known = find_family(name) if family else recorded_family(name)
+    config = _config(known, fields, origin.get("config"), settings.get("seq_length"))
     return Description(name, fields, config, origin.get("generation_config"), _folder_of(origin.get("path")))
 
 

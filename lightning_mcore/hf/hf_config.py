@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_mcore.hf.family import Family
-from lightning_mcore.hf.known_families import find_family
+from lightning_mcore.hf.known_families import find_family, registered_family
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -103,9 +103,12 @@ def family_of(config: Mapping[str, Any], family: str | None) -> Family:
 
     Args:
         config: As :func:`read_config` returns it.
-        family: Name or path of the family; None for what the config says.
+        family: Name or path of the family, as the user has given it; None for what the config says, which is a name.
+
+    Raises:
+        ValueError: There is no such family.
     """
-    return find_family(family or str(config["model_type"]))
+    return find_family(family) if family else registered_family(str(config["model_type"]))
 
 
 def read_generation_config(folder: str) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from lightning_mcore import checkpoint_files
 from lightning_mcore.field_homes import OF_THE_MODULE
 from lightning_mcore.hf.family import Family, split_fields
 from lightning_mcore.hf.hf_config import family_of, local_folder, read_config, read_generation_config, read_json
+from lightning_mcore.hf.known_families import find_family
 from lightning_mcore.without_torch import let_torch_in
 
 if TYPE_CHECKING:
@@ -100,7 +101,10 @@ def pretrained_settings(
         FileNotFoundError: There is no such model, or a file of it is missing.
         ValueError: It is of no known family, its config asks for something that is not supported, or a file is damaged.
     """
-    settings = _settings_of_checkpoint(path, family) if is_own_checkpoint(path) else _settings_of_model(path, family)
+    if is_own_checkpoint(path):
+        settings = _settings_of_checkpoint(path, family, transformer or {})
+    else:
+        settings = _settings_of_model(path, family)
     return _with_choices(settings, seq_length, transformer)
 
 
@@ -218,11 +222,18 @@ def is_own_checkpoint(path: str) -> bool:
     return checkpoint_files.is_checkpoint_directory(path)
 
 
-def _settings_of_checkpoint(path: str, family: str | None) -> dict[str, Any]:
-    """Return the settings of the model in a checkpoint directory, without those of its training."""
+def _settings_of_checkpoint(path: str, family: str | None, chosen: Collection[str]) -> dict[str, Any]:
+    """Return the settings of the model in a checkpoint directory, without those of its training.
+
+    Args:
+        path: The directory.
+        family: As the user has given it.
+        chosen: Names of fields that the user gives instead.
+    """
     from lightning.pytorch import LightningModule
 
     from lightning_mcore.checkpoint_io import MCoreCheckpointIO
+    from lightning_mcore.transformer_fields import refuse_recorded_code
 
     saved = MCoreCheckpointIO().load_checkpoint(path).get(LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, {})
     hf = saved.get("hf")
@@ -236,4 +247,8 @@ def _settings_of_checkpoint(path: str, family: str | None) -> dict[str, Any]:
             f"family={family!r} is given for {path}, a checkpoint of family {hf['family']!r}, whose weights are"
             " Megatron's already; leave it out"
         )
+    if family is not None:
+        find_family(family)  # imported now, by its own name, for an export of this run
+    recorded = {name: value for name, value in saved["transformer"].items() if name not in chosen}
+    refuse_recorded_code(path, recorded)
     return {name: saved[name] for name in (*_KEPT, "transformer", "hf") if name in saved}

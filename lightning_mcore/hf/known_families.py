@@ -7,9 +7,13 @@ A package registers its own in its ``pyproject.toml``, and it is found by its na
     gemma = "my_package.gemma:FAMILY"
 
 Nothing is registered at run time, so that a name means the same in every process.
+
+A path is imported where the user gives it. A file that was downloaded may name any module, so what stands in
+``config.json`` or in a checkpoint is a name of one of these families and nothing else; :func:`recorded_family`.
 """
 
 import importlib
+import sys
 from importlib.metadata import entry_points
 
 from lightning_mcore.hf.family import Family
@@ -35,7 +39,7 @@ def family_names() -> list[str]:
 
 
 def find_family(name: str) -> Family:
-    """Return a family.
+    """Return a family that the user has named.
 
     Args:
         name: Its ``model_type``, or the path of a :class:`Family`, such as ``"my_package.gemma:FAMILY"``.
@@ -43,8 +47,36 @@ def find_family(name: str) -> Family:
     Raises:
         ValueError: There is none of that name; names those there are.
     """
-    if ":" in name:
-        return _import(name)
+    return _import(name) if ":" in name else registered_family(name)
+
+
+def recorded_family(name: str) -> Family:
+    """Return the family that a checkpoint names; a path is looked up in what is imported already, and never imported.
+
+    Args:
+        name: As it stands there.
+
+    Raises:
+        ValueError: There is none of that name, or it is a path whose module the user has not imported.
+    """
+    if ":" not in name:
+        return registered_family(name)
+    module, _, attribute = name.partition(":")
+    family = getattr(sys.modules.get(module), "__dict__", {}).get(attribute)
+    if not isinstance(family, Family):
+        raise ValueError(
+            f"the checkpoint names the family {name!r}, and code is not imported because a file names it; if it is your"
+            f" own, name it yourself: family={name!r} (--family {name})"
+        )
+    return family
+
+
+def registered_family(name: str) -> Family:
+    """Return a family by its ``model_type``: one of this package, or of another package that is installed.
+
+    Raises:
+        ValueError: There is none of that name; names those there are.
+    """
     registered = next((entry.value for entry in entry_points(group=ENTRY_POINTS) if entry.name == name), None)
     if registered is not None:
         return _import(registered)
