@@ -35,6 +35,7 @@ from lightning_mcore.data.packed_layout import PackingMultiples, packing_multipl
 from lightning_mcore.data.packed_rows import collate_padded, collate_rows
 from lightning_mcore.data.packing import Overlong
 from lightning_mcore.data.packing_statistics import PackingStatistics
+from lightning_mcore.data.preprocess_tokenizer import auto_tokenizer
 from lightning_mcore.data.sampling import data_parallel_place, evaluation_loader, training_loader
 from lightning_mcore.data.streaming import StreamLoader
 from lightning_mcore.data.token_stream import StreamSettings
@@ -153,13 +154,11 @@ class MCoreFinetuningData(pl.LightningDataModule):
         """The tokenizer, loaded when it is first asked for."""
         if not isinstance(self._given_tokenizer, str):
             return self._given_tokenizer
-        from transformers import AutoTokenizer
-
         try:
-            return AutoTokenizer.from_pretrained(self._given_tokenizer)
-        except (OSError, ValueError) as error:
+            return auto_tokenizer(self._given_tokenizer)
+        except ValueError as error:
             raise ValueError(
-                f"tokenizer={self._given_tokenizer!r} cannot be loaded: {str(error).splitlines()[0]}; give the folder"
+                f"tokenizer={self._given_tokenizer!r} cannot be loaded: {error}; give the folder"
                 " or name of a tokenizer of transformers, or the tokenizer itself"
             ) from error
 

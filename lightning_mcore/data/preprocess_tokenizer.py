@@ -51,14 +51,12 @@ def load_tokenizer(name: str, eod_token: str | None = None) -> TokenizerFacts:
     """
     if os.path.isfile(name):
         return _of_file(name, eod_token)
-    transformers: Any = importlib.import_module("transformers")
     try:
-        loaded = transformers.AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        loaded = auto_tokenizer(name)
+    except ValueError as error:
         what = "folder" if os.path.isdir(name) else "tokenizer"
         raise FileNotFoundError(
-            f"AutoTokenizer finds nothing it can read in the {what} {name} ({reason}); give a folder or name for"
+            f"AutoTokenizer finds nothing it can read in the {what} {name} ({error}); give a folder or name for"
             " transformers, or a tokenizer.json"
         ) from None
     inside: Any = getattr(loaded, "backend_tokenizer", None)
@@ -66,6 +64,24 @@ def load_tokenizer(name: str, eod_token: str | None = None) -> TokenizerFacts:
     vocabulary = loaded.get_vocab()
     eod = loaded.eos_token_id if eod_token is None else _known(eod_token, vocabulary, name)
     return TokenizerFacts(name, text, 1 + max(vocabulary.values(), default=-1), eod)
+
+
+def auto_tokenizer(name: str) -> Any:
+    """Return a tokenizer of transformers; code that its folder brings along is not run.
+
+    Args:
+        name: Its folder or name.
+
+    Raises:
+        ValueError: It cannot be loaded; the text is the first line of the reason, for a sentence that says what to do.
+    """
+    transformers: Any = importlib.import_module("transformers")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # a damaged file can raise anything, and the package tokenizers has no class of its own
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        lacking = "a file of it lacks " if isinstance(error, KeyError) else ""
+        raise ValueError(lacking + lines[0].rstrip(". ")) from error
 
 
 def _of_file(name: str, eod_token: str | None) -> TokenizerFacts:

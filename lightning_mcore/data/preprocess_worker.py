@@ -73,7 +73,8 @@ def encoder(settings: dict[str, Any]) -> Encoder:
         tokenizer.no_padding()
         batch = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)  # without offsets into the text
         return lambda texts: (encoding.ids for encoding in batch(texts, add_special_tokens=special))
-    slow: Any = importlib.import_module("transformers").AutoTokenizer.from_pretrained(settings["tokenizer"])
+    kind: Any = importlib.import_module("transformers").AutoTokenizer
+    slow = kind.from_pretrained(settings["tokenizer"], trust_remote_code=False)
     return lambda texts: (slow.encode(text, add_special_tokens=special, verbose=False) for text in texts)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_mcore.arguments.argument_fields import check_type, check_types
 from lightning_mcore.arguments.fp8_arguments import Fp8Arguments
 from lightning_mcore.data.chat_templates import ChatTemplate, named_template
+from lightning_mcore.data.preprocess_tokenizer import auto_tokenizer
 from lightning_mcore.hf.hf_config import family_of, read_config
 from lightning_mcore.llamafactory.dataset_info import DatasetEntry, read_datasets
 from lightning_mcore.llamafactory.factory_file import read_file
@@ -251,12 +252,9 @@ def _with_fp8(keys: FactoryKeys, values: dict[str, Any]) -> dict[str, Any]:
 
 def _tokenizer(path: str) -> Any:
     """Return the tokenizer of a model."""
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
+        return auto_tokenizer(path)
+    except ValueError as error:
         raise ValueError(
-            f"the tokenizer of model_name_or_path={path!r} cannot be loaded: {str(error).splitlines()[0]}; give a model"
-            " that has one"
+            f"the tokenizer of model_name_or_path={path!r} cannot be loaded: {error}; give a model that has one"
         ) from error

@@ -4,17 +4,19 @@
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_mcore import MCoreGPT, single_process
+from lightning_mcore import MCoreFinetuningData, MCoreGPT, single_process
+from lightning_mcore.data.preprocess_tokenizer import load_tokenizer
 from lightning_mcore.hf.export import export_checkpoint
 from lightning_mcore.hf.folder_import import import_checkpoint
 from lightning_mcore.hf.hf_source import planned_settings
+from lightning_mcore.llamafactory.factory_run import _tokenizer
 from lightning_mcore.training_cli import TrainingCLI
 from lightning_mcore.transformer_fields import refuse_recorded_code
 from tests.hf_models import tiny_folder
@@ -182,3 +184,34 @@ def test_code_in_a_directory_is_not_run(ran: Path, model: Path, tmp_path: Path) 
     with pytest.raises(ValueError, match=r"model\.ckpt names the class 'evil_code\.Model', and code is not imported"):
         MCoreGPT.load_from_checkpoint(path)
     assert not ran.exists()
+
+
+TOKENIZER_DOORS: dict[str, Callable[[str], Any]] = {
+    "preprocess": load_tokenizer,
+    "fine-tuning": lambda folder: MCoreFinetuningData("a.jsonl", folder, seq_length=8, batch_size=1).tokenizer,
+    "llamafactory": _tokenizer,
+}
+
+
+@pytest.mark.parametrize("door", TOKENIZER_DOORS)
+def test_code_of_a_tokenizer_is_not_run_and_nobody_is_asked(
+    door: str, ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    shutil.copy(tmp_path / f"{EVIL}.py", folder)
+    content = {"auto_map": {"AutoTokenizer": [None, f"{EVIL}.Model"]}, "tokenizer_class": "Evil"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(content))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises((ValueError, FileNotFoundError), match="contains custom code which must be executed"):
+        TOKENIZER_DOORS[door](str(folder))
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("door", TOKENIZER_DOORS)
+def test_a_damaged_tokenizer_is_one_sentence(door: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "BPE", "vocab": 3}}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises((ValueError, FileNotFoundError), match=r"cannot be loaded|finds nothing it can read") as refusal:
+        TOKENIZER_DOORS[door](str(tmp_path))
+    assert "\n" not in str(refusal.value)
