@@ -18,9 +18,11 @@ What reads (:func:`read_manifest`, :func:`check_sizes`, :func:`verify`) takes re
 as well; to write and load those there is ``checkpoint_staging.py``. No ranks and no ``torch.distributed`` here.
 """
 
+import contextlib
 import errno
 import os
 import posixpath
+import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
@@ -65,7 +67,9 @@ __all__ = [
     "finish",
     "is_checkpoint_directory",
     "is_megatron_checkpoint",
+    "link",
     "names_in",
+    "newest_in",
     "open_store",
     "read_manifest",
     "record_file",
@@ -148,6 +152,23 @@ def abandon(path: str) -> None:
     atomic_directory.abandon(_local(path))
 
 
+def link(path: str, target: str) -> None:
+    """Let the name ``path`` lead to the checkpoint ``target``, in place of the link or checkpoint that stands there.
+
+    Raises:
+        ValueError: A directory stands there that is no checkpoint.
+        RuntimeError: Another process is writing under the name.
+        OSError: The disk refuses; what stood there stands there still.
+    """
+    path, target = _local(path), _local(target)
+    if not os.path.islink(path):
+        require_replaceable(path)
+    try:
+        atomic_directory.link(path, target)
+    except OSError as error:
+        raise unsaved(path, error) from error
+
+
 def remove(path: str) -> None:
     """Delete a checkpoint so that a crash never leaves half of one; of a link only the link, of nothing nothing.
 
@@ -179,6 +200,19 @@ def is_checkpoint_directory(path: str) -> bool:
 def is_megatron_checkpoint(path: str) -> bool:
     """Return whether ``path`` is a directory in Megatron's ``torch_dist`` format that another program wrote."""
     return is_megatron(names_in(*open_store(path)))
+
+
+def newest_in(folder: str) -> str | None:
+    """Return the checkpoint in a local folder that was written last, of those that are whole as far as sizes tell."""
+    whole = []
+    for entry in os.scandir(folder):
+        with contextlib.suppress(ValueError, OSError):
+            if entry.is_dir(follow_symlinks=False):
+                check_sizes(entry.path)
+            elif entry.is_symlink() or not (entry.name.endswith(".ckpt") and zipfile.is_zipfile(entry.path)):
+                continue
+            whole.append((entry.stat().st_mtime, entry.path))
+    return max(whole)[1] if whole else None
 
 
 def read_manifest(path: str) -> dict[str, Any]:

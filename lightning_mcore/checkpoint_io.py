@@ -8,10 +8,10 @@ Lightning reads its own state before the model is there: :meth:`~MCoreCheckpoint
 
 With ``async_save=True`` a save returns when the tensors are copied, and writes while training goes on. It becomes a
 checkpoint between two steps, when all ranks have written (:meth:`~MCoreCheckpointIO.poll`). Until then it is in no way
-visible, and what Lightning wants deleted meanwhile stays: if the new one fails, the old one is still there. A link that
-``ModelCheckpoint(save_last="link")`` sets to a checkpoint in flight would point nowhere; where links are used, the
-strategy waits for the save. If a rank dies, what was in flight is lost and nothing else: an unfinished save lies in a
-hidden folder, is never taken for a checkpoint, and is deleted by the next save there.
+visible, and what Lightning wants deleted meanwhile stays: if the new one fails, the old one is still there. The link of
+``ModelCheckpoint(save_last="link")`` is set when the checkpoint is whole, and the one that it led to is deleted after
+that, so it always leads to a whole one. If a rank dies, what was in flight is lost and nothing else: an unfinished save
+lies in a hidden folder, is never taken for a checkpoint, and is deleted by the next save there.
 """
 
 import atexit
@@ -23,7 +23,7 @@ import tempfile
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -102,6 +102,8 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         self.verify = verify
         self._saves: list[CheckpointSave] = []
         self._stagings: list[Staging] = []
+        self._links: set[str] = set()
+        self._unneeded: list[str] = []  # to be deleted when no link leads there any more
         self._planner = ShardPlanner()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -129,15 +131,16 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             OSError: The disk refused; what was there before is there still.
             ValueError: Something that is no checkpoint stands at ``path``.
         """
+        target = _absolute(path)
+        self._unneeded = [unneeded for unneeded in self._unneeded if _absolute(unneeded) != target]
         if SHARDED_STATE not in checkpoint:
             if storage_options is None and checkpoint_files.writes_directly(str(path)):
-                save_file(checkpoint, _absolute(path))
+                save_file(checkpoint, target)
             else:
                 super().save_checkpoint(checkpoint, path, storage_options)
             return
         if storage_options is not None:
             raise TypeError("storage_options are not supported; configure fsspec instead")
-        target = _absolute(path)
         while len(self._saves) >= self.max_in_flight or any(save.path == target for save in self._saves):
             self._finish_oldest()
         _in_use.add(self)
@@ -205,11 +208,38 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         super().teardown()
 
     def remove_checkpoint(self, path: _PATH) -> None:
-        """Delete a checkpoint, once what is in flight is whole; on rank 0, as Lightning calls it."""
+        """Delete a checkpoint once what is in flight is whole and no link of this run leads to it; on rank 0."""
         if self._saves:
             self._saves[-1].removals.append(str(path))
         else:
-            _remove(str(path))
+            self._remove_unneeded([str(path)])
+
+    def watch_links(self, links: Iterable[str]) -> None:
+        """Keep checkpoints that these links lead to; :meth:`link_checkpoint` adds those that it sets."""
+        self._links |= {_absolute(link) for link in links}
+
+    def link_checkpoint(self, path: _PATH, link: _PATH) -> None:
+        """Let another name lead to a checkpoint, as ``last.ckpt`` to the newest; collective over the world.
+
+        While the checkpoint is in flight the name leads to the one before.
+
+        Args:
+            path: A checkpoint that stands, or is being saved by this plugin.
+            link: The name, on a disk of this machine.
+
+        Raises:
+            OSError: The disk refused; the name leads to where it led before.
+        """
+        target, name = _absolute(path), _absolute(link)
+        if target == name:
+            return
+        self._links.add(name)
+        save = next((save for save in reversed(self._saves) if save.path == target), None)
+        if save is not None:
+            save.links.append(name)
+            return
+        decide(lambda: checkpoint_files.link(name, target))
+        self._remove_unneeded()
 
     def load_checkpoint(
         self,
@@ -326,12 +356,20 @@ class MCoreCheckpointIO(TorchCheckpointIO):
     def _clean_up(self, save: CheckpointSave) -> None:
         if save.staging is not None:
             self._stagings.append(save.staging)
-        if save.removals and dist.get_rank() == 0:
-            for path in save.removals:
-                try:
-                    _remove(path)
-                except OSError as error:
-                    _log.warning("%s is not needed any more and could not be deleted: %s", path, error)
+        self._remove_unneeded(save.removals)
+
+    def _remove_unneeded(self, paths: Iterable[str] = ()) -> None:
+        """Delete what Lightning wants deleted, but what a link leads to; links first, to let go of where they lead."""
+        unneeded = sorted([*self._unneeded, *paths], key=lambda path: not os.path.islink(path))
+        self._unneeded = []
+        for path in unneeded:
+            if any(_leads_to(link, path) for link in self._links):
+                self._unneeded.append(path)
+                continue
+            try:
+                _remove(path)
+            except OSError as error:
+                _log.warning("%s is not needed any more and could not be deleted: %s", path, error)
 
     def _read(self, path: str, manifest: dict[str, Any] | None, name: str) -> bytes:
         fs, root = checkpoint_files.open_store(path)
@@ -381,6 +419,10 @@ def _remove(path: str) -> None:
         checkpoint_files.remove(path)
     else:
         checkpoint_staging.remote_remove(path)
+
+
+def _leads_to(link: str, path: str) -> bool:
+    return os.path.islink(link) and not os.path.islink(path) and os.path.realpath(link) == os.path.realpath(path)
 
 
 def _locator(path: str, stack: contextlib.ExitStack) -> Callable[[str], str]:

@@ -48,12 +48,14 @@ class CheckpointSave:
 
     Attributes:
         path: Where the checkpoint will stand.
-        removals: Checkpoints to delete once this one is whole; on rank 0.
+        links: Names that are to lead to this checkpoint once it is whole.
+        removals: Checkpoints to delete after that; on rank 0.
         staging: The memory of the copy, free again when the checkpoint is in place.
     """
 
     def __init__(self, path: str, directory: str, manifest: dict[str, Any], metadata: Metadata | None) -> None:
         self.path = path
+        self.links: list[str] = []
         self.removals: list[str] = []
         self._directory = directory
         self._manifest = manifest
@@ -156,6 +158,8 @@ class CheckpointSave:
         self._manifest["tensors"] = tensors_of(metadata)
         if checkpoint_files.writes_directly(self.path):
             checkpoint_files.finish(self.path, self._manifest, self._records)
+            for name in self.links:
+                checkpoint_files.link(name, self.path)
 
 
 def save_file(content: Any, path: str) -> None:

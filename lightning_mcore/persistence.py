@@ -14,19 +14,22 @@ Lightning asks for a checkpoint in two pieces. Before ``setup`` it calls ``load_
 shards can only be read into the wrapped model, so they wait until the end of ``setup``.
 """
 
+import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_mcore import checkpoint_manifest, sharded_state
-from lightning_mcore.agreement import on_all
+from lightning_mcore import checkpoint_files, checkpoint_manifest, sharded_state
+from lightning_mcore.agreement import decide, on_all
 from lightning_mcore.checkpoint_io import CONTENT_METADATA, MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
 from lightning_mcore.chunks import ModelChunks, find_pipeline, synchronize_parameters
 from lightning_mcore.metrics import settle_tokens_seen
@@ -161,15 +164,26 @@ class MCorePersistence(MCoreParallelism):
                 own[_NUMBERS] = state.numbers
                 own[CONTENT_METADATA] = _CONTENT
             io.save_checkpoint({**checkpoint, **own}, self.broadcast(str(filepath)), storage_options)
-            if self._makes_links or self._chunks is None:  # after a run there are no steps to finish it between
+            if self._chunks is None:  # after a run there are no steps to finish it between
                 io.drain()
 
-    @property
-    def _makes_links(self) -> bool:
-        """Whether a checkpoint gets a link as soon as it is saved; a save that is on its way has nothing to link to."""
-        assert self.lightning_module is not None
-        callbacks = self.lightning_module.trainer.checkpoint_callbacks
-        return any(getattr(callback, "save_last", None) == "link" for callback in callbacks)
+    def prepare_links(self, trainer: pl.Trainer) -> None:
+        """Let links to the last checkpoint be set when it is whole, and refuse one whose checkpoint is gone.
+
+        With ``ckpt_path="last"`` Lightning passes over such a link and would begin anew.
+
+        Raises:
+            FileNotFoundError: Training begins anew where such a link stands.
+        """
+        begins_anew = trainer.state.fn == TrainerFn.FITTING and trainer.ckpt_path is None
+        for callback in trainer.checkpoint_callbacks:
+            if not isinstance(callback, ModelCheckpoint) or not checkpoint_files.writes_directly(str(callback.dirpath)):
+                continue
+            links = decide(partial(_last_links, callback, trainer, begins_anew))
+            if callback.save_last == "link" and isinstance(self.checkpoint_io, MCoreCheckpointIO):
+                self.checkpoint_io.watch_links(links)
+                if type(callback)._link_checkpoint is ModelCheckpoint._link_checkpoint:
+                    callback._link_checkpoint = _link_when_whole  # type: ignore[method-assign]
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Finish a save whose files are written."""
@@ -291,3 +305,29 @@ class MCorePersistence(MCoreParallelism):
         if not optimizers:
             for optimizer in self._megatron_optimizers():
                 optimizer.megatron.reload_model_params()
+
+
+def _link_when_whole(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
+    """Do what ``ModelCheckpoint._link_checkpoint`` does, at a moment at which there is something to link to.
+
+    Source: Lightning 2.6.6, where the old checkpoint goes before the link, and the link before it is set anew.
+    """
+    io = trainer.strategy.checkpoint_io
+    if isinstance(io, MCoreCheckpointIO):
+        io.link_checkpoint(filepath, linkpath)
+    else:
+        ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
+
+
+def _last_links(callback: ModelCheckpoint, trainer: pl.Trainer, begins_anew: bool) -> list[str]:
+    """Return the links among which ``ckpt_path="last"`` looks for the last checkpoint of a callback."""
+    links = [path for path in callback._find_last_checkpoints(trainer) if os.path.islink(path)]
+    for link in links if begins_anew else []:
+        if not os.path.exists(link):
+            newest = checkpoint_files.newest_in(os.path.dirname(link))
+            advice = "" if newest is None else f"resume with ckpt_path={newest!r}, the newest whole one there, or "
+            raise FileNotFoundError(
+                f"{link} leads to the checkpoint {os.readlink(link)}, which is gone; {advice}delete the link to start"
+                " anew"
+            )
+    return links

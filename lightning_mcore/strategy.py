@@ -83,6 +83,7 @@ class MCoreStrategy(MCorePersistence):
         module = self.lightning_module
         assert module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
+        self.prepare_links(trainer)
         self.resume.setup()
         self._window: list[Microbatch] = []
         self._seen_full_window = False

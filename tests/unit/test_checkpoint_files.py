@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 import time
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -349,7 +350,7 @@ class Crash(BaseException):
 class Dying:
     """Lets a number of operations on the disk pass, and none after them."""
 
-    operations = ("rename", "unlink", "rmdir", "mkdir", "fsync", "write")
+    operations = ("rename", "replace", "symlink", "unlink", "rmdir", "mkdir", "fsync", "write")
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, passes: int) -> None:
         self.left, self.patch = passes, monkeypatch
@@ -450,6 +451,67 @@ def test_a_crash_in_a_save_does_not_stop_the_next_one_of_that_name(tmp_path: Pat
         save(path, 3)
         assert step_of(path) == 3
         assert os.listdir(path.parent) == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_crash_while_a_link_is_set_leaves_what_stood_there_or_the_link(tmp_path: Path, disk: str, kind: str) -> None:
+    folder = tmp_path / "run"
+    path, old, new = folder / "last.ckpt", folder / "old.ckpt", folder / "below" / "new.ckpt"
+
+    def prepare() -> None:
+        clean(folder)
+        save(old, 7)
+        save(new, 8)
+        if kind == "checkpoint":
+            save(path, 1)
+        elif kind == "link":
+            path.symlink_to("old.ckpt")
+        elif kind == "file":
+            path.write_bytes(b"one file")
+
+    outcomes = []
+    for _ in crashes(lambda: files.link(str(path), str(new)), prepare, disk, least=5):
+        files.recover(str(path))
+        found: Any = "file" if path.is_file() else step_of(path) if os.path.lexists(path) else None
+        outcomes.append(found)
+        assert (step_of(old), step_of(new)) == (7, 8)
+        save(folder / "next.ckpt", 9)
+        assert sorted(os.listdir(folder)) == ["below", *["last.ckpt"] * (found is not None), "next.ckpt", "old.ckpt"]
+    before = {"nothing": None, "checkpoint": 1, "link": 7, "file": "file"}[kind]
+    changed = outcomes.index(8)
+    assert outcomes == [before] * changed + [8] * (len(outcomes) - changed)  # at one moment
+    assert changed > 0
+    assert os.readlink(path) == "below/new.ckpt"
+
+
+def test_a_link_through_linked_folders_leads_where_it_should(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "runs").mkdir(parents=True)
+    (tmp_path / "runs").symlink_to("disk/runs")
+    (tmp_path / "disk" / "runs" / "here").symlink_to("..")
+    save(tmp_path / "a.ckpt", 1)
+    save(tmp_path / "runs" / "b.ckpt", 2)
+    for name, target, step in (
+        ("runs/last", "a.ckpt", 1),
+        ("runs/here/last", "runs/b.ckpt", 2),
+        ("last", "runs/b.ckpt", 2),
+    ):
+        files.link(str(tmp_path / name), str(tmp_path / target))
+        assert step_of(tmp_path / name) == step
+
+
+def test_the_newest_checkpoint_of_a_folder_is_whole(tmp_path: Path) -> None:
+    assert files.newest_in(str(tmp_path)) is None
+    for step, name in enumerate(("a.ckpt", "b.ckpt", "c.ckpt")):
+        save(tmp_path / name, step)
+        os.utime(tmp_path / name, (step, step))
+    truncate(tmp_path / "c.ckpt" / SHARD)
+    (tmp_path / "d.ckpt").write_bytes(b"PK")
+    (tmp_path / "e.ckpt").symlink_to("a.ckpt")
+    (tmp_path / "f").mkdir()
+    assert files.newest_in(str(tmp_path)) == str(tmp_path / "b.ckpt")
+    with zipfile.ZipFile(tmp_path / "file.ckpt", "w") as archive:
+        archive.writestr("data.pkl", b"")
+    assert files.newest_in(str(tmp_path)) == str(tmp_path / "file.ckpt")
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "link"])
