@@ -14,10 +14,12 @@ The folder of unfinished directories holds, for a directory ``name``:
 ``name``                what is being written; after an exchange, what it replaced, until it is deleted
 ``name.replaced``       what stood under the name, on disks that cannot exchange two directories at once
 ``name.removed``        what is being deleted
-``name.lock``           locked by the process that writes ``name``; a lock ends with its process
+``name.mcore-lock``     says that all of these are ours: made before them, deleted after them. Locked by the
+                        process that writes ``name``; a lock ends with its process
 ======================  ==============================================================================
 
-Only the standard library.
+Whatever has no such mark was put there by somebody else, and is left alone. This process knows what it is writing by
+the marks that it holds open, under whatever name it came to the folder. Only the standard library.
 """
 
 import contextlib
@@ -28,17 +30,19 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import cache
 
 UNFINISHED = ".unfinished"
 
-_REPLACED, _REMOVED, _LOCK = _SUFFIXES = (".replaced", ".removed", ".lock")
+_REPLACED, _REMOVED, _MARK = _SUFFIXES = (".replaced", ".removed", ".mcore-lock")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
 _CANNOT_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
+_IS_THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)  # what a rename says of a name that is taken
+_THIS_PROCESS = "this process"
 
 _log = logging.getLogger(__name__)
-_locks: dict[str, int] = {}  # descriptors of the lock files this process holds, by the directory being written
+_marks: dict[str, int] = {}  # descriptors of the marks this process holds, by the directory being written
 
 
 def unfinished(path: str) -> str:
@@ -47,19 +51,17 @@ def unfinished(path: str) -> str:
     return os.path.join(parent, UNFINISHED, name)
 
 
-def begin(path: str, in_flight: Collection[str] = ()) -> str:
+def begin(path: str) -> str:
     """Make an empty directory to write into, and clear away what crashed writers left beside it.
 
     Args:
         path: Where the directory will stand. Nothing there is touched.
-        in_flight: Names of directories that this process is still writing in the same folder; they are left alone, as
-            are those of other living processes.
 
     Returns:
         The directory to write into.
 
     Raises:
-        ValueError: The name is kept for this file's own use.
+        ValueError: The name is kept for this file's own use, or somebody else's files are in the way.
         RuntimeError: The directory is being written already, here or by another process.
         OSError: The disk refuses.
     """
@@ -67,15 +69,15 @@ def begin(path: str, in_flight: Collection[str] = ()) -> str:
     folder, name = os.path.split(target)
     if name == UNFINISHED or name.endswith(_SUFFIXES):
         raise ValueError(f"{path} ends in {name!r}, which unfinished checkpoints use; choose another name")
-    if name in in_flight:
+    _require_folder(folder)
+    if (writer := _take(target)) == _THIS_PROCESS:
         raise RuntimeError(f"{path} is still being written; wait for that save, or save under another name")
-    os.makedirs(folder, exist_ok=True)
-    if writer := _lock(target):
+    if writer is not None:
         raise RuntimeError(f"{path} is being written by {writer}; end that, or save under another name")
     try:
-        _clear(folder, {*in_flight, name})
+        _clear(folder)
         recover(path)
-        for leftover in (target, target + _REPLACED, target + _REMOVED):
+        for leftover in _entries(target):
             delete(leftover)
         os.makedirs(target)
     except OSError:
@@ -92,15 +94,18 @@ def publish(path: str) -> None:
     """
     path, source = os.path.abspath(path), unfinished(path)
     sync_directory(source)
-    for tries_left in (2, 1, 0):
-        try:
-            _put_in_place(source, path)
-            break
-        except OSError as error:
-            taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # a reader put the old one back
-            if not taken or not tries_left:
-                raise
-    sync_directory(os.path.dirname(path))
+    _replace(source, path)
+    _release(source)
+
+
+def publish_file(path: str, name: str) -> None:
+    """Put one file of the finished directory under the name of the directory, and delete the rest.
+
+    Raises:
+        OSError: As for :func:`publish`.
+    """
+    path, source = os.path.abspath(path), unfinished(path)
+    _replace(os.path.join(source, name), path)
     _release(source)
 
 
@@ -140,20 +145,29 @@ def remove(path: str) -> None:
 
     Raises:
         OSError: The disk refuses to move it.
+        ValueError: Somebody else's files are in the way.
     """
-    path, aside = os.path.abspath(path), unfinished(path) + _REMOVED
-    if os.path.isdir(path) and not os.path.islink(path):
-        os.makedirs(os.path.dirname(aside), exist_ok=True)
-        delete(aside)
-        os.rename(path, aside)
+    path, target = os.path.abspath(path), unfinished(path)
+    if _is_directory(path):
+        _require_folder(os.path.dirname(target))
+        writer = _take(target)
+        try:
+            delete(target + _REMOVED)
+            os.rename(path, target + _REMOVED)
+        except OSError:
+            if writer is None:
+                _release(target)
+            raise
     else:
+        writer = _take(target) if _is_ours(target) else None
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
     if os.path.isdir(os.path.dirname(path)):
         sync_directory(os.path.dirname(path))
-    for leftover in (aside, unfinished(path) + _REPLACED):
-        _discard(leftover)
-    _remove_if_empty(os.path.dirname(aside))
+    if writer is None:
+        _release(target)
+    else:  # it is being saved anew
+        _discard(target + _REMOVED)
 
 
 def recover(path: str) -> bool:
@@ -164,12 +178,16 @@ def recover(path: str) -> bool:
     Returns:
         Whether there was something to put back.
     """
-    path, replaced = os.path.abspath(path), unfinished(path) + _REPLACED
-    if os.path.lexists(path) or not os.path.lexists(replaced):
+    path, target = os.path.abspath(path), unfinished(path)
+    if os.path.lexists(path) or not _is_ours(target) or not os.path.lexists(target + _REPLACED):
         return False
-    with contextlib.suppress(FileNotFoundError):  # another rank was faster
-        os.rename(replaced, path)
-        _log.warning("%s is the checkpoint before the last save, which was interrupted", path)
+    try:
+        os.rename(target + _REPLACED, path)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, *_IS_THERE):  # another rank was faster, or the writer has gone on
+            raise
+        return os.path.lexists(path)
+    _log.warning("%s is the checkpoint before the last save, which was interrupted", path)
     return True
 
 
@@ -177,7 +195,7 @@ def delete(path: str) -> None:
     """Delete a file, a link or a directory with all that is in it, if there is one."""
     while os.path.lexists(path):
         with contextlib.suppress(FileNotFoundError):  # another thread was faster
-            if os.path.isdir(path) and not os.path.islink(path):
+            if _is_directory(path):
                 shutil.rmtree(path)
             else:
                 os.unlink(path)
@@ -195,12 +213,24 @@ def sync_directory(path: str) -> None:
         os.close(descriptor)
 
 
+def _replace(source: str, path: str) -> None:
+    for tries_left in (2, 1, 0):
+        try:
+            _put_in_place(source, path)
+            break
+        except OSError as error:
+            if error.errno not in _IS_THERE or not tries_left:  # a reader put the old one back
+                raise
+    sync_directory(os.path.dirname(path))
+
+
 def _put_in_place(source: str, path: str) -> None:
-    if not os.path.lexists(path):
+    if not os.path.lexists(path) or not (_is_directory(source) or _is_directory(path)):
         os.rename(source, path)
     elif not _exchange(source, path):
-        delete(source + _REPLACED)
-        os.rename(path, source + _REPLACED)
+        replaced = unfinished(path) + _REPLACED
+        delete(replaced)
+        os.rename(path, replaced)
         try:
             os.rename(source, path)
         except BaseException:
@@ -235,30 +265,42 @@ def _renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
     return lambda *arguments: int(function(*arguments))
 
 
-def _clear(folder: str, in_flight: set[str]) -> None:
-    """Put back what a crash left moved away, and delete every leftover that nobody is writing."""
-    entries = os.listdir(folder)
-    for name in {_owner(entry) for entry in entries} - in_flight:
+def _require_folder(folder: str) -> None:
+    """Refuse a folder of unfinished directories that may be somebody else's."""
+    if os.path.islink(folder):
+        raise ValueError(
+            f"{folder} is a link to a folder that may hold other files, and what lies in it is deleted; remove the"
+            " link, or save to another folder"
+        )
+
+
+def _clear(folder: str) -> None:
+    """Put back what a crash left moved away, and delete every leftover of ours that nobody is writing."""
+    for name in {entry.removesuffix(_MARK) for entry in os.listdir(folder) if entry.endswith(_MARK)}:
         target = os.path.join(folder, name)
-        if _other_writer(target):
-            continue
-        recover(os.path.join(os.path.dirname(folder), name))
-        _unlock(target)
-        for leftover in (target, *(target + suffix for suffix in _SUFFIXES)):
-            _discard(leftover)
-
-
-def _owner(entry: str) -> str:
-    """Return the name of the directory that an entry of the folder belongs to."""
-    return next((entry.removesuffix(suffix) for suffix in _SUFFIXES if entry.endswith(suffix)), entry)
+        with contextlib.suppress(OSError):  # the mark is of another user, or not a file
+            if name not in ("", os.curdir, os.pardir) and _take(target) is None:
+                recover(os.path.join(os.path.dirname(folder), name))
+                _release(target)
 
 
 def _release(target: str) -> None:
-    """Delete what is left of a directory that is written no longer, and the folder if it was the last."""
-    _discard(target)
-    _discard(target + _REPLACED)
-    _unlock(target)
-    _remove_if_empty(os.path.dirname(target))
+    """Delete what is left of a directory that this process writes no longer, and the folder if it was the last."""
+    if (descriptor := _marks.pop(target, None)) is None:
+        return
+    if _is_at(descriptor, target + _MARK):  # else somebody has deleted the folder, and another process made it anew
+        for leftover in _entries(target):
+            _discard(leftover)
+        if not any(map(os.path.lexists, _entries(target))):
+            with contextlib.suppress(OSError):
+                os.unlink(target + _MARK)
+    os.close(descriptor)
+    with contextlib.suppress(OSError):
+        os.rmdir(os.path.dirname(target))
+
+
+def _entries(target: str) -> tuple[str, ...]:
+    return target, target + _REPLACED, target + _REMOVED
 
 
 def _discard(path: str) -> None:
@@ -269,49 +311,60 @@ def _discard(path: str) -> None:
         _log.warning("%s is not needed any more and could not be deleted: %s", path, error)
 
 
-def _remove_if_empty(folder: str) -> None:
-    with contextlib.suppress(OSError):
-        os.rmdir(folder)
+def _is_directory(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path)
 
 
-def _lock(target: str) -> str | None:
-    """Lock ``target`` for this process, where the disk has locks; return which other process holds it, if one does.
+def _is_ours(target: str) -> bool:
+    """Return whether what lies under these names was put there by this file, in whatever process."""
+    mark = target + _MARK
+    return os.path.isfile(mark) and not os.path.islink(mark) and not os.path.islink(os.path.dirname(target))
 
-    Source: POSIX record locks, which end with the process and which a forked data loader does not share.
+
+def _take(target: str) -> str | None:
+    """Make the mark of ``target`` and lock it, where the disk has locks; return who holds it already, if anybody does.
+
+    Source: POSIX record locks, which end with the process and which a forked data loader does not share. A process
+    loses its lock when it closes any descriptor of the file, so a mark that it holds is never opened again.
+
+    Raises:
+        ValueError: Files without a mark lie under these names.
+        OSError: The disk refuses.
     """
-    _unlock(target)
-    if writer := _other_writer(target):
-        return writer
-    try:
-        descriptor = os.open(target + _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError:
-        return None
-    _locks[target] = descriptor
-    if _taken(descriptor):
-        os.close(_locks.pop(target))
-        return "another process"
+    mark = target + _MARK
+    while True:
+        if target in _marks or any(_is_at(descriptor, mark) for descriptor in _marks.values()):
+            return _THIS_PROCESS
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        is_new = not os.path.lexists(mark)
+        try:
+            descriptor = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        except FileNotFoundError:  # another process, which needed the folder no longer, has deleted it
+            continue
+        if _taken(descriptor):
+            writer = os.read(descriptor, 1000).decode(errors="replace")
+            os.close(descriptor)
+            return writer or "another process"
+        if _is_at(descriptor, mark):
+            break
+        os.close(descriptor)  # of a mark that its process has deleted meanwhile
+    if is_new and (foreign := next(filter(os.path.lexists, _entries(target)), None)):
+        os.unlink(mark)
+        os.close(descriptor)
+        raise ValueError(f"{foreign} is in the way, and lightning_mcore has not written it; move it elsewhere")
+    _marks[target] = descriptor
     with contextlib.suppress(OSError):
+        os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
     return None
 
 
-def _unlock(target: str) -> None:
-    if (descriptor := _locks.pop(target, None)) is not None:
-        os.close(descriptor)
-        with contextlib.suppress(OSError):
-            os.unlink(target + _LOCK)
-
-
-def _other_writer(target: str) -> str | None:
-    """Return which living process, other than this one, writes ``target``; None where nobody does."""
+def _is_at(descriptor: int, path: str) -> bool:
+    """Return whether an open file is the one under a name."""
     try:
-        descriptor = os.open(target + _LOCK, os.O_RDWR)
-    except OSError:
-        return None
-    try:
-        return os.read(descriptor, 1000).decode(errors="replace") if _taken(descriptor) else None
-    finally:
-        os.close(descriptor)
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _taken(descriptor: int) -> bool:

@@ -24,7 +24,7 @@ import os
 import posixpath
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from threading import Event, Lock
 from typing import IO, Any
@@ -95,7 +95,7 @@ def writes_directly(path: str) -> bool:
     return get_protocol(path) in ("file", "local")
 
 
-def begin(path: str, in_flight: Collection[str] = ()) -> str:
+def begin(path: str) -> str:
     """Return a new, empty directory in which to write the checkpoint ``path``; on rank 0 only.
 
     It is ``<parent>/.unfinished/<name>``. Leftovers of crashed saves in that folder are deleted, and a checkpoint that
@@ -103,10 +103,9 @@ def begin(path: str, in_flight: Collection[str] = ()) -> str:
 
     Args:
         path: A local path; what stands there is left alone until :func:`finish`.
-        in_flight: Names (the last part of the path) of saves in the same folder that this process has not finished.
 
     Raises:
-        ValueError: A directory stands there that is no checkpoint, or the name is kept for unfinished ones.
+        ValueError: A directory stands there that is no checkpoint, or as :func:`atomic_directory.begin`.
         RuntimeError: The same path is being written already.
         OSError: The disk refuses.
     """
@@ -114,7 +113,7 @@ def begin(path: str, in_flight: Collection[str] = ()) -> str:
     if not os.path.islink(path):
         require_replaceable(path)
     try:
-        return atomic_directory.begin(path, in_flight)
+        return atomic_directory.begin(path)
     except OSError as error:
         raise unsaved(path, error) from error
 

@@ -145,20 +145,11 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             self._finish_oldest()
         _in_use.add(self)
         staging = (self._stagings.pop() if self._stagings else Staging()) if self.async_save else None
-        others = self.names_in_flight(os.path.dirname(target))
         with _without_advice_for_megatron():
-            save = CheckpointSave.start(target, checkpoint, process_group("dp_cp"), self._planner, others, staging)
+            save = CheckpointSave.start(target, checkpoint, process_group("dp_cp"), self._planner, staging)
         self._saves.append(save)
         if not self.async_save:
             self._finish_oldest()
-
-    def names_in_flight(self, folder: str) -> list[str]:
-        """Return the names of checkpoints in a folder that this process is still writing.
-
-        Args:
-            folder: Absolute.
-        """
-        return [os.path.basename(save.path) for save in self._saves if os.path.dirname(save.path) == folder]
 
     def poll(self) -> None:
         """Finish the oldest save if all ranks have written it; collective over the world, to be called between steps.

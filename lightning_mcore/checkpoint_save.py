@@ -9,14 +9,13 @@ that was there before. Both are collective over the world. ``checkpoint_io.py`` 
 A checkpoint on a remote store is written to local disks and then uploaded, each rank its own files, in the background.
 """
 
-import contextlib
 import io
 import json
 import os
 import pickle
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Self
 
@@ -72,7 +71,6 @@ class CheckpointSave:
         checkpoint: dict[str, Any],
         copies: dist.ProcessGroup,
         planner: ShardPlanner,
-        in_flight: Collection[str] = (),
         staging: Staging | None = None,
     ) -> Self:
         """Start to write; collective over the world.
@@ -82,14 +80,13 @@ class CheckpointSave:
             checkpoint: Lightning's dict with this rank's sharded state, manifest and rank state.
             copies: The ranks that hold copies of each other's tensors.
             planner: Agrees on who writes what.
-            in_flight: Names of other saves in the same folder.
             staging: Memory for a copy of the tensors; without it they must not change until the end.
 
         Raises:
             OSError: The disk refused.
             ValueError: The pieces of all ranks do not make whole tensors, or something else stands at ``path``.
         """
-        directory = _begin(path, in_flight)
+        directory = _begin(path)
         try:
             files = collect(
                 lambda: checkpoint.get(RANK_STATE), lambda rank_states: _files_of_all(checkpoint, rank_states)
@@ -173,33 +170,30 @@ def save_file(content: Any, path: str) -> None:
 
     Raises:
         OSError: The disk refuses; what stands there is left alone.
+        ValueError: A directory stands there that is no checkpoint, or as :func:`atomic_directory.begin`.
+        RuntimeError: Another process is writing it.
     """
-    aside = atomic_directory.unfinished(path)
+    if not os.path.islink(path):
+        checkpoint_files.require_replaceable(path)
     try:
-        os.makedirs(os.path.dirname(aside), exist_ok=True)
+        name = os.path.basename(path)
+        directory = atomic_directory.begin(path)
         try:
-            with open(aside, "wb") as file:
+            with open(os.path.join(directory, name), "wb") as file:
                 torch.save(content, file)
                 file.flush()
                 os.fsync(file.fileno())
-            if os.path.isdir(path) and not os.path.islink(path):
-                checkpoint_files.require_replaceable(path)
-                checkpoint_files.remove(path)
-                os.makedirs(os.path.dirname(aside), exist_ok=True)
-            os.replace(aside, path)
-            atomic_directory.sync_directory(os.path.dirname(path))
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(aside)
-            with contextlib.suppress(OSError):
-                os.rmdir(os.path.dirname(aside))
+            atomic_directory.publish_file(path, name)
+        except BaseException:
+            atomic_directory.abandon(path)
+            raise
     except OSError as error:
         raise unsaved(path, error) from error
 
 
-def _begin(path: str, in_flight: Collection[str]) -> str:
+def _begin(path: str) -> str:
     if checkpoint_files.writes_directly(path):
-        return decide(lambda: checkpoint_files.begin(path, in_flight))
+        return decide(lambda: checkpoint_files.begin(path))
     return on_all(lambda: tempfile.mkdtemp(prefix="checkpoint_"))
 
 

@@ -129,7 +129,7 @@ def export_model(
         model = _LiveModel.prepare(module, like, family, dtype, max_shard_size)
         plan = model.plan
         decide(lambda: warn_of_what_is_lost(model.description, dict(module.hparams), like))
-        with _shared_folder(out, _saves_beside(module, out)) as folder, _progress(plan, out) as bar:
+        with _shared_folder(out) as folder, _progress(plan, out) as bar:
             files, ranks = list(plan.files), dist.get_world_size()
             for first in range(0, len(files), ranks):
                 of_round = files[first : first + ranks]
@@ -284,9 +284,9 @@ def _new_folder(out: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _shared_folder(out: str, in_flight: Sequence[str]) -> Iterator[str]:
+def _shared_folder(out: str) -> Iterator[str]:
     """Do the same with all ranks; what fails on one has failed on all, so all leave it alike."""
-    folder = decide(lambda: _saved(out, lambda: atomic_directory.begin(out, in_flight)))
+    folder = decide(lambda: _saved(out, lambda: atomic_directory.begin(out)))
     try:
         yield folder
         decide(lambda: _saved(out, lambda: atomic_directory.publish(out)))
@@ -314,13 +314,6 @@ def _ready(module: pl.LightningModule) -> Iterator[None]:
     with strategy.runtime():
         strategy.complete_parameters()
         yield
-
-
-def _saves_beside(module: pl.LightningModule, out: str) -> list[str]:
-    """Return the names of checkpoints that this run is still writing in the same folder."""
-    trainer = module._trainer
-    io: Any = trainer.strategy.checkpoint_io if trainer is not None else None
-    return io.names_in_flight(os.path.dirname(os.path.abspath(out))) if isinstance(io, MCoreCheckpointIO) else []
 
 
 def _progress(plan: ExportPlan, out: str) -> Any:

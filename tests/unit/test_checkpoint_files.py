@@ -41,8 +41,8 @@ def fill(directory: str, step: int) -> dict[str, files.FileRecord]:
     return {SHARD: files.record_file(os.path.join(directory, SHARD))}
 
 
-def save(path: Path, step: int, in_flight: tuple[str, ...] = ()) -> None:
-    records = fill(files.begin(str(path), in_flight), step)
+def save(path: Path, step: int) -> None:
+    records = fill(files.begin(str(path)), step)
     files.finish(str(path), {"global_step": step}, records)
 
 
@@ -216,25 +216,99 @@ def test_abandon_leaves_the_old_checkpoint_alone(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
+def end_of_process() -> None:
+    """Let go of what ends with a process: its locks, and what it knows of its saves."""
+    for descriptor in atomic_directory._marks.values():
+        os.close(descriptor)
+    atomic_directory._marks.clear()
+
+
 def test_leftovers_go_with_the_next_save_and_saves_in_flight_stay(tmp_path: Path) -> None:
     fill(files.begin(str(tmp_path / "crashed.ckpt")), 1)
-    fill(files.begin(str(tmp_path / "in_flight.ckpt"), ["crashed.ckpt"]), 1)
-    (tmp_path / ".unfinished" / "x.ckpt.removed").mkdir()
-    (tmp_path / ".unfinished" / "stray").touch()
-    save(tmp_path / "a.ckpt", 2, in_flight=("in_flight.ckpt",))
-    assert sorted(os.listdir(tmp_path / ".unfinished")) == ["in_flight.ckpt", "in_flight.ckpt.lock"]
+    Path(tmp_path, ".unfinished", "crashed.ckpt.removed").mkdir()
+    end_of_process()
+    fill(files.begin(str(tmp_path / "in_flight.ckpt")), 1)
+    save(tmp_path / "a.ckpt", 2)
+    assert sorted(os.listdir(tmp_path / ".unfinished")) == ["in_flight.ckpt", "in_flight.ckpt.mcore-lock"]
     files.finish(str(tmp_path / "in_flight.ckpt"), {"global_step": 1}, {})
     assert step_of(tmp_path / "in_flight.ckpt") == 1
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "in_flight.ckpt"]
 
 
-def test_two_saves_of_one_name_are_refused(tmp_path: Path) -> None:
-    files.begin(str(tmp_path / "a.ckpt"))
+@pytest.mark.parametrize("other", ["link", "real", "up/../real"])
+def test_a_save_in_flight_is_known_by_every_name_of_its_folder(tmp_path: Path, other: str) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "up").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    fill(files.begin(str(tmp_path / "link" / "a.ckpt")), 1)
+    save(tmp_path / other / "b.ckpt", 2)
+    files.remove(str(tmp_path / other / "b.ckpt"))
     with pytest.raises(RuntimeError, match=r"a\.ckpt is still being written; wait for that save"):
-        files.begin(str(tmp_path / "a.ckpt"), ["a.ckpt"])
+        files.begin(str(tmp_path / other / "a.ckpt"))
+    files.finish(str(tmp_path / "link" / "a.ckpt"), {"global_step": 1}, {})
+    assert step_of(tmp_path / "real" / "a.ckpt") == 1
+    assert os.listdir(tmp_path / "real") == ["a.ckpt"]
 
 
-@pytest.mark.parametrize("name", ["x.replaced", "x.removed", "x.lock", ".unfinished"])
+def test_the_lock_of_a_save_in_flight_lasts_until_its_end(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(".")
+    files.begin(str(tmp_path / "a.ckpt"))
+    save(tmp_path / "link" / "b.ckpt", 2)
+    with pytest.raises(RuntimeError, match="is still being written"):
+        files.begin(str(tmp_path / "link" / "a.ckpt"))
+    script = "import runpy, sys; runpy.run_path(sys.argv[1])['begin'](sys.argv[2])"
+    command = [sys.executable, "-c", script, str(atomic_directory.__file__), str(tmp_path / "a.ckpt")]
+    found = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    assert f"a.ckpt is being written by process {os.getpid()} on " in found
+    files.abandon(str(tmp_path / "a.ckpt"))
+
+
+def test_a_folder_of_unfinished_checkpoints_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    mine, run = tmp_path / "mine", tmp_path / "run"
+    (mine / "a.ckpt.replaced").mkdir(parents=True)
+    (mine / "thesis.tex").touch()
+    run.mkdir()
+    save(run / "old.ckpt", 1)
+    (run / ".unfinished").symlink_to(mine)
+    for action in (files.begin, files.remove):
+        with pytest.raises(ValueError, match=r"\.unfinished is a link to a folder .*; remove the link, or save to "):
+            action(str(run / "old.ckpt"))
+    assert not files.recover(str(run / "a.ckpt"))
+    assert step_of(run / "old.ckpt") == 1
+    assert sorted(os.listdir(mine)) == ["a.ckpt.replaced", "thesis.tex"]
+
+
+def test_what_others_put_into_the_folder_of_unfinished_checkpoints_stays(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "run" / ".unfinished", tmp_path / "outside"
+    (folder / "thesis").mkdir(parents=True)
+    (folder / "notes.replaced").touch()
+    outside.mkdir()
+    (outside / "data").touch()
+    (folder / "way").symlink_to(outside)
+    (folder / "marked.mcore-lock").symlink_to(outside / "data")
+    for name in ("", ".", ".."):
+        (folder / f"{name}.mcore-lock").touch()
+    save(tmp_path / "run" / "a.ckpt", 1)
+    assert step_of(tmp_path / "run" / "a.ckpt") == 1
+    with pytest.raises(ValueError, match=r"thesis is in the way, and lightning_mcore has not written it; move it"):
+        files.begin(str(tmp_path / "run" / "thesis"))
+    assert not files.recover(str(tmp_path / "run" / "notes"))
+    assert {*os.listdir(folder)} >= {"marked.mcore-lock", "notes.replaced", "thesis", "way"}
+    assert os.listdir(outside) == ["data"]
+
+
+def test_a_save_whose_folder_somebody_has_deleted_leaves_that_of_another_process_alone(tmp_path: Path) -> None:
+    files.begin(str(tmp_path / "run" / "a.ckpt"))
+    atomic_directory.delete(str(tmp_path / "run"))
+    (tmp_path / "run" / ".unfinished" / "a.ckpt").mkdir(parents=True)
+    (tmp_path / "run" / ".unfinished" / "a.ckpt.mcore-lock").touch()  # of a process on another machine
+    files.abandon(str(tmp_path / "run" / "a.ckpt"))
+    assert sorted(os.listdir(tmp_path / "run" / ".unfinished")) == ["a.ckpt", "a.ckpt.mcore-lock"]
+    save(tmp_path / "run" / "a.ckpt", 2)  # on this one, nobody holds the mark
+    assert step_of(tmp_path / "run" / "a.ckpt") == 2
+
+
+@pytest.mark.parametrize("name", ["x.replaced", "x.removed", "x.mcore-lock", ".unfinished"])
 def test_names_that_leftovers_have_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=r"which unfinished checkpoints use; choose another name"):
         files.begin(str(tmp_path / name))
@@ -327,6 +401,7 @@ def test_a_new_save_begins_with_putting_back_what_a_crash_left_moved_away(tmp_pa
     save(tmp_path / "last.ckpt", 1)
     for name in ("last.ckpt", "other.ckpt"):  # the same name, and another one in the folder
         (tmp_path / ".unfinished").mkdir()
+        (tmp_path / ".unfinished" / "last.ckpt.mcore-lock").touch()
         (tmp_path / "last.ckpt").rename(tmp_path / ".unfinished" / "last.ckpt.replaced")
         atomic_directory.begin(str(tmp_path / name))
         assert (tmp_path / "last.ckpt" / files.LIGHTNING_FILE).read_bytes() == b"state of step 1"
@@ -392,9 +467,7 @@ def crashes(action: Callable[[], None], prepare: Callable[[], None], disk: str, 
                 passes += 1
             else:
                 died = False
-        for descriptor in atomic_directory._locks.values():  # which end with the process
-            os.close(descriptor)
-        atomic_directory._locks.clear()
+        end_of_process()
         yield died
     assert passes >= least
 
@@ -434,10 +507,42 @@ def test_a_crash_in_a_save_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Pa
         assert visible == ["last.ckpt", "other.ckpt"][found is None :]
         assert step_of(other) == 7
         files.begin(str(folder / "next.ckpt"))
-        assert sorted(os.listdir(folder / ".unfinished")) == ["next.ckpt", "next.ckpt.lock"]
+        assert sorted(os.listdir(folder / ".unfinished")) == ["next.ckpt", "next.ckpt.mcore-lock"]
         files.abandon(str(folder / "next.ckpt"))
         assert sorted(os.listdir(folder)) == visible
     assert len(outcomes) == 2  # it died both before and after the moment that decides
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_crash_in_a_save_of_one_file_leaves_the_old_checkpoint_or_the_new_one(
+    tmp_path: Path, disk: str, kind: str
+) -> None:
+    path = tmp_path / "run" / "last.ckpt"
+
+    def prepare() -> None:
+        clean(path.parent)
+        if kind == "checkpoint":
+            save(path, 1)
+        elif kind == "link":
+            path.symlink_to("other.ckpt")
+        elif kind == "file":
+            path.write_bytes(b"old")
+
+    def save_file() -> None:
+        Path(atomic_directory.begin(str(path)), "last.ckpt").write_bytes(b"new")
+        atomic_directory.publish_file(str(path), "last.ckpt")
+
+    outcomes = set()
+    for died in crashes(save_file, prepare, disk, least=4):
+        files.recover(str(path))
+        is_new = path.is_file() and path.read_bytes() == b"new"
+        old = {"nothing": not os.path.lexists(path), "link": path.is_symlink(), "file": path.is_file()}
+        assert is_new or (old[kind] if kind in old else step_of(path) == 1)
+        assert is_new or died
+        outcomes.add(is_new)
+        save(path.parent / "next.ckpt", 8)
+        assert sorted(os.listdir(path.parent)) == ["last.ckpt", "next.ckpt"][not os.path.lexists(path) :]
+    assert len(outcomes) == 2
 
 
 def test_a_crash_in_a_save_does_not_stop_the_next_one_of_that_name(tmp_path: Path, disk: str) -> None:
@@ -567,6 +672,7 @@ def test_a_crash_in_a_removal_on_a_full_disk_leaves_no_half_checkpoint(tmp_path:
 def test_what_is_removed_does_not_come_back(tmp_path: Path) -> None:
     save(tmp_path / "a.ckpt", 1)
     (tmp_path / ".unfinished" / "a.ckpt.replaced").mkdir(parents=True)  # of a crash after the second rename
+    (tmp_path / ".unfinished" / "a.ckpt.mcore-lock").touch()
     files.remove(str(tmp_path / "a.ckpt"))
     assert not files.recover(str(tmp_path / "a.ckpt"))
     assert os.listdir(tmp_path) == []
