@@ -119,25 +119,18 @@ def link(path: str, target: str) -> None:
     """Let a name lead to what stands in ``target``, in place of what stands under the name until that moment.
 
     Raises:
-        RuntimeError: Another process is writing under the name.
+        ValueError, RuntimeError: As for :func:`begin`.
         OSError: The disk refuses; then what stood under the name stands there still.
     """
-    path, source = os.path.abspath(path), unfinished(path)
     folder, name = os.path.split(os.path.abspath(target))
-    way = os.path.relpath(os.path.realpath(folder), os.path.realpath(os.path.dirname(path)))
-    os.makedirs(os.path.dirname(source), exist_ok=True)
-    if writer := _lock(source):
-        raise RuntimeError(f"{path} is being written by {writer}; end that, or save under another name")
+    way = os.path.relpath(os.path.realpath(folder), os.path.realpath(os.path.dirname(os.path.abspath(path))))
+    directory = begin(path)
     try:
-        delete(source)
-        os.symlink(os.path.normpath(os.path.join(way, name)), source)
-        if os.path.isdir(path) and not os.path.islink(path):
-            _put_in_place(source, path)
-        else:
-            os.replace(source, path)
-        sync_directory(os.path.dirname(path))
-    finally:
-        _release(source)
+        os.symlink(os.path.normpath(os.path.join(way, name)), os.path.join(directory, name))
+        publish_file(path, name)
+    except BaseException:
+        abandon(path)
+        raise
 
 
 def remove(path: str) -> None:
