@@ -15,6 +15,14 @@ from typing import Any, Protocol
 Config = Mapping[str, Any]
 Fields = Mapping[str, Any]
 
+LONGEST_SEQUENCE = 1 << 40
+"""More tokens than any model was made for."""
+
+_LONGEST_VALUE = 80  # characters of a value in an error
+
+LARGEST_SIZE = 1 << 24
+"""Larger than any size of any model; what is beyond it in a config is damage, and would take all memory."""
+
 
 class ConfigRule(Protocol):
     """What a rule answers. A class of your own may be one."""
@@ -55,13 +63,15 @@ class Same:
         key: Of the Hugging Face config.
         field: Its name here.
         others: What other releases of transformers call the key.
-        at_least: The smallest value that makes sense; None where there is none.
+        at_least: The smallest value that makes sense, an int where only whole numbers do; None where any value may.
+        at_most: The largest number that a model may be built of.
     """
 
     key: str
     field: str
     others: tuple[str, ...] = ()
     at_least: float | None = None
+    at_most: int = LARGEST_SIZE
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -70,10 +80,20 @@ class Same:
 
     def read(self, config: Config) -> dict[str, Any]:
         """Return the field; None stays away, so that the default holds."""
+        self.check(config)
         value = next((config[key] for key in self.keys if config.get(key) is not None), None)
-        if value is not None and self.at_least is not None:
-            refuse_below(self.key, value, self.at_least)
         return {} if value is None else {self.field: value}
+
+    def check(self, config: Config) -> None:
+        """Refuse a number that is out of its range, in a config that need not be complete.
+
+        Raises:
+            ValueError: It is, or it is not a number.
+        """
+        if self.at_least is not None:
+            for key in self.keys:
+                if config.get(key) is not None:
+                    refuse_outside(key, config[key], self.at_least, self.at_most)
 
     def write(self, fields: Fields) -> dict[str, Any]:
         """Return the key."""
@@ -181,14 +201,22 @@ class Derived:
     write: Callable[[Fields], dict[str, Any]] = field(repr=False)
 
 
-def refuse_below(key: str, value: Any, least: float) -> None:
-    """Refuse a value of a key that is no number, or too small a one.
+def refuse_outside(key: str, value: Any, least: float, most: float = LARGEST_SIZE) -> None:
+    """Refuse a value of a key that is not a number in a range; a whole one where ``least`` is an int.
 
     Raises:
-        ValueError: It is.
+        ValueError: It is not.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
-        raise ValueError(f"{key}={value!r} is not supported; only numbers from {least} on are")
+    kind = int if isinstance(least, int) else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
+        what = "whole numbers" if kind is int else "numbers"
+        raise ValueError(f"{key}={shortened(value)} is not supported; only {what} from {least} to {most} are")
+
+
+def shortened(value: Any) -> str:
+    """Return a value as Python writes it, cut where it is too long for a sentence."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
 def refuse_unless(key: str, value: Any, allowed: tuple[Any, ...], why: str) -> None:
@@ -199,4 +227,4 @@ def refuse_unless(key: str, value: Any, allowed: tuple[Any, ...], why: str) -> N
     """
     if value not in allowed:
         choices = " or ".join(map(repr, allowed))
-        raise ValueError(f"{key}={value!r} is not supported, for {why}; only {choices} is")
+        raise ValueError(f"{key}={shortened(value)} is not supported, for {why}; only {choices} is")

@@ -8,16 +8,27 @@ checkpoints, in which a norm in front of a projection belongs to that projection
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_mcore.hf.config_rules import ConfigRule, Constants, Derived, Only, Same, Unused, refuse_unless
+from lightning_mcore.hf.config_rules import (
+    LONGEST_SEQUENCE,
+    ConfigRule,
+    Constants,
+    Derived,
+    Only,
+    Same,
+    Unused,
+    refuse_outside,
+    refuse_unless,
+)
 from lightning_mcore.hf.rope_rules import ROPE
 from lightning_mcore.hf.weight_rules import QueryKeyValue, Rename, Rows, Vocabulary, WeightRule
 
 # ---- configs
 
+MOST_LAYERS = 10_000
 
 SIZES: tuple[ConfigRule, ...] = (
     Same("vocab_size", "vocab_size", at_least=1),
-    Same("num_hidden_layers", "num_layers", at_least=1),
+    Same("num_hidden_layers", "num_layers", at_least=1, at_most=MOST_LAYERS),
     Same("hidden_size", "hidden_size", at_least=1),
     Same("intermediate_size", "ffn_hidden_size", at_least=1),
     Same("num_attention_heads", "num_attention_heads", at_least=1),
@@ -63,8 +74,7 @@ def _read_window(config: Mapping[str, Any]) -> dict[str, Any]:
     size = config.get("sliding_window")
     if size is None:
         return {}
-    if size < 1:
-        raise ValueError(f"sliding_window={size!r} is not supported, for a query sees itself; only 1 and more are")
+    refuse_outside("sliding_window", size, 1, LONGEST_SEQUENCE)  # a query sees itself
     return {"window_size": [size - 1, 0]}
 
 
@@ -131,6 +141,8 @@ WINDOWS = Derived(
 
 def _read_multi_token(config: Mapping[str, Any]) -> dict[str, Any]:
     layers = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers")
+    if layers:
+        refuse_outside("num_nextn_predict_layers", layers, 0, MOST_LAYERS)
     return {"mtp_num_layers": layers} if layers else {}
 
 

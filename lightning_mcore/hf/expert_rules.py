@@ -16,7 +16,7 @@ from lightning_mcore.hf.config_rules import (
     Preset,
     Same,
     Unused,
-    refuse_below,
+    refuse_outside,
     refuse_unless,
 )
 from lightning_mcore.hf.weight_rules import Experts, Rename, Rows, WeightRule
@@ -41,9 +41,9 @@ def _read_layers(flags: list[bool]) -> dict[str, Any]:
 
 
 def _read_sparse(config: Config) -> dict[str, Any]:
-    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    step, dense = config.get("decoder_sparse_step", 1), frozenset(config.get("mlp_only_layers") or ())
     layers = range(config["num_hidden_layers"])
-    refuse_below("decoder_sparse_step", step, 1)
+    refuse_outside("decoder_sparse_step", step, 1)
     return _read_layers([layer not in dense and (layer + 1) % step == 0 for layer in layers])
 
 
@@ -54,6 +54,7 @@ def _write_sparse(fields: Fields) -> dict[str, Any]:
 
 def _read_first_dense(config: Config) -> dict[str, Any]:
     dense = config.get("first_k_dense_replace") or 0
+    refuse_outside("first_k_dense_replace", dense, 0)
     return _read_layers([layer >= dense for layer in range(config["num_hidden_layers"])])
 
 
@@ -117,6 +118,8 @@ def _read_sigmoid(config: Config) -> dict[str, Any]:
 
 def _read_groups(config: Config) -> dict[str, Any]:
     groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    for key, value in (("n_group", groups), ("topk_group", chosen)):
+        refuse_outside(key, value, 1)
     if chosen >= groups:  # all of them
         return {}
     experts = config.get("n_routed_experts") or config["num_local_experts"]
@@ -141,7 +144,9 @@ def _write_groups(fields: Fields) -> dict[str, Any]:
 
 
 def _read_scale(config: Config) -> dict[str, Any]:
-    scale = float(config.get("routed_scaling_factor", 1.0))
+    scale = config.get("routed_scaling_factor", 1.0)
+    refuse_outside("routed_scaling_factor", scale, 0.0)
+    scale = float(scale)
     refuse_unless("routed_scaling_factor", scale == 0.0, (False,), "then no expert would have a say")
     return {"moe_router_topk_scaling_factor": scale} if scale != 1.0 else {}
 
@@ -187,8 +192,7 @@ EXPERT_SIZES: tuple[ConfigRule, ...] = (
 
 def _read_shared(config: Config) -> dict[str, Any]:
     shared = config.get("n_shared_experts", 1)
-    if not shared:
-        raise ValueError(f"n_shared_experts={shared!r} is not supported; only 1 and more are")
+    refuse_outside("n_shared_experts", shared, 1)
     return {"moe_shared_expert_intermediate_size": shared * config["moe_intermediate_size"]}
 
 

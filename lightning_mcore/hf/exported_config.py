@@ -105,8 +105,8 @@ def describe(
             f"{what} does not say what its model is, as MCoreGPT's checkpoints do; give a Hugging Face model of the"
             " same shape with like (--like FOLDER)"
         )
+    _check_layers(what, fields, shapes)  # what follows goes through as many as there are
     fields = complete_fields({**fields, "mtp_num_layers": _count_layers("mtp", shapes) or None})
-    _check_layers(what, fields, shapes)
     name = family or origin.get("family") or _guess(what, fields)
     known = find_family(name) if family else recorded_family(name)
     config = _config(known, fields, origin.get("config"), settings.get("seq_length"))
@@ -195,12 +195,12 @@ def _adapted(family: Family, fields: Mapping[str, Any], given: Mapping[str, Any]
         return dict(given)
     told = family.write_config(before)
     changed = {key: value for key, value in family.write_config(fields).items() if told.get(key, value) != value}
-    base = dict(given) if changed.keys() <= given.keys() else complete_config(given)
+    base = dict(given) if changed.keys() <= given.keys() else complete_config(family, given)
     return {**base, **changed}
 
 
 def _read(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    return complete_fields(family.read_config(complete_config(config)))
+    return complete_fields(family.read_config(complete_config(family, config)))
 
 
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -225,8 +225,10 @@ def _check_layers(what: str, fields: Mapping[str, Any], shapes: Mapping[str, Sha
     embedding = shapes.get("embedding.word_embeddings.weight")
     found = {"num_layers": _count_layers("decoder", shapes), "hidden_size": embedding[-1] if embedding else None}
     for name, value in found.items():
-        if value is not None and value != fields[name]:
-            raise ValueError(f"{what} has {name}={value} in its weights and {fields[name]} in its config; give another")
+        if value is not None and value != fields.get(name):
+            raise ValueError(
+                f"{what} has {name}={value} in its weights and {fields.get(name)} in its config; give another"
+            )
 
 
 def _count_layers(stem: str, shapes: Mapping[str, Shape]) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_mcore.field_homes import DEFAULTS, OF_THE_MODULE
-from lightning_mcore.hf.config_rules import ConfigRule
+from lightning_mcore.hf.config_rules import ConfigRule, Same, shortened
 from lightning_mcore.hf.training_fields import TRAINING_ONLY
 from lightning_mcore.hf.weight_rules import WeightRule
 from lightning_mcore.positions import YARN_DEFAULTS
@@ -89,15 +89,32 @@ class Family:
         """
         fields: dict[str, Any] = {}
         for rule in self.config:
-            fields |= rule.read(config)
+            try:
+                fields |= rule.read(config)
+            except (TypeError, ArithmeticError, LookupError, AttributeError) as error:
+                given = ", ".join(f"{key}={shortened(config.get(key))}" for key in rule.keys)
+                raise ValueError(f"{given} is of another kind than transformers writes ({error})") from error
         known = IRRELEVANT.union(*(rule.keys for rule in self.config))
         for key, value in config.items():
             if key not in known and value is not None:
                 raise ValueError(
-                    f"{key}={value!r} is no key that a config of {self.model_type!r} is known to have, and it might"
-                    " change the numbers; remove it, or give a family that knows it"
+                    f"{key}={shortened(value)} is no key that a config of {self.model_type!r} is known to have, and it"
+                    " might change the numbers; remove it, or give a family that knows it"
                 )
         return fields
+
+    def check_sizes(self, config: Mapping[str, Any]) -> None:
+        """Refuse sizes that no model has, in a config as it stands in the file: whoever completes it builds on them.
+
+        Args:
+            config: The content of ``config.json``.
+
+        Raises:
+            ValueError: A size is out of its range, or not a whole number.
+        """
+        for rule in self.config:
+            if isinstance(rule, Same):
+                rule.check(config)
 
     def multi_token_prefixes(self, num_layers: int, layers: int) -> list[str]:
         """Return what Hugging Face's names of layers for multi-token prediction begin with.

@@ -8,15 +8,25 @@ under one name. It is imported here alone, when it is needed, for that takes two
 import copy
 import functools
 import json
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_mcore.hf.config_rules import refuse_outside, refuse_unless
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.known_families import find_family, registered_family
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+
+LONGEST_JSON = 100 << 20
+"""Bytes of a JSON file or a header that are read, as the library of safetensors has it; more is damage."""
+
+_LENGTH = 8  # bytes in front of the header of a safetensors file, with its length
+_DEEPEST = 64  # levels of JSON
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_MOST_LABELS = 1_000_000
 
 _DESCRIPTIONS = ("*.json",)
 _DOWNLOADED = (*_DESCRIPTIONS, "*.safetensors", "*.model", "*.jinja", "*.txt", "tokenizer*")
@@ -49,7 +59,7 @@ def local_folder(path: str | os.PathLike[str], weights: bool = True) -> str:
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """Return a model's config with all defaults.
+    """Return a model's config as it stands in the file.
 
     Args:
         folder: Where its ``config.json`` lies.
@@ -62,39 +72,50 @@ def read_config(folder: str) -> dict[str, Any]:
     model_type = content.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"{folder}/{CONFIG_FILE} has no model_type; give the folder of a Hugging Face model")
-    if content.get("quantization_config") or content.get("compression_config"):
-        method = (content.get("quantization_config") or {}).get("quant_method", "some method")
+    quantised = content.get("quantization_config") or content.get("compression_config")
+    if quantised:
+        method = quantised.get("quant_method", "some method") if isinstance(quantised, dict) else "some method"
         raise ValueError(
             f"the weights in {folder} are quantised with {method}, and training needs whole ones; give the"
             " model in bf16, fp16 or fp32"
         )
-    return complete_config(content)
+    return content
 
 
-def complete_config(content: Mapping[str, Any]) -> dict[str, Any]:
+def complete_config(family: Family, content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of a ``config.json`` with the defaults of transformers, where it knows the model.
 
+    transformers makes lists as long as the numbers say and looks names up in torch, so these are checked before.
+
+    Args:
+        family: Its family.
+        content: What stands in it.
+
     Raises:
-        ValueError: Transformers refuses it.
+        ValueError: A value is out of its range, or transformers refuses it.
     """
+    family.check_sizes(content)
+    for key in ("dtype", "torch_dtype"):
+        refuse_unless(key, content.get(key), (None, *_DTYPES), "weights are trained in one of these")
+    if content.get("num_labels") is not None:
+        refuse_outside("num_labels", content["num_labels"], 0, _MOST_LABELS)
     return copy.deepcopy(_completed(json.dumps(dict(content))))
 
 
 @functools.lru_cache(maxsize=16)  # a run asks several times, and transformers warns each time
 def _completed(text: str) -> dict[str, Any]:
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     given: dict[str, Any] = json.loads(text)
     try:
         config = AutoConfig.for_model(given.pop("model_type"), **given)
-    except (StrictDataclassError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        whole: dict[str, Any] = config.to_dict()
+    except Exception as error:  # keys are set as attributes, so any may take the place of anything
         if "Unrecognized model identifier" in str(error):
             found: dict[str, Any] = json.loads(text)
             return found
         reason = error.args[0] if isinstance(error, KeyError) and error.args else error  # str() of it has quotes
         raise ValueError(f"transformers refuses {CONFIG_FILE}: {' '.join(str(reason).split())}") from error
-    whole: dict[str, Any] = config.to_dict()
     return whole
 
 
@@ -124,13 +145,66 @@ def read_json(folder: str, name: str) -> dict[str, Any]:
         ValueError: It holds something else than a JSON object.
     """
     path = os.path.join(folder, name)
-    if not os.path.exists(path):
+    if not os.path.isfile(path):
         raise FileNotFoundError(f"{folder} has no {name}; give the folder of a Hugging Face model")
+    size = os.path.getsize(path)
+    if size > LONGEST_JSON:
+        raise ValueError(f"{path} has {size} bytes, and no more than {LONGEST_JSON} are read; download it again")
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
-    except ValueError as error:
+        _check_plain(content)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON, or only a part of it ({error}); download it again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, not an object; download it again")
     return content
+
+
+def _check_plain(content: Any) -> None:
+    """Refuse what JSON has no word for, and what is nested so deep that nobody could go through it.
+
+    Raises:
+        ValueError: There is such a thing.
+    """
+    level = [("", content)]
+    for _ in range(_DEEPEST):
+        deeper: list[tuple[Any, Any]] = []
+        for key, value in level:
+            if isinstance(value, dict):
+                deeper += value.items()
+            elif isinstance(value, list):
+                deeper += [(key, item) for item in value]
+            elif isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{key} is {value}, which is not a number of JSON")
+        level = deeper
+    if level:
+        raise ValueError(f"it is nested deeper than {_DEEPEST} levels")
+
+
+def read_header(path: str) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file, and where the tensors begin.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(_LENGTH), "little")
+        if not 0 < length <= min(size - _LENGTH, LONGEST_JSON):
+            raise ValueError(
+                f"{path} is damaged, for it has {size} bytes and announces a header of {length}; download it again"
+            )
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+        _check_plain(header)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged, for its header is no JSON; download it again") from error
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} is damaged, for its header lists no tensors; download it again")
+    header.pop("__metadata__", None)
+    return header, _LENGTH + length

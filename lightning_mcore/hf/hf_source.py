@@ -7,17 +7,27 @@ here to read a ``config.json``. A checkpoint directory of ours has the settings 
 """
 
 import contextlib
-import json
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from lightning_mcore import checkpoint_files
 from lightning_mcore.field_homes import OF_THE_MODULE
+from lightning_mcore.hf.config_rules import LONGEST_SEQUENCE, refuse_outside
 from lightning_mcore.hf.family import Family, split_fields
-from lightning_mcore.hf.hf_config import family_of, local_folder, read_config, read_generation_config, read_json
+from lightning_mcore.hf.hf_config import (
+    complete_config,
+    family_of,
+    local_folder,
+    read_config,
+    read_generation_config,
+    read_header,
+    read_json,
+)
 from lightning_mcore.hf.known_families import find_family
 from lightning_mcore.without_torch import let_torch_in
 
@@ -25,6 +35,8 @@ if TYPE_CHECKING:
     from lightning_mcore.hf.safetensors_folder import SafetensorsFolder
 
 _KEPT = sorted(OF_THE_MODULE - {"make_vocab_size_divisible_by", "transformer_impl"})  # what a model is, not how it runs
+
+_TIMES = 2  # what is off by less is compared tensor by tensor once the model is built
 
 _log = logging.getLogger(__name__)
 
@@ -59,9 +71,11 @@ class HFSource:
             ValueError: It is of no known family, or its config asks for something that is not supported.
         """
         folder = local_folder(path, weights)
-        config = read_config(folder)
-        known = family_of(config, family)
+        content = read_config(folder)
+        known = family_of(content, family)
         try:
+            config = complete_config(known, content)
+            refuse_outside("max_position_embeddings", config.get("max_position_embeddings"), 1, LONGEST_SEQUENCE)
             fields = known.read_config(config)
         except ValueError as error:
             raise ValueError(f"{folder}/config.json: {error}") from error
@@ -72,11 +86,18 @@ class HFSource:
 
         Raises:
             FileNotFoundError: A file is missing.
-            ValueError: A file is damaged, or the weights are quantised.
+            ValueError: A file is damaged, the weights are quantised, or they are those of a far smaller model.
         """
         from lightning_mcore.hf.safetensors_folder import SafetensorsFolder
 
-        return SafetensorsFolder(self.folder, self.family.unread)
+        tensors = SafetensorsFolder(self.folder, self.family.unread)
+        there, least = sum(map(prod, tensors.shapes.values())), _least_weights(self.fields)
+        if least > _TIMES * there:  # nobody is to build this model, only to find that
+            raise ValueError(
+                f"{self.folder}/config.json describes a model of {least} weights or more, and its files hold {there};"
+                " give config and weights of one model"
+            )
+        return tensors
 
 
 def pretrained_settings(
@@ -145,18 +166,13 @@ def planned_settings(
 
 def _names_there(source: HFSource) -> Collection[str] | None:
     """Return the names of the tensors that an index or the only file lists; None where there is neither."""
-    index = os.path.join(source.folder, "model.safetensors.index.json")
-    if os.path.exists(index):
-        names: Mapping[str, str] = read_json(source.folder, "model.safetensors.index.json").get("weight_map", {})
-        return names
-    try:
-        with open(os.path.join(source.folder, "model.safetensors"), "rb") as file:
-            header = file.read(int.from_bytes(file.read(8), "little"))
-    except FileNotFoundError:
-        return None
-    with contextlib.suppress(ValueError):
-        return frozenset(json.loads(header))
-    return None  # damaged: the run will say how
+    names: Any = None
+    with contextlib.suppress(FileNotFoundError, ValueError):  # absent, or damaged: the run will say how
+        if os.path.exists(os.path.join(source.folder, "model.safetensors.index.json")):
+            names = read_json(source.folder, "model.safetensors.index.json").get("weight_map")
+        else:
+            names, _ = read_header(os.path.join(source.folder, "model.safetensors"))
+    return names if isinstance(names, dict) else None
 
 
 def absolute(path: str) -> str:
@@ -202,7 +218,7 @@ def settings_of_source(
         del fields["mtp_num_layers"]
     return {
         **module,
-        "seq_length": int(source.config["max_position_embeddings"]),
+        "seq_length": source.config["max_position_embeddings"],
         "transformer": fields,
         "hf": {
             "path": absolute(path),
@@ -211,6 +227,23 @@ def settings_of_source(
             "generation_config": read_generation_config(source.folder),
         },
     }
+
+
+def _least_weights(fields: Mapping[str, Any]) -> int:
+    """Return how many weights a model has at least: its embedding, and the larger matrices of its layers.
+
+    Args:
+        fields: Settings of Megatron, as a family reads them.
+    """
+    sizes = defaultdict(int, {name: value for name, value in fields.items() if isinstance(value, int)})
+    layers, narrow = sizes["num_layers"], sizes["ffn_hidden_size"]
+    head = sizes["v_head_dim"] or sizes["kv_channels"]
+    attention = sizes["num_attention_heads"] * head if head else sizes["hidden_size"]
+    flags = fields.get("moe_layer_freq")
+    sparse = sum(flags) if isinstance(flags, list) else layers if sizes["num_moe_experts"] else 0
+    experts = sizes["num_moe_experts"] * (sizes["moe_ffn_hidden_size"] or narrow)
+    mlps = sparse * (experts + sizes["moe_shared_expert_intermediate_size"]) + (layers - sparse) * narrow
+    return sizes["hidden_size"] * (sizes["vocab_size"] + layers * attention + 2 * mlps)
 
 
 def is_own_checkpoint(path: str) -> bool:

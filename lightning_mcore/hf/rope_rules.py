@@ -8,12 +8,14 @@ latents rotates by itself, with fields of its own, and knows the first and the l
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_mcore.hf.config_rules import Derived, refuse_unless
+from lightning_mcore.hf.config_rules import LONGEST_SEQUENCE, Derived, refuse_outside, refuse_unless
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _BUILT_IN = "Megatron has Llama 3's own value built in"
 _NO_SUCH = "Megatron has no such positions"
 _FASTEST, _SLOWEST = 32.0, 1.0  # YaRN's, where a config has none
+
+_SMALLEST, _LARGEST = 1e-6, 1e15  # of bases and factors; beyond them, wavelengths are 0 or without an end
 
 Config = Mapping[str, Any]
 Fields = Mapping[str, Any]
@@ -27,6 +29,7 @@ def _read(config: Config) -> dict[str, Any]:
 def _read_partial(config: Config) -> dict[str, Any]:
     rope = _parameters(config)
     share = rope.pop("partial_rotary_factor", 1.0)
+    refuse_outside("rope_parameters.partial_rotary_factor", share, 0.0, 1.0)
     fields = _read_plain_or_stretched(rope, config)
     if share == 1.0:
         return fields
@@ -95,13 +98,14 @@ def _refuse_rest(kind: str, rope: Rope) -> None:
 
 def _read_yarn(rope: Rope, config: Config) -> dict[str, Any]:
     """Take out what says which wavelengths are stretched, and by how much."""
-    original = int(rope.pop("original_max_position_embeddings"))
-    factor = rope.pop("factor", None)
+    original = rope.pop("original_max_position_embeddings", None)
+    refuse_outside("rope_parameters.original_max_position_embeddings", original, 1, LONGEST_SEQUENCE)
+    longer = config["max_position_embeddings"] / original
     return {
-        "rotary_scaling_factor": float(config["max_position_embeddings"] / original if factor is None else factor),
+        "rotary_scaling_factor": _number(rope, "factor", longer),
         "original_max_position_embeddings": original,
-        "beta_fast": float(rope.pop("beta_fast", 0) or _FASTEST),
-        "beta_slow": float(rope.pop("beta_slow", 0) or _SLOWEST),
+        "beta_fast": _number(rope, "beta_fast", 0.0) or _FASTEST,
+        "beta_slow": _number(rope, "beta_slow", 0.0) or _SLOWEST,
     }
 
 
@@ -110,8 +114,8 @@ def _read_mscale(rope: Rope) -> dict[str, float]:
 
     Source: ``_compute_yarn_parameters`` (transformers 5.23); ``_yarn_get_concentration_factor`` (megatron-core).
     """
-    scale, of_all = rope.pop("mscale", None), rope.pop("mscale_all_dim", None)
-    return {"mscale": float(scale), "mscale_all_dim": float(of_all)} if scale and of_all else _UNSCALED
+    scale, of_all = _number(rope, "mscale", 0.0), _number(rope, "mscale_all_dim", 0.0)
+    return {"mscale": scale, "mscale_all_dim": of_all} if scale and of_all else _UNSCALED
 
 
 _UNSCALED = {"mscale": 1.0, "mscale_all_dim": 0.0}
@@ -157,15 +161,21 @@ def _write_yarn(yarn: Mapping[str, Any]) -> Rope:
 
 def _base(rope: Rope) -> int | float:
     value: float = rope.pop("rope_theta", 10000.0)
-    if not 0 < value < float("inf"):
-        raise ValueError(f"rope_parameters.rope_theta={value!r} is not supported; only numbers above 0 are")
+    refuse_outside("rope_parameters.rope_theta", value, _SMALLEST, _LARGEST)
     return int(value) if float(value).is_integer() else value
 
 
 def _factor(rope: Rope, kind: str) -> float:
     if "factor" not in rope:
         raise ValueError(f"rope_parameters has rope_type={kind!r} and no factor; add it")
-    return float(rope.pop("factor"))
+    return _number(rope, "factor", 1.0)
+
+
+def _number(rope: Rope, key: str, default: float) -> float:
+    """Take out a number that is not negative."""
+    value = rope.pop(key, default)
+    refuse_outside(f"rope_parameters.{key}", value, 0.0, _LARGEST)
+    return float(value)
 
 
 ROPE = Derived(("rope_parameters",), _read, _write)

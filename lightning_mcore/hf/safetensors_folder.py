@@ -12,7 +12,6 @@ dozen lines, which says more precisely than the library what is wrong with a fil
 Source: safetensors 0.6, "Format" in its README: 8 bytes with the length of the header, the header as JSON, the tensors.
 """
 
-import json
 import mmap
 import os
 from dataclasses import dataclass
@@ -22,14 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mcore.hf.hf_config import read_json
+from lightning_mcore.hf.hf_config import read_header, read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_LENGTH = 8  # bytes in front of the header, with its length
-_LONGEST_HEADER = 100 << 20  # bytes, as the library has it; more is no length but damage
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 _AHEAD_FROM = 1 << 20  # bytes from which the disk is told what comes, instead of asked page by page
 
@@ -125,48 +122,38 @@ class SafetensorsFolder:
 
     def _read_header(self, file_name: str, unread: tuple[str, ...]) -> None:
         path = os.path.join(self.folder, file_name)
-        size = os.path.getsize(path)
-        header, first = self._header(path, size)
-        end = first
+        header, first = read_header(path)
+        ranges: list[tuple[int, int, str]] = []
         for name, entry in header.items():
             kind, shape, begin, last = self._entry(file_name, name, entry)
-            end = max(end, first + last)
+            ranges.append((begin, last, name))
             if not name.endswith(unread):
                 dtype = self._type(file_name, name, kind)
-                if begin < 0 or last - begin != prod(shape) * dtype.itemsize:
+                if last - begin != prod(shape) * dtype.itemsize:
                     raise self._unreadable(file_name, name)
                 self._places[name] = _Place(file_name, dtype, first + begin)
                 self.shapes[name], self.dtypes[name] = shape, dtype
-        if end != size:
+        end = 0
+        for begin, last, name in sorted(ranges):
+            if begin != end:  # as the format wants it: no holes, and no value that belongs to two tensors
+                raise self._unreadable(file_name, name)
+            end = last
+        size = os.path.getsize(path)
+        if first + end != size:
             raise ValueError(
-                f"{path} is damaged, for it has {size} bytes, and its header describes {end}; download it again"
+                f"{path} is damaged, for it has {size} bytes, and its header describes {first + end}; download it again"
             )
-
-    def _header(self, path: str, size: int) -> tuple[dict[str, Any], int]:
-        """Return the header of a file, and where the tensors begin."""
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(_LENGTH), "little")
-            if not 0 < length <= min(size - _LENGTH, _LONGEST_HEADER):
-                raise ValueError(
-                    f"{path} is damaged, for it has {size} bytes and announces a header of {length}; download it again"
-                )
-            text = file.read(length)
-        try:
-            header = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged, for its header is no JSON; download it again") from error
-        if not isinstance(header, dict):
-            raise ValueError(f"{path} is damaged, for its header lists no tensors; download it again")
-        header.pop("__metadata__", None)
-        return header, _LENGTH + length
 
     def _entry(self, file_name: str, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
         """Return type, shape, beginning and end of a tensor, the latter two counted from the end of the header."""
         try:
-            begin, end = (int(offset) for offset in entry["data_offsets"])
-            return str(entry["dtype"]), tuple(int(size) for size in entry["shape"]), begin, end
+            (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
         except (KeyError, TypeError, ValueError) as error:
             raise self._unreadable(file_name, name) from error
+        sizes = (begin, end, *shape)
+        if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes) or begin > end:
+            raise self._unreadable(file_name, name)
+        return str(entry.get("dtype")), shape, begin, end
 
     def _type(self, file_name: str, name: str, kind: str) -> torch.dtype:
         if kind not in _FLOATS:

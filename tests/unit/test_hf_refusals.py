@@ -18,11 +18,13 @@ from safetensors.torch import load_file, save_file
 from lightning_mcore import MCoreGPT
 from lightning_mcore.checkpoint_files import record_file
 from lightning_mcore.checkpoint_save import CheckpointSave
+from lightning_mcore.hf.config_rules import shortened
 from lightning_mcore.hf.folder_import import import_checkpoint
+from lightning_mcore.hf.hf_source import planned_settings
 from lightning_mcore.hf.hf_weights import HFWeights
 from lightning_mcore.hf.safetensors_folder import INDEX_FILE, SafetensorsFolder
 from lightning_mcore.session import single_process
-from tests.hf_models import read_tensors, save_tiny
+from tests.hf_models import YARN, read_tensors, save_tiny, tiny_folder
 
 Damage = Callable[[Path], object]
 
@@ -208,6 +210,71 @@ REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
         FileNotFoundError,
         r"FOLDER has no config\.json; give the folder of a Hugging Face model",
     ),
+    "a quantised model that does not say how": (
+        change_config(quantization_config=[1]),
+        ValueError,
+        r"the weights in FOLDER are quantised with some method, and training needs whole ones",
+    ),
+    "a type from elsewhere": (
+        change_config(dtype="os.system"),
+        ValueError,
+        r"config\.json: dtype='os\.system' is not supported, for weights .*; only None or 'float32' or 'bfloat16' or",
+    ),
+    "a folder in place of the config": (
+        lambda folder: [(folder / "config.json").unlink(), (folder / "config.json").mkdir()],
+        FileNotFoundError,
+        r"FOLDER has no config\.json",
+    ),
+    "a config nested without an end": (
+        write("config.json", b'{"model_type": "llama", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+        ValueError,
+        r"config\.json is no JSON, or only a part of it \(.*\); download it again",
+    ),
+    "a config nested deep": (
+        write("config.json", b'{"model_type": "llama", "x": ' + b"[" * 80 + b"]" * 80 + b"}"),
+        ValueError,
+        r"config\.json is no JSON, .* \(it is nested deeper than 64 levels\); download it again",
+    ),
+    "no number": (
+        write("config.json", b'{"model_type": "llama", "rms_norm_eps": NaN}'),
+        ValueError,
+        r"config\.json is no JSON, .* \(rms_norm_eps is nan, which is not a number of JSON\); download it again",
+    ),
+    "a key that takes a method's place": (
+        change_config(to_dict=5),
+        ValueError,
+        r"config\.json: transformers refuses config\.json: 'int' object is not callable",
+    ),
+    "a key of another kind": (
+        change_config(rope_parameters=[1]),
+        ValueError,
+        r"config\.json: (transformers refuses config\.json|rope_parameters=\[1\] is of another kind)",
+    ),
+    "more labels than words": (
+        change_config(num_labels=10**9),
+        ValueError,
+        r"config\.json: num_labels=1000000000 is not supported; only whole numbers from 0 to 1000000 are",
+    ),
+    "sizes beyond the weights": (
+        change_config(hidden_size=1 << 20, intermediate_size=1 << 20),
+        ValueError,
+        r"FOLDER/config\.json describes a model of \d{13} weights or more, and its files hold \d{5}; give config and",
+    ),
+    "two tensors in one place": (
+        another_header(lambda header: [entry.update(data_offsets=[0, 12928]) for entry in header.values()]),
+        ValueError,
+        r"is damaged, for its header does not say where .* lies; download it again",
+    ),
+    "a tensor of a negative size": (
+        another_header(lambda header: header[EMBEDDING].update(shape=[-101, -32])),
+        ValueError,
+        r"is damaged, for its header does not say where model\.embed_tokens\.weight lies; download it again",
+    ),
+    "a tensor without an end": (
+        another_header(lambda header: header[EMBEDDING].update(data_offsets=[0, 1e400])),
+        ValueError,
+        r"is damaged, for its header is no JSON; download it again",
+    ),
     "no folder": (shutil.rmtree, FileNotFoundError, r"FOLDER is no folder of a Hugging Face model; give one with a"),
     "a checkpoint of Megatron's": (
         lambda folder: [(folder / name).touch() for name in ("metadata.json", ".metadata")],
@@ -223,6 +290,64 @@ def test_what_cannot_be_read_is_refused_before_there_is_a_model(name: str, model
     damage(model)
     with pytest.raises(kind, match=text.replace("FOLDER", re.escape(str(model)))) as refusal:
         MCoreGPT.from_pretrained(str(model))
+    assert "\n" not in str(refusal.value)
+
+
+ABSURD = {
+    "num_hidden_layers": (10**9, 0, -1, 2.5, True, "4", [4], {"a": 4}),
+    "vocab_size": (10**13, -101, "101"),
+    "hidden_size": (10**13, 0, "32", 32.0),
+    "intermediate_size": (10**13, [48]),
+    "num_attention_heads": (10**13, -4, True, "4"),
+    "num_key_value_heads": (10**13, 0, "2"),
+    "head_dim": (10**13, -1),
+    "max_position_embeddings": (10**13, -1, "128", None),
+    "rms_norm_eps": (-1.0, "1e-3"),
+}
+
+
+@pytest.mark.parametrize("read", [MCoreGPT.from_pretrained, planned_settings])
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in ABSURD.items() for value in values])
+def test_a_number_that_no_model_has_is_refused_before_anything_is_built(
+    key: str, value: Any, read: Callable[[str], object], model: Path
+) -> None:
+    content = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**content, key: value}))
+    with pytest.raises(ValueError, match=rf"config\.json: .*{key}") as refusal:
+        read(str(model))
+    assert shortened(value) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("mixtral", {"num_local_experts": 10**9}),
+        ("mixtral", {"num_local_experts": 1 << 20}),
+        ("qwen2_moe", {"decoder_sparse_step": 0}),
+        ("qwen2_moe", {"mlp_only_layers": [[1]]}),
+        ("qwen2_moe", {"shared_expert_intermediate_size": -1}),
+        ("deepseek_v3", {"n_shared_experts": 10**9}),
+        ("deepseek_v3", {"num_nextn_predict_layers": 10**9}),
+        ("deepseek_v3", {"first_k_dense_replace": "1"}),
+        ("deepseek_v3", {"n_group": -1}),
+        ("deepseek_v3", {"routed_scaling_factor": "2"}),
+        ("deepseek_v3", {"kv_lora_rank": 10**9}),
+        ("mistral", {"sliding_window": "8"}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": "2"}}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": True, "factor": 2.0}}),
+        ("llama", {"rope_parameters": {"rope_type": ["default"], "rope_theta": 1e4}}),
+        ("llama", {"rope_parameters": {**YARN, "original_max_position_embeddings": 0}}),
+    ],
+)
+def test_numbers_of_experts_windows_and_positions_are_refused_too(
+    family: str, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_folder(family), tmp_path / "model"))
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, **keys}))
+    with pytest.raises(ValueError, match=r"config\.json") as refusal:
+        MCoreGPT.from_pretrained(str(folder))
     assert "\n" not in str(refusal.value)
 
 
