@@ -100,9 +100,10 @@ def _read_yarn(rope: Rope, config: Config) -> dict[str, Any]:
     """Take out what says which wavelengths are stretched, and by how much."""
     original = rope.pop("original_max_position_embeddings", None)
     refuse_outside("rope_parameters.original_max_position_embeddings", original, 1, LONGEST_SEQUENCE)
-    longer = config["max_position_embeddings"] / original
+    if rope.get("factor") is None:
+        rope["factor"] = config["max_position_embeddings"] / original
     return {
-        "rotary_scaling_factor": _number(rope, "factor", longer),
+        "rotary_scaling_factor": _number(rope, "factor", 1.0),
         "original_max_position_embeddings": original,
         "beta_fast": _number(rope, "beta_fast", 0.0) or _FASTEST,
         "beta_slow": _number(rope, "beta_slow", 0.0) or _SLOWEST,

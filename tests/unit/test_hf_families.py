@@ -25,7 +25,8 @@ WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8, "max
 
 def config_of(family: str, **overrides: Any) -> dict[str, Any]:
     """Return a whole config, as it is read from a folder."""
-    return complete_config(copy.deepcopy({"model_type": family, **CONFIGS[family], **overrides}))
+    content = copy.deepcopy({"model_type": family, **CONFIGS[family], **overrides})
+    return complete_config(find_family(family), content)
 
 
 def read(family: str, **overrides: Any) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def test_a_config_survives_the_way_to_fields_and_back(name: str) -> None:
     family, overrides = ALL[name]
     fields = read(family, **overrides)
     keys = find_family(family).write_config(fields)
-    again = complete_config({"model_type": family, **keys})
+    again = complete_config(find_family(family), {"model_type": family, **keys})
     assert complete_fields(find_family(family).read_config(again)) == fields
 
 
@@ -160,7 +161,7 @@ def _read_or_refuse(family: str, config: dict[str, Any], key: str, value: Any) -
     if key == "num_local_experts":
         config.pop("num_experts", None)  # the same, in older words
     try:
-        whole = complete_config(copy.deepcopy({"model_type": family, **config, key: value}))
+        whole = complete_config(find_family(family), copy.deepcopy({"model_type": family, **config, key: value}))
         return complete_fields(find_family(family).read_config(whole))
     except ValueError:
         return None
@@ -176,9 +177,13 @@ def test_keys_that_no_rule_knows_are_refused(family: str) -> None:
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'.*only 'silu' is"),
     ("llama", {"attention_bias": True}, "attention_bias=True.*only False is"),
-    ("llama", {"num_attention_heads": 0}, "transformers refuses config.json: integer division"),
-    ("llama", {"num_key_value_heads": 0}, "num_key_value_heads=0 is not supported; only numbers from 1 on are"),
-    ("llama", {"head_dim": 0}, "head_dim=0 is not supported; only numbers from 1 on are"),
+    (
+        "llama",
+        {"num_attention_heads": 0},
+        "num_attention_heads=0 is not supported; only whole numbers from 1 to 16777216 are",
+    ),
+    ("llama", {"num_key_value_heads": 0}, "num_key_value_heads=0 is not supported; only whole numbers from 1 to"),
+    ("llama", {"head_dim": 0}, "head_dim=0 is not supported; only whole numbers from 1 to"),
     ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "config.json: Missing.*'factor'"),
     ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "rope_theta=0.0 is not supported"),
     ("llama", {"mlp_bias": True}, "mlp_bias=True.*only False is"),
@@ -191,7 +196,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window=False.*give both"),
     ("qwen2", {"use_mrope": True}, "use_mrope=True"),
     ("qwen2", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor=2.0"),
-    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 is not supported; only numbers from 1 on are"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 is not supported; only whole numbers from 1"),
     ("qwen3_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok=1.*only 2 and more"),
     ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2.*only 4 is"),
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
@@ -201,7 +206,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"n_group": 3}, "n_group=3 of 8 experts is not supported"),
     ("deepseek_v3", {"num_experts_per_tok": 3}, "num_experts_per_tok=3.*// topk_group = 3 best.*transformers by 2"),
     ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False.*only True is"),
-    ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts=0.*only 1 and more"),
+    ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts=0 is not supported; only whole numbers from 1 to"),
     ("deepseek_v3", {"rope_parameters": {**YARN, "mscale_all_dim": 1.0}}, "mscale_all_dim=1.0 without mscale"),
     ("deepseek_v3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type='linear'"),
     ("deepseek_v3", {"rope_parameters": {**YARN, "truncate": False}}, "truncate=False"),
@@ -227,7 +232,7 @@ def test_a_config_is_completed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(AutoConfig, "for_model", lambda name, **keys: asked.append(name) or CompleteConfig())
     content = {"model_type": "llama", "asked_for_by": "this test"}
-    first, second = complete_config(content), complete_config(content)
+    first, second = (complete_config(find_family("llama"), content) for _ in range(2))
     assert asked == ["llama"]
     first["nested"]["key"] = 2
     assert second["nested"]["key"] == 1
@@ -357,9 +362,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_configs_of_published_models_are_read(name: str) -> None:
     content, wanted = PUBLISHED[name]
     generated = {"torch_dtype": "bfloat16", "transformers_version": "4.45.0", "use_cache": True, "auto_map": {"A": "b"}}
-    fields = complete_fields(
-        find_family(content["model_type"]).read_config(complete_config(copy.deepcopy({**generated, **content})))
-    )
+    family = find_family(content["model_type"])
+    fields = complete_fields(family.read_config(complete_config(family, copy.deepcopy({**generated, **content}))))
     assert {key: fields[key] for key in wanted} == wanted
 
 
