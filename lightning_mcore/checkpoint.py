@@ -33,6 +33,7 @@ from lightning_mcore.checkpoint_files import check_size, names_in, open_store, r
 from lightning_mcore.checkpoint_files import verify as verify_files
 from lightning_mcore.checkpoint_format import METADATA_FILE, damaged, is_megatron
 from lightning_mcore.checkpoint_report import SINGLE_FILE, TORCH_DIST, bytes_text, render
+from lightning_mcore.tensor_record import has_checksums
 from lightning_mcore.torch_dist_metadata import (
     COMMON_FILE,
     least_sizes,
@@ -150,9 +151,13 @@ def _verify_single_file(fs: AbstractFileSystem, root: str, path: str) -> str:
     """Check what torch.save has recorded: its archive holds a checksum for every tensor."""
     try:
         with fs.open(root, "rb") as file, zipfile.ZipFile(file) as archive:
+            if not has_checksums(archive.infolist()):
+                return f"{path} is one file that torch.save wrote without checksums; there is nothing to compare"
             broken = archive.testzip()
-    except zipfile.BadZipFile:
-        raise damaged(path, "it is no archive of torch.save, or only a part of one") from None
+    except OSError:
+        raise
+    except Exception as error:  # zipfile raises anything where the directory is damaged
+        raise damaged(path, "it is no archive of torch.save, or only a part of one") from error
     if broken is not None:
         raise damaged(path, f"the checksum of its record {broken} is not the one that was saved")
     return f"{path} is whole: one file, the checksums in it are right, {bytes_text(fs.info(root)['size'])} in all"

@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import io
 import logging
+import mmap
 import os
 import tempfile
 import warnings
@@ -48,6 +49,7 @@ from lightning_mcore.checkpoint_writer import Staging
 from lightning_mcore.process_groups import process_group
 from lightning_mcore.shard_plan import ShardPlanner
 from lightning_mcore.sizes import require_flag, require_size
+from lightning_mcore.tensor_record import check_archive
 from lightning_mcore.torch_dist_metadata import read_metadata
 
 __all__ = ["CONTENT_METADATA", "MANIFEST", "RANK_STATE", "SHARDED_STATE", "MCoreCheckpointIO"]
@@ -80,8 +82,8 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         async_save: Let training go on while a sharded checkpoint is written. Takes memory on the host for one copy of
             what each rank writes, for each save in flight.
         max_in_flight: Saves that may be written at the same time; one more waits for the oldest.
-        verify: What is checked when a sharded checkpoint is loaded: ``"sizes"`` of its files, or ``"checksums"`` too,
-            of everything that is read.
+        verify: What is checked when a checkpoint is loaded: ``"sizes"`` of its files, or ``"checksums"`` too, of
+            everything that is read.
     """
 
     def __init__(
@@ -256,9 +258,9 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         """
         where = str(path)
         if not self.is_directory(where):
-            _check_file(where)
             location = map_location if map_location is not None else (lambda storage, _: storage)
-            content = super().load_checkpoint(path, location, weights_only)
+            with checked_file(where, self.verify == "checksums") as file:
+                content = super().load_checkpoint(file, location, weights_only)
             if not isinstance(content, dict):
                 raise ValueError(
                     f"{where} is no checkpoint, for it holds a {type(content).__name__}; give another path"
@@ -319,7 +321,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         with contextlib.ExitStack() as stack, _without_advice_for_megatron():
             locate = on_all(lambda: _locator(where, stack))
             safe = True if weights_only is None else weights_only
-            check = self.verify == "checksums" and manifest is not None
+            check = self.verify == "checksums"
 
             def open_reader() -> ShardReader:
                 content = self._read(where, manifest, METADATA_FILE)
@@ -390,14 +392,45 @@ def _manifest_of(path: str) -> dict[str, Any] | None:
     return None if checkpoint_files.is_megatron_checkpoint(path) else checkpoint_files.check_sizes(path)
 
 
-def _check_file(path: str) -> None:
+@contextlib.contextmanager
+def checked_file(path: str, checksums: bool = True) -> Iterator[str]:
+    """Return where a checkpoint in one file is to be read, when what ``torch.save`` recorded of it has been compared.
+
+    A remote one is fetched to be compared, for as long as the ``with`` statement lasts; but not by ``http``, where
+    Lightning keeps what it fetches in torch's cache.
+
+    Args:
+        path: Local, or anything that fsspec opens.
+        checksums: Whether to compare checksums, which reads all of it.
+
+    Raises:
+        ValueError: It is damaged, or not a file that ``torch.save`` wrote.
+    """
+    local = _absolute(path)
+    with contextlib.ExitStack() as stack:
+        if "://" in local and not local.startswith("http") and checksums:
+            fs, root = checkpoint_files.open_store(path)
+            if fs.isfile(root):
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="checkpoint_"))
+                local = os.path.join(folder, os.path.basename(root))
+                fs.get_file(root, local)
+        if os.path.isfile(local):  # else Lightning knows what to say, or how to fetch it
+            _check_file(path, local, checksums)
+        yield local
+
+
+def _check_file(path: str, local: str, checksums: bool) -> None:
     """Refuse what ``torch.save`` cannot have written; unpickling it ends in whatever its first bytes happen to mean."""
-    if not os.path.isfile(path):
-        return  # Lightning knows what to say, or how to fetch it
-    with open(path, "rb") as stream:
+    with open(local, "rb") as stream:
         begin = stream.read(2)
-    if begin != b"PK" and begin[:1] != b"\x80":
-        raise ValueError(f"{path} is no checkpoint, for torch.save did not write it; give the path of a checkpoint")
+        if begin != b"PK" and begin[:1] != b"\x80":
+            raise ValueError(f"{path} is no checkpoint, for torch.save did not write it; give the path of a checkpoint")
+        if begin == b"PK" and checksums:
+            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as archive:
+                try:
+                    check_archive(archive)
+                except ValueError as error:
+                    raise damaged(path, str(error)) from error
 
 
 def _absolute(path: _PATH) -> str:

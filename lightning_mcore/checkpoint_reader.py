@@ -140,7 +140,7 @@ class ShardReader(FileSystemReader):
         archive = self._map(file, info)
         content = archive[-info.length :]
         try:
-            if self._check:
+            if self._check and content.startswith(b"PK"):
                 find_tensor(archive, torch.uint8, (), True)
             if self._weights_only:
                 torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)

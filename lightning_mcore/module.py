@@ -9,6 +9,7 @@ an ordinary ``training_step`` becomes a pipeline stage.
 Under a strategy that is not ours the model is built whole, and the class runs as it is.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_mcore.checkpoint_io import MCoreCheckpointIO
+from lightning_mcore.checkpoint_io import MCoreCheckpointIO, checked_file
 from lightning_mcore.context_split import split_for_context_parallel
 from lightning_mcore.language_step import (
     ModelInputs,
@@ -118,13 +119,15 @@ class MCoreModule(pl.LightningModule):
             weights_only: As ``torch.load`` takes it.
             kwargs: Hyper-parameters to use instead of those in the checkpoint.
         """
-        if isinstance(checkpoint_path, str | Path) and MCoreCheckpointIO.is_directory(checkpoint_path):
+        is_path = isinstance(checkpoint_path, str | Path)
+        if is_path and MCoreCheckpointIO.is_directory(checkpoint_path):
             return build_from_checkpoint(cls, checkpoint_path, strict, weights_only, kwargs)
-        if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_file():
-            refuse_code(checkpoint_path, hyper_parameters_of(checkpoint_path, weights_only, kwargs))
-        with single_process():
-            lightning_loader = super().load_from_checkpoint
-            return lightning_loader(checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs)
+        lightning_loader = super().load_from_checkpoint
+        checked = checked_file(str(checkpoint_path)) if is_path else contextlib.nullcontext(checkpoint_path)
+        with single_process(), checked as file:
+            if is_path and Path(file).is_file():
+                refuse_code(checkpoint_path, hyper_parameters_of(file, weights_only, kwargs))
+            return lightning_loader(file, map_location, hparams_file, strict, weights_only, **kwargs)
 
     def megatron_fields(self) -> dict[str, Any]:
         """Return the ``TransformerConfig`` fields that belong to the strategy and the precision.

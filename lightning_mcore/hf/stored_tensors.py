@@ -35,7 +35,8 @@ class StoredTensors:
 
     Attributes:
         path: The same.
-        is_ours: Whether ``MCoreStrategy`` wrote it; else it has no checksums and says nothing of its model.
+        is_ours: Whether ``MCoreStrategy`` wrote it; else it has no checksums of files and says nothing of its
+            model.
         shapes: Shapes of the tensors, by whole name.
         places: Rectangles that they are made of.
 
@@ -57,7 +58,7 @@ class StoredTensors:
         self._metadata = read_metadata(path, content)
         for name, size in least_sizes(self._metadata).items():
             checkpoint_files.check_size(fs, self._root, path, name, size, or_more=True)
-        self._readers = {check: self._reader(check and self.is_ours) for check in (True, False)}
+        self._readers = {check: self._reader(check) for check in (True, False)}
         self._lock = Lock()
         self._checked: set[MetadataIndex] = set()
         self._open: OrderedDict[MetadataIndex, Tensor] = OrderedDict()

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lightning's own checkpointing on models that no rank holds: written as directories, resumed bit for bit."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreGPT, build_from_checkpoint
 from lightning_mcore.checkpoint import verify
+from lightning_mcore.checkpoint_io import MCoreCheckpointIO
 from tests.ranks import run_ranks
 from tests.toy import ADAMW, Batch, MakeOptimizer, PlainNet, Seen, StagedNet, loader, make_trainer, run_fit, weights
 
@@ -272,6 +275,42 @@ def test_what_a_run_cannot_read_is_refused_in_one_sentence(tmp_path: Path) -> No
         "file-precision": "the checkpoint's optimizer state was saved in another precision or without Megatron, so it"
         " lacks the fp32 copies of the parameters; load its weights alone, or train in the precision of the save",
     }
+
+
+def read_flipped(folder: str) -> list[str]:
+    """Return how every reader of a checkpoint in one file refuses one with a flipped bit."""
+    module, path = PlainNet(), f"{folder}/a.ckpt"
+    trainer = make_trainer({}, max_steps=1)
+    trainer.fit(module, loader(8, 2))
+    trainer.save_checkpoint(path)
+    weight = next(module.parameters()).detach().numpy().tobytes()
+    if dist.get_rank() == 0:
+        content = Path(path).read_bytes()
+        Path(path).write_bytes(content.replace(weight, weight[:-1] + bytes([weight[-1] ^ 0x20]), 1))
+    dist.barrier()
+    remote = f"memory://{folder}/a.ckpt"
+    fsspec.filesystem("memory").pipe(remote, Path(path).read_bytes())
+    readers: list[Callable[[], Any]] = [
+        lambda: make_trainer({}, max_steps=2).fit(PlainNet(), loader(8, 2), ckpt_path=path),
+        lambda: make_trainer({}, max_steps=2).fit(PlainNet(), loader(8, 2), ckpt_path=remote),
+        lambda: make_trainer({}).validate(PlainNet(), loader(8, 2), ckpt_path=path),
+        lambda: make_trainer({}).test(PlainNet(), loader(8, 2), ckpt_path=path),
+        lambda: make_trainer({}).predict(PlainNet(), loader(8, 2), ckpt_path=path),
+        lambda: StagedNet.load_from_checkpoint(path),
+        lambda: StagedNet.load_from_checkpoint(remote),
+    ]
+    refusals = []
+    for read in readers:
+        with pytest.raises(ValueError, match="is damaged: the checksum of its record") as refused:
+            read()
+        refusals.append(str(refused.value))
+    MCoreCheckpointIO(verify="sizes").load_checkpoint(path)
+    return refusals
+
+
+def test_a_flipped_bit_in_one_file_is_found_by_every_reader(tmp_path: Path) -> None:
+    [refusals] = run_ranks(1, read_flipped, str(tmp_path))
+    assert all(refusal.endswith("use another checkpoint or a copy of this one") for refusal in refusals)
 
 
 # The rest of what ModelCheckpoint and the trainer do

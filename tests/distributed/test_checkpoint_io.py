@@ -413,6 +413,14 @@ def exchange_with_megatron(folder: str) -> None:
         plugin = MCoreCheckpointIO()
         assert_loaded(plugin.load_shards(path, blank()))
         assert plugin.read_contents(path).shapes["moment"] == (ROWS, COLUMNS)
+        if rank == 0:
+            replace_tensor(Path(path), weight()[:1].numpy().tobytes())
+        dist.barrier()
+        with pytest.raises(
+            ValueError, match=r"is damaged: .* cannot be read at weight, for the checksum of its record"
+        ):
+            plugin.load_shards(path, blank())
+        MCoreCheckpointIO(verify="sizes").load_shards(path, blank())
         with pytest.raises(ValueError, match="Megatron-LM"):
             plugin.load_checkpoint(path)
         given = {**checkpoint(), CONTENT_METADATA: {"kind": "ours"}}
@@ -422,6 +430,12 @@ def exchange_with_megatron(folder: str) -> None:
         assert dist_checkpointing.load_content_metadata(f"{folder}/ours.ckpt") == {"kind": "ours"}
         shapes = {name: tuple(t.global_shape) for name, t in load_tensors_metadata(f"{folder}/ours.ckpt").items()}
         assert shapes == plugin.read_contents(f"{folder}/ours.ckpt").shapes
+
+
+def replace_tensor(folder: Path, row: bytes) -> None:
+    """Flip a bit in the file that has these bytes."""
+    [file] = [found for found in folder.glob("*.distcp") if row in found.read_bytes()]
+    file.write_bytes(file.read_bytes().replace(row, row[:-1] + bytes([row[-1] ^ 1])))
 
 
 def test_megatron_reads_ours_and_we_read_theirs(tmp_path: Path) -> None:

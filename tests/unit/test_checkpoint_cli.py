@@ -330,6 +330,16 @@ def test_a_checkpoint_in_one_file_is_checked(one_file: Path, run: Run) -> None:
         assert (code, errors.count("\n")) == (1, 1)
 
 
+def test_a_checkpoint_in_one_file_without_checksums_is_not_called_damaged(tmp_path: Path, run: Run) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"state_dict": {"weight": torch.ones(3)}}, tmp_path / "a.ckpt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    code, output, _ = run("verify", str(tmp_path / "a.ckpt"))
+    assert (code, "without checksums; there is nothing to compare" in output) == (0, True)
+
+
 def test_what_cannot_be_looked_at_has_its_own_exit_code(tmp_path: Path, run: Run) -> None:
     for command in ("verify", "inspect"):
         assert run(command, str(tmp_path / "none"))[0] == 2

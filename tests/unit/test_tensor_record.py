@@ -7,11 +7,20 @@ import random
 import zipfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from lightning_mcore.tensor_record import combine_checksums, find_tensor, frame_tensor, tensor_bytes, tensor_pickle
+from lightning_mcore import tensor_record
+from lightning_mcore.tensor_record import (
+    check_archive,
+    combine_checksums,
+    find_tensor,
+    frame_tensor,
+    tensor_bytes,
+    tensor_pickle,
+)
 
 DTYPES = [
     torch.float32,
@@ -39,10 +48,14 @@ def ours(tensor: torch.Tensor) -> bytes:
     return before + bytes(content) + after
 
 
-def theirs(tensor: torch.Tensor) -> bytes:
+def saved(content: Any) -> bytes:
     stream = io.BytesIO()
-    torch.save(tensor, stream)
+    torch.save(content, stream)
     return stream.getvalue()
+
+
+def theirs(tensor: torch.Tensor) -> bytes:
+    return saved(tensor)
 
 
 def mapped(archive: bytes, before: bytes = b"") -> mmap.mmap:
@@ -129,3 +142,31 @@ def test_checksums_of_parts_give_the_checksum_of_the_whole() -> None:
     for length in (0, 1, 63, 64, 1000, 65537):
         first, second = generator.randbytes(100), generator.randbytes(length)
         assert combine_checksums(zlib.crc32(first), zlib.crc32(second), length) == zlib.crc32(first + second)
+
+
+@pytest.mark.parametrize("by_threads", [True, False], ids=["by threads", "in turn"])
+def test_a_flipped_bit_of_any_content_is_found(by_threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by_threads:
+        monkeypatch.setattr(tensor_record, "_WORTH_A_THREAD", 1)
+    archive = saved({"weights": [torch.arange(9.0), torch.arange(4)], "step": 3})
+    check_archive(mapped(archive))
+    with zipfile.ZipFile(io.BytesIO(archive)) as records:
+        for record in records.infolist():
+            content = records.read(record)
+            for place in (0, len(content) - 1):
+                damaged = bytearray(archive)
+                damaged[archive.index(content, record.header_offset) + place] ^= 0x10
+                with pytest.raises(ValueError, match=f"the checksum of its record {record.filename} differs"):
+                    check_archive(mapped(bytes(damaged)))
+    with pytest.raises(ValueError, match=r"is no archive of torch\.save"):
+        check_archive(mapped(archive[: len(archive) // 2]))
+
+
+def test_an_archive_without_checksums_is_read_unchecked() -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        archive = saved(torch.arange(9.0))
+    finally:
+        torch.serialization.set_crc32_options(True)
+    check_archive(mapped(archive))
+    assert_same(find_tensor(mapped(archive), torch.float32, (9,), check=True), torch.arange(9.0))
