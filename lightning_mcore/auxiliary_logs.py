@@ -10,7 +10,8 @@ Lightning on every rank, for any model built with ``pipeline()``:
   layers with experts, without their coefficients. With ``TransformerConfig(moe_per_layer_logging=True)`` also that of
   each layer, as ``moe/z_loss_layer_0``, counted from 0 as Megatron does.
 * ``mtp_loss_1``, ``mtp_loss_2``, ...: of the first, second, ... token behind the next one; a mean of the means over the
-  tokens of each microbatch.
+  tokens of each microbatch. Of a plain ``GPTModel`` under context parallelism it is a mean over the means of the ranks;
+  ``multi_token.MultiTokenGPT`` weighs these by their tokens.
 
 Nothing is recorded in evaluation, and nothing is left for the next run.
 
@@ -18,17 +19,14 @@ Source: ``track_moe_metrics`` (megatron.core.transformer.moe.moe_utils, 0.16.1),
 (moe_logging.py, 0.19.2) and ``MTPLossLoggingHelper`` (multi_token_prediction.py, both).
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any
-
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from lightning_mcore.moe_router import recorded_values, router_tracker
+from lightning_mcore.multi_token import mtp_tracker, recorded_mtp_losses
 from lightning_mcore.process_groups import process_group
 from lightning_mcore.throughput import moe_layers
 
@@ -59,8 +57,8 @@ class AuxiliaryLogs:
 
     def start(self) -> None:
         """Empty the trackers, of another model's layers too."""
-        _router_tracker().clear()
-        MTPLossLoggingHelper.tracker.clear()
+        router_tracker().clear()
+        mtp_tracker().clear()
 
     def finish(self, num_microbatches: int) -> None:
         """Log the losses of a step and empty the trackers; collective over all ranks.
@@ -86,12 +84,11 @@ class AuxiliaryLogs:
     def _reduced(self) -> Tensor:
         """Return [losses of routers and, last, of multi-token prediction; layers]: sums over microbatches."""
         rows = torch.zeros(len(self._router_losses) + 1, self._num_rows, device=self._device)
-        tracked = _router_values(_router_tracker())
+        tracker = router_tracker()
         for index, name in enumerate(self._router_losses):
-            if name in tracked:
-                rows[index] = tracked[name]
-        mtp = MTPLossLoggingHelper.tracker
-        values = mtp.get("values", mtp.get("loss_values"))  # the second name since 0.17
+            if name in tracker:
+                rows[index] = recorded_values(tracker[name])
+        values = recorded_mtp_losses()
         if values is not None:
             rows[-1, : self._mtp_layers] = values
         for axis in ("dp_cp", "model"):
@@ -128,15 +125,3 @@ def layers_with_experts(config: TransformerConfig) -> list[int]:
     pattern = moe_layers(vars(config))
     pattern += [pattern[-1]] * (config.mtp_num_layers or 0)
     return [layer for layer, has_experts in enumerate(pattern) if has_experts]
-
-
-def _router_tracker() -> Any:
-    """Return Megatron's tracker: a dict of dicts in 0.16, of objects with the same attribute since."""
-    if hasattr(moe_utils, "get_moe_metrics_tracker"):
-        return moe_utils.get_moe_metrics_tracker()._metrics
-    return moe_utils.get_moe_layer_wise_logging_tracker()
-
-
-def _router_values(tracker: Mapping[str, Any]) -> dict[str, Tensor]:
-    items: Iterable[tuple[str, Any]] = tracker.items()
-    return {name: entry["values"] if isinstance(entry, dict) else entry.values for name, entry in items}

@@ -67,6 +67,8 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         ValueError: The config asks for attention that this backend does not have.
     """
 
+    boundaries_on_host = True  # what Megatron does with them before attention would wait for the device in every layer
+
     def __init__(
         self,
         config: TransformerConfig,

@@ -146,10 +146,10 @@ class _GatherAgain(torch.autograd.Function):
         return gradients[0], None, None, None
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=2)  # the layers of a microbatch share them; no row of other sequences asks again
 def _orders(offsets: tuple[int, ...], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return where tokens stand among the gathered shares, and where those stand in the sequence: [s] each."""
     with torch.inference_mode(False):  # what is first made in validation is kept for backward in training
-        boundaries = torch.tensor(offsets, device=device)
+        boundaries = torch.tensor(offsets).to(device, non_blocking=True)
         positions = [packed_positions(boundaries, offsets[-1], rank, size) for rank in range(size)]
         return packed_order(boundaries, offsets[-1], size), torch.cat(positions)

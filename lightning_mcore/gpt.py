@@ -286,12 +286,20 @@ class MCoreGPT(SpeedLogs):
         self._log_loss("train_loss", loss, losses, inputs)
         return loss
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log ``val_loss``, ``val_perplexity`` and ``val_accuracy``."""
+    def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Measure each of several dataloaders by itself."""
+        self._forget_last_loader("val", batch_idx, dataloader_idx)
+
+    def on_test_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Measure each of several dataloaders by itself."""
+        self._forget_last_loader("test", batch_idx, dataloader_idx)
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log ``val_loss``, ``val_perplexity`` and ``val_accuracy``, of each dataloader."""
         self._evaluate("val", batch)
 
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log ``test_loss``, ``test_perplexity`` and ``test_accuracy``."""
+    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log ``test_loss``, ``test_perplexity`` and ``test_accuracy``, of each dataloader."""
         self._evaluate("test", batch)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -351,6 +359,13 @@ class MCoreGPT(SpeedLogs):
             (loss["loss"], loss["num_tokens"]) if isinstance(loss, dict) else token_mean(losses, inputs.loss_mask)
         )
         self.log(name, mean.detach(), batch_size=weight, sync_dist=True, prog_bar=True)  # type: ignore[arg-type]
+
+    def _forget_last_loader(self, stage: str, batch_idx: int, dataloader_idx: int) -> None:
+        """Empty the metrics between two dataloaders; Lightning has computed them, and resets them after the last."""
+        if batch_idx == 0 and dataloader_idx > 0:
+            for name in ("perplexity", "accuracy"):
+                metric: Any = self.metrics[f"{stage}_{name}"]
+                metric.reset()
 
     def _evaluate(self, stage: str, batch: Batch) -> None:
         logits, inputs = self.token_logits(batch)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lightning_mcore.context_split import sequence_of_tokens, split_for_context_parallel
 from lightning_mcore.packed_sequences import (
+    OF_ROWS,
     PackedSequences,
     all_real,
     packed_sequences,
@@ -32,8 +33,7 @@ from lightning_mcore.packed_sequences import (
 )
 from lightning_mcore.sizes import neighbours
 
-_BOUNDARIES = ("cu_seqlens", "cu_seqlens_padded")
-_OF_SEQUENCES = (*_BOUNDARIES, "sample_ids")
+_OF_SEQUENCES = (*OF_ROWS, "sample_ids")
 IGNORED_LABEL = -100
 """What Hugging Face and torch write where there is no target."""
 
@@ -108,12 +108,18 @@ class ModelInputs:
             packed=packed,
         )
 
-    def arguments(self, config: TransformerConfig) -> dict[str, Any]:
-        """Return what ``GPTModel`` takes besides tokens, positions, mask and labels; only what says something."""
+    def arguments(self, config: TransformerConfig, boundaries_on_host: bool = False) -> dict[str, Any]:
+        """Return what ``GPTModel`` takes besides tokens, positions, mask and labels; only what says something.
+
+        Args:
+            config: The model's.
+            boundaries_on_host: Whether its layers want the boundaries of packed sequences in tensors of the host.
+        """
         arguments: dict[str, Any] = {}
         if self.packed is not None:
             # Multi-token prediction of a plain GPTModel looks for boundaries in cu_seqlens_q alone, padded or not.
-            arguments["packed_seq_params"] = all_real(self.packed) if config.mtp_num_layers else self.packed
+            packed = all_real(self.packed) if config.mtp_num_layers else self.packed
+            arguments["packed_seq_params"] = packed if boundaries_on_host else packed.on(self.tokens.device)
         if self.padding is not None and config.num_moe_experts is not None:
             arguments["padding_mask"] = self.padding
         if self.loss_mask is not None and config.mtp_num_layers:
@@ -127,9 +133,9 @@ def is_packed(batch: Any) -> bool:
     Raises:
         ValueError: It has one kind of boundaries without the other.
     """
-    if not isinstance(batch, dict) or not any(name in batch for name in _BOUNDARIES):
+    if not isinstance(batch, dict) or not any(name in batch for name in OF_ROWS):
         return False
-    missing = [name for name in _BOUNDARIES if name not in batch]
+    missing = [name for name in OF_ROWS if name not in batch]
     if missing:
         raise ValueError(f"a packed batch has no {missing[0]}; give both cu_seqlens and cu_seqlens_padded")
     return True

@@ -209,7 +209,7 @@ class MCoreModule(pl.LightningModule):
         if inputs.labels is None:
             raise ValueError(f"a batch with {', '.join(batch)} has no labels, which losses are made of; give them")
         losses: Tensor = pipeline(
-            inputs.tokens, inputs.position_ids, None, labels=inputs.labels, **inputs.arguments(self._config_of_chunks())
+            inputs.tokens, inputs.position_ids, None, labels=inputs.labels, **self._more_arguments(inputs)
         )
         return losses, inputs
 
@@ -223,7 +223,7 @@ class MCoreModule(pl.LightningModule):
             Logits, [b, s / cp, v / tp], of a packed batch [1, b * s / cp, v / tp], and what the model was given.
         """
         inputs = self.model_inputs(batch)
-        arguments = inputs.arguments(self._config_of_chunks())
+        arguments = self._more_arguments(inputs)
         arguments.pop("loss_mask", None)
         logits: Tensor = self._pipeline_of_step()(inputs.tokens, inputs.position_ids, None, **arguments)
         return logits, inputs
@@ -316,6 +316,9 @@ class MCoreModule(pl.LightningModule):
                 f"{type(self).__name__} has no model to run; build it in configure_model() with self.pipeline(...)"
             )
         return built
+
+    def _more_arguments(self, inputs: ModelInputs) -> dict[str, Any]:
+        return inputs.arguments(self._config_of_chunks(), self._pipeline_of_step().boundaries_on_host)
 
     def _config_of_chunks(self) -> Any:
         return self._pipeline_of_step().chunks[0].config

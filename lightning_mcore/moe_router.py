@@ -7,21 +7,29 @@ first. megatron-core 0.16 takes the tokens of this rank alone: with sequence or 
 less than they should, by the number of ranks that share a sequence, and the loss of sequences by the rows of a
 microbatch as well. 0.19 has mended that. :class:`ExactRouter` does the multiplication itself, so that it is right in
 every version. The loss over all model copies is a sum of their parts, and Megatron averages gradients over the copies:
-in every version it weighs less by their number, which is made up for. Of packed rows padding counts for nothing, and
-the ranks that share a sequence have uneven parts of it. What is counted stays in fp32: as bf16, a count stops at 256.
+in every version it weighs less by their number, which is made up for. What is counted stays in fp32: as bf16, a count
+stops at 256.
+
+Of packed rows padding counts for nothing: not in a loss, not in the numbers of tokens that move the bias of experts.
+The ranks that share a sequence have uneven parts of it, down to none, and a microbatch may hold padding alone. What is
+logged is weighed as the gradient is.
 
 ``backend.gpt_block_spec`` puts it into every layer with experts.
 
 Source: ``TopKRouter`` (megatron.core.transformer.moe.router, 0.16.1 and 0.19.2).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+_FEW = 1e-9  # a count that is lost beside any other one, and whose square is not zero in fp32
 _COUNTERS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
 
 
@@ -34,6 +42,8 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
         self.calculate_per_token_loss = False  # Megatron's multiplication
         self.balancing_scale: Tensor | int = 1
         self.z_scale: Tensor | int = 1
+        self.z_share: Tensor | int = 1
+        self.is_empty: Tensor | None = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose the experts of each token.
@@ -61,13 +71,41 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
         ranks = self.tp_cp_group.size()
         own: Tensor | int = logits.shape[0] * logits.shape[1] if padding_mask is None else (~padding_mask).sum()
         total = own * ranks
-        if isinstance(own, Tensor) and ranks > 1:
-            total = own.clone()
-            dist.all_reduce(total, group=self.tp_cp_group)
+        self.z_share, self.is_empty = 1, None
+        if isinstance(own, Tensor) and isinstance(total, Tensor):
+            if ranks > 1:
+                total = own.clone()
+                dist.all_reduce(total, group=self.tp_cp_group)
+                self.z_share = own * ranks / total.clamp(min=1)
+            self.is_empty = total == 0
         self.balancing_scale = total if self.weighs_tokens else 1
-        self.z_scale = own * ranks if self.weighs_tokens else 1
-        if not self.weighs_tokens and isinstance(total, Tensor) and ranks > 1:
-            self.z_scale = own * ranks / total.clamp(min=1)
+        self.z_scale = own * ranks if self.weighs_tokens else self.z_share
+
+    def _apply_aux_loss(self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, **kwargs: Any) -> Tensor:
+        routing_map = self._never_empty(routing_map)
+        applied: Tensor = super()._apply_aux_loss(probs, scores_for_aux_loss, routing_map, **kwargs)
+        return applied
+
+    def _apply_seq_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        routing_map = self._never_empty(routing_map)
+        applied: Tensor = super()._apply_seq_aux_loss(probs, scores_for_aux_loss, routing_map, *args, **kwargs)
+        return applied
+
+    def _apply_global_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, **kwargs: Any
+    ) -> Tensor:
+        routing_map = self._never_empty(routing_map)
+        applied: Tensor = super()._apply_global_aux_loss(probs, scores_for_aux_loss, routing_map, **kwargs)
+        return applied
+
+    def _never_empty(self, routing_map: Tensor) -> Tensor:
+        """Count a trace of a token where a microbatch has none, for Megatron divides by their number.
+
+        The probabilities of padding are zero, and so is the loss then.
+        """
+        return routing_map if self.is_empty is None else routing_map + self.is_empty * _FEW
 
     def attach_and_log_load_balancing_loss(
         self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, aux_loss_name: str, *args: Any, **kwargs: Any
@@ -86,9 +124,17 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
         if isinstance(self.z_scale, int) and self.z_scale == 1:
             attached: Tensor = super().apply_z_loss(logits, padding_mask=padding_mask)
             return attached
-        aside = super().apply_z_loss(scale_gradient(logits, self.z_scale), padding_mask=padding_mask)
+        with _recorded_as("z_loss", self.z_share):
+            aside = super().apply_z_loss(scale_gradient(logits, self.z_scale), padding_mask=padding_mask)
         joined: Tensor = _Join.apply(logits, aside)  # type: ignore[no-untyped-call]
         return joined
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Count the tokens of each expert, [tokens, experts], for its bias.
+
+        Source: Megatron applies a mask of [tokens] to [tokens, experts] (0.16.1 and 0.19.2).
+        """
+        super()._apply_expert_bias(routing_map if padding_mask is None else routing_map & ~padding_mask[:, None])
 
     def _maintain_float32_expert_bias(self) -> None:
         super()._maintain_float32_expert_bias()
@@ -96,6 +142,34 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
             counter = getattr(self, name, None)
             if counter is not None and counter.dtype != torch.float32:
                 counter.data = counter.data.float()
+
+
+def router_tracker() -> Any:
+    """Return where Megatron's routers record their losses: a dict of dicts in 0.16, of objects since; by name."""
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):
+        return moe_utils.get_moe_metrics_tracker()._metrics
+    return moe_utils.get_moe_layer_wise_logging_tracker()
+
+
+def recorded_values(entry: Any) -> Tensor:
+    """Return the values that an entry of the tracker holds, [layers]."""
+    values: Tensor = entry["values"] if isinstance(entry, dict) else entry.values
+    return values
+
+
+@contextmanager
+def _recorded_as(name: str, share: Tensor | int) -> Iterator[None]:
+    """Multiply what is recorded under a name inside the ``with`` block."""
+    tracker = router_tracker()
+    before = tracker.pop(name, None)
+    yield
+    if name in tracker:
+        values = recorded_values(tracker[name])
+        values *= share
+        if before is not None:
+            values += recorded_values(before)
+    elif before is not None:
+        tracker[name] = before
 
 
 class _ScaleGradient(torch.autograd.Function):

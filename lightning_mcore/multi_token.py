@@ -13,13 +13,16 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from megatron.core import __version__
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
     MultiTokenPredictionLayer,
+    roll_tensor,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -28,6 +31,7 @@ from lightning_mcore.backend import TorchNorm, last_layer_spec
 from lightning_mcore.packed_sequences import all_real
 
 _MEGATRON = __version__.partition("+")[0]  # 0.19 adds the commit of the folder that it runs in
+_RECORDED = "loss_values" if hasattr(multi_token_prediction, "process_mtp_loss") else "values"  # its name since 0.17
 _SAVES_ALL_ARGUMENTS = "forward_func" in inspect.signature(MultiTokenPredictionLayer._checkpointed_forward).parameters
 
 
@@ -63,11 +67,38 @@ class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
         if labels is not None or not self.config.mtp_num_layers or not self.post_process:
             if self.config.mtp_num_layers and kwargs.get("packed_seq_params") is not None:
                 kwargs["packed_seq_params"] = all_real(kwargs["packed_seq_params"])
-            return super()._postprocess(hidden_states, *args, labels=labels, **kwargs)  # type: ignore[no-any-return]
+            before = mtp_tracker().pop(_RECORDED, None)
+            result: Tensor = super()._postprocess(hidden_states, *args, labels=labels, **kwargs)
+            if _RECORDED in mtp_tracker():
+                self._weigh_recorded(before, kwargs.get("loss_mask"), kwargs.get("packed_seq_params"))
+            return result
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(hidden_states, weight=weight)  # [s, b, v / tp]
         transposed: Tensor = logits.transpose(0, 1).contiguous()
         return transposed
+
+    def _weigh_recorded(self, before: Tensor | None, mask: Tensor | None, packed: PackedSeqParams | None) -> None:
+        """Let what was just recorded for the logs be the means over the tokens of all ranks that share a sequence.
+
+        Megatron records the mean over the tokens of this rank, which is not a number where it has none (0.16.1).
+
+        Args:
+            before: What was recorded for earlier microbatches, [layers].
+            mask: [b, s / cp], 1 where a token counts; None where all do.
+            packed: The boundaries of a packed batch.
+        """
+        recorded = mtp_tracker()[_RECORDED]
+        if mask is not None:
+            counts = []
+            for _ in range(self.config.mtp_num_layers):
+                mask, count = roll_tensor(mask, cp_group=self.cp_group, packed_seq_params=packed)
+                counts.append(count)
+            own = torch.stack(counts)
+            total = own.clone()
+            if self.cp_group.size() > 1:
+                dist.all_reduce(total, group=self.cp_group)
+            recorded = torch.where(own > 0, recorded * (own * self.cp_group.size() / total), 0)
+        mtp_tracker()[_RECORDED] = recorded if before is None else before + recorded
 
 
 class PackedMultiTokenLayer(MultiTokenPredictionLayer):  # type: ignore[misc]  # megatron-core has no type information
@@ -84,6 +115,17 @@ class PackedMultiTokenLayer(MultiTokenPredictionLayer):  # type: ignore[misc]  #
             return forward_func(**{**given, "packed_seq_params": packed})
 
         return super()._checkpointed_forward(forward, *args, **{**kwargs, "packed_seq_params": None})
+
+
+def mtp_tracker() -> dict[str, Any]:
+    """Return where Megatron records the losses of multi-token prediction, in training, for the logs."""
+    tracker: dict[str, Any] = multi_token_prediction.MTPLossLoggingHelper.tracker
+    return tracker
+
+
+def recorded_mtp_losses() -> Tensor | None:
+    """Return the sums over microbatches, [layers], None where there are none on this rank."""
+    return mtp_tracker().get(_RECORDED)
 
 
 def gpt_mtp_block_spec(

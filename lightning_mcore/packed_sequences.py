@@ -5,10 +5,12 @@ A packed batch has b rows of s tokens and says with ``cu_seqlens`` and ``cu_seql
 row lie (``data/packed_rows.py`` makes such rows). To a model it is one row of b * s tokens, ``[1, b * s]``, in
 Megatron's format ``thd``: :func:`packed_sequences` turns the boundaries into the ``PackedSeqParams`` of that row.
 
-Megatron keeps boundaries in tensors of the device. The torch backend and the checks here want them as plain numbers,
-and reading them from a GPU waits for all that it has to do. So they are read once for a batch and kept beside the
-tensors, in a :class:`PackedSequences`, which every layer is handed. One that somebody else made is read when the first
-layer meets it (:func:`boundaries_of`).
+The torch backend and the checks here want boundaries as plain numbers, and so do Megatron's rotary embeddings and its
+multi-token prediction, in every layer. Reading them from a GPU waits for all that it has to do. So the strategy keeps
+the numbers beside the tensors that it moves to the device (:func:`keep_numbers`), a :class:`PackedSequences` holds
+numbers and tensors of the host, and the layers of the torch backend are handed these. TransformerEngine's kernels take
+tensors of the device, :meth:`PackedSequences.on`. A description that somebody else made is read when the first layer
+meets it (:func:`boundaries_of`).
 
 The function on rows, :func:`split_packed_rows`, prepares the batch for context parallelism. It stays on the device and
 reads nothing, so what is wrong with boundaries is said by :func:`packed_sequences`.
@@ -17,8 +19,10 @@ Source: ``PackedSeqParams`` (megatron.core.packed_seq_params, 0.16.1 and 0.19.2)
 ``cu_seqlens_q_padded``: sequence ``i`` starts at ``padded[i]``, and its first ``cu[i + 1] - cu[i]`` tokens are real.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -27,6 +31,9 @@ from torch import Tensor
 from lightning_mcore.context_split import check_packed_offsets, packed_positions
 
 _BOUNDARIES = "_boundaries_on_the_host"  # where boundaries_of keeps what it read
+_NUMBERS = "_numbers_on_the_host"  # where keep_numbers keeps what a tensor holds, and the version that held it
+OF_ROWS = ("cu_seqlens", "cu_seqlens_padded")
+"""The boundaries in a packed batch."""
 _HAS_PAD_BETWEEN_SEQS = "pad_between_seqs" in {field.name for field in fields(PackedSeqParams)}  # 0.16 lacks it
 
 
@@ -65,13 +72,42 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core h
 
     boundaries: Boundaries | None = None
 
+    def on(self, device: torch.device) -> "PackedSequences":
+        """Return the same with tensors on a device."""
+        assert self.boundaries is not None
+        return _described(self.boundaries, device)
+
+
+def keep_numbers(moved: Any, on_host: Any) -> None:
+    """Keep the boundaries of a packed batch on the host, beside the tensors that were moved to the device.
+
+    Args:
+        moved: The batch on the device; whatever is not a packed batch is left alone.
+        on_host: The same batch, before it was moved.
+    """
+    if not isinstance(moved, Mapping) or not isinstance(on_host, Mapping):
+        return
+    for name in OF_ROWS:
+        source, target = on_host.get(name), moved.get(name)
+        if isinstance(source, Tensor) and isinstance(target, Tensor) and source.device.type == "cpu":
+            setattr(target, _NUMBERS, (_version(target), source.tolist()))
+
+
+def rows_between(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """Return some rows of a tensor, and keep the numbers of these rows where those of the whole are kept."""
+    rows = tensor[start:stop]
+    numbers = _kept_numbers(tensor)
+    if numbers is not None:
+        setattr(rows, _NUMBERS, (_version(rows), numbers[start:stop]))
+    return rows
+
 
 def packed_sequences(
     cu_seqlens: Tensor, cu_seqlens_padded: Tensor, row_length: int, context_parallel_size: int = 1
 ) -> PackedSequences:
     """Describe the sequences of a packed batch, its rows one behind the other, to Megatron's layers.
 
-    Waits once for the device, to read the boundaries.
+    Waits for the device to read the boundaries, unless their numbers are kept on the host.
 
     Args:
         cu_seqlens: [b, n + 1] integers: in each row, how many real tokens the sequences before have together.
@@ -81,8 +117,9 @@ def packed_sequences(
         context_parallel_size: Ranks that share a row.
 
     Returns:
-        The description of one row of b * s tokens. Entries without tokens are left out. ``max_seqlen_q`` and
-        ``max_seqlen_kv`` count padding, for rotary embeddings are as long, and padded tokens are rotated too.
+        The description of one row of b * s tokens, its tensors on the host. Entries without tokens are left out.
+        ``max_seqlen_q`` and ``max_seqlen_kv`` count padding: rotary embeddings are as long, and padded tokens are
+        rotated too.
 
     Raises:
         ValueError: The two do not fit together, do not fill the row, or the ranks cannot share a sequence.
@@ -92,7 +129,9 @@ def packed_sequences(
             f"cu_seqlens has shape {list(cu_seqlens.shape)} and cu_seqlens_padded {list(cu_seqlens_padded.shape)}; "
             "give both as [rows, sequences + 1]"
         )
-    real_rows, padded_rows = torch.stack((cu_seqlens, cu_seqlens_padded)).tolist()
+    real_rows, padded_rows = _kept_numbers(cu_seqlens), _kept_numbers(cu_seqlens_padded)
+    if real_rows is None or padded_rows is None:
+        real_rows, padded_rows = torch.stack((cu_seqlens, cu_seqlens_padded)).tolist()
     offsets, lengths = [0], []
     for row, (real, padded) in enumerate(zip(real_rows, padded_rows, strict=True)):
         _check_row(row, real, padded, row_length, context_parallel_size)
@@ -100,7 +139,7 @@ def packed_sequences(
             if end > padded[index]:
                 offsets.append(row * row_length + end)
                 lengths.append(real[index + 1] - real[index])
-    return _described(Boundaries(tuple(offsets), tuple(lengths)), cu_seqlens.device)
+    return _described(Boundaries(tuple(offsets), tuple(lengths)), torch.device("cpu"))
 
 
 def all_real(params: PackedSeqParams) -> PackedSequences:
@@ -175,6 +214,17 @@ def _described(boundaries: Boundaries, device: torch.device) -> PackedSequences:
     if _HAS_PAD_BETWEEN_SEQS:  # else TransformerEngine compares the tensors, and waits for them, in each layer
         packed.pad_between_seqs = boundaries.has_padding
     return packed
+
+
+def _kept_numbers(tensor: Tensor) -> list[list[int]] | None:
+    """Return what :func:`keep_numbers` kept of a tensor that has not been changed since."""
+    version, numbers = getattr(tensor, _NUMBERS, (None, None))
+    return numbers if version == _version(tensor) else None
+
+
+def _version(tensor: Tensor) -> int:
+    """Return a number that rises when the tensor is changed in place; -1 where torch does not count."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _check_row(row: int, real: list[int], padded: list[int], row_length: int, context_parallel_size: int) -> None:

@@ -62,6 +62,9 @@ class Pipeline(nn.Module):
         is_last: For each chunk, whether it holds the end of the model.
         layout: The layout that the chunks were built for.
         prepare: Called before the whole model runs outside a schedule, None where nothing is to be prepared.
+
+    Attributes:
+        boundaries_on_host: Whether the layers want the boundaries of packed sequences in tensors of the host.
     """
 
     def __init__(
@@ -78,6 +81,8 @@ class Pipeline(nn.Module):
         self.layout = layout
         self._active: tuple[nn.Module, bool] | None = None
         self.num_calls = 0
+        layers = (layer for chunk in chunks for layer in chunk.modules())
+        self.boundaries_on_host = any(getattr(layer, "boundaries_on_host", False) for layer in layers)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the active chunk; return its output on the last stage.

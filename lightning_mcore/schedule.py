@@ -37,6 +37,7 @@ from lightning_mcore.auxiliary_logs import AuxiliaryLogs
 from lightning_mcore.chunks import ModelChunks
 from lightning_mcore.layout import ParallelLayout
 from lightning_mcore.module import MCoreModule
+from lightning_mcore.packed_sequences import rows_between
 from lightning_mcore.pipeline import StageOutput
 from lightning_mcore.process_groups import from_last_stage, process_group, random_state_of_stage
 from lightning_mcore.step_logs import StepLogs
@@ -322,7 +323,7 @@ class Schedule:
 
 def _rows_of(rows: int, start: int, stop: int) -> Callable[[Tensor], Tensor]:
     def take(tensor: Tensor) -> Tensor:
-        return tensor[start:stop] if tensor.dim() > 0 and tensor.shape[0] == rows else tensor
+        return rows_between(tensor, start, stop) if tensor.dim() > 0 and tensor.shape[0] == rows else tensor
 
     return take
 

@@ -61,13 +61,19 @@ class SpeedLogs(MCoreModule):
         if self.trainer.global_step == self._stepped:
             return
         self._stepped = self.trainer.global_step
-        tokens_per_second = self._clock.step() * model_copies(self.trainer.strategy)
+        tokens_per_second = self._clock.step(self._over_copies)
         flops = tokens_per_second * self._flops_per_token / self.trainer.world_size
         self.log("tokens_per_second", tokens_per_second, prog_bar=True)
         self.log("model_tflops", flops / 1e12)
         grad_norm = getattr(self.trainer.optimizers[0], "grad_norm", self._local_grad_norm)  # Megatron's own, or ours
         if grad_norm is not None:
             self.log("grad_norm", grad_norm)
+
+    def _over_copies(self, tokens: Any) -> Tensor:
+        """Return the tokens of all copies of the model, which read different numbers of them; collective."""
+        counted = tokens if isinstance(tokens, Tensor) else torch.full((), tokens, device=self.device)
+        mean: Tensor = self.trainer.strategy.reduce(counted.float(), reduce_op="mean")
+        return mean * model_copies(self.trainer.strategy)
 
     @functools.cached_property
     def _flops_per_token(self) -> float:

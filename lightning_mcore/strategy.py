@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -50,6 +51,7 @@ from lightning_mcore.log_names import EvaluationNames, agree_on_names, ends_the_
 from lightning_mcore.optimizer import optimizer_after_run
 from lightning_mcore.optimizer_factory import OptimizerSetting, configure_optimizers, make_optimizer
 from lightning_mcore.optimizer_kinds import check_not_summed, check_number
+from lightning_mcore.packed_sequences import keep_numbers
 from lightning_mcore.persistence import MCorePersistence
 from lightning_mcore.plateau import agree_on_plateaus
 from lightning_mcore.process_groups import align_random_state, process_group
@@ -225,7 +227,7 @@ class MCoreStrategy(MCorePersistence):
     def run_forward(self, step: str, batch: Any) -> Any:
         """Run a method of the module on a batch without gradients, through the pipeline if there is one."""
         with torch.no_grad():
-            return self._evaluate(step, super().batch_to_device(batch, self.root_device), 0)
+            return self._evaluate(step, self._moved(batch, self.root_device, 0), 0)
 
     def _evaluate_and_log(self, step: str, *args: Any, **kwargs: Any) -> Any:
         output = self._evaluate(step, *args, **kwargs)
@@ -253,13 +255,24 @@ class MCoreStrategy(MCorePersistence):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch to the device; while evaluating, without samples that the sampler repeats."""
-        batch = super().batch_to_device(batch, device, dataloader_idx)
+        batch = self._moved(batch, device, dataloader_idx)
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         self.resume.batch_arrives()
         if trainer.validating or trainer.sanity_checking or trainer.testing:
             batch = self._repeated_rows.cut(batch, trainer._evaluation_loop._combined_loader, dataloader_idx)
         return batch
+
+    def _moved(self, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
+        """Move a batch; what is known of it on the host stays known unless a hook of the user may have changed it."""
+        moved = super().batch_to_device(batch, device, dataloader_idx)
+        module = self.lightning_module
+        assert module is not None
+        hooks = module.trainer._data_connector._datahook_selector
+        changing = ("transfer_batch_to_device", "on_after_batch_transfer")
+        if hooks is not None and not any(is_overridden(name, hooks.get_instance(name)) for name in changing):
+            keep_numbers(moved, batch)
+        return moved
 
     def on_validation_start(self) -> None:
         """Count batches anew."""

@@ -167,10 +167,15 @@ class StepClock:
             self._elapsed += self._now() - self._since
             self._since = None
 
-    def step(self) -> float:
-        """Return the tokens per second since the last step, and measure the next one from here."""
+    def step(self, over_copies: Callable[[Any], Any] = float) -> float:
+        """Return the tokens per second since the last step, and measure the next one from here.
+
+        Args:
+            over_copies: Turns the tokens that this rank has counted into those to divide by the time.
+        """
+        tokens = float(over_copies(self._tokens))
         self.pause()
-        rate = float(self._tokens) / max(self._elapsed, 1e-9)
+        rate = tokens / max(self._elapsed, 1e-9)
         self._elapsed, self._tokens = 0.0, 0
         self.start()
         return rate

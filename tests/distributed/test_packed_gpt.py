@@ -3,12 +3,16 @@
 
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreGPT
+from lightning_mcore import MCoreGPT, packed_sequences
 from lightning_mcore.data.packed_rows import collate_rows, pack
 from tests.parity.global_tensors import fill_weights
 from tests.ranks import RanksFailedError, run_ranks
@@ -17,6 +21,7 @@ from tests.toy import Memory, make_trainer
 pytestmark = pytest.mark.distributed
 
 VOCAB_SIZE, ROW = 40, 32
+READS = 4  # in a step: the count of tokens, the norm of gradients, its clipping, and the logs
 LENGTHS = (6, 25, 9, 17, 3, 30, 12, 12, 8, 20, 5, 14)
 TRANSFORMER: dict[str, Any] = {
     "num_layers": 2,
@@ -124,3 +129,87 @@ def a_label_too_many() -> None:
 def test_a_batch_that_cannot_be_run_is_refused_in_one_sentence(function: Any, message: str) -> None:
     with pytest.raises(RanksFailedError, match=message):
         run_ranks(2, function, timeout=120)
+
+
+class OnHost(Tensor):
+    """A tensor that stays on the host where there is a GPU, and so is everything that is made of it."""
+
+
+class Reads(TorchFunctionMode):
+    """Counts what would wait for a GPU: numbers that are read from tensors which would be there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+        self.below = ReadsOfOne(self)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (Tensor.tolist, Tensor.numpy, Tensor.cpu):
+            self.count(args[0])
+        return function(*args, **(kwargs or {}))
+
+    def count(self, tensor: Tensor) -> None:
+        self.number += not isinstance(tensor, OnHost)
+
+
+class ReadsOfOne(TorchDispatchMode):
+    """Counts ``item()``, and all that goes through it: truth, comparisons with a number, an index, a slice."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select")
+
+    def __init__(self, reads: Reads) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function._schema.name.removeprefix("aten::") in self.WAITING:
+            self.reads.count(args[0])
+        return function(*args, **(kwargs or {}))
+
+
+class CountReads(pl.Callback):
+    """Counts the reads of each optimizer step, from its first batch to its last."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.reads = Reads()
+        self.reads.__enter__()
+        self.reads.below.__enter__()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.reads.below.__exit__(None, None, None)
+        self.reads.__exit__(None, None, None)
+        self.steps.append(self.reads.number)
+
+
+def count_reads(strategy: dict[str, Any], runs: list[tuple[int, int, dict[str, Any]]]) -> list[int]:
+    """Return the reads of a whole optimizer step for each number of layers, of microbatches and other fields."""
+    described = packed_sequences._described
+
+    def on_host(boundaries: Any, device: torch.device) -> Any:
+        made = described(boundaries, device)
+        for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
+            setattr(made, name, getattr(made, name).as_subclass(OnHost))
+        return made
+
+    packed_sequences._described = on_host
+    packed_sequences.PackedSequences.on = lambda self, device: described(self.boundaries, device)
+    counted = []
+    for layers, microbatches, fields in runs:
+        reads = CountReads()
+        # not AdamW, whose counts of steps are on the host
+        model = MCoreGPT(VOCAB_SIZE, ROW, TRANSFORMER | {"num_layers": layers} | fields, optimizer="sgd")
+        trainer = make_trainer(strategy, accumulate_grad_batches=microbatches, max_steps=2, callbacks=[reads])
+        trainer.fit(model, loader(1, rows()[:microbatches] * 2))
+        counted.append(sum(reads.steps[microbatches : 2 * microbatches]))  # names travel in the first step
+    return counted
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_reads_as_little_from_the_device_however_many_layers_microbatches_and_sequences(size: int) -> None:
+    ahead = {} if size > 1 and hasattr(multi_token_prediction, "process_mtp_loss") else {"mtp_num_layers": 1}
+    runs: list[tuple[int, int, dict[str, Any]]] = [(2, 1, {}), (4, 1, {}), (2, 3, {}), (2, 3, ahead)]
+    for counted in run_ranks(size, count_reads, {"context_parallel_size": size}, runs, timeout=180):
+        assert counted == [READS + (size > 1)] * len(runs)  # with partners, whether any of them has a new name to log

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The torch backend's attention over packed sequences on one rank: each sequence by itself, whatever the attention."""
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from lightning_mcore import attention
 from lightning_mcore.attention import QueryRun, Reach, Softmax, attend, packed_runs
 from lightning_mcore.core_attention import TorchAttention
+from lightning_mcore.gathered_keys import _orders
 from lightning_mcore.packed_sequences import PackedSequences, packed_sequences
 from tests.naive_attention import causal, naive_packed_attention, split_packed, unsplit_packed, window
 
@@ -269,3 +271,11 @@ def test_a_row_of_another_length_is_refused() -> None:
 def test_a_row_with_a_dimension_too_many_is_refused() -> None:
     with pytest.raises(ValueError, match=r"shape \[8, 1, 4, 8\]; give \[tokens, heads, head size\]"):
         build()(*(tensor[:, None] for tensor in tensors(8)), None, packed_seq_params=described([0, 8], [8]))
+
+
+def test_the_orders_of_rows_that_are_done_are_not_kept() -> None:
+    device = torch.device("cpu")
+    made = [weakref.ref(_orders((0, 8 * n), 2, device)[0]) for n in range(1, 9)]
+
+    assert sum(order() is not None for order in made) <= 2
+    assert _orders((0, 64), 2, device) is _orders((0, 64), 2, device)

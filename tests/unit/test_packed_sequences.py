@@ -15,7 +15,9 @@ from lightning_mcore.packed_sequences import (
     PackedSequences,
     all_real,
     boundaries_of,
+    keep_numbers,
     packed_sequences,
+    rows_between,
     split_packed_rows,
 )
 from tests.naive_attention import split_packed
@@ -103,6 +105,26 @@ def test_a_batch_is_read_from_the_device_once(monkeypatch: pytest.MonkeyPatch) -
     sequence_of_tokens(PADDED, ROW, 2)
 
     assert len(reads) == 1
+
+
+def test_numbers_kept_on_the_host_are_not_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = packed_sequences(REAL, PADDED, ROW)
+    batch = {"cu_seqlens": REAL.clone(), "cu_seqlens_padded": PADDED.clone()}
+    keep_numbers(batch, {"cu_seqlens": REAL, "cu_seqlens_padded": PADDED})
+    second = {name: rows_between(tensor, 1, 2) for name, tensor in batch.items()}
+    for name in ("tolist", "item", "__int__", "__bool__", "__index__"):
+        monkeypatch.setattr(Tensor, name, lambda *_: pytest.fail("read from the device"))
+
+    assert packed_sequences(*batch.values(), ROW).boundaries == expected.boundaries
+    assert packed_sequences(*second.values(), ROW).boundaries == Boundaries((0, 16, 32), (16, 14))
+
+
+def test_a_tensor_that_was_changed_is_read_again() -> None:
+    batch = {"cu_seqlens": REAL.clone(), "cu_seqlens_padded": PADDED.clone()}
+    keep_numbers(batch, {"cu_seqlens": REAL, "cu_seqlens_padded": PADDED})
+    batch["cu_seqlens"][0, 1] -= 1
+
+    assert packed_sequences(*batch.values(), ROW).boundaries.lengths[:2] == (4, 16)
 
 
 @pytest.mark.parametrize(
