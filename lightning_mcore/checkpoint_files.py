@@ -46,6 +46,7 @@ from lightning_mcore.checkpoint_format import (
     decode_manifest,
     encode_manifest,
     interrupted,
+    is_interrupted,
     is_megatron,
     may_be_replaced,
     no_checkpoint,
@@ -65,8 +66,10 @@ __all__ = [
     "check_sizes",
     "files_below",
     "finish",
+    "is_checkpoint",
     "is_checkpoint_directory",
     "is_megatron_checkpoint",
+    "lies_in",
     "link",
     "names_in",
     "newest_in",
@@ -183,6 +186,32 @@ def remove(path: str) -> None:
         for name in DELETED_FIRST:
             atomic_directory.delete(os.path.join(path, name))
         atomic_directory.delete(path)
+
+
+def is_checkpoint(path: str) -> bool:
+    """Return whether what stands at ``path`` may be deleted as a checkpoint: our directory, one file, or a link."""
+    fs, root = open_store(path)
+    if writes_directly(path) and os.path.islink(root):
+        return True  # which is all that would be deleted
+    if not fs.isfile(root):
+        names = names_in(fs, root)
+        return MANIFEST_FILE in names or is_interrupted(names)
+    with fs.open(root, "rb") as file:
+        try:
+            return any(name.endswith("/data.pkl") for name in zipfile.ZipFile(file).namelist())
+        except zipfile.BadZipFile:
+            file.seek(0)
+            return bool(file.read(1) == b"\x80")  # torch.save of old
+
+
+def lies_in(path: str, folder: str) -> bool:
+    """Return whether ``path`` lies in a folder or below, whatever links and ``..`` lead to either."""
+    if writes_directly(path) != writes_directly(folder):
+        return False
+    if writes_directly(path):  # the last part is not followed, for a link would be deleted and not what it leads to
+        parent, name = os.path.split(os.path.abspath(_local(path)))
+        path, folder = os.path.join(os.path.realpath(parent), name), os.path.realpath(_local(folder))
+    return path.startswith(folder.rstrip("/") + "/") and ".." not in path.split("/")
 
 
 def recover(path: str) -> bool:

@@ -104,6 +104,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         self.verify = verify
         self._saves: list[CheckpointSave] = []
         self._stagings: list[Staging] = []
+        self._lost: BaseException | None = None  # what became of the newest save, if its folder was deleted
         self._links: set[str] = set()
         self._unneeded: list[str] = []  # to be deleted when no link leads there any more
         self._planner = ShardPlanner()
@@ -118,8 +119,8 @@ class MCoreCheckpointIO(TorchCheckpointIO):
 
     @property
     def has_saves_in_flight(self) -> bool:
-        """Whether a save is not finished; the same on every rank."""
-        return bool(self._saves)
+        """Whether a save is not finished, or the newest was lost and that not raised; the same on every rank."""
+        return bool(self._saves) or self._lost is not None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
         """Write a directory together with all ranks, or one file where the state is not sharded.
@@ -143,13 +144,14 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             return
         if storage_options is not None:
             raise TypeError("storage_options are not supported; configure fsspec instead")
-        while len(self._saves) >= self.max_in_flight or any(save.path == target for save in self._saves):
-            self._finish_oldest()
+        while len(self._saves) >= self.max_in_flight or self._is_in_flight(target):
+            self._finish_oldest(another_follows=True)
         _in_use.add(self)
         staging = (self._stagings.pop() if self._stagings else Staging()) if self.async_save else None
         with _without_advice_for_megatron():
             save = CheckpointSave.start(target, checkpoint, process_group("dp_cp"), self._planner, staging)
         self._saves.append(save)
+        self._lost = None
         if not self.async_save:
             self._finish_oldest()
 
@@ -162,7 +164,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             OSError: The save failed, on some rank.
         """
         if self._saves and all_true(self._saves[0].is_done):
-            self._advance_oldest()
+            self._advance_oldest(another_follows=True)
 
     def drain(self, timeout: float | None = None) -> None:
         """Wait for all saves; collective over the world.
@@ -174,19 +176,22 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         Raises:
             OSError: A save failed, on some rank; the first one that did.
         """
-        if not self._saves:
+        if not self.has_saves_in_flight:
             return
-        if timeout is not None and not (dist.is_initialized() and all_arrive(timeout)):
+        if self._saves and timeout is not None and not (dist.is_initialized() and all_arrive(timeout)):
             paths = ", ".join(save.path for save in self._saves)
             _log.warning("gave up saving %s, because not all ranks are there to finish it; use an older one", paths)
             self._saves.clear()
             return
-        failure: Exception | None = None
+        failure: BaseException | None = None
         while self._saves:
             try:
                 self._finish_oldest()
             except Exception as error:
                 failure = failure or error
+        lost, self._lost = self._lost, None
+        if timeout is None:  # else another error ends the run
+            failure = failure or lost
         if failure is not None:
             raise failure
 
@@ -201,7 +206,10 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         super().teardown()
 
     def remove_checkpoint(self, path: _PATH) -> None:
-        """Delete a checkpoint once what is in flight is whole and no link of this run leads to it; on rank 0."""
+        """Delete a checkpoint once what is in flight is whole and no link of this run leads to it; on rank 0.
+
+        What is no checkpoint stays, and what cannot be deleted; both are a warning, and training goes on.
+        """
         if self._saves:
             self._saves[-1].removals.append(str(path))
         else:
@@ -329,20 +337,36 @@ class MCoreCheckpointIO(TorchCheckpointIO):
 
             return load_shards(on_all(open_reader), sharded_state, process_group("dp_cp"))
 
-    def _finish_oldest(self) -> None:
-        while not self._advance_oldest():
+    def _is_in_flight(self, target: str) -> bool:
+        """Return whether it is being written, under whatever name of its folder; collective over the world."""
+        return bool(self._saves) and decide(lambda: _place(target) in [_place(save.path) for save in self._saves])
+
+    def _finish_oldest(self, another_follows: bool = False) -> None:
+        while not self._advance_oldest(another_follows):
             pass
 
-    def _advance_oldest(self) -> bool:
-        """Take the next step of the oldest save and return whether it is finished; collective over the world."""
+    def _advance_oldest(self, another_follows: bool = False) -> bool:
+        """Take the next step of the oldest save and return whether it is finished; collective over the world.
+
+        Args:
+            another_follows: Training goes on without a checkpoint whose folder was deleted: what is in memory may be
+                the only copy then, and the next save makes the folder anew. :meth:`drain` raises if there is none.
+        """
         save = self._saves[0]
         try:
             finished = save.advance()
-        except BaseException:
+        except BaseException as error:
             self._saves.remove(save)
-            raise
+            is_deleted = isinstance(error, FileNotFoundError) and checkpoint_files.writes_directly(save.path)
+            if not (another_follows and is_deleted):
+                raise
+            self._lost = error
+            if dist.get_rank() == 0:
+                _log.warning("%s; training goes on, and the next save makes the folder anew", error)
+            return True
         if finished:
             self._saves.remove(save)
+            self._lost = None
             self._clean_up(save)
         return finished
 
@@ -359,10 +383,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             if any(_leads_to(link, path) for link in self._links):
                 self._unneeded.append(path)
                 continue
-            try:
-                _remove(path)
-            except OSError as error:
-                _log.warning("%s is not needed any more and could not be deleted: %s", path, error)
+            _remove(path)
 
     def _read(self, path: str, manifest: dict[str, Any] | None, name: str) -> bytes:
         fs, root = checkpoint_files.open_store(path)
@@ -438,11 +459,24 @@ def _absolute(path: _PATH) -> str:
     return local if "://" in local else os.path.abspath(local)
 
 
+def _place(path: str) -> str:
+    """Return an absolute path without links in its folder; a remote one as it is."""
+    if "://" in path:
+        return path
+    return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+
+
 def _remove(path: str) -> None:
-    if checkpoint_files.writes_directly(path):
-        checkpoint_files.remove(path)
-    else:
-        checkpoint_staging.remote_remove(path)
+    try:
+        fs, root = checkpoint_files.open_store(path)
+        if fs.lexists(root) and not checkpoint_files.is_checkpoint(path):
+            _log.warning("%s was to be deleted as a checkpoint and is none, so it stays", path)
+        elif checkpoint_files.writes_directly(path):
+            checkpoint_files.remove(path)
+        else:
+            checkpoint_staging.remote_remove(path)
+    except (OSError, ValueError) as error:
+        _log.warning("%s is not needed any more and could not be deleted: %s", path, error)
 
 
 def _leads_to(link: str, path: str) -> bool:

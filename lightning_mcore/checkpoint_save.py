@@ -9,6 +9,7 @@ that was there before. Both are collective over the world. ``checkpoint_io.py`` 
 A checkpoint on a remote store is written to local disks and then uploaded, each rank its own files, in the background.
 """
 
+import errno
 import io
 import json
 import os
@@ -17,7 +18,8 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, Self
+from functools import partial
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,7 @@ CONTENT_METADATA = "lightning_mcore/content_metadata"
 
 _MEGATRON_CHECKPOINT_VERSION = 3.0  # of Megatron-LM's checkpoints since 2020
 
+T = TypeVar("T")
 Written = tuple[Places, dict[str, FileRecord]]
 
 
@@ -123,12 +126,16 @@ class CheckpointSave:
             Whether the checkpoint is in place now.
 
         Raises:
+            FileNotFoundError: Somebody has deleted the folder that it is written in.
             OSError: The disk or the store refused, on some rank.
         """
         try:
             if self._uploading is None:
                 assert self._writing is not None
-                collect(self._writing.wait, self._complete)
+                collect(
+                    partial(self._unless_deleted, self._writing.wait),
+                    lambda written: self._unless_deleted(partial(self._complete, written)),
+                )
                 if checkpoint_files.writes_directly(self.path):
                     return True
                 decide(lambda: checkpoint_staging.begin_upload(self.path))
@@ -144,6 +151,16 @@ class CheckpointSave:
         except BaseException:
             _abandon(self.path, self._directory)
             raise
+
+    def _unless_deleted(self, function: Callable[[], T]) -> T:
+        """Return what ``function`` returns, and say so where it fails because somebody has deleted what was written."""
+        try:
+            return function()
+        except OSError as error:
+            if os.path.isdir(self._directory):
+                raise
+            what = f"{self.path} was not saved, because {self._directory} was deleted while it was being written"
+            raise FileNotFoundError(errno.ENOENT, what) from error
 
     def _complete(self, written: list[Written]) -> None:
         """Write what belongs to all ranks, and put a local checkpoint in place; on rank 0."""

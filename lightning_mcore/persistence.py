@@ -14,6 +14,7 @@ Lightning asks for a checkpoint in two pieces. Before ``setup`` it calls ``load_
 shards can only be read into the wrapped model, so they wait until the end of ``setup``.
 """
 
+import logging
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -45,6 +46,8 @@ _NUMBERS = "lightning_mcore/optimizer_numbers"
 _CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 _EXCEPTION_TIMEOUT = 30.0  # seconds
 
+_log = logging.getLogger(__name__)
+
 
 class MCorePersistence(MCoreParallelism):
     """Saving and resuming of :class:`~lightning_mcore.MCoreStrategy`."""
@@ -52,6 +55,7 @@ class MCorePersistence(MCoreParallelism):
     _chunks: ModelChunks | None = None
     _finished_chunks: ModelChunks | None = None
     _pending: StoredState | None = None  # shards that wait for the model
+    _saved: frozenset[str] = frozenset()  # paths of this process's checkpoints
 
     def setup_environment(self) -> None:
         """Open the process groups, and let SLURM's requeue signal wait for the end of a step."""
@@ -138,6 +142,7 @@ class MCorePersistence(MCoreParallelism):
             RuntimeError: There has been no run yet, and a run may split the model.
             TypeError: The ``checkpoint_io`` given to the strategy cannot write shards.
         """
+        self._saved = self._saved | {str(filepath)}
         chunks = self._chunks or self._finished_chunks
         if chunks is not None:
             synchronize_parameters(chunks)
@@ -166,6 +171,22 @@ class MCorePersistence(MCoreParallelism):
             io.save_checkpoint({**checkpoint, **own}, self.broadcast(str(filepath)), storage_options)
             if self._chunks is None:  # after a run there are no steps to finish it between
                 io.drain()
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Delete a checkpoint of this run; what lies elsewhere stays, with a warning.
+
+        The paths come from Lightning, which takes them over from the checkpoint that a run resumes from.
+        """
+        if not self.is_global_zero:
+            return
+        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+        callbacks = trainer.checkpoint_callbacks if trainer is not None else []
+        folders = {str(getattr(callback, "dirpath", None) or "") for callback in callbacks} - {""}
+        path = str(filepath)
+        if path in self._saved or any(checkpoint_files.lies_in(path, folder) for folder in folders):
+            self.checkpoint_io.remove_checkpoint(filepath)
+        else:
+            _log.warning("%s was to be deleted, and this run does not save there, so it stays", filepath)
 
     def prepare_links(self, trainer: pl.Trainer) -> None:
         """Let links to the last checkpoint be set when it is whole, and refuse one whose checkpoint is gone.

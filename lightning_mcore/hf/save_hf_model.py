@@ -175,10 +175,16 @@ class SaveHFModel(Callback):
             return
         self._there |= {path for path in self._beside if os.path.lexists(path)}
         for path in {path for path in self._there if not os.path.lexists(path)}:
+            beside = path + SUFFIX
             try:
-                atomic_directory.remove(path + SUFFIX)
-            except OSError as error:
-                _log.warning("%s is not needed any more and could not be deleted: %s", path + SUFFIX, error)
+                if _is_beside(beside, trainer):
+                    atomic_directory.remove(beside)
+                elif os.path.lexists(beside):
+                    _log.warning(
+                        "%s was to be deleted and is no model beside a checkpoint of this run, so it stays", beside
+                    )
+            except (OSError, ValueError) as error:
+                _log.warning("%s is not needed any more and could not be deleted: %s", beside, error)
             self._there.remove(path)
             self._beside.remove(path)
 
@@ -208,7 +214,8 @@ class _Look:
             ranked.add(self._checkpoint.best_model_path)
         self._step, self._scores = step, scores
         found = {*ranked, step[1]} - {""}
-        return {os.path.abspath(path) for path in found}
+        folder = str(self._checkpoint.dirpath)  # the best path may come from the checkpoint of another run
+        return {os.path.abspath(path) for path in found if checkpoint_files.lies_in(path, folder)}
 
     def _now(self) -> tuple[tuple[int, str], dict[str, float]]:
         own = self._checkpoint
@@ -218,3 +225,10 @@ class _Look:
 
 def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
     return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+
+
+def _is_beside(path: str, trainer: pl.Trainer) -> bool:
+    """Return whether a Hugging Face model stands there, beside the checkpoints of this trainer."""
+    folders = [str(checkpoint.dirpath) for checkpoint in _model_checkpoints(trainer)]
+    in_folder = any(checkpoint_files.lies_in(path, folder) for folder in folders)
+    return in_folder and os.path.isfile(os.path.join(path, "config.json"))

@@ -14,6 +14,7 @@ from typing import Any
 
 import fsspec
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_mcore import atomic_directory
@@ -690,6 +691,51 @@ def test_removal_of_a_link_leaves_its_target(tmp_path: Path) -> None:
     files.remove(str(tmp_path / "last.ckpt"))
     assert os.listdir(tmp_path) == ["a.ckpt"]
     assert step_of(tmp_path / "a.ckpt") == 1
+
+
+def test_only_checkpoints_are_taken_for_what_may_be_deleted(tmp_path: Path) -> None:
+    save(tmp_path / "a.ckpt", 1)
+    (tmp_path / "link").symlink_to("nothing")
+    torch.save({}, tmp_path / "one_file.ckpt")
+    torch.save({}, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+    (tmp_path / "interrupted.ckpt").mkdir()
+    (tmp_path / "interrupted.ckpt" / "lightning.pt").touch()
+    with zipfile.ZipFile(tmp_path / "report.docx", "w") as file:
+        file.writestr("word/document.xml", "")
+    (tmp_path / "text.ckpt").write_text("PK is how it begins")
+    (tmp_path / "empty.ckpt").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "of_megatron").mkdir()
+    for name in (".metadata", "metadata.json", "__0_0.distcp"):
+        (tmp_path / "of_megatron" / name).touch()
+    found = {name for name in os.listdir(tmp_path) if files.is_checkpoint(str(tmp_path / name))}
+    assert found == {"a.ckpt", "link", "one_file.ckpt", "old.ckpt", "interrupted.ckpt"}
+    assert not files.is_checkpoint(str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize(
+    ("path", "folder", "is_in"),
+    [
+        ("{0}/run/a.ckpt", "{0}/run", True),
+        ("{0}/run/b/a.ckpt", "{0}/run/", True),
+        ("{0}/link/a.ckpt", "{0}/run", True),
+        ("file://{0}/run/a.ckpt", "{0}/link", True),
+        ("{0}/run/away", "{0}/run", True),  # the link itself
+        ("{0}/run/away/a.ckpt", "{0}/run", False),
+        ("{0}/run/../a.ckpt", "{0}/run", False),
+        ("{0}/runs/a.ckpt", "{0}/run", False),
+        ("{0}/run", "{0}/run", False),
+        ("s3://bucket/run/a.ckpt", "s3://bucket/run", True),
+        ("s3://bucket/run/../a.ckpt", "s3://bucket/run", False),
+        ("s3://bucket/runs/a.ckpt", "s3://bucket/run", False),
+        ("s3://bucket/run/a.ckpt", "{0}/run", False),
+    ],
+)
+def test_what_lies_in_a_folder(tmp_path: Path, path: str, folder: str, is_in: bool) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    (tmp_path / "run" / "away").symlink_to("..")
+    assert files.lies_in(path.format(tmp_path), folder.format(tmp_path)) == is_in
 
 
 # What is read

@@ -501,10 +501,11 @@ def test_the_callback_refuses_a_folder_that_is_taken_before_it_trains(tmp_path: 
 
 
 def test_what_belongs_to_a_deleted_checkpoint_goes_with_it_also_after_a_resume(tmp_path: Path) -> None:
-    trainer = SimpleNamespace(is_global_zero=True)
+    trainer = SimpleNamespace(is_global_zero=True, checkpoint_callbacks=[ModelCheckpoint(tmp_path)])
     kept, gone, coming = (str(tmp_path / name) for name in ("kept.ckpt", "gone.ckpt", "coming.ckpt"))
     for path in (kept, gone, coming):
         os.makedirs(path + "-hf")
+        Path(path + "-hf", "config.json").touch()
     os.makedirs(kept)
     os.makedirs(gone)
     first = SaveHFModel(every_checkpoint=True)
@@ -519,6 +520,27 @@ def test_what_belongs_to_a_deleted_checkpoint_goes_with_it_also_after_a_resume(t
     assert sorted(os.listdir(tmp_path)) == ["coming.ckpt-hf", "kept.ckpt", "kept.ckpt-hf"]
 
 
+@pytest.mark.parametrize("place", ["run/notes", "run/../other/model", "run/link/model", "other/model"])
+def test_what_a_checkpoint_names_elsewhere_or_is_no_model_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "link").symlink_to("../other")
+    path = str(tmp_path / place)
+    for name in (path, path + "-hf"):
+        os.makedirs(name)
+        Path(name, "thesis.tex" if "notes" in place else "config.json").touch()
+    callback = SaveHFModel(every_checkpoint=True)
+    callback.load_state_dict({"beside": [path]})
+    trainer: Any = SimpleNamespace(is_global_zero=True, checkpoint_callbacks=[ModelCheckpoint(tmp_path / "run")])
+    callback._clear_away(trainer)
+    shutil.rmtree(path)
+    callback._clear_away(trainer)
+    assert len(os.listdir(path + "-hf")) == 1
+    assert f"{path}-hf was to be deleted and is no model beside a checkpoint of this run" in caplog.text
+
+
 def test_what_cannot_be_deleted_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -528,11 +550,12 @@ def test_what_cannot_be_deleted_is_a_warning(
     path = str(tmp_path / "gone.ckpt")
     for name in (path, path + "-hf"):
         os.makedirs(name)
+        Path(name, "config.json").touch()
     callback = SaveHFModel(every_checkpoint=True)
     callback.load_state_dict({"beside": [path]})
-    trainer: Any = SimpleNamespace(is_global_zero=True)
+    trainer: Any = SimpleNamespace(is_global_zero=True, checkpoint_callbacks=[ModelCheckpoint(tmp_path)])
     callback._clear_away(trainer)
-    os.rmdir(path)
+    shutil.rmtree(path)
     monkeypatch.setattr(atomic_directory, "remove", refuse)
     callback._clear_away(trainer)
     assert "gone.ckpt-hf is not needed any more and could not be deleted" in caplog.text
