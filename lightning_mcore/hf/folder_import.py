@@ -29,7 +29,7 @@ from lightning_mcore.gpt import MCoreGPT
 from lightning_mcore.hf.hf_source import HFSource, refuse_megatron_checkpoint, settings_of_source
 from lightning_mcore.hf.hf_weights import HFWeights
 from lightning_mcore.hf.model_pieces import pieces_of_module
-from lightning_mcore.hf.pretrained import running_fields
+from lightning_mcore.hf.pretrained import check_downloads, running_fields
 from lightning_mcore.hf.safetensors_folder import SafetensorsFolder
 from lightning_mcore.hf.weight_map import whole_name
 from lightning_mcore.layout import ParallelLayout
@@ -76,6 +76,7 @@ def import_checkpoint(path: str, out: str, *, family: str | None = None, dtype: 
         _build_without_memory(module, kept)
         fields, shapes = running_fields(source, module), pieces_of_module(module).shapes
         weights = HFWeights(folder, source.family, fields, shapes, source.fields.get("mtp_num_layers") or 0)
+        check_downloads(source.folder, {folder.file_of(name) for name in folder.shapes})
         _write(module, weights, out, kept)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_mcore.hf.config_rules import refuse_outside, refuse_unless
+from lightning_mcore.hf.download_checksums import check_download
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.known_families import find_family, registered_family
 
@@ -142,7 +143,7 @@ def read_json(folder: str, name: str) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It holds something else than a JSON object.
+        ValueError: It holds something else than a JSON object, or is not the file that was downloaded.
     """
     path = os.path.join(folder, name)
     if not os.path.isfile(path):
@@ -150,6 +151,7 @@ def read_json(folder: str, name: str) -> dict[str, Any]:
     size = os.path.getsize(path)
     if size > LONGEST_JSON:
         raise ValueError(f"{path} has {size} bytes, and no more than {LONGEST_JSON} are read; download it again")
+    check_download(path)
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)

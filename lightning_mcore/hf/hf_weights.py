@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_mcore.checkpoint_format import some_of
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.safetensors_folder import SafetensorsFolder
-from lightning_mcore.hf.value_range import require_fits
+from lightning_mcore.hf.value_range import require_finite, require_fits
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import Block, Shape
 
@@ -70,7 +70,8 @@ class HFWeights:
             shape: Its shape.
 
         Raises:
-            ValueError: Two tensors differ of which Megatron has one, or a value does not fit into ``target``'s type.
+            ValueError: Two tensors differ of which Megatron has one, a value is not finite, or does not fit into
+                ``target``'s type.
         """
         parts = [part for block in self._near(name, start, shape) if (part := block.within(start, shape))]
         place = target.view(shape) if target.shape != shape else target
@@ -82,10 +83,16 @@ class HFWeights:
                 self._check_equal(part, values, alias)
             if name == _EMBEDDING:
                 self._check_tied(part)
+            require_finite(part.hf, values)
             require_fits(part.hf, values, place.dtype)
             first = tuple(a - b for a, b in zip(part.start, start, strict=True))
             inside = place[tuple(slice(a, a + n) for a, n in zip(first, part.shape, strict=True))]
             inside.copy_((values.t() if part.transposed else values).view_as(inside))
+
+    def files(self, name: str, start: Shape, shape: Shape) -> set[str]:
+        """Return the paths of the files that :meth:`fill` reads for a rectangle."""
+        near = (block.hf for block in self._near(name, start, shape) if block.within(start, shape))
+        return {self._folder.file_of(each) for hf in near for each in (hf, *self._aliases.get(hf, ()))}
 
     def _near(self, name: str, start: Shape, shape: Shape) -> list[Block]:
         """Return the blocks that overlap a rectangle on its first axis; where experts are stacked, few of hundreds."""

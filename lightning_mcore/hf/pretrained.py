@@ -8,16 +8,22 @@ It takes a checkpoint directory as well, which ``lightning-mcore import`` or a r
 settings and the weights, and the Hugging Face folder is not needed any more.
 """
 
-from collections.abc import Mapping
+import os
+import socket
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
 from tqdm import tqdm
 
-from lightning_mcore.agreement import on_all
+from lightning_mcore.agreement import collect, gather, on_all
+from lightning_mcore.checkpoint_format import some_of
 from lightning_mcore.chunks import find_pipeline
+from lightning_mcore.hf.download_checksums import check_download
 from lightning_mcore.hf.family import complete_fields
 from lightning_mcore.hf.hf_source import HFSource, absolute, is_own_checkpoint, pretrained_settings
 from lightning_mcore.hf.hf_weights import HFWeights
@@ -27,6 +33,8 @@ from lightning_mcore.weights import load_weights
 __all__ = ["absolute", "load_pretrained", "pretrained_settings", "running_fields"]
 
 _FILLED = "_filled_from_hugging_face"  # set on a model that load_pretrained has filled
+_HASHED = 4  # files that a rank compares at once
+_SHOWN = 2  # names of files in a line of the log
 _SILENT_SECONDS = 2.0  # reading that takes no longer shows no progress
 
 
@@ -57,7 +65,11 @@ def load_pretrained(module: pl.LightningModule, path: str, family: str | None = 
     else:
         source = on_all(lambda: HFSource.open(path, family))
         pieces = pieces_of_module(module)
-        on_all(lambda: _fill(source, pieces, running_fields(source, module)))
+        fields, multi_token = running_fields(source, module), source.fields.get("mtp_num_layers") or 0
+        weights = on_all(lambda: HFWeights(source.open_tensors(), source.family, fields, pieces.shapes, multi_token))
+        read = {file for piece in pieces.own for file in weights.files(piece.name, piece.start, piece.shape)}
+        check_downloads(source.folder, read)
+        on_all(lambda: _fill(source.folder, weights, pieces))
     if pipeline is not None:
         object.__setattr__(pipeline, _FILLED, True)
 
@@ -80,12 +92,42 @@ def running_fields(source: HFSource, module: pl.LightningModule) -> dict[str, An
     }
 
 
-def _fill(source: HFSource, pieces: ModelPieces, fields: Mapping[str, Any]) -> None:
-    multi_token = source.fields.get("mtp_num_layers") or 0
-    weights = HFWeights(source.open_tensors(), source.family, fields, pieces.shapes, multi_token)
+def check_downloads(folder: str, files: Collection[str]) -> None:
+    """Compare files with the hub's checksums, and say which have none; collective over the world.
+
+    Each file that a machine reads from is read once more there, for its disk may be its own: the ranks of a machine
+    share them out. What is read is then in the memory of the system, from which the weights come.
+
+    Args:
+        folder: Of the model.
+        files: Paths of those that this rank reads from.
+
+    Raises:
+        ValueError: One differs; the same on every rank.
+    """
+    host = socket.gethostname()
+    readers = [(rank, read) for rank, (name, read) in enumerate(gather((host, sorted(files)))) if name == host]
+    shared = sorted({file for _, read in readers for file in read})
+    mine = shared[[rank for rank, _ in readers].index(dist.get_rank()) :: len(readers)]
+
+    def unchecked() -> list[str]:
+        with ThreadPoolExecutor(_HASHED) as pool:
+            return [file for file, checked in zip(mine, pool.map(check_download, mine), strict=True) if not checked]
+
+    def tell(found: list[list[str]]) -> None:
+        if names := sorted({os.path.basename(file) for files in found for file in files}):
+            rank_zero_info(
+                f"{folder}: no checksum of the hub to compare {some_of(names, _SHOWN)} with, so that a changed bit in"
+                " them is seen only where a weight is not finite any more"
+            )
+
+    collect(unchecked, tell)
+
+
+def _fill(folder: str, weights: HFWeights, pieces: ModelPieces) -> None:
     own = tqdm(
         pieces.own,
-        desc=f"reading {source.folder}",
+        desc=f"reading {folder}",
         unit=" tensors",
         disable=dist.get_rank() != 0,
         delay=_SILENT_SECONDS,

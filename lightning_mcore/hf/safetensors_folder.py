@@ -12,6 +12,7 @@ dozen lines, which says more precisely than the library what is wrong with a fil
 Source: safetensors 0.6, "Format" in its README: 8 bytes with the length of the header, the header as JSON, the tensors.
 """
 
+import logging
 import mmap
 import os
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from math import prod
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from lightning_mcore.hf.hf_config import read_header, read_json
@@ -28,6 +30,8 @@ INDEX_FILE = "model.safetensors.index.json"
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+_log = logging.getLogger(__name__)
+
 _AHEAD_FROM = 1 << 20  # bytes from which the disk is told what comes, instead of asked page by page
 
 
@@ -70,11 +74,13 @@ class SafetensorsFolder:
         self._places: dict[str, _Place] = {}
         self._mapped: dict[str, mmap.mmap] = {}
         self._whole: dict[str, Tensor] = {}
+        self._announced: Any = None  # bytes of all tensors, as the index has it
         index = self._index()
         for name in [SINGLE_FILE] if index is None else sorted(set(index.values())):
             self._read_header(name, unread)
         if index is not None:
             self._compare({name: file for name, file in index.items() if not name.endswith(unread)})
+            self._compare_sizes()
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """Return a rectangle of a tensor, as a view of the mapped file; copy it, and do not write to it.
@@ -93,6 +99,10 @@ class SafetensorsFolder:
             self._announce(name, start[0] * row, shape[0] * row)
         return whole[tuple(slice(first, first + length) for first, length in zip(start, shape, strict=True))]
 
+    def file_of(self, name: str) -> str:
+        """Return the path of the file that a tensor lies in."""
+        return os.path.join(self.folder, self._places[name].file)
+
     # ---- headers
 
     def _index(self) -> dict[str, str] | None:
@@ -101,7 +111,9 @@ class SafetensorsFolder:
             if not os.path.exists(os.path.join(self.folder, SINGLE_FILE)):
                 raise FileNotFoundError(self._without_safetensors())
             return None
-        index = read_json(self.folder, INDEX_FILE).get("weight_map")
+        content = read_json(self.folder, INDEX_FILE)
+        index, about = content.get("weight_map"), content.get("metadata")
+        self._announced = about.get("total_size") if isinstance(about, dict) else None
         if not isinstance(index, dict) or not index or not all(map(_is_file_name, index.values())):
             raise ValueError(f"{self.folder}/{INDEX_FILE} has no weight_map of file names; download it again")
         missing = sorted(name for name in set(index.values()) if not os.path.isfile(os.path.join(self.folder, name)))
@@ -175,6 +187,16 @@ class SafetensorsFolder:
             raise ValueError(
                 f"{self.folder}/{INDEX_FILE} and the files do not agree on {len(wrong)} tensors, the first is"
                 f" {wrong[0]}; download the model again"
+            )
+
+    def _compare_sizes(self) -> None:
+        """Say where the index counts other bytes than there are; it has been wrong in published models, so go on."""
+        found = sum(prod(shape) * self.dtypes[name].itemsize for name, shape in self.shapes.items())
+        if self._announced not in (None, found):
+            rank_zero_only(_log.warning)(
+                "%s/%s counts %s bytes of weights, and there are %d; if they are not those that you expect, download"
+                " the model again",
+                *(self.folder, INDEX_FILE, self._announced, found),
             )
 
     # ---- values

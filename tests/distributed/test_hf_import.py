@@ -371,3 +371,19 @@ def test_every_rank_refuses_with_the_same_words(tmp_path: Path) -> None:
         f"FileNotFoundError: {folder} lacks model-00001-of-00004.safetensors, which model.safetensors.index.json names;"
         " download the model again",
     ]
+
+
+def compared_files(folder: str) -> list[str]:
+    """Return the names of the files that this rank compares with checksums, when it starts from a model."""
+    from lightning_mcore.hf import pretrained
+
+    compared: list[str] = []
+    pretrained.check_download = lambda path: compared.append(Path(path).name) is None
+    make_trainer(PP2, limit_val_batches=1).validate(MCoreGPT.from_pretrained(folder), data(), verbose=False)
+    return compared
+
+
+def test_the_ranks_of_a_machine_compare_each_file_once(model: Path) -> None:
+    found = run_ranks(2, compared_files, str(model))
+    assert all(found)
+    assert sorted(found[0] + found[1]) == sorted(path.name for path in model.glob("*.safetensors"))

@@ -67,6 +67,7 @@ LEVELS = [
         "packing_statistics",
         "data_files",
         "value_range",
+        "download_checksums",
         "weight_rules",
         "config_rules",
         "training_fields",
