@@ -87,9 +87,7 @@ def test_a_changed_digit_in_a_config_of_the_hub_is_refused(where: str, request: 
     folder: Path = request.getfixturevalue(where)
     MCoreGPT.from_pretrained(str(folder))
     flip(folder / "config.json", (folder / "config.json").read_bytes().index(b"128"))
-    with pytest.raises(
-        ValueError, match=r"config\.json is not what the hub has under that name, .*; download"
-    ):
+    with pytest.raises(ValueError, match=r"config\.json is not what the hub has under that name, .*; download"):
         MCoreGPT.from_pretrained(str(folder))
 
 
