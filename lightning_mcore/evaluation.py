@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact metrics on evaluation sets that the data-parallel ranks do not divide.
+"""Evaluation: exact metrics on sets that the data-parallel ranks do not divide, and who reads what a step returned.
 
 Lightning's distributed sampler repeats samples at the end, so that every rank has as many batches as the others; ranks
 that share collectives (experts, gathered parameters) need that. Counted twice, the repeated samples would skew a
@@ -32,6 +32,7 @@ _FUNCTIONS = {
     torch.max: "max",
     max: "max",
 }
+_LEAVE_OUTPUTS_ASIDE = ("lightning", "pytorch_lightning", "lightning_mcore")
 _NAMES = {"mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max": "max"}
 
 
@@ -68,6 +69,17 @@ def num_new_rows(dataloader: object, batch_idx: int) -> int | None:
     places = range(first, min(first + batch_size, len(sampler)))
     num_samples = len(sampler.dataset)  # type: ignore[arg-type]
     return sum(place * sampler.num_replicas + sampler.rank < num_samples for place in places)
+
+
+def reads_outputs(trainer: pl.Trainer) -> bool:
+    """Return whether a hook on this rank may read what the validation or test step returned.
+
+    Lightning hands it to the hooks at a batch's end alone. Those of Lightning's callbacks, such as progress bars, leave
+    it aside, and so do ours.
+    """
+    name = "on_test_batch_end" if trainer.testing else "on_validation_batch_end"
+    hooks = [getattr(owner, name) for owner in (*trainer.callbacks, trainer.lightning_module)]  # type: ignore[attr-defined]
+    return any(hook.__module__.partition(".")[0] not in _LEAVE_OUTPUTS_ASIDE for hook in hooks)
 
 
 class RepeatedRows:

@@ -159,19 +159,21 @@ class Schedule:
         finally:
             config.grad_scale_func = scale
 
-    def evaluate(self, step: str, batch: Any, arguments: tuple[Any, ...]) -> Any:
+    def evaluate(self, step: str, batch: Any, arguments: tuple[Any, ...], shares_output: bool = True) -> Any:
         """Run a step forward only.
 
         Args:
             step: Name of the module's method.
             batch: What it takes, on the device.
             arguments: What it takes after the batch.
+            shares_output: Whether any rank of the pipeline reads what the step returns; the same on all of them.
 
         Returns:
-            What the step returned, on every rank of the pipeline.
+            What the step returned, on every rank of the pipeline; None but on its last stage where nobody reads it.
         """
         outputs, _ = self._run(step, [self._microbatch(batch, arguments, 1.0)], forward_only=True, num_batches=1)
-        return self._send_output(outputs[0] if outputs else None)
+        output = outputs[0] if outputs else None
+        return self._send_output(output) if shares_output else output
 
     def _microbatch(self, batch: Any, arguments: tuple[Any, ...], weight: float) -> Microbatch:
         module = self._module

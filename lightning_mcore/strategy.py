@@ -33,7 +33,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_mcore import fp8_checks
-from lightning_mcore.agreement import gather, on_all
+from lightning_mcore.agreement import all_true, gather, on_all
 from lightning_mcore.chunks import (
     check_gradients,
     check_parameters_are_called,
@@ -45,7 +45,7 @@ from lightning_mcore.chunks import (
     unwrap_chunks,
     wrap_chunks,
 )
-from lightning_mcore.evaluation import RepeatedRows, nothing_counts
+from lightning_mcore.evaluation import RepeatedRows, nothing_counts, reads_outputs
 from lightning_mcore.layout import ModelShape
 from lightning_mcore.log_names import EvaluationNames, agree_on_names, ends_the_epoch
 from lightning_mcore.optimizer import optimizer_after_run
@@ -70,6 +70,7 @@ class MCoreStrategy(MCorePersistence):
     _schedule: Schedule | None = None
     _last_loss: Tensor | None = None
     _sync_blocked = False
+    _shares_outputs = True  # of validation and test steps, with the other stages
 
     # ---- building
 
@@ -213,11 +214,11 @@ class MCoreStrategy(MCorePersistence):
         return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step forward only."""
+        """Run the step forward only; its result is on the other stages of a pipeline too where a hook may read it."""
         return self._evaluate_and_log("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step forward only."""
+        """Run the step forward only, as :meth:`validation_step` does."""
         return self._evaluate_and_log("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -230,7 +231,7 @@ class MCoreStrategy(MCorePersistence):
             return self._evaluate(step, self._moved(batch, self.root_device, 0), 0)
 
     def _evaluate_and_log(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        output = self._evaluate(step, *args, **kwargs)
+        output = self._evaluate(step, *args, shares_output=self._shares_outputs, **kwargs)
         module = self.lightning_module
         assert module is not None
         self._evaluation_names.end_of_batch(module, *self._repeated_rows.place)
@@ -242,14 +243,16 @@ class MCoreStrategy(MCorePersistence):
         self._repeated_rows.start()
         loop = module.trainer._evaluation_loop
         self._evaluation_names.start(loop.max_batches if loop._is_sequential else [], self.root_device)
+        if self.layout.pipeline_model_parallel_size > 1:  # callbacks may differ from rank to rank
+            self._shares_outputs = not all_true(not reads_outputs(module.trainer))
 
-    def _evaluate(self, step: str, *args: Any, **kwargs: Any) -> Any:
+    def _evaluate(self, step: str, *args: Any, shares_output: bool = True, **kwargs: Any) -> Any:
         module = self.lightning_module
         assert module is not None
         rows = self._repeated_rows
         with nothing_counts(module, rows.only_batch) if rows.whole_batch else contextlib.nullcontext():
             if self._schedule is not None:
-                return self._schedule.evaluate(step, args[0], args[1:])
+                return self._schedule.evaluate(step, args[0], args[1:], shares_output)
             with self.precision_plugin.forward_context():
                 return getattr(module, step)(*args, **kwargs)
 

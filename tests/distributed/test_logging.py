@@ -11,7 +11,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LambdaCallback,
+    LearningRateMonitor,
+    ModelCheckpoint,
+)
 from torch import Tensor
 from torchmetrics import MetricCollection
 from torchmetrics.aggregation import CatMetric, MaxMetric, MeanMetric, SumMetric
@@ -235,6 +241,86 @@ def test_the_stages_get_the_metrics_that_a_step_changed_and_no_others(strategy: 
         assert state["always"][1] == updates * (step + 1)
         assert state["odd"][1] == len(state["odd"][0]["value"]) == updates * ((step + 1) // 2)
     assert first["indices"] == [0, 1, 2, 3] * 2
+
+
+class Returning(StagedNet):
+    """Returns what it predicts."""
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        super().validation_step(batch, batch_idx)
+        return {"returned": self.error.compute() * 0 + batch_idx}
+
+    test_step = validation_step
+
+
+class Listening(Returning):
+    """Reads it in a hook of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def on_test_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.seen.append(float(outputs["returned"]))
+
+
+class Reads(pl.Callback):
+    """Reads it in validation."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self.seen.append(float(outputs["returned"]))
+
+
+def send_outputs() -> dict[str, Any]:
+    """Validate and test with and without readers; return how often was sent, what was seen and what was logged."""
+    sent: list[Any] = []
+    broadcast = dist.broadcast_object_list
+
+    def noting(box: list[Any], *args: Any, **kwargs: Any) -> None:
+        broadcast(box, *args, **kwargs)
+        sent.extend(part for part in box if isinstance(part, dict) and "returned" in part)
+
+    def run(way: str, module: Any, seen: list[float], *callbacks: Any) -> Any:
+        sent.clear()
+        trainer = make_trainer(PP2, callbacks=[DeviceStatsMonitor(), *callbacks], logger=Memory())
+        [logged] = getattr(trainer, way)(module, loader(6, 2), verbose=False)
+        return len(sent), seen, {name.split("_")[1]: value for name, value in logged.items()}
+
+    reads, of_lambda, listening = Reads(), list[float](), Listening()
+    at_end = LambdaCallback(
+        on_validation_batch_end=lambda *all_of_it: of_lambda.append(all_of_it[2]["returned"].item())
+    )
+    dist.broadcast_object_list = noting
+    try:
+        return {
+            "nobody": run("validate", Returning(), []),
+            "rank 0": run("validate", Returning(), reads.seen, *([reads] if dist.get_rank() == 0 else [])),
+            "function": run("validate", Returning(), of_lambda, at_end),
+            "not in test": run("test", Returning(), reads.seen, reads),
+            "module": run("test", listening, listening.seen),
+            "not in validation": run("validate", listening, []),
+        }
+    finally:
+        dist.broadcast_object_list = broadcast
+
+
+def test_the_stages_get_what_a_step_returned_where_some_rank_reads_it() -> None:
+    first, last = run_ranks(2, send_outputs)
+    seen = [0.0, 1.0, 2.0]
+    assert {name: found[:2] for name, found in first.items()} == {
+        "nobody": (0, []),
+        "rank 0": (3, seen),
+        "function": (3, seen),
+        "not in test": (0, seen),
+        "module": (3, seen),
+        "not in validation": (0, []),
+    }
+    assert {name: found[0] for name, found in last.items()} == {name: found[0] for name, found in first.items()}
+    assert last["function"][1] == last["module"][1] == seen
+    assert all(found[2] == first["nobody"][2] for rank in (first, last) for found in rank.values())
 
 
 # Decisions of callbacks
