@@ -282,9 +282,15 @@ class MCoreGPT(SpeedLogs):
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         """Return the mean loss of a microbatch and, unless ``calculate_per_token_loss=False``, its weight."""
         losses, inputs = self.token_losses(batch)
-        loss = self.normalized_loss(losses, inputs, self.loss_normalization)
-        self._log_loss("train_loss", loss, losses, inputs)
-        return loss
+        return self._log_loss("train_loss", self.learned_losses(losses), inputs)
+
+    def learned_losses(self, losses: Tensor) -> Tensor:
+        """Return the losses that training and evaluation take the mean of; for a subclass that changes them.
+
+        Args:
+            losses: The cross entropy of each token of this rank.
+        """
+        return losses
 
     def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Measure each of several dataloaders by itself."""
@@ -352,13 +358,15 @@ class MCoreGPT(SpeedLogs):
         trained = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
         return build_recipe(trained, self.hparams, self.trainer)
 
-    def _log_loss(self, name: str, loss: Any, losses: Tensor, inputs: ModelInputs) -> None:
-        """Log a mean with its weight: that of the loss, or over tokens where the loss has none."""
+    def _log_loss(self, name: str, losses: Tensor, inputs: ModelInputs) -> Any:
+        """Return the loss of a step; log it with its weight, over tokens where it has none."""
         assert inputs.loss_mask is not None
+        loss = self.normalized_loss(losses, inputs, self.loss_normalization)
         mean, weight = (
             (loss["loss"], loss["num_tokens"]) if isinstance(loss, dict) else token_mean(losses, inputs.loss_mask)
         )
         self.log(name, mean.detach(), batch_size=weight, sync_dist=True, prog_bar=True)  # type: ignore[arg-type]
+        return loss
 
     def _forget_last_loader(self, stage: str, batch_idx: int, dataloader_idx: int) -> None:
         """Empty the metrics between two dataloaders; Lightning has computed them, and resets them after the last."""
@@ -370,7 +378,7 @@ class MCoreGPT(SpeedLogs):
     def _evaluate(self, stage: str, batch: Batch) -> None:
         logits, inputs = self.token_logits(batch)
         losses = self.losses_of_logits(logits, inputs)
-        self._log_loss(f"{stage}_loss", self.normalized_loss(losses, inputs, self.loss_normalization), losses, inputs)
+        self._log_loss(f"{stage}_loss", self.learned_losses(losses), inputs)
         metrics: Any = self.metrics
         metrics[f"{stage}_perplexity"].update(losses, inputs.loss_mask)
         metrics[f"{stage}_accuracy"].update(logits, inputs.labels, inputs.loss_mask)

@@ -23,6 +23,7 @@ class RunSettings:
             ``num_nodes``, ``accelerator``, ``accumulate_grad_batches``, ``max_steps``, ...
         data: ``batch_size`` (rows of a DataLoader batch on one data-parallel rank), ``seq_length`` (tokens), and what
             else the data takes.
+        notes: What of the file is carried out in another way than it says, a line for each.
     """
 
     strategy: Mapping[str, Any] = field(default_factory=dict)
@@ -30,3 +31,4 @@ class RunSettings:
     model: Mapping[str, Any] = field(default_factory=dict)
     trainer: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()

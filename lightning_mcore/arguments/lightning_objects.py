@@ -95,18 +95,21 @@ def make_precision(settings: Mapping[str, Any]) -> MCorePrecision:
     return MCorePrecision(**settings)
 
 
-def make_model(settings: Mapping[str, Any], transformer: Mapping[str, Any]) -> MCoreGPT:
+def make_model(
+    settings: Mapping[str, Any], transformer: Mapping[str, Any], kind: type[MCoreGPT] = MCoreGPT
+) -> MCoreGPT:
     """Make the model from a Hugging Face model.
 
     Args:
         settings: ``RunSettings.model`` with ``path``.
         transformer: More fields of ``TransformerConfig``; those of the settings come after them.
+        kind: Its class.
 
     Raises:
         FileNotFoundError: There is no such model.
         ValueError: It is not supported, or a field does not fit it.
     """
-    return MCoreGPT.from_pretrained(**{**settings, "transformer": {**transformer, **settings.get("transformer", {})}})
+    return kind.from_pretrained(**{**settings, "transformer": {**transformer, **settings.get("transformer", {})}})
 
 
 def make_data(settings: Mapping[str, Any]) -> MCoreFinetuningData:

@@ -116,7 +116,7 @@ def run_settings(
     parts["trainer"] |= _trainer(arguments)
     parts["trainer"] |= {k: v for k, v in (("devices", devices), ("num_nodes", num_nodes)) if v is not None}
     parts["data"] |= _data(arguments)
-    return RunSettings(**parts)
+    return RunSettings(parts["strategy"], parts["precision"], parts["model"], parts["trainer"], parts["data"])
 
 
 def _put(parts: dict[str, dict[str, Any]], place: str, value: Any) -> None:

@@ -46,7 +46,7 @@ def local_folder(path: str | os.PathLike[str], weights: bool = True) -> str:
     where = os.fspath(path)
     if os.path.isdir(where):
         return where
-    if os.path.exists(where) or where.count("/") != 1 or where.startswith((".", "/", "~")):
+    if not is_hub_name(where):
         raise FileNotFoundError(f"{where} is no folder of a Hugging Face model; give one with a {CONFIG_FILE}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -57,6 +57,20 @@ def local_folder(path: str | os.PathLike[str], weights: bool = True) -> str:
         raise FileNotFoundError(
             f"{where} is no folder, and no model of that name could be downloaded; give a folder with a {CONFIG_FILE}"
         ) from error
+
+
+def is_hub_name(path: str) -> bool:
+    """Return whether a path, where nothing is, has the form of a name on the Hugging Face hub: ``"org/model"``."""
+    return not os.path.exists(path) and path.count("/") == 1 and not path.startswith((".", "/", "~"))
+
+
+def is_unknown_on_hub(path: str) -> bool:
+    """Return whether a path is a name on the Hugging Face hub, and its config has not been downloaded."""
+    if not is_hub_name(path):
+        return False
+    from huggingface_hub import try_to_load_from_cache
+
+    return not isinstance(try_to_load_from_cache(path, CONFIG_FILE), str)
 
 
 def read_config(folder: str) -> dict[str, Any]:

@@ -8,10 +8,11 @@ are. The others that mean something here are the fields of :class:`FactoryKeys`;
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Stage = Literal["pt", "sft", "rm", "ppo", "dpo", "kto"]
 FinetuningType = Literal["lora", "oft", "freeze", "full"]
+Attention = Literal["auto", "disabled", "sdpa", "fa2", "fa3"]
 FP8Backend = Literal["auto", "te", "torchao", "msamp"]
 
 
@@ -46,6 +47,7 @@ class FactoryKeys:
         enable_thinking: For a template with thoughts.
         preserve_thinking: For a template with thoughts.
         cache_dir: Where ``datasets`` keeps rows and tokens.
+        overwrite_cache: Changes nothing here: tokens are kept by files, tokenizer and settings, so never out of date.
         disable_shuffling: Rows come in the order of the files.
         warmup_ratio: The same as ``warmup_steps`` below 1; transformers before 5 has this name for it.
         early_stopping_steps: Evaluations without a better ``metric_for_best_model`` that end the run.
@@ -57,6 +59,12 @@ class FactoryKeys:
         mixed_precision: ``bf16_mixed`` is ``bf16: true``, ``fp16_mixed`` is ``fp16: true``; None: what those say.
         export_hf_on_finish: Write the model in Hugging Face form at the end.
         masked_softmax_fusion: A field of ``TransformerConfig``; None keeps its default.
+        deepspeed: DeepSpeed's config, a file or the dict itself; see ``translated_keys.py``, also for the next four.
+        pure_bf16: The same as ``bf16``.
+        flash_attn: Megatron's attention is used.
+        enable_liger_kernel: Megatron's layers are used.
+        use_v1_kernels: The same.
+        use_dft_loss: The loss of Dynamic Fine-Tuning, see ``dft_loss.py``.
         use_mca: This is such a run anyway.
         use_megatron_bridge: This is such a run anyway.
     """
@@ -87,6 +95,7 @@ class FactoryKeys:
     enable_thinking: bool | None = True
     preserve_thinking: bool = False
     cache_dir: str | None = None
+    overwrite_cache: bool = False
     disable_shuffling: bool = False
     warmup_ratio: float = 0.0
     early_stopping_steps: int | None = None
@@ -98,6 +107,12 @@ class FactoryKeys:
     mixed_precision: str | None = None
     export_hf_on_finish: bool = True
     masked_softmax_fusion: bool | None = None
+    deepspeed: str | dict[str, Any] | None = None
+    pure_bf16: bool = False
+    flash_attn: Attention = "auto"
+    enable_liger_kernel: bool = False
+    use_v1_kernels: bool = False
+    use_dft_loss: bool = False
     use_mca: bool = False
     use_megatron_bridge: bool = False
 

@@ -22,11 +22,13 @@ from lightning_mcore.llamafactory.factory_file import read_file
 from lightning_mcore.llamafactory.factory_keys import FactoryKeys
 from lightning_mcore.llamafactory.key_rules import check_keys
 from lightning_mcore.llamafactory.refused_keys import REFUSED
+from lightning_mcore.llamafactory.translated_keys import notes_of, translated
 from lightning_mcore.run_settings import RunSettings
 from lightning_mcore.spelling import unknown_name
 
 if TYPE_CHECKING:
     from lightning_mcore.arguments.training_arguments import Seq2SeqTrainingArguments
+    from lightning_mcore.gpt import MCoreGPT
     from lightning_mcore.llamafactory.factory_data import FactoryData
 
 _OWN = {field.name for field in dataclasses.fields(FactoryKeys)}
@@ -44,6 +46,7 @@ class FactoryRun:
         train: Datasets to train on.
         evaluation: Datasets to evaluate on.
         template: How conversations are written; None for the tokenizer's own way.
+        notes: A line for each key that is carried out in another way than in LLaMA-Factory.
     """
 
     keys: FactoryKeys
@@ -51,6 +54,7 @@ class FactoryRun:
     train: tuple[DatasetEntry, ...]
     evaluation: tuple[DatasetEntry, ...]
     template: ChatTemplate | None
+    notes: tuple[str, ...] = ()
 
     @property
     def model_path(self) -> str:
@@ -69,7 +73,20 @@ class FactoryRun:
         """
         length = self.keys.cutoff_len
         settings = self.arguments.settings(self.model_path, seq_length=length, devices=devices, num_nodes=num_nodes)
-        return dataclasses.replace(settings, data={**settings.data, **self.data_settings()})
+        return dataclasses.replace(settings, data={**settings.data, **self.data_settings()}, notes=self.notes)
+
+    def model(self) -> "MCoreGPT":
+        """Make the model, with the loss that the file asks for.
+
+        Raises:
+            FileNotFoundError: There is no such model.
+            ValueError: It is not supported.
+        """
+        from lightning_mcore.arguments.lightning_objects import make_model
+        from lightning_mcore.gpt import MCoreGPT
+        from lightning_mcore.llamafactory.dft_loss import DFTModel
+
+        return make_model(self.settings().model, {}, DFTModel if self.keys.use_dft_loss else MCoreGPT)
 
     def data_settings(self) -> dict[str, Any]:
         """Return how rows are made, by the names of the data module's arguments."""
@@ -146,7 +163,7 @@ def read_run(path: str, overrides: Sequence[str] = ()) -> FactoryRun:
     train = read_datasets(own.dataset, own.dataset_dir) if own.dataset else []
     evaluation = read_datasets(own.eval_dataset, own.dataset_dir) if own.eval_dataset else []
     _check_datasets(own, train, evaluation)
-    return FactoryRun(own, arguments, tuple(train), tuple(evaluation), template)
+    return FactoryRun(own, arguments, tuple(train), tuple(evaluation), template, notes_of(own))
 
 
 def _training_fields() -> set[str]:
@@ -190,7 +207,7 @@ def _equal(value: Any, default: Any) -> bool:
 
 
 def _shown(key: str, value: Any) -> str:
-    return "..." if any(word in key for word in ("token", "api_key", "secret")) and value else repr(value)
+    return "..." if key.endswith(("_token", "_api_key", "_secret", "_webhook_url")) and value else repr(value)
 
 
 def _template(keys: FactoryKeys) -> ChatTemplate | None:
@@ -236,7 +253,7 @@ def _arguments(keys: FactoryKeys, given: Mapping[str, Any]) -> "Seq2SeqTrainingA
         values["additional_configs"] = {"masked_softmax_fusion": keys.masked_softmax_fusion} | dict(more)
     if keys.mixed_precision in _PRECISIONS:
         values[_PRECISIONS[keys.mixed_precision]] = True
-    values = _with_fp8(keys, values)
+    values = _with_fp8(keys, translated(keys, values))
     return Seq2SeqTrainingArguments(**values)
 
 

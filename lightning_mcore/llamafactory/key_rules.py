@@ -81,6 +81,8 @@ def _check_learning(keys: FactoryKeys) -> None:
     for name in ("train_on_prompt", "mask_history"):
         if keys.stage == "pt" and getattr(keys, name):
             raise ValueError(f"{name}: True is for stage: sft; in stage: pt every token is learnt")
+    if keys.stage == "pt" and keys.use_dft_loss:
+        raise ValueError("use_dft_loss: True is for stage: sft; leave it out")
     needs = {"default_system": None, "enable_thinking": True, "preserve_thinking": False}
     for name, default in needs.items():
         value = getattr(keys, name)
@@ -151,6 +153,11 @@ def _check_training(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
             " them out"
         )
     _check_precision(keys.mixed_precision, given)
+    if keys.pure_bf16:
+        wrong = {"bf16": given.get("bf16") is False, "fp16": given.get("fp16")}
+        wrong["mixed_precision"] = keys.mixed_precision not in (None, "bf16_mixed")
+        for name in (name for name, contradicts in wrong.items() if contradicts):
+            raise ValueError(f"pure_bf16: True contradicts {name}: {given[name]}; leave one of them out")
 
 
 def _check_precision(mixed: str | None, given: Mapping[str, Any]) -> None:

@@ -80,9 +80,9 @@ def _train(asked: "FactoryRun", options: dict[str, Any], beginning: "Beginning")
     trainer = _trainer(asked, options, callbacks)
     if trainer.is_global_zero:
         clear(folder)
-    model = arguments.model(asked.model_path, seq_length=asked.keys.cutoff_len)
+    model = asked.model()
     data = asked.data()
-    _say(trainer, batch_line(asked, trainer))
+    _say(trainer, "\n".join([*asked.notes, batch_line(asked, trainer)]))
     if arguments.do_train:
         trainer.fit(model, datamodule=data, ckpt_path=resume)
         if exports and trainer.is_global_zero and os.path.isdir(unfinished(folder)):

@@ -18,7 +18,12 @@ _EXPORT = "belongs to LLaMA-Factory's export; lightning-mcore export writes a ch
 _ENGINE = "belongs to an inference engine, and this command trains"
 _KT = "belongs to KTransformers; Megatron's layers are used"
 _KERNELS = "replaces layers of transformers, and Megatron's are used"
-_LOSS = "changes the loss; it is the cross entropy of the next token here"
+_ASFT = "needs a second model, which the run would keep beside the one that it trains; use_dft_loss is its other part"
+_EAFT = "weighs tokens with the entropy of their logits, and Megatron hands out the loss of a token alone"
+_MUON = (
+    "treats queries, keys and values as matrices of their own there, and Megatron keeps them in one; in Python,"
+    " MuonWithAdamW trains that one, without tensor parallelism and the distributed optimizer"
+)
 _SWANLAB = "belongs to SwanLab; choose report_to: tensorboard or wandb"
 _TOKENS = "changes the vocabulary, and the embedding has that of model_name_or_path; change tokenizer and model before"
 _HUB = "asks for a model of a hub with more than its name; fetch it first, and give its folder as model_name_or_path"
@@ -128,8 +133,6 @@ _GROUPS: dict[str, dict[str, Any]] = {
         "badam_mask_mode": "adjacent",
         "badam_verbose": 0,
         "use_adam_mini": False,
-        "use_muon": False,
-        "pure_bf16": False,
     },
     _GENERATION: {
         "do_sample": True,
@@ -185,18 +188,12 @@ _GROUPS: dict[str, dict[str, Any]] = {
     _KERNELS: {
         "use_unsloth": False,
         "use_unsloth_gc": False,
-        "enable_liger_kernel": False,
-        "use_v1_kernels": False,
         "shift_attn": False,
         "mixture_of_depths": None,
     },
-    _LOSS: {
-        "use_dft_loss": False,
-        "use_asft_loss": False,
-        "asft_alpha": 0.1,
-        "use_eaft_loss": False,
-        "eaft_alpha": 1.0,
-    },
+    _ASFT: {"use_asft_loss": False, "asft_alpha": 0.1},
+    _EAFT: {"use_eaft_loss": False, "eaft_alpha": 1.0},
+    _MUON: {"use_muon": False},
     _SWANLAB: {
         "use_swanlab": False,
         "swanlab_project": "llamafactory",
@@ -235,9 +232,6 @@ _GROUPS: dict[str, dict[str, Any]] = {
     "splits special tokens, and templates are made of them": {"split_special_tokens": False},
     "is how transformers reads weights; here each rank reads its own rectangles of them": {"low_cpu_mem_usage": True},
     "is not there; stretch positions in rope_parameters of the model's config.json": {"rope_scaling": None},
-    "is how transformers chooses attention; TransformerEngine chooses its own, or the one of NVTE_FLASH_ATTN": {
-        "flash_attn": "auto"
-    },
     "is how PyTorch recomputes; Megatron recomputes by recompute_granularity": {"use_reentrant_gc": True},
     "starts from random weights; in Python, MCoreGPT(...) without from_pretrained does that": {
         "train_from_scratch": False
@@ -246,9 +240,8 @@ _GROUPS: dict[str, dict[str, Any]] = {
         "mix_strategy": "concat",
         "interleave_probs": None,
     },
-    "reads tokens that LLaMA-Factory wrote; tokens are kept in the cache of datasets here": {"tokenized_path": None},
-    "throws away kept tokens; the cache here goes by files, tokenizer and settings, so that it is never out of date": {
-        "overwrite_cache": False
+    "is where LLaMA-Factory keeps tokens; here they are kept in cache_dir, by files, tokenizer and settings": {
+        "tokenized_path": None
     },
     "calls tools, which the templates here do not write": {"tool_format": None},
     "counts padding in the loss, and padding is never learnt here": {"ignore_pad_token_for_loss": True},

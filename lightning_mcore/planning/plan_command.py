@@ -21,7 +21,7 @@ from lightning_mcore.command_errors import DONE, WRONG, carried_out
 from lightning_mcore.command_parser import CommandParser
 from lightning_mcore.planning.machines import MACHINES, Machine, machine_named, parse_memory
 from lightning_mcore.planning.plan import make_plan
-from lightning_mcore.planning.plan_files import door_of, read_document, settings_of_files
+from lightning_mcore.planning.plan_files import door_of, model_of_files, read_document, settings_of_files
 from lightning_mcore.run_settings import RunSettings
 
 _BACKENDS = {"local": "local", "te": "transformer_engine"}
@@ -44,7 +44,8 @@ def _parser() -> CommandParser:
     parser = CommandParser(
         "plan",
         "Show what a run will be: ranks, batch, layers and memory of each stage, communication, FLOPs, warnings and"
-        " every error. What stands behind FILE as key=value or --key value changes the file.",
+        " every error. What stands behind FILE as key=value or --key value changes the file. --config config.json gives"
+        " the config of a model, where the file has only its name on a hub.",
     )
     add = parser.add_argument
     add("files", nargs="+", metavar="FILE", help="LightningCLI YAML, Hugging Face style arguments, or LLaMA-Factory's")
@@ -66,6 +67,7 @@ def _split(parser: CommandParser, arguments: Sequence[str]) -> tuple[list[str], 
     """Tell options of the command and files from what changes a file: ``key=value``, ``--key value``, ``--key``."""
     takes = {name: action.nargs != 0 for name, action in parser._option_string_actions.items()}
     known: list[str] = []
+    files: list[str] = []  # behind all options, where argparse finds them
     overrides: list[tuple[str, str]] = []
     words = list(arguments)
     while words:
@@ -77,7 +79,7 @@ def _split(parser: CommandParser, arguments: Sequence[str]) -> tuple[list[str], 
         elif word in ("--config", "-c"):
             continue
         elif name == "--config":
-            known.append(value)
+            files.append(value)
         elif name.startswith("--"):
             if not equals:
                 value = words.pop(0) if words and not words[0].startswith("--") else "true"
@@ -85,12 +87,15 @@ def _split(parser: CommandParser, arguments: Sequence[str]) -> tuple[list[str], 
         elif equals and not os.path.isfile(word):
             overrides.append((name, value))
         else:
-            known.append(word)
-    return known, overrides
+            files.append(word)
+    return known + files, overrides
 
 
 def _plan(options: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> int:
-    settings = settings_of_files(options["files"], overrides, options["model"], options["seq_length"])
+    files, folder = model_of_files(options["files"])
+    if folder is not None and options["model"] is not None:
+        raise ValueError(f"--model {options['model']} and the config.json in {folder} are two models; give one of them")
+    settings = settings_of_files(files, overrides, folder or options["model"], options["seq_length"])
     devices, per_node = device_numbers(settings, options["devices"], options["nodes"])
     machine, memory = _machine(options, settings)
     backend = _BACKENDS[options["backend"]] if options["backend"] else None
@@ -100,13 +105,15 @@ def _plan(options: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> int:
         assert machine is not None
         found = suggest(settings, devices, per_node, machine, memory, backend)
         shown = [layout.to_dict() for layout in found]
-        door = door_of(read_document(options["files"][0]), options["files"][0])
+        door = door_of(read_document(files[0]), files[0])
         text = (
             json.dumps(shown, indent=2) if options["json"] else suggestion_text(found, machine, memory, devices, door)
         )
         print(text)
         return DONE
     plan = make_plan(settings, devices, per_node, machine, memory, backend)
+    if plan.fields is None and not options["json"]:
+        _say_what_is_missing(settings)
     errors = list(plan.errors)
     if options["check"]:
         from lightning_mcore.planning.real_check import real_errors
@@ -121,6 +128,20 @@ def _plan(options: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> int:
 
         print(report(replace(plan, errors=tuple(errors)), options["picture"]))
     return WRONG if errors else DONE
+
+
+def _say_what_is_missing(settings: RunSettings) -> None:
+    """Say first that the model is a name on the hub of which nothing is known here, if it is."""
+    path = settings.model.get("path")
+    if path is None:
+        return
+    from lightning_mcore.hf.hf_config import is_unknown_on_hub  # which takes a second
+
+    if is_unknown_on_hub(path):
+        print(
+            f"{path} is a name on the Hugging Face hub whose config is not here, so nothing below knows the model; give"
+            " its config.json with --config FILE"
+        )
 
 
 def device_numbers(settings: RunSettings, devices: int | None, nodes: int | None) -> tuple[int, int]:

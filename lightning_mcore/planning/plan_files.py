@@ -80,6 +80,24 @@ def settings_of_files(
     return replace(settings, model=changed, data={**settings.data, "seq_length": seq_length})
 
 
+def model_of_files(paths: Sequence[str]) -> tuple[list[str], str | None]:
+    """Return the files of a run, and the folder of the model whose ``config.json`` is among the paths, if one is.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: A file is no YAML, two are configs of models, or one has another name than ``config.json``.
+    """
+    configs = [path for path in paths if path.endswith(".json") and "model_type" in read_document(path)]
+    if not configs:
+        return list(paths), None
+    if len(configs) > 1 or Path(configs[0]).name != "config.json":
+        raise ValueError(f"{' and '.join(configs)} should be one config.json of a Hugging Face model; give that one")
+    runs = [path for path in paths if path not in configs]
+    if not runs:
+        raise ValueError(f"{configs[0]} says what a model is and nothing of a run; give the file of the run too")
+    return runs, str(Path(configs[0]).parent)
+
+
 def read_document(path: str) -> dict[str, Any]:
     """Return a YAML or JSON file.
 

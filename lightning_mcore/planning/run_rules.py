@@ -26,7 +26,7 @@ class CheckedRun:
 
     Args:
         errors: A sentence for each thing that is refused.
-        assumptions: What the settings do not say, and what was taken instead.
+        assumptions: What the settings do not say, and what was taken instead; and their notes.
         rules: The settings of strategy and precision.
         model: Arguments of ``MCoreGPT``, those of a Hugging Face config filled in.
         fields: The sizes of the model; None where they are unknown.
@@ -60,7 +60,7 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None) -
     """
     if devices < 1:
         raise ValueError(f"devices={devices} is too small; choose 1 or more")
-    book, assumptions = RuleBook(), list[str]()
+    book, assumptions = RuleBook(), list(settings.notes)
     device_type = "cpu" if settings.trainer.get("accelerator") == "cpu" else "cuda"
     trainer = book.check_arguments("argument of Trainer", settings.trainer, parameters(TRAINER))
     check_trainer(book, trainer)

@@ -6,13 +6,21 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
+from lightning_mcore.llamafactory.dft_loss import DFTModel
 from lightning_mcore.llamafactory.llamafactory_command import run
 from tests.factory_files import LLAMA3, QWEN3_MOE, losses, rows, write_run
+from tests.hf_models import tiny_folder
+from tests.parity.hf_training import LENGTH, text
 from tests.ranks import run_ranks
+from tests.toy import make_trainer
 
 pytestmark = pytest.mark.distributed
 
@@ -110,6 +118,83 @@ def test_a_stream_is_trained_on(tmp_path: Path) -> None:
     file = write_run(tmp_path, {**LLAMA3, "streaming": True, "buffer_size": 8}, data=rows(60))
     assert run_all(1, file) == [0]
     assert len(losses(tmp_path)) == 6
+
+
+# The loss of use_dft_loss
+
+
+def some_text() -> dict[str, Tensor]:
+    """Return two rows; of the second, fewer labels count."""
+    batch = text()
+    batch["labels"][1, : LENGTH // 2] = -100
+    return batch
+
+
+def dft_step(folder: str, strategy: dict[str, Any]) -> dict[str, float]:
+    """Validate, and train one step of both rows; return what was logged."""
+    module = DFTModel.from_pretrained(folder, seq_length=LENGTH, learning_rate=1e-3)
+    rows: Any = [dict(zip(some_text(), row, strict=True)) for row in zip(*some_text().values(), strict=True)]
+    trainer = make_trainer(strategy, max_steps=1, accumulate_grad_batches=1)
+    [logged] = trainer.validate(module, DataLoader(rows, batch_size=1), verbose=False)
+    copies = trainer.world_size // max(strategy.get("tensor_model_parallel_size", 1), 1)
+    for name in ("pipeline_model_parallel_size", "context_parallel_size"):
+        copies //= strategy.get(name, 1)
+    trainer = make_trainer(strategy, max_steps=1, accumulate_grad_batches=2 // copies)
+    trainer.fit(module, DataLoader(rows, batch_size=1))
+    found = {name: float(trainer.callback_metrics[name]) for name in ("train_loss", "grad_norm")}
+    return {**found, **{name: float(logged[name]) for name in ("val_loss", "val_perplexity")}}
+
+
+@pytest.fixture(scope="module")
+def dft_by_hand() -> dict[str, float]:
+    """Return the same numbers by the formula, from the logits of transformers' model."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder("llama, plain"), dtype=torch.float32)
+    batch = some_text()
+    logits = model(batch["tokens"]).logits.flatten(0, 1)
+    entropies = torch.nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction="none")
+    counts = batch["labels"].flatten() != -100
+    chances = logits.softmax(-1).gather(1, batch["labels"].flatten().clamp(min=0)[:, None])[:, 0].detach()
+    loss = (chances * entropies)[counts].sum() / counts.sum()
+    loss.backward()
+    norm = torch.stack([weight.grad.norm() for weight in model.parameters()]).norm()
+    perplexity = entropies[counts].mean().exp()
+    assert loss < 0.5 * entropies[counts].mean()
+    numbers = {"train_loss": loss, "grad_norm": norm, "val_loss": loss, "val_perplexity": perplexity}
+    return {name: float(value.detach()) for name, value in numbers.items()}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy"),
+    [
+        (1, {}),
+        (2, {"use_distributed_optimizer": True}),
+        (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+        (2, {"context_parallel_size": 2}),
+        (4, {"pipeline_model_parallel_size": 2}),
+    ],
+    ids=["one", "dp2", "tp2", "cp2", "pp2-dp2"],
+)
+def test_the_dft_loss_is_that_of_the_formula(
+    dft_by_hand: dict[str, float], world_size: int, strategy: dict[str, Any]
+) -> None:
+    folder = str(tiny_folder("llama, plain"))
+    for rank in run_ranks(world_size, dft_step, folder, strategy, timeout=120):
+        assert rank == pytest.approx(dft_by_hand, rel=2e-5)
+
+
+def test_a_file_with_deepspeed_and_dft_runs_and_says_how(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "ds_z3.json"
+    config.write_text('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}}', encoding="utf-8")
+    without = {key: value for key, value in LLAMA3.items() if not key.startswith(("use_distributed", "overlap_"))}
+    whole = write_run(tmp_path / "whole", {**without, "use_dft_loss": True, "max_steps": 2, "flash_attn": "fa2"})
+    assert run_all(2, whole, f"deepspeed={config}") == [0, 0]
+    said = capfd.readouterr().out
+    assert f"deepspeed: {config} (ZeRO stage 3) is carried out as use_distributed_optimizer: true" in said
+    assert "flash_attn: fa2 chooses among the attentions of transformers; Megatron's is used" in said
+    other = write_run(tmp_path / "other", {**without, "max_steps": 2, "use_distributed_optimizer": True})
+    assert run_all(2, other) == [0, 0]
+    first, second = (float(losses(tmp_path / name)[0].split()[1]) for name in ("whole", "other"))
+    assert 0 < first < 0.5 * second
 
 
 @pytest.mark.slow

@@ -97,7 +97,7 @@ LEVELS = [
         "packing",
         "conversations",
         "chat_templates",
-        *("dataset_info", "key_rules"),
+        *("dataset_info", "key_rules", "translated_keys"),
     },
     {
         "optimizer_recipe",
@@ -171,7 +171,7 @@ LEVELS = [
     {"averaging", "fp8_checks", "speed_logs"},
     {"schedule", "precision"},
     {"parallelism", "gpt", "preemption"},
-    {"persistence", "folder_import"},
+    {"persistence", "folder_import", "dft_loss"},
     {"strategy", "export", "import_command"},
     {"save_hf_model", "export_command", "cli"},
     {"training_cli"},

@@ -2,6 +2,7 @@
 """Every key of a LLaMA-Factory file: carried out, or refused with a reason; nothing in silence."""
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def test_every_key_has_one_home(key: str) -> None:
 
 def test_no_key_is_of_our_making() -> None:
     assert set(REFUSED) - set(KEYS) == {"kt_config"}
-    assert set(KEYS) >= OWN - {"sequence_packing", "warmup_ratio"}
+    assert set(KEYS) >= OWN - {"sequence_packing", "warmup_ratio", "deepspeed"}  # the last is of transformers
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED))
@@ -200,6 +201,91 @@ def test_a_run_of_megatron_bridge_has_its_defaults(tmp_path: Path) -> None:
     for overrides, expected in ((["use_megatron_bridge=true"], True), (["use_mca=true"], False), ([], False)):
         asked = read(file, *overrides)
         assert [getattr(asked.arguments, name) for name in bridge] == [expected] * 3
+
+
+ZERO: dict[str, Any] = {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto", "fp16": {"enabled": "auto"}}
+
+
+def of_one_optimizer(folder: Path) -> str:
+    """Return a file that says nothing of a sharded optimizer."""
+    left_out = ("use_distributed_optimizer", "overlap_param_gather", "overlap_grad_reduce")
+    return write_run(folder, {key: value for key, value in LLAMA3.items() if key not in left_out})
+
+
+@pytest.mark.parametrize(("stage", "sharded"), [(0, False), (1, True), (2, True), (3, True)])
+def test_a_stage_of_deepspeed_is_the_distributed_optimizer(tmp_path: Path, stage: int, sharded: bool) -> None:
+    config = tmp_path / f"ds_z{stage}_config.json"
+    config.write_text(json.dumps({**ZERO, "zero_optimization": {"stage": stage}}), encoding="utf-8")
+    asked = read(of_one_optimizer(tmp_path), f"deepspeed={config}")
+    assert bool(asked.arguments.use_distributed_optimizer) == sharded
+    [note] = asked.notes
+    assert note.startswith(f"deepspeed: {config} (ZeRO stage {stage}) is carried out as ")
+    assert ("use_distributed_optimizer: true" in note) == sharded
+    assert ("tensor_model_parallel_size" in note) == (stage == 3)
+    assert asked.settings().notes == asked.notes  # where plan finds them
+
+
+def test_deepspeed_may_stand_in_the_file_itself(tmp_path: Path) -> None:
+    asked = read(of_one_optimizer(tmp_path), "deepspeed.zero_optimization.stage=1")
+    assert asked.arguments.use_distributed_optimizer
+    assert asked.notes[0].startswith("deepspeed: {...} (ZeRO stage 1) is carried out as")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"zero_optimization": {"stage": 4}}, "has stage 4 of zero_optimization; choose 0, 1, 2 or 3"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+            "asks for offload_optimizer; leave deepspeed out, and set use_distributed_optimizer: true and",
+        ),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "asks for offload_param; leave it"),
+        (
+            {"tensor_parallel": {"autotp_size": 2}},
+            "has autotp_size 2; leave it out, and set tensor_model_parallel",
+        ),
+        ({"optimizer": {"type": "Adam"}}, "has an optimizer of its own; leave it out there"),
+        ({"scheduler": {"type": "WarmupLR"}}, "has a scheduler of its own; leave it out there"),
+        ({"gradient_clipping": 0.5}, "has gradient_clipping: 0.5, and the training file says 1.0; set it to 'auto'"),
+        ({"train_micro_batch_size_per_gpu": 4}, "has train_micro_batch_size_per_gpu: 4, and the training file says 1"),
+        ({"fp16": {"enabled": True}}, "has fp16: True, and the training file says False"),
+    ],
+)
+def test_what_deepspeed_would_do_otherwise_is_refused(tmp_path: Path, changes: Any, sentence: str) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({**ZERO, **changes}), encoding="utf-8")
+    with pytest.raises(ValueError, match=sentence) as caught:
+        read(of_one_optimizer(tmp_path), f"deepspeed={config}")
+    assert str(caught.value).startswith(f"deepspeed: {config} ")
+
+
+def test_a_config_of_deepspeed_that_contradicts_or_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    file, config = of_one_optimizer(tmp_path), tmp_path / "ds.json"
+    with pytest.raises(FileNotFoundError, match="is not a file; give the path of DeepSpeed's config, or leave it out"):
+        read(file, f"deepspeed={config}")
+    for content, sentence in (("{", "is not JSON"), ("[]", "holds a list, not an object")):
+        config.write_text(content, encoding="utf-8")
+        with pytest.raises(ValueError, match=sentence):
+            read(file, f"deepspeed={config}")
+    config.write_text(json.dumps(ZERO), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"is stage 2 of ZeRO, .* contradicts use_distributed_optimizer: False"):
+        read(file, f"deepspeed={config}", "use_distributed_optimizer=false")
+
+
+def test_keys_that_megatron_carries_out_in_its_own_way_say_so(tmp_path: Path, file: str) -> None:
+    asked = read(write_run(tmp_path, {key: value for key, value in LLAMA3.items() if key != "bf16"}), "pure_bf16=true")
+    assert asked.arguments.bf16
+    assert "fp32 copy of each weight" in asked.notes[0]
+    for override in ("flash_attn=fa2", "enable_liger_kernel=true", "use_v1_kernels=true"):
+        [note] = read(file, override).notes
+        assert note.startswith(override.replace("=", ": ").replace("true", "True"))
+        assert "Megatron's" in note
+    assert read(file, "overwrite_cache=true").notes == ()
+
+
+def test_the_dft_loss_is_a_model_of_its_own(file: str) -> None:
+    for override, name in (("use_dft_loss=true", "DFTModel"), ("use_dft_loss=false", "MCoreGPT")):
+        assert type(read(file, override).model()).__name__ == name
 
 
 def test_a_file_is_a_run_as_plain_data(file: str) -> None:

@@ -16,6 +16,8 @@ from lightning_mcore.planning.plan import make_plan
 from lightning_mcore.planning.plan_command import run
 from lightning_mcore.planning.plan_files import door_of, settings_of_files
 from lightning_mcore.planning.suggest import suggest
+from tests.factory_files import LLAMA3, write_run
+from tests.hf_models import tiny_folder
 from tests.unit.test_plan_rules import run_with
 
 LLAMA: dict[str, Any] = {
@@ -335,6 +337,40 @@ def test_sizes_of_memory() -> None:
     with pytest.raises(ValueError, match="80 bytes"):
         parse_memory("80")
     assert parse_memory("1.5 GiB") == 1.5 * 2**30
+
+
+def test_a_model_of_the_hub_is_planned_with_its_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    rows = [{"instruction": "a", "input": "", "output": "b"}]
+    keys = {**LLAMA3, "model_name_or_path": "nobody/llama", "pure_bf16": True}
+    file = write_run(tmp_path, keys, model=None, data=rows)
+    document = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    Path(file).write_text(yaml.safe_dump({**document, "model_name_or_path": "nobody/llama"}), encoding="utf-8")
+    code, text, _ = printed(capsys, file, "--devices", "2")
+    assert code == 2
+    assert text.splitlines()[0] == (
+        "nobody/llama is a name on the Hugging Face hub whose config is not here, so nothing below knows the model;"
+        " give its config.json with --config FILE"
+    )
+    config = tiny_folder("llama, plain") / "config.json"
+    code, text, _ = printed(capsys, file, "--devices", "2", "--config", str(config))
+    assert code == 0
+    assert "hub" not in text
+    assert "pure_bf16: True is carried out as bf16: true" in " ".join(text.split())
+    code, planned, _ = printed(capsys, file, "--devices", "2", "--json", "--model", str(config.parent))
+    assert code == 0
+    assert json.loads(planned)["parameters"]["total"] > 0
+    for words, sentence in (
+        (["--config", str(config), "--model", "x"], "are two models; give one of them"),
+        (["--config", str(config), "--config", str(config)], "should be one config.json"),
+    ):
+        code, _, error = printed(capsys, file, "--devices", "2", *words)
+        assert (code, sentence in error) == (2, True)
+    code, _, error = printed(capsys, str(config), "--devices", "2")
+    assert (code, "nothing of a run; give the file of the run too" in error) == (2, True)
 
 
 @pytest.mark.parametrize("devices", [8, 16384])
