@@ -16,6 +16,7 @@ swallow it.
 
 import contextlib
 from collections.abc import Callable, Iterator
+from multiprocessing.context import get_spawning_popen
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -109,7 +110,21 @@ class Pipeline(nn.Module):
         finally:
             self._active = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the chunks behind on the way to another process, such as a worker of a DataLoader.
+
+        Their process groups belong to this one. A module travels there when a dataset or a collate function refers to
+        it. Other copies are whole.
+        """
+        if get_spawning_popen() is None:
+            return vars(self)
+        return {**vars(self), "_modules": {"chunks": nn.ModuleList()}, "is_last": [], "_prepare": None, "_active": None}
+
     def _whole_model(self) -> nn.Module:
+        if not self.chunks:
+            raise RuntimeError(
+                "self.model(...) was called in a worker of a DataLoader, which has no model; call it in a step"
+            )
         if len(self.chunks) == 1 and self.is_last[0] and self.layout.pipeline_model_parallel_size == 1:
             if self._prepare is not None:
                 self._prepare()

@@ -12,21 +12,27 @@ What happens to a file, and when:
    What is wrong with the files, or with a row, is the same sentence on every rank.
 3. The loaders read rows in an order that is the same on every layout (``sampling.py``).
 
+A checkpoint says what the training data was made of. A run that goes on in the middle of an epoch needs the same; one
+that goes on from the end of an epoch warns of what changed.
+
 With ``streaming`` nothing is prepared: training files are tokenised and packed while they are read (``streaming.py``).
 Batches are packed or dense ones, as ``packed_rows.py`` describes them, for ``MCoreModule.forward_step``.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from lightning_mcore.agreement import together
+from lightning_mcore.agreement import decide, together
 from lightning_mcore.data.chat_templates import ChatTemplate, named_template
 from lightning_mcore.data.conversations import Format, LossOn, require_choice
 from lightning_mcore.data.data_files import find_files, load_rows, require_same_columns, with_rows
@@ -39,7 +45,15 @@ from lightning_mcore.data.preprocess_tokenizer import auto_tokenizer
 from lightning_mcore.data.sampling import data_parallel_place, evaluation_loader, training_loader
 from lightning_mcore.data.streaming import StreamLoader
 from lightning_mcore.data.token_stream import StreamSettings
-from lightning_mcore.data.tokenized_files import Reading, columns_of_stream, tokenize_files
+from lightning_mcore.data.tokenized_files import (
+    Reading,
+    columns_of_stream,
+    compare_sources,
+    describe_sources,
+    sources_of,
+    tokenize_files,
+)
+from lightning_mcore.epoch_place import Place
 from lightning_mcore.sizes import require_flag, require_size
 
 _SPLITS = {"train": "train_files", "validation": "validation_files", "test": "test_files"}
@@ -148,6 +162,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
         self._packed_for: PackingMultiples | None = None
         self._stream: StreamSettings | None = None
         self._failure: Exception | None = None
+        self._sources: dict[str, Any] = {}
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -198,7 +213,8 @@ class MCoreFinetuningData(pl.LightningDataModule):
         splits = [name for name in self._prepared_splits(stage) if name not in self._data]
         together(lambda: self._open(splits, multiples))
         if self.streaming and stage in ("fit", None):
-            self._stream = together(self._stream_settings)
+            settings = together(self._stream_settings)
+            self._stream = replace(settings, sources=self._sources_of_stream(settings))
 
     def train_dataloader(self) -> Any:
         """Rows of the training files, shuffled in each epoch."""
@@ -222,6 +238,21 @@ class MCoreFinetuningData(pl.LightningDataModule):
     def test_dataloader(self) -> Any:
         """Rows of the test files, in order."""
         return self._evaluation_loader("test") if self._has("test") else []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the training data was made of, and whether an epoch of it is under way; not of a stream."""
+        if self.trainer is None or self.streaming or self.trainer.state.fn != TrainerFn.FITTING:
+            return {}
+        return {"sources": self._sources, "in_epoch": Place.of(self.trainer).in_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Compare the training data with that of a checkpoint.
+
+        Raises:
+            ValueError: It is other data, in the middle of an epoch.
+        """
+        if state_dict and self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            compare_sources(state_dict["sources"], self._sources, state_dict["in_epoch"])
 
     # ---- how it is done
 
@@ -270,6 +301,8 @@ class MCoreFinetuningData(pl.LightningDataModule):
         for split in splits:
             tokenized, indices = self._chosen(split)
             self._check_vocabulary(tokenized, split)
+            if split == "train":
+                self._sources = _numbered(sources_of(tokenized))
             name = f"{_SPLITS[split]}={getattr(self, _SPLITS[split]) or self.train_files!r}"
             samples = self._samples(tokenized, indices, name)
             self._data[split] = (
@@ -300,7 +333,19 @@ class MCoreFinetuningData(pl.LightningDataModule):
         """Return the rows of files as tokens, from the cache if they are there; a share of training is read with it."""
         name = _SPLITS["train" if self.validation_share and split == "validation" else split]
         files = with_rows(find_files(getattr(self, name), name))
-        return tokenize_files(files, name, self.tokenizer, self.reading, self.cache_dir, self.num_proc)
+        return self._tokenized_files(files, name, self.reading)
+
+    def _tokenized_files(self, files: list[str], name: str, reading: Reading) -> Any:
+        checks = self.trainer is None or self.trainer.local_rank == 0
+        return tokenize_files(files, name, self.tokenizer, reading, self.cache_dir, self.num_proc, checks)
+
+    def _sources_of_stream(self, settings: StreamSettings) -> dict[str, Any]:
+        """Return what decides the rows of a stream; rank 0 looks into the files."""
+
+        def describe() -> dict[str, Any]:
+            return describe_sources(settings.files, self.tokenizer, self.reading)
+
+        return decide(describe) if dist.is_initialized() else describe()
 
     def _check_vocabulary(self, tokenized: Any, split: str) -> None:
         vocab_size = self._model_vocab_size()
@@ -359,6 +404,13 @@ def _check_validation(share: float, files: Any, streaming: bool) -> None:
         raise ValueError(
             f"validation_share={share} with streaming=True: the share of a stream is not known; give validation_files"
         )
+
+
+def _numbered(sources: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the sources of several datasets as one description."""
+    if len(sources) == 1:
+        return sources[0]
+    return {f"{name} of dataset {number}": value for number, part in enumerate(sources) for name, value in part.items()}
 
 
 def _summary(samples: TokenizedSamples, packing: bool) -> str:

@@ -7,12 +7,18 @@ them; when rank 0 fails the others wait for it until the process group's timeout
 rank 0 builds, every rank hears how that went (``agreement.py``), and then all of them read. The samples are those of
 the builder; a test compares both.
 
-Index files stand in ``CACHE_DIR/<digest>``, which appears when they are whole. The digest covers the dataset's files,
-too: Megatron's own names do not, so that a dataset that was made anew would meet the index of the old one.
+Index files stand in ``CACHE_DIR/<digest>``, which appears when they are whole, and is made anew when they are not as
+they were made (``checked_cache.py``). The digest covers the dataset's files, too: Megatron's own names do not, so that
+a dataset that was made anew would meet the index of the old one.
+
+Megatron reads index files with ``numpy.load(allow_pickle=True)``, which runs whatever somebody has put there. The two
+classes here write them as Megatron does and read them without. What is read of a .bin file that has checksums is
+compared with them, block by block.
 
 ``pretraining_data.py`` is the only user.
 """
 
+import copy
 import hashlib
 import importlib.util
 import json
@@ -25,16 +31,19 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import megatron.core
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from lightning_mcore.agreement import decide, together
-from lightning_mcore.atomic_directory import abandon, begin, publish
-from lightning_mcore.data.indexed_files import Index, read_index
+from lightning_mcore.data.checked_cache import is_made, stand
+from lightning_mcore.data.file_checksums import CheckedBlocks
+from lightning_mcore.data.indexed_files import Index, checksums_path, read_index
 from lightning_mcore.data.indexed_shares import SPLITS, Blend
 
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids")
@@ -72,25 +81,37 @@ class SplitRequest:
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
-    """The first samples of a dataset of Megatron's, as an MCoreModule takes them.
+    """The first samples of a split, as an MCoreModule takes them.
+
+    A copy in another process, such as a worker of a DataLoader, opens the files there.
 
     Args:
-        dataset: Megatron's.
-        samples: How many count; Megatron may have built more.
+        request: What was built.
+        folder: Where its index files are.
     """
 
-    def __init__(self, dataset: Any, samples: int | None) -> None:
-        self.dataset = dataset
-        self.samples = len(dataset) if samples is None else samples
+    def __init__(self, request: SplitRequest, folder: str) -> None:
+        self._request = request
+        self._folder = folder
+        self.dataset = _dataset(request, folder)
+        self.samples = len(self.dataset) if request.samples is None else request.samples
 
     def __len__(self) -> int:
         """Return the number of samples."""
         return self.samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Return tokens, labels, loss_mask and position_ids, each [s]."""
+        """Return tokens, labels, loss_mask and position_ids, each [s].
+
+        Raises:
+            ValueError: The tokens are not those that were written.
+        """
         row = self.dataset[index]
         return {key: row[key] for key in _KEYS}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel as what was asked for; arrays in mapped files would be copied."""
+        return type(self), (self._request, self._folder)
 
 
 def available(index: Index, share: tuple[float, float], seq_length: int) -> int:
@@ -161,27 +182,13 @@ def _prepare(request: SplitRequest, cache_dir: str) -> str:
     for prefix in request.blend.prefixes:
         require_samples(read_index(prefix), request)
     folder = os.path.join(cache_dir, _digest(request))
-    while not os.path.isdir(folder):
-        try:
-            partial = begin(folder)
-        except RuntimeError as error:  # another run writes the same
-            _log.info("waiting for the index files of another run: %s", error)
-            time.sleep(1.0)
-            continue
-        except OSError as error:
-            raise OSError(
-                f"the index files of the dataset cannot be written to cache_dir={cache_dir!r} ({error.strerror}); give"
-                " a folder that can be written and that every machine sees"
-            ) from error
-        try:
-            clock = time.monotonic()
-            count = len(_dataset(request, partial))
-            publish(folder)
-        except BaseException:
-            abandon(folder)
-            raise
-        seconds = time.monotonic() - clock
+
+    def make(partial: str) -> None:
+        clock = time.monotonic()
+        count, seconds = len(_dataset(request, partial)), time.monotonic() - clock
         _log.info("built the index of %d samples for %s in %.1f s", count, SPLITS[request.split], seconds)
+
+    stand(folder, make, "the index files of the dataset")
     return folder
 
 
@@ -194,14 +201,15 @@ def _load(request: SplitRequest, folder: str) -> Rows:
                 " machines share"
             )
         time.sleep(0.2)
-    dataset = _dataset(request, folder)
-    if request.samples is not None and len(dataset) < request.samples:
+    rows = Rows(request, folder)
+    held = len(rows.dataset)
+    if request.samples is not None and held < request.samples:
         raise ValueError(
-            f"the {SPLITS[request.split]} split has {len(dataset)} rows of seq_length={request.seq_length}, fewer than"
+            f"the {SPLITS[request.split]} split has {held} rows of seq_length={request.seq_length}, fewer than"
             f" the {request.samples} that are asked for; give the datasets weights, so that they are repeated, or ask"
             " for fewer"
         )
-    return Rows(dataset, request.samples)
+    return rows
 
 
 def _digest(request: SplitRequest) -> str:
@@ -227,6 +235,70 @@ class _EndOfDocument:
         return {"eod": self.eod}
 
 
+class _Samples(GPTDataset):  # type: ignore[misc]
+    """Megatron's samples of one dataset."""
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:
+        """Return the indexed dataset; it checks what it reads, where there are checksums."""
+        dataset = GPTDataset.build_low_level_dataset(dataset_path, config)
+        checksums = checksums_path(dataset_path)
+        if os.path.lexists(checksums):
+            dataset.bin_reader = CheckedBlocks(f"{dataset_path}.bin", checksums, "bin")
+        return dataset
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[NDArray[Any], ...]:
+        names = ("document_index", "sample_index", "shuffle_index")
+        return _stored(self, self.index_split.name, names, super()._build_document_sample_shuffle_indices)
+
+
+class _Blended(BlendedDataset):  # type: ignore[misc]
+    """Megatron's samples of several of them."""
+
+    config: Any
+
+    def _build_indices(self) -> tuple[NDArray[Any], ...]:
+        return _stored(self, self.split.name, ("dataset_index", "dataset_sample_index"), self._blend)
+
+    def _blend(self) -> tuple[NDArray[Any], ...]:
+        """Return the indices as Megatron makes them; it would ask for its rank before it writes a file."""
+        config = self.config
+        self.config = copy.copy(config)
+        self.config.path_to_cache = None
+        logging.getLogger(BlendedDataset.__module__).addFilter(_not_about_files)
+        arrays: tuple[NDArray[Any], ...] = super()._build_indices()
+        self.config = config
+        return arrays
+
+
+def _not_about_files(record: logging.LogRecord) -> bool:
+    """Keep quiet that Megatron writes no file for a blend; it is written here."""
+    return "path_to_cache is None" not in record.getMessage()
+
+
+def _stored(
+    dataset: Any, split: str, names: tuple[str, ...], build: Callable[[], tuple[NDArray[Any], ...]]
+) -> tuple[NDArray[Any], ...]:
+    """Return the arrays in the index files of a dataset, or build them and write those that Megatron does not write.
+
+    Source: ``_build_document_sample_shuffle_indices`` and ``_build_indices`` in megatron.core.datasets (0.16.1 and
+    0.19.2), which name the files.
+    """
+    folder = dataset.config.path_to_cache
+    stem = f"{dataset.unique_description_hash}-{type(dataset).__name__}-{split}"
+    paths = [os.path.join(folder, f"{stem}-{name}.npy") for name in names]
+    if is_made(folder):
+        try:
+            return tuple(np.load(path, mmap_mode="r", allow_pickle=False) for path in paths)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{folder} changed since it was checked ({error}); run again") from None
+    arrays = build()
+    for path, array in zip(paths, arrays, strict=True):
+        if not os.path.exists(path):
+            np.save(path, array, allow_pickle=False)
+    return arrays
+
+
 def _dataset(request: SplitRequest, folder: str) -> Any:
     """Return Megatron's dataset; on rank 0 it writes index files that are not there.
 
@@ -235,7 +307,7 @@ def _dataset(request: SplitRequest, folder: str) -> Any:
     blend, split = request.blend, request.split
     config = _config(request, folder)
     sizes = [request.samples if number == split else 0 for number in range(len(SPLITS))]
-    builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
+    builder = BlendedMegatronDatasetBuilder(_Samples, sizes, lambda: True, config)
 
     def one(prefix: str, samples: int | None) -> Any:
         matrix = [request.share if number == split else None for number in range(len(SPLITS))]
@@ -244,25 +316,17 @@ def _dataset(request: SplitRequest, folder: str) -> Any:
 
     if len(blend.prefixes) == 1:
         return one(blend.prefixes[0], request.samples)
-    if not dist.is_initialized():  # BlendedDataset of 0.16.1 would ask for its rank before it writes a file
-        config = _config(request, None)
-        logging.getLogger(BlendedDataset.__module__).addFilter(_not_about_files)
     if blend.weights is None:
         parts = [one(prefix, None) for prefix in blend.prefixes]
         total = sum(len(part) for part in parts)
         size = None if request.samples is None else min(request.samples, total)
-        return BlendedDataset(parts, [len(part) for part in parts], size, config)
+        return _Blended(parts, [len(part) for part in parts], size, config)
     assert request.samples is not None
     shares = [weight / math.fsum(blend.weights) for weight in blend.weights]
     targets = [math.ceil(request.samples * share) for share in shares]
     surplus = 1 + config.mid_level_dataset_surplus
     parts = [one(prefix, math.ceil(n * surplus)) for prefix, n in zip(blend.prefixes, targets, strict=True)]
-    return BlendedDataset(parts, shares, sum(targets), config)
-
-
-def _not_about_files(record: logging.LogRecord) -> bool:
-    """Keep quiet that a blend in one process writes no file; it takes a second for 100 million samples."""
-    return "path_to_cache is None" not in record.getMessage()
+    return _Blended(parts, shares, sum(targets), config)
 
 
 def _config(request: SplitRequest, folder: str | None) -> GPTDatasetConfig:

@@ -5,8 +5,11 @@
 own ``IndexedDatasetBuilder`` keeps every document as several Python objects, 150 bytes each, and takes torch and four
 seconds to import; here the same bytes come from whole arrays. A test compares both.
 
-A third file, ``PREFIX.preprocess.json``, is ours: the tokenizer's vocabulary and end-of-document token, which the other
-two do not say. Nothing needs it but a data module that is asked to tell documents apart.
+Two more files are ours. ``PREFIX.preprocess.json`` has the tokenizer's vocabulary and end-of-document token, which the
+others do not say; nothing needs it but a data module that is asked to tell documents apart. ``PREFIX.checksums`` has
+the checksums of the other three (``file_checksums.py``). Index and facts are compared with them before a run reads
+them, a block of tokens when something in it is first read. A dataset that Megatron made has none; there, only what
+contradicts itself is found: sizes, and the places of the sequences, which follow from their lengths.
 
 The index, little-endian: magic, version (u64), type of a token (u8), sequences (u64), documents + 1 (u64), then the
 length of each sequence (i32), its place in the .bin in bytes (i64), and the sequence at which each document begins
@@ -15,6 +18,7 @@ length of each sequence (i32), its place in the .bin in bytes (i64), and the seq
 Source: ``_IndexWriter`` and ``_IndexReader`` in megatron.core.datasets.indexed_dataset (0.16.1 and 0.19.2).
 """
 
+import functools
 import json
 import os
 import struct
@@ -24,6 +28,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from lightning_mcore.data.file_checksums import Checksums, checksums_of, read_checksums, write_checksums
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEAD = struct.Struct("<9sQBQQ")
@@ -93,9 +99,12 @@ def write_index(path: str, lengths: NDArray[np.int32], dtype: type[np.generic]) 
 def read_index(prefix: str) -> Index:
     """Read what ``PREFIX.idx`` says, and check that ``PREFIX.bin`` is as long as it says.
 
+    Once in a process, and again when a file changed, the whole index is checked: against its checksum, or for a dataset
+    that has none, whether it contradicts itself.
+
     Raises:
         FileNotFoundError: One of the files is not there.
-        ValueError: The prefix is the name of one of the files, or the two do not belong together.
+        ValueError: The prefix is the name of one of the files, or they are damaged or do not belong together.
     """
     if prefix.endswith((".bin", ".idx")):
         raise ValueError(f"{prefix} is a file; give what both files of the dataset begin with, {prefix[:-4]}")
@@ -105,13 +114,23 @@ def read_index(prefix: str) -> Index:
                 f"{prefix}{suffix} does not exist; give the prefix of a dataset that lightning-mcore preprocess or"
                 " Megatron-LM made"
             )
+    index = _open_index(prefix)
+    _check(prefix, _marks(prefix))
+    return index
+
+
+def _open_index(prefix: str) -> Index:
     size = os.path.getsize(prefix + ".idx")
     with open(prefix + ".idx", "rb") as file:
         head = file.read(_HEAD.size)
     if len(head) < _HEAD.size or not head.startswith(_MAGIC):
-        raise ValueError(f"{prefix}.idx is no index of Megatron's; make the dataset with lightning-mcore preprocess")
+        raise ValueError(
+            f"{prefix}.idx is not an index of Megatron's; make the dataset with lightning-mcore preprocess"
+        )
     _, version, code, sequences, ends = _HEAD.unpack(head)
-    if version != _VERSION or code not in _TYPES or size < _HEAD.size + 12 * sequences + 8 * ends:
+    wanted = _HEAD.size + 12 * sequences + 8 * ends
+    sizes = (wanted, wanted + sequences)  # the second: Megatron's multimodal datasets have a mode for each sequence
+    if version != _VERSION or code not in _TYPES or ends < 1 or size not in sizes:
         raise ValueError(f"{prefix}.idx is damaged or of an unknown version; make the dataset anew")
     lengths = np.memmap(prefix + ".idx", np.int32, "r", _HEAD.size, (sequences,)) if sequences else np.zeros(0, "i4")
     index = Index(prefix, _TYPES[code], lengths, ends - 1)
@@ -122,6 +141,105 @@ def read_index(prefix: str) -> Index:
             " make the dataset anew"
         )
     return index
+
+
+def _marks(prefix: str) -> tuple[tuple[int, ...] | None, ...]:
+    """Return what changes when one of the files of a dataset does."""
+    marks: list[tuple[int, ...] | None] = []
+    for path in (prefix + ".idx", prefix + ".bin", facts_path(prefix), checksums_path(prefix)):
+        try:
+            stat = os.stat(path)
+            marks.append((stat.st_size, stat.st_mtime_ns, stat.st_ino))
+        except OSError:
+            marks.append(None)
+    return tuple(marks)
+
+
+@functools.lru_cache(maxsize=1024)
+def _check(prefix: str, marks: tuple[tuple[int, ...] | None, ...]) -> None:
+    """Check what is read of a dataset at each start, which is all but its tokens."""
+    checksums = dataset_checksums(prefix)
+    if checksums is None:
+        _check_structure(prefix)
+        return
+    try:
+        checksums.check("idx", prefix + ".idx")
+        found, wanted = os.path.getsize(prefix + ".bin"), checksums.files["bin"][0]
+        if found != wanted:
+            raise ValueError(f"{prefix}.bin has {found} bytes and had {wanted} when it was written")
+        if os.path.exists(facts_path(prefix)):
+            checksums.check("facts", facts_path(prefix))
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; restore it or make the dataset anew, or, if you changed it yourself, delete {checksums.path} to"
+            " have it read unchecked"
+        ) from None
+
+
+def _check_structure(prefix: str) -> None:
+    """Check that the places of the sequences follow from their lengths, and that the documents hold all of them."""
+    index = _open_index(prefix)
+    count, size, place = len(index.lengths), np.dtype(index.dtype).itemsize, 0
+    places = _HEAD.size + 4 * count
+    with open(prefix + ".idx", "rb") as file:
+        for start in range(0, count, _BLOCK):
+            lengths = index.lengths[start : start + _BLOCK]
+            ends = place + np.cumsum(lengths, dtype=np.int64) * size
+            file.seek(places + 8 * start)
+            found = np.frombuffer(file.read(8 * len(lengths)), "<i8")
+            if (lengths < 0).any() or not np.array_equal(found, np.concatenate(([place], ends[:-1]))):
+                raise ValueError(
+                    f"{prefix}.idx is damaged: the places of its sequences do not follow from their lengths; make the"
+                    " dataset anew"
+                )
+            place = int(ends[-1])
+        last = -1
+        for start in range(0, index.documents + 1, _BLOCK):
+            file.seek(places + 8 * (count + start))
+            begins = np.frombuffer(file.read(8 * min(_BLOCK, index.documents + 1 - start)), "<i8")
+            if begins[0] < max(last, 0) or (np.diff(begins) < 0).any() or (start == 0 and begins[0] != 0):
+                last = -1
+                break
+            last = int(begins[-1])
+        if last != count:
+            raise ValueError(
+                f"{prefix}.idx is damaged: its documents do not hold its sequences in order; make the dataset anew"
+            )
+
+
+def checksums_path(prefix: str) -> str:
+    """Return the name of the file of checksums."""
+    return f"{prefix}.checksums"
+
+
+def dataset_checksums(prefix: str) -> Checksums | None:
+    """Return the checksums of a dataset; None where it has none.
+
+    Raises:
+        ValueError: They are damaged.
+    """
+    path = checksums_path(prefix)
+    if not os.path.lexists(path):
+        return None
+    try:
+        checksums = read_checksums(path)
+        if not {"bin", "idx", "facts"} <= checksums.files.keys():
+            raise ValueError(f"{path} is damaged")
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{error}; restore it, or delete it to have {prefix} read unchecked") from None
+    return checksums
+
+
+def write_dataset_checksums(path: str, tokens: tuple[int, NDArray[np.uint32]], index: str, facts: str) -> None:
+    """Write the checksums of a dataset, to the disk.
+
+    Args:
+        path: Of the file of checksums.
+        tokens: The size of the .bin in bytes, and the CRC32 of each block.
+        index: Path of the index.
+        facts: Path of the file of facts.
+    """
+    write_checksums(path, {"bin": tokens, "idx": checksums_of(index), "facts": checksums_of(facts)})
 
 
 def facts_path(prefix: str) -> str:

@@ -6,14 +6,16 @@ It grows in the folder ``PREFIX.unfinished``:
 ===========  =========================================================================================
 ``tokens``   what becomes the .bin file
 ``lengths``  the length of each document, i32
-``journal``  how much of these two counts, from how much of the input, and of which command
+``blocks``   the checksum of each whole block of ``tokens``, u32
+``journal``  how much of these counts, from how much of the input, and of which command; and its own checksum
 ``lock``     locked by the process that writes; a lock ends with its process
 ===========  =========================================================================================
 
-The journal is replaced, never changed, and only after the other two are on the disk. What lies in them beyond its word
-is cut off when the command goes on. It also remembers the end of the last file that is done as a whole: when a later
-one was mended, the command goes on from there. At the end the files get their names, the index last, for Megatron needs
-both.
+The journal is replaced, never changed, and only after the others are on the disk. What lies in them beyond its word is
+cut off when the command goes on. Checksums are those of what was written, so that tokens that a disk changes before the
+command ends are found when they are read. The journal also remembers the end of the last file that is done as a whole:
+when a later one was mended, the command goes on from there. At the end the files get their names, the index last, for
+Megatron needs both.
 
 ``preprocess.py`` is the only user.
 """
@@ -25,6 +27,7 @@ import json
 import os
 import shutil
 import time
+import zlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,13 +35,20 @@ from typing import Any
 import numpy as np
 
 from lightning_mcore.atomic_directory import sync_directory
-from lightning_mcore.data.indexed_files import facts_path, token_type, write_index
+from lightning_mcore.data.file_checksums import BLOCK, BlockChecksums
+from lightning_mcore.data.indexed_files import (
+    checksums_path,
+    facts_path,
+    token_type,
+    write_dataset_checksums,
+    write_index,
+)
 from lightning_mcore.data.preprocess_inputs import UNFINISHED
 from lightning_mcore.data.preprocess_worker import Piece
 from lightning_mcore.data.preprocess_workers import Tokens
 
 _SAVE_EVERY = 2.0  # seconds
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,8 @@ class Progress:
         documents: With tokens.
         tokens: Of them.
         empty: Documents without a token, which were left out.
+        last_block: CRC32 of the tokens that fill no block of checksums.
+        lengths_checksum: CRC32 of the lengths.
         whole: Whether nothing is missing but the files' names.
     """
 
@@ -65,6 +77,8 @@ class Progress:
     documents: int = 0
     tokens: int = 0
     empty: int = 0
+    last_block: int = 0
+    lengths_checksum: int = 0
     whole: bool = False
 
 
@@ -101,7 +115,7 @@ class Journal:
         self._command = {**json.loads(json.dumps(command)), "format of the unfinished files": _FORMAT}
         self._dtype = token_type(vocab_size)
         self._saved = time.monotonic()
-        begun = self._read()
+        begun = self._read(overwrite)
         if begun is None or not begun.progress.whole:
             self._refuse_finished(overwrite)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +133,10 @@ class Journal:
             other = _difference(begun.command, self._command)
             kept, changed = _unchanged(begun, self._command["inputs"])
             other = other or (changed if kept.documents == 0 else None)
-            if other is None:
+            if other is None and overwrite and self._damage(kept) is not None:
+                begun = None
+            elif other is None:
+                self._require_intact(kept)
                 self.progress, self._after_file = kept, begun.after_file
             elif begun.progress.documents > 0 and not overwrite:
                 self.progress = begun.progress  # it stays
@@ -130,8 +147,9 @@ class Journal:
         if self.progress == Progress():
             (self.folder / "journal").unlink(missing_ok=True)  # before what it speaks of is lost
         if not self.progress.whole:  # then they may have their names already
-            self._files.append(self._open("tokens", self.progress.tokens * np.dtype(self._dtype).itemsize))
-            self._files.append(self._open("lengths", self.progress.documents * 4))
+            sizes = self._sizes(self.progress)
+            self._files += [self._open(name, size) for name, size in sizes.items()]
+            self._blocks = BlockChecksums(sizes["tokens"], self.progress.last_block)
 
     def _refuse_finished(self, overwrite: bool) -> None:
         for name in (self.prefix + ".bin", self.prefix + ".idx"):
@@ -150,29 +168,66 @@ class Journal:
                 ) from None
         return lock  # on a disk without locks it stands for nothing
 
-    def _read(self) -> _Begun | None:
-        """Return what the journal says; None where there is none to go on from."""
+    def _read(self, overwrite: bool) -> _Begun | None:
+        """Return what the journal says; None where there is none to go on from.
+
+        Raises:
+            ValueError: It is damaged.
+        """
         try:
             stored = json.loads((self.folder / "journal").read_text(encoding="utf-8"))
-            return _Begun(stored["command"], Progress(**stored["progress"]), Progress(**stored["after_file"]))
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            checksum = stored.pop("checksum", None)
+            begun = _Begun(stored["command"], Progress(**stored["progress"]), Progress(**stored["after_file"]))
+        except FileNotFoundError:
             return None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            stored, checksum, begun = {}, None, None
+        if begun is None or checksum != _checksum(stored):
+            if overwrite:
+                return None
+            raise ValueError(f"{self.folder / 'journal'} is not as it was written; start anew with --overwrite")
+        return begun
+
+    def _lengths(self, progress: Progress) -> Any:
+        """Return the lengths of the documents that count."""
+        return np.fromfile(self.folder / "lengths", "<i4", progress.documents)
+
+    def _sizes(self, progress: Progress) -> dict[str, int]:
+        """Return how many bytes of each file count."""
+        tokens = progress.tokens * np.dtype(self._dtype).itemsize
+        return {"tokens": tokens, "lengths": progress.documents * 4, "blocks": tokens // BLOCK * 4}
+
+    def _damage(self, progress: Progress) -> str | None:
+        """Return what is wrong with the files that a journal speaks of, in a few words."""
+        if progress.whole:
+            return None  # they may have their names already
+        for name, size in self._sizes(progress).items():
+            path = self.folder / name
+            if not path.is_file() or path.stat().st_size < size:
+                return f"{path} is shorter than its journal says"
+        if zlib.crc32(self._lengths(progress)) != progress.lengths_checksum:
+            return f"{self.folder / 'lengths'} is not as it was written"
+        return None
+
+    def _require_intact(self, progress: Progress) -> None:
+        damage = self._damage(progress)
+        if damage is not None:
+            self.progress = progress  # it stays
+            raise ValueError(f"{damage}; start anew with --overwrite")
 
     def _open(self, name: str, size: int) -> Any:
         path = self.folder / name
         file = path.open("r+b" if path.exists() else "w+b")
-        if os.fstat(file.fileno()).st_size < size:
-            file.close()
-            raise ValueError(f"{path} is shorter than its journal says; start anew with --overwrite")
         file.truncate(size)
         file.seek(size)
         return file
 
     def add(self, piece: Piece, result: Tokens) -> None:
         """Take in what became of the next piece; saves from time to time."""
-        tokens, lengths = self._files
+        tokens, lengths, blocks = self._files
         tokens.write(result.tokens)
         lengths.write(result.lengths)
+        blocks.write(self._blocks.add(result.tokens))
         done, files = self.progress, piece["files_done"]
         self.progress = Progress(
             files=done.files + files,
@@ -183,6 +238,8 @@ class Journal:
             documents=done.documents + len(result.lengths) // 4,
             tokens=done.tokens + len(result.tokens) // np.dtype(self._dtype).itemsize,
             empty=done.empty + result.empty,
+            last_block=self._blocks.last,
+            lengths_checksum=zlib.crc32(result.lengths, done.lengths_checksum),
         )
         if files:
             self._after_file = self.progress
@@ -197,7 +254,8 @@ class Journal:
         partial = self.folder / "journal.partial"
         with partial.open("w", encoding="utf-8") as file:
             stored = {"progress": asdict(self.progress), "after_file": asdict(self._after_file)}
-            json.dump({"command": self._command, **stored}, file)
+            whole = {"command": self._command, **stored}
+            json.dump({**whole, "checksum": _checksum(whole)}, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, self.folder / "journal")
@@ -211,11 +269,18 @@ class Journal:
             facts: For the file of our own.
         """
         if not self.progress.whole:
-            write_index(str(self.folder / "index"), np.fromfile(self.folder / "lengths", "<i4"), self._dtype)
+            self._require_intact(self.progress)
+            write_index(str(self.folder / "index"), self._lengths(self.progress), self._dtype)
             self._write_facts(facts)
+            self._write_checksums()
             self.progress = replace(self.progress, whole=True)
             self.save()
-        ready = {"facts": facts_path(self.prefix), "tokens": self.prefix + ".bin", "index": self.prefix + ".idx"}
+        ready = {
+            "facts": facts_path(self.prefix),
+            "checksums": checksums_path(self.prefix),
+            "tokens": self.prefix + ".bin",
+            "index": self.prefix + ".idx",
+        }
         if (self.folder / "tokens").exists() and os.path.lexists(ready["index"]):
             os.unlink(ready["index"])  # of the dataset before, which must not point into the new one
         for name, final in ready.items():
@@ -231,6 +296,13 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
 
+    def _write_checksums(self) -> None:
+        blocks = np.fromfile(self.folder / "blocks", "<u4")
+        if self._blocks.size % BLOCK:
+            blocks = np.append(blocks, np.uint32(self._blocks.last))
+        paths = [str(self.folder / name) for name in ("checksums", "index", "facts")]
+        write_dataset_checksums(paths[0], (self._blocks.size, blocks), *paths[1:])
+
     def close(self) -> None:
         """Let go of the files, and leave nothing behind where nothing was done."""
         for file in self._files:
@@ -239,6 +311,11 @@ class Journal:
         if self.progress.documents == 0 and not self._lock.closed:
             shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
+
+
+def _checksum(stored: dict[str, Any]) -> int:
+    """Return the checksum of what a journal says."""
+    return zlib.crc32(json.dumps(stored, sort_keys=True).encode())
 
 
 def _difference(begun: dict[str, Any], command: dict[str, Any]) -> str | None:

@@ -24,17 +24,37 @@ class TokenizerFacts:
         json: Its ``tokenizer.json``; None for one that transformers runs in Python.
         vocab_size: One more than the largest id.
         eod: Id of the token at the end of a document; None where there is no such token.
+        digest: What tells it from others by its content.
     """
 
     name: str
     json: str | None
     vocab_size: int
     eod: int | None
+    digest: str
 
-    @property
-    def digest(self) -> str:
-        """Return what tells it from others."""
-        return hashlib.sha256((self.json or self.name).encode()).hexdigest()[:16]
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Return what tells a tokenizer of transformers from others by its content, wherever it was loaded from.
+
+    The chat template does not count.
+    """
+    inside: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if hasattr(inside, "to_str"):
+        whole = json.loads(inside.to_str())
+        parts = [json.dumps({**whole, "truncation": None, "padding": None}, sort_keys=True)]  # of its last use
+    else:
+        parts = [json.dumps(tokenizer.get_vocab(), sort_keys=True)]
+        files = (tokenizer.init_kwargs.get(name) for name in tokenizer.vocab_files_names)
+        parts += [_digest(Path(file).read_bytes()) for file in files if isinstance(file, str) and os.path.isfile(file)]
+    settings = {name: value for name, value in tokenizer.init_kwargs.items() if isinstance(value, bool | int)}
+    settings = {name: value for name, value in settings.items() if name not in ("is_local", "local_files_only")}
+    parts += [type(tokenizer).__name__, json.dumps(settings, sort_keys=True), str(tokenizer.special_tokens_map)]
+    return _digest("\0".join(parts).encode())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def load_tokenizer(name: str, eod_token: str | None = None) -> TokenizerFacts:
@@ -63,7 +83,8 @@ def load_tokenizer(name: str, eod_token: str | None = None) -> TokenizerFacts:
     text = inside.to_str() if hasattr(inside, "to_str") else None
     vocabulary = loaded.get_vocab()
     eod = loaded.eos_token_id if eod_token is None else _known(eod_token, vocabulary, name)
-    return TokenizerFacts(name, text, 1 + max(vocabulary.values(), default=-1), eod)
+    digest = tokenizer_digest(loaded) if text is None else _digest(text.encode())
+    return TokenizerFacts(name, text, 1 + max(vocabulary.values(), default=-1), eod, digest)
 
 
 def auto_tokenizer(name: str) -> Any:
@@ -101,7 +122,8 @@ def _of_file(name: str, eod_token: str | None) -> TokenizerFacts:
     vocabulary = loaded.get_vocab(with_added_tokens=True)
     eod_token = eod_token or _named_beside(name)
     eod = None if eod_token is None else _known(eod_token, vocabulary, name)
-    return TokenizerFacts(name, loaded.to_str(), 1 + max(vocabulary.values(), default=-1), eod)
+    text = loaded.to_str()
+    return TokenizerFacts(name, text, 1 + max(vocabulary.values(), default=-1), eod, _digest(text.encode()))
 
 
 def _known(token: str, vocabulary: dict[str, int], name: str) -> int:

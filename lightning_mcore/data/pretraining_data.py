@@ -17,6 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
+from lightning_mcore.data.file_checksums import fingerprints
 from lightning_mcore.data.indexed_blend import (
     Rows,
     SplitRequest,
@@ -265,7 +266,7 @@ class MCorePretrainingData(pl.LightningDataModule):
 
     def _restored_samples(self, restored: dict[str, Any], needed: int | None, given: int | None) -> int | None:
         now = self._order
-        changed = [name for name, value in now.items() if restored["order"].get(name) != value]
+        changed = [name for name, value in now.items() if restored["order"].get(name, value) != value]
         if changed:
             name = changed[0]
             raise ValueError(
@@ -296,11 +297,13 @@ class MCorePretrainingData(pl.LightningDataModule):
         indexes = at_first_rank(
             lambda: [(index.documents, index.tokens()) for index in map(read_index, blend.prefixes)]
         )
+        contents = at_first_rank(lambda: fingerprints([f"{prefix}.bin" for prefix in blend.prefixes]))
         return {
             "seq_length": self.seq_length,
             "seed": self.seed,
             "the share of the documents": list(share),
             "the (documents, tokens) of the datasets": [list(counts) for counts in indexes],
+            "the content of the datasets": contents,
             "the weights": None if blend.weights is None else list(blend.weights),
         }
 

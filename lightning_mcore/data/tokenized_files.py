@@ -1,27 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of conversations as a dataset of tokens, kept in the cache of Hugging Face ``datasets``.
+"""Files of conversations as a dataset of tokens, kept in a cache.
 
 Tokenising is done once. The cache is named after all that decides the tokens: the files with their sizes and times of
 change, the tokenizer with its chat template, and the settings of :class:`Reading`. The length of a row is not among
 them, so that it can be changed without tokenising again. ``finetuning_data.py`` asks for the dataset on every rank, one
-of each machine first.
+of each machine first. That one compares the cache with its checksums, and makes it anew where they differ
+(``checked_cache.py``). The rows that Hugging Face ``datasets`` reads on the way are not kept: nothing would tell
+whether they are still those of the files.
+
+Beside the tokens lies what they were made of (:func:`sources_of`), by which a run that is resumed knows its data again.
 """
 
+import functools
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Iterable, Sequence
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Protocol
+
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_mcore.data.chat_templates import ChatTemplate
 from lightning_mcore.data.chat_tokens import ChatEncoder
+from lightning_mcore.data.checked_cache import stand
 from lightning_mcore.data.conversations import ConversationReader, Format, LossOn, Message, Row, require_choice
 from lightning_mcore.data.data_files import explained, file_marks, load_rows
+from lightning_mcore.data.file_checksums import fingerprints
 from lightning_mcore.data.packing import TokenSample
+from lightning_mcore.data.preprocess_tokenizer import tokenizer_digest
 from lightning_mcore.data.template_encoder import TemplateEncoder
 
-_CACHE_VERSION = "1"
+_CACHE_VERSION = "2"
+_SOURCES = "sources.json"
+_TOKENS = "tokens"
 
 
 class RowReader(Protocol):
@@ -83,6 +98,7 @@ def tokenize_files(
     reading: Reading,
     cache_dir: str | None = None,
     num_proc: int = 1,
+    check: bool = True,
 ) -> Any:
     """Return a ``datasets.Dataset`` with a row of tokens for each row of the files, from the cache if they are there.
 
@@ -97,6 +113,7 @@ def tokenize_files(
         reading: How to read them.
         cache_dir: Where ``datasets`` keeps rows and tokens; None: its own place.
         num_proc: Processes that tokenise.
+        check: Compare the cache with its checksums; one process of a machine does.
 
     Raises:
         ModuleNotFoundError: ``datasets`` is not installed.
@@ -105,24 +122,109 @@ def tokenize_files(
         TypeError: What should be text is something else.
     """
     encoder = reading.encoder(tokenizer)
-    rows = load_rows(files, cache_dir)
-    chosen = reading.chosen(len(rows))
-    rows = rows if chosen is None else rows.select(chosen)
-    reader = reading.reader(rows.column_names)
-    tokenize = _Tokenize(reader, encoder, files[0] if len(files) == 1 else name, chosen)
-    try:
-        return rows.map(
-            tokenize,
-            with_indices=True,
-            remove_columns=rows.column_names,
-            features=_features(),
-            num_proc=num_proc if num_proc > 1 else None,
-            new_fingerprint=_fingerprint(files, tokenizer, reading),
-            desc=f"tokenising {name}",
+    key = _key(files, tokenizer, reading)
+
+    def make(folder: str) -> None:
+        rows_folder = os.path.join(folder, "rows")
+        rows = load_rows(files, rows_folder)
+        chosen = reading.chosen(len(rows))
+        rows = rows if chosen is None else rows.select(chosen)
+        reader = reading.reader(rows.column_names)
+        try:
+            rows.map(
+                _Tokenize(reader, encoder, files[0] if len(files) == 1 else name, chosen),
+                with_indices=True,
+                remove_columns=rows.column_names,
+                features=_features(),
+                num_proc=num_proc if num_proc > 1 else None,
+                cache_file_name=os.path.join(folder, f"{_TOKENS}.arrow"),
+                new_fingerprint=key,
+                desc=f"tokenising {name}",
+            )
+        except UnicodeDecodeError:  # pyarrow reads over it
+            with explained(files):
+                raise
+        shutil.rmtree(rows_folder)
+        with open(os.path.join(folder, _SOURCES), "w", encoding="utf-8") as file:
+            json.dump(describe_sources(files, tokenizer, reading), file)
+
+    folder = os.path.join(_cache_folder(cache_dir), "lightning_mcore", key)
+    checksums = stand(folder, make, f"the tokens of {name}", check)
+    return _opened([os.path.join(folder, file) for file in sorted(checksums.files) if file.startswith(_TOKENS)])
+
+
+def describe_sources(files: Sequence[str], tokenizer: Any, reading: Reading) -> dict[str, Any]:
+    """Return what decides the tokens of files, part by part as a user would call it, by content and not by place."""
+    marks = [f"{os.path.basename(file)} ({mark})" for file, mark in zip(files, fingerprints(files), strict=True)]
+    template = {} if reading.template is not None else {"the chat template": _short(str(tokenizer.chat_template))}
+    settings = functools.reduce(lambda text, file: text.replace(file, os.path.basename(file)), files, repr(reading))
+    return {
+        "the files": marks,
+        "the tokenizer": tokenizer_digest(tokenizer),
+        **template,
+        "the reading of the rows": _short(settings),
+    }
+
+
+def sources_of(tokenized: Any) -> list[dict[str, Any]]:
+    """Return what :func:`describe_sources` said when the tokens of a dataset of :func:`tokenize_files` were made."""
+    folders = dict.fromkeys(os.path.dirname(file["filename"]) for file in tokenized.cache_files)
+    found = []
+    for folder in folders:
+        with open(os.path.join(folder, _SOURCES), encoding="utf-8") as file:
+            found.append(json.load(file))
+    return found
+
+
+def compare_sources(then: Mapping[str, Any], now: Mapping[str, Any], in_epoch: bool) -> None:
+    """Say what changed since a checkpoint was taken.
+
+    Args:
+        then: What :func:`describe_sources` said in the run that took it.
+        now: What it says now.
+        in_epoch: Whether it was taken in the middle of an epoch.
+
+    Raises:
+        ValueError: Something changed, and the epoch could not go on with the rest of the same rows.
+    """
+    changed = _changed_source(then, now)
+    if changed is None:
+        return
+    if in_epoch:
+        raise ValueError(
+            f"the checkpoint was taken in the middle of an epoch of other data: it differs in {changed}; resume with"
+            " the data of its run, or from the end of an epoch"
         )
-    except UnicodeDecodeError:  # pyarrow reads over it
-        with explained(files):
-            raise
+    rank_zero_warn(f"the run goes on with other training data than before: it differs in {changed}")
+
+
+def _changed_source(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Return what changed between two descriptions of sources, as a part of a sentence; None where nothing did."""
+    for name, value in now.items():
+        before = then.get(name, value)
+        if before != value:
+            if isinstance(value, list) and isinstance(before, list):
+                pairs = zip_longest(before, value, fillvalue="absent")
+                before, value = next((old, new) for old, new in pairs if old != new)
+            return f"{name}, which was {before} and is now {value}"
+    return None
+
+
+def _cache_folder(cache_dir: str | None) -> str:
+    if cache_dir is not None:
+        return os.path.abspath(cache_dir)
+    from datasets import config
+
+    return str(config.HF_DATASETS_CACHE)
+
+
+def _opened(files: Sequence[str]) -> Any:
+    """Return the tokens in files of arrow as one dataset; no file stands for no rows."""
+    from datasets import Dataset, concatenate_datasets
+
+    if not files:
+        return Dataset.from_dict({name: [] for name in _features()}, _features())
+    return concatenate_datasets([Dataset.from_file(file) for file in files])
 
 
 def columns_of_stream(rows: Any, files: Sequence[str]) -> list[str]:
@@ -166,11 +268,14 @@ def _features() -> Any:
     return Features({"tokens": Sequence(Value("int32")), "learnt": Sequence(Value("bool")), **numbers})
 
 
-def _fingerprint(files: Sequence[str], tokenizer: Any, reading: Reading) -> str:
+def _key(files: Sequence[str], tokenizer: Any, reading: Reading) -> str:
     """Return the name under which the tokens are kept."""
-    whole = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
     parts = [
-        *(_CACHE_VERSION, str(reading), importlib.metadata.version("transformers"), type(tokenizer).__name__),
-        *(whole, str(tokenizer.chat_template), str(tokenizer.special_tokens_map), *file_marks(files)),
+        *(_CACHE_VERSION, repr(reading), importlib.metadata.version("transformers")),
+        *(tokenizer_digest(tokenizer), str(tokenizer.chat_template), *file_marks(files)),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

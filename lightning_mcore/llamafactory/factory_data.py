@@ -17,7 +17,6 @@ from lightning_mcore.data.data_files import with_rows
 from lightning_mcore.data.finetuning_data import MCoreFinetuningData
 from lightning_mcore.data.packed_dataset import TokenizedSamples
 from lightning_mcore.data.text_blocks import TextBlocks
-from lightning_mcore.data.tokenized_files import tokenize_files
 from lightning_mcore.llamafactory.factory_rows import FactoryReading
 
 
@@ -96,7 +95,7 @@ class FactoryData(MCoreFinetuningData):
         for reading in self._readings["train" if self.validation_share else split]:
             name = f"the dataset {reading.entry.name!r}"
             files = with_rows(reading.entry.files)
-            parts.append(tokenize_files(files, name, self.tokenizer, reading, self.cache_dir, self.num_proc))
+            parts.append(self._tokenized_files(files, name, reading))
         return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
 
     def _samples(self, tokenized: Any, indices: NDArray[np.int64], name: str) -> TokenizedSamples:

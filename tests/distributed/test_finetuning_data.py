@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tuning data on ranks: every rank reads its part, a stream is resumed exactly, and a fault is told by all."""
 
+import os
+import warnings
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from lightning_mcore import MCoreGPT
 from lightning_mcore.data import token_stream
 from lightning_mcore.data.finetuning_data import MCoreFinetuningData
-from tests.chats import characters, exchanges, write
+from tests.chats import APPENDING, END, characters, exchanges, write
 from tests.distributed.test_resume import Run, Save
 from tests.ranks import run_ranks
 from tests.toy import make_trainer
@@ -276,3 +278,63 @@ def test_the_common_random_numbers_are_left_alone_by_a_stream(tmp_path: Path) ->
     before = torch.get_rng_state()
     list(data.train_dataloader())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+# ---- data that changed between a checkpoint and a resume
+
+
+def _write_tokenizer(folder: str, change: str | None) -> None:
+    template = APPENDING.replace("<|end|>", "<|end|> ") if change == "the chat template, which was " else APPENDING
+    merges = ["aa"] if change == "the tokenizer, which was " else []
+    characters(template, merges, eos_token=END).save_pretrained(f"{folder}/tokenizer")
+
+
+def resumes(folder: str, streaming: bool) -> dict[str, tuple[str, str]]:
+    """Rank function: for each thing that changes, what is said in the middle of an epoch, and at its end."""
+
+    def fit(epochs: int, checkpoint: str | None = None) -> str:
+        module = MCoreFinetuningData(
+            f"{folder}/a.jsonl",
+            f"{folder}/tokenizer",
+            64,
+            2,
+            packing=False,
+            cache_dir=f"{folder}/cache",
+            streaming=streaming,
+        )
+        saves = pl.callbacks.ModelCheckpoint(f"{folder}/saved", "{step}", every_n_train_steps=6, save_top_k=-1)
+        callbacks = [saves] if checkpoint is None else []
+        trainer = make_trainer(
+            {}, max_epochs=epochs, max_steps=12 * epochs, callbacks=callbacks, enable_checkpointing=checkpoint is None
+        )
+        sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                trainer.fit(MCoreGPT(vocab_size=384, seq_length=64, transformer=sizes), module, ckpt_path=checkpoint)
+            except ValueError as error:
+                return str(error)
+        return " ".join(str(warning.message) for warning in warned if "training data" in str(warning.message))
+
+    file, said = write(Path(folder, "a.jsonl"), exchanges(24)), {}
+    _write_tokenizer(folder, None)
+    first = fit(1)
+    assert first == "", first
+    whole, times = Path(file).read_text(), os.stat(file)
+    for change in ("", "a.jsonl (", "the chat template, which was ", "the tokenizer, which was "):
+        Path(file).write_text(whole.replace("q3", "z3") if change == "a.jsonl (" else whole)
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns + (change == "a.jsonl (")))
+        _write_tokenizer(folder, change)
+        said[change] = fit(1, f"{folder}/saved/step=6.ckpt"), fit(2, f"{folder}/saved/step=12.ckpt")
+    return said
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["files", "stream"])
+def test_a_run_goes_on_with_the_data_that_it_had_or_says_what_changed(tmp_path: Path, streaming: bool) -> None:
+    [said] = run_ranks(1, resumes, str(tmp_path), streaming, timeout=120)
+    assert said.pop("") == ("", "")
+    for change, (within, after) in said.items():
+        assert within.startswith("the checkpoint was taken in the middle of an epoch of other data: it differs in ")
+        assert after.startswith("the run goes on with other training data than before: it differs in ")
+        assert change in within, change
+        assert change in after, change

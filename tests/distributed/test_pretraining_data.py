@@ -6,6 +6,8 @@ The datasets here say where each token comes from: document ``d`` of a dataset i
 
 import functools
 import importlib.util
+import os
+import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +24,15 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from torch import Tensor
 
 from lightning_mcore import MCoreGPT
-from lightning_mcore.data.indexed_blend import _EndOfDocument
-from lightning_mcore.data.indexed_files import facts_path, write_index
+from lightning_mcore.data.file_checksums import checksums_of
+from lightning_mcore.data.indexed_blend import Rows, _EndOfDocument
+from lightning_mcore.data.indexed_files import (
+    checksums_path,
+    facts_path,
+    read_index,
+    write_dataset_checksums,
+    write_index,
+)
 from lightning_mcore.data.pretraining_data import MCorePretrainingData
 from tests.ranks import RanksFailedError, run_ranks
 from tests.toy import make_trainer
@@ -277,6 +286,11 @@ def test_a_run_that_would_change_the_order_is_refused(two: list[str], tmp_path: 
         assert f"ValueError: {sentence}\n" in failed.value.errors[0]
     [(steps, _)] = run_ranks(1, fit, two[0], 4, 1, train_samples=8, max_steps=4, **resume)
     assert list(steps) == [2, 3]
+    whole = Path(f"{two[0]}.bin").read_bytes()
+    Path(f"{two[0]}.bin").write_bytes(whole[:300] + bytes(16) + whole[316:])
+    with pytest.raises(RanksFailedError) as failed:
+        run_ranks(1, fit, two[0], 4, 1, train_samples=8, max_steps=4, **resume)
+    assert "the checkpoint was taken with other data: the content of the datasets was [" in failed.value.errors[0]
 
 
 def test_a_model_split_over_ranks_validates_on_it(two: list[str]) -> None:
@@ -483,3 +497,104 @@ def test_the_command_line_takes_all_forms_of_paths() -> None:
         given = parser.parse_object({"data": {"data_paths": paths, "seq_length": 8, "batch_size": 2}})
         assert given.data.data_paths == paths
         parser.instantiate_classes(given)
+
+
+# ---- files that are not as they were written
+
+
+class _Runs:
+    """Leaves a mark when it is unpickled."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path(self.mark),)
+
+
+def with_checksums(prefix: str, vocab_size: int = 256) -> str:
+    """Give a dataset the checksums that preprocess leaves beside one."""
+    Path(facts_path(prefix)).write_text(f'{{"eod_token_id": 0, "vocab_size": {vocab_size}}}')
+    write_dataset_checksums(checksums_path(prefix), checksums_of(f"{prefix}.bin"), f"{prefix}.idx", facts_path(prefix))
+    return prefix
+
+
+@pytest.mark.parametrize("blend", [False, True], ids=["one", "blend"])
+def test_index_files_that_changed_are_made_anew_and_nothing_in_them_runs(
+    two: list[str], tmp_path: Path, blend: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rows() -> list[list[int]]:
+        paths = {two[0]: 1.0, two[1]: 2.0} if blend else two[0]
+        return train_rows(make_data(paths, train_samples=40, cache_dir=str(tmp_path / "cache")))
+
+    first, mark = rows(), tmp_path / "mark"
+    files = sorted((tmp_path / "cache").glob("*/*.npy"))
+    assert len(files) == (8 if blend else 3)
+    for file in files:
+        whole = file.read_bytes()
+        for bad in (pickle.dumps(_Runs(str(mark))), whole[:-5], whole[:-1] + b"\7"):
+            file.write_bytes(bad)
+            assert rows() == first
+            assert file.read_bytes() == whole
+    assert not mark.exists()
+    assert sum("the index files of the dataset are made anew: " in line for line in caplog.messages) == 3 * len(files)
+    # between the check and the moment at which a rank reads
+    folder, request = files[0].parent, make_data(two[0], train_samples=40)._request(0, 40)
+    if not blend:
+        files[0].write_bytes(pickle.dumps(_Runs(str(mark))))
+        with pytest.raises(ValueError, match="changed since it was checked"):
+            Rows(request, str(folder))
+        assert not mark.exists()
+
+
+def test_a_copy_for_a_worker_opens_the_files_and_carries_none_of_them(two: list[str], tmp_path: Path) -> None:
+    for paths in (two[0], {two[0]: 1.0, two[1]: 2.0}):
+        data = make_data(paths, train_samples=400, cache_dir=str(tmp_path / "cache"))
+        data.setup("fit")
+        rows: Any = data.train_dataloader().dataset
+        carried = pickle.dumps(rows)
+        assert len(carried) < 2000
+        copy = pickle.loads(carried)
+        assert len(copy) == len(rows) == 400
+        assert all(torch.equal(copy[number]["tokens"], rows[number]["tokens"]) for number in range(400))
+
+
+def test_tokens_that_are_not_those_that_were_written_are_refused_when_they_are_read(two: list[str]) -> None:
+    with_checksums(two[0])
+    rows = train_rows(make_data(two[0], train_samples=40))
+    file = Path(f"{two[0]}.bin")
+    whole = file.read_bytes()
+    stat = file.stat()
+    file.write_bytes(whole[:300] + bytes(16) + whole[316:])
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # so that nothing but the content says it
+    with pytest.raises(ValueError, match=r"a\.bin is not as it was written: .* differs in the bytes from 0 on"):
+        train_rows(make_data(two[0], train_samples=40))
+    file.write_bytes(whole)
+    assert train_rows(make_data(two[0], train_samples=40)) == rows
+
+
+@pytest.mark.parametrize("file", [".idx", ".preprocess.json", ".checksums"])
+def test_an_index_that_is_not_the_one_that_was_written_is_refused(two: list[str], file: str) -> None:
+    with_checksums(two[0])
+    path = Path(two[0] + file)
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 37):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(ValueError, match=r"make the dataset|read unchecked"):
+            make_data(two[0]).setup("fit")
+    path.unlink()
+    if file != ".idx":
+        make_data(two[0]).setup("fit")
+
+
+def test_an_index_of_megatron_that_contradicts_itself_is_refused(two: list[str]) -> None:
+    path = Path(f"{two[0]}.idx")
+    whole = path.read_bytes()
+    make_data(two[0]).setup("fit")
+    for place in range(18, len(whole)):  # behind magic, version and type, which are checked, too
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        if place < len(whole) - 8 * 61 or place >= len(whole) - 8:
+            with pytest.raises(ValueError, match="make the dataset"):
+                read_index(two[0])
+    path.write_bytes(whole + bytes(60))  # of a multimodal dataset, the mode of each sequence
+    read_index(two[0])

@@ -170,7 +170,7 @@ def test_the_same_bytes_for_any_number_of_workers_and_size_of_pieces(folder: Pat
     }.items():
         preprocess(options(folder, tmp_path / name, **changed))
         found.append(files_of(tmp_path / name))
-    assert sorted(found[0]) == [".bin", ".idx", ".json"]
+    assert sorted(found[0]) == [".bin", ".checksums", ".idx", ".json"]
     assert found[0] == found[1] == found[2]
 
 
@@ -305,7 +305,7 @@ def test_a_full_disk_is_one_sentence_and_no_end(
     assert files_of(tmp_path / "out") == whole
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 4])
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
 def test_a_crash_while_files_get_their_names_is_made_up_for(
     folder: Path, tmp_path: Path, whole: dict[str, bytes], step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,7 +324,7 @@ def test_a_crash_while_files_get_their_names_is_made_up_for(
 
     with monkeypatch.context() as patch:
         patch.setattr("lightning_mcore.data.preprocess_journal.os.replace", replace_or_crash)
-        if step <= 3:
+        if step <= 4:
             with pytest.raises(KeyboardInterrupt):
                 preprocess(command)
             assert not Path(command.output + ".idx").exists()

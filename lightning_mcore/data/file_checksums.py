@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checksums of files, block by block, in a file beside them.
+
+A dataset of tokens may be larger than what can be read at each start, so each block of a file has a checksum of its
+own. A reader checks a block when it first reads from it (:class:`CheckedBlocks`), or all of them at once
+(:meth:`Checksums.check`), which is as fast as the disk and a few threads are.
+
+A file of checksums: a line of JSON, which names the files with their sizes; the CRC32 of each block of each of them in
+that order, little-endian u32; the CRC32 of all this. Its last four bytes therefore stand for the content of all files
+(:attr:`Checksums.identity`).
+
+``indexed_files.py`` has one beside each dataset that is made here, ``checked_cache.py`` one in each folder of a cache.
+"""
+
+import errno
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK = 1 << 16  # bytes; a sample is a few KiB, and the system reads 128 KiB ahead of it anyway
+
+_FORMAT = 1
+_SPAN = BLOCK * 128  # bytes that one thread reads at a time
+_THREADS = 4
+_WHOLE = 1 << 30  # bytes up to which a fingerprint covers all of a file
+_SAMPLED = 1 << 10  # blocks that it covers of a larger one
+_CRC = struct.Struct("<I")
+
+
+class BlockChecksums:
+    """The checksums of a file that is being written.
+
+    Args:
+        size: Bytes that were written already.
+        last: CRC32 of those of them that fill no block.
+    """
+
+    def __init__(self, size: int = 0, last: int = 0) -> None:
+        self.size = size
+        self.last = last
+
+    def add(self, content: bytes | memoryview) -> bytes:
+        """Take in what is appended to the file; return the checksums of the blocks that are full now."""
+        view, found = memoryview(content), []
+        while len(view):
+            part = view[: BLOCK - self.size % BLOCK]
+            self.last = zlib.crc32(part, self.last)
+            self.size += len(part)
+            view = view[len(part) :]
+            if self.size % BLOCK == 0:
+                found.append(_CRC.pack(self.last))
+                self.last = 0
+        return b"".join(found)
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """What a file of checksums says.
+
+    Attributes:
+        path: Of it.
+        files: Of each file, by its name, the size in bytes and the CRC32 of each block.
+        identity: 8 hexadecimal digits that stand for the content of all files.
+    """
+
+    path: str
+    files: Mapping[str, tuple[int, NDArray[np.uint32]]]
+    identity: str
+
+    def check(self, name: str, path: str) -> None:
+        """Check the size and every block of a file.
+
+        Raises:
+            ValueError: It is another one.
+            OSError: It cannot be read.
+        """
+        size, wanted = self.files[name]
+        if not os.path.isfile(path):
+            raise ValueError(f"{path} is not there")
+        if os.path.getsize(path) != size:
+            raise ValueError(_other_size(path, os.path.getsize(path), size))
+        different = np.flatnonzero(checksums_of(path)[1] != wanted)
+        if len(different):
+            raise ValueError(_damaged(path, int(different[0]), len(different)))
+
+
+def write_checksums(path: str, files: Mapping[str, tuple[int, NDArray[np.uint32]]]) -> None:
+    """Write a file of checksums, to the disk.
+
+    Args:
+        path: Of it.
+        files: Of each file the size in bytes and the CRC32 of each block.
+    """
+    head = {"format": _FORMAT, "block": BLOCK, "files": {name: size for name, (size, _) in files.items()}}
+    content = json.dumps(head).encode() + b"\n" + b"".join(sums.astype("<u4").tobytes() for _, sums in files.values())
+    with open(path, "wb") as file:
+        file.write(content + _CRC.pack(zlib.crc32(content)))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_checksums(path: str) -> Checksums:
+    """Read a file of checksums.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ValueError: It is damaged.
+    """
+    checksums = _mapped(path)
+    if (
+        checksums is None
+        or f"{zlib.crc32(np.memmap(path, np.uint8, 'r')[: -_CRC.size].data):08x}" != checksums.identity
+    ):
+        raise ValueError(f"{path} is damaged")
+    return checksums
+
+
+def _mapped(path: str) -> Checksums | None:
+    """Return what a file of checksums says without reading all of it; None where that makes no sense."""
+    if not os.path.isfile(path):
+        raise FileNotFoundError(errno.ENOENT, "it is not there", path)
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        line = file.readline(1 << 16)
+        file.seek(max(0, size - _CRC.size))
+        identity = file.read()
+    try:
+        head = json.loads(line)
+        sizes = [(str(name), int(bytes_)) for name, bytes_ in head["files"].items()]
+        fits = (head["format"], head["block"]) == (_FORMAT, BLOCK) and all(size >= 0 for _, size in sizes)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    counts = [-(-size // BLOCK) for _, size in sizes]
+    if not fits or size != len(line) + 4 * sum(counts) + _CRC.size:
+        return None
+    table = np.memmap(path, "<u4", "r", len(line), (sum(counts),)) if sum(counts) else np.zeros(0, "<u4")
+    parts = np.split(table, np.cumsum(counts)[:-1]) if counts else []
+    files = {name: (size, part) for (name, size), part in zip(sizes, parts, strict=True)}
+    return Checksums(path, files, f"{_CRC.unpack(identity)[0]:08x}")
+
+
+def checksums_of(path: str) -> tuple[int, NDArray[np.uint32]]:
+    """Return the size of a file and the CRC32 of each of its blocks."""
+    size = os.path.getsize(path)
+    blocks = range(-(-size // BLOCK))
+    with open(path, "rb") as file, ThreadPoolExecutor(_THREADS) as threads:
+        spans = [blocks[start : start + _SPAN // BLOCK] for start in range(0, len(blocks), _SPAN // BLOCK)]
+        found = threads.map(lambda span: _of_blocks(file.fileno(), span), spans)
+        return size, np.fromiter((checksum for part in found for checksum in part), np.uint32, len(blocks))
+
+
+def fingerprints(paths: Sequence[str]) -> list[str]:
+    """Return for each file what tells its content from another: its size and a CRC32, of large files that of a part.
+
+    Files of up to 1 GiB together are read as a whole. Of more it is about 1,024 blocks of 64 KiB in all, spread evenly
+    over each file from its first to its last; what is changed in place between these is not seen, and what is put in or
+    taken out is.
+    """
+    sizes = [os.path.getsize(path) for path in paths]
+    most = max(2, _SAMPLED // max(1, len(paths))) if sum(sizes) > _WHOLE else None
+    return [_fingerprint(path, size, most) for path, size in zip(paths, sizes, strict=True)]
+
+
+def _fingerprint(path: str, size: int, most: int | None) -> str:
+    count = -(-size // BLOCK)
+    blocks = range(count) if most is None or count <= most else np.linspace(0, count - 1, most).astype(int).tolist()
+    with open(path, "rb") as file, ThreadPoolExecutor(_THREADS) as threads:
+        parts = [blocks[start : start + 16] for start in range(0, len(blocks), 16)]
+        found = threads.map(lambda part: _of_blocks(file.fileno(), part), parts)
+        sums = b"".join(_CRC.pack(checksum) for part in found for checksum in part)
+    return f"{size} bytes, {zlib.crc32(sums):08x}"
+
+
+def _of_blocks(descriptor: int, blocks: Iterable[int]) -> list[int]:
+    return [zlib.crc32(os.pread(descriptor, BLOCK, block * BLOCK)) for block in blocks]
+
+
+class CheckedBlocks:
+    """A file in memory, of which each block is checked before anything of it is given out.
+
+    A copy in another process begins anew, with the file and its checksums as they are there.
+
+    Args:
+        path: Of the file.
+        checksums: The path of the file of its checksums.
+        name: Of the file in there.
+
+    Raises:
+        FileNotFoundError: One of them is not there.
+        ValueError: They do not belong together.
+    """
+
+    def __init__(self, path: str, checksums: str, name: str) -> None:
+        said = _mapped(checksums)
+        if said is None or name not in said.files:
+            raise ValueError(f"{checksums} is damaged")
+        self._path = path
+        self._size, self._wanted = said.files[name]
+        found = os.path.getsize(path)
+        if found != self._size:
+            raise ValueError(_other_size(path, found, self._size))
+        self._content = np.memmap(path, np.uint8, "r") if found else np.zeros(0, np.uint8)
+        self._checked = np.zeros(len(self._wanted), np.bool_)
+
+    def read(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
+        """Return ``count`` numbers from the byte ``offset`` on.
+
+        Raises:
+            ValueError: A block that holds some of them is not what it was when it was written.
+        """
+        stop = offset + count * np.dtype(dtype).itemsize
+        for block in range(offset // BLOCK, -(-stop // BLOCK)):
+            if not self._checked[block]:
+                if zlib.crc32(self._content[block * BLOCK : (block + 1) * BLOCK].data) != self._wanted[block]:
+                    raise ValueError(_damaged(self._path, block))
+                self._checked[block] = True
+        return np.frombuffer(self._content, dtype, count, offset)
+
+
+def _other_size(path: str, found: int, wanted: int) -> str:
+    return f"{path} has {found} bytes and had {wanted} when it was written"
+
+
+def _damaged(path: str, block: int, blocks: int = 1) -> str:
+    more = f", and in {blocks - 1} more blocks" if blocks > 1 else ""
+    return f"{path} is not as it was written: the checksum differs in the bytes from {block * BLOCK} on{more}"
