@@ -20,7 +20,6 @@ Batches are packed or dense ones, as ``packed_rows.py`` describes them, for ``MC
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -213,8 +212,8 @@ class MCoreFinetuningData(pl.LightningDataModule):
         splits = [name for name in self._prepared_splits(stage) if name not in self._data]
         together(lambda: self._open(splits, multiples))
         if self.streaming and stage in ("fit", None):
-            settings = together(self._stream_settings)
-            self._stream = replace(settings, sources=self._sources_of_stream(settings))
+            self._stream = settings = together(self._stream_settings)
+            self._sources = self._sources_of_stream(settings)
 
     def train_dataloader(self) -> Any:
         """Rows of the training files, shuffled in each epoch."""
@@ -240,8 +239,8 @@ class MCoreFinetuningData(pl.LightningDataModule):
         return self._evaluation_loader("test") if self._has("test") else []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the training data was made of, and whether an epoch of it is under way; not of a stream."""
-        if self.trainer is None or self.streaming or self.trainer.state.fn != TrainerFn.FITTING:
+        """Return what the training data was made of, and whether an epoch of it is under way."""
+        if self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
             return {}
         return {"sources": self._sources, "in_epoch": Place.of(self.trainer).in_epoch}
 

@@ -34,7 +34,6 @@ from torch.utils.data import DataLoader
 from lightning_mcore.agreement import all_true, gather, together
 from lightning_mcore.data.packing_statistics import PackingStatistics
 from lightning_mcore.data.token_stream import Batch, Item, ReaderPlace, ReaderStreams, StreamSettings
-from lightning_mcore.data.tokenized_files import compare_sources
 from lightning_mcore.epoch_place import Place
 
 T = TypeVar("T")
@@ -112,19 +111,17 @@ class StreamLoader:
             place = Place.of(trainer)
             epoch, batches = place.epoch, place.batches if place.in_epoch else 0
         if running is None or not batches:
-            return {"epoch": epoch, "batches": 0, "sources": dict(self._settings.sources)}
-        marks = {"sources": dict(self._settings.sources), "stream": self._marks()}
-        return {"epoch": running.epoch, "batches": batches, **marks, **running.state(batches)}
+            return {"epoch": epoch, "batches": 0}
+        return {"epoch": running.epoch, "batches": batches, "stream": self._marks(), **running.state(batches)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next epoch be the rest of the one that the state is of.
 
         Raises:
-            ValueError: It is of a stream of other data or with other settings, or of another rank.
+            ValueError: It is of a stream with other settings, or of another rank.
         """
         self.sampler.set_epoch(state["epoch"])
         self._restored = None
-        compare_sources(state.get("sources", {}), self._settings.sources, bool(state["batches"]))
         if not state["batches"]:
             return
         for name, value in self._marks().items():

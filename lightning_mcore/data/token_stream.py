@@ -12,7 +12,7 @@ random numbers. It is plain data. A reader that is given a state goes on with ex
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,6 @@ class StreamSettings:
         seed: Of the order.
         vocab_size: Tokens that exist; None: not checked.
         padded_to: Without packing, places of each row; None: as many as the longest of a batch takes.
-        sources: What decides the rows, as ``describe_sources`` says it.
     """
 
     files: list[str]
@@ -66,7 +65,6 @@ class StreamSettings:
     seed: int
     vocab_size: int | None = None
     padded_to: int | None = None
-    sources: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
