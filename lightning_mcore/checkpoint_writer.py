@@ -28,6 +28,7 @@ from lightning_mcore.tensor_record import frame_tensor, tensor_bytes
 
 _DCP_VERSION = "1.0.0"  # of torch.distributed.checkpoint's metadata, since torch 2.8
 _ALIGNMENT = 64  # bytes, of tensors in the staging memory and of archives in a file
+_BLOCK = 1 << 30  # bytes of staging memory taken at once, unless a tensor is larger
 
 Places = dict[MetadataIndex, _StorageInfo]
 
@@ -46,10 +47,13 @@ def write_metadata(directory: str, metadata: Metadata, places: Sequence[Places])
 
 
 class Staging:
-    """Memory on the host that holds a copy of what a rank is about to write; kept for the next save."""
+    """Memory on the host that holds a copy of what a rank is about to write; kept for the next save.
+
+    It is taken in blocks, because PyTorch rounds page-locked memory up to a power of two: 17 GB in one would take 32.
+    """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._blocks: list[Tensor] = []
 
     def copy(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Return the pieces with their tensors copied, so that the originals may change; waits for a GPU's copies.
@@ -57,27 +61,45 @@ class Staging:
         Raises:
             RuntimeError: There is not enough memory.
         """
-        tensors = [_plain(piece.content) if isinstance(piece.content, Tensor) else None for piece in pieces]
-        on_gpu = any(tensor is not None and tensor.is_cuda for tensor in tensors)
-        offsets, total = [], 0
-        for tensor in tensors:
-            offsets.append(total)
-            total += 0 if tensor is None else -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-        if self._memory.numel() < total:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # let go of the old first
-            self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=on_gpu)
+        on_gpu = any(piece.content.is_cuda for piece in pieces if isinstance(piece.content, Tensor))
+        places, sizes = _places(pieces)
+        del self._blocks[len(sizes) :]
+        for number, size in enumerate(sizes):
+            if number == len(self._blocks):
+                self._blocks.append(torch.empty(0, dtype=torch.uint8))
+            if self._blocks[number].numel() < size:
+                self._blocks[number] = torch.empty(0, dtype=torch.uint8)  # let go of the old first
+                self._blocks[number] = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
         copies = []
-        for piece, tensor, offset in zip(pieces, tensors, offsets, strict=True):
-            if tensor is None:
+        for piece, place in zip(pieces, places, strict=True):
+            if place is None:
                 copies.append(piece)
                 continue
-            memory = self._memory[offset : offset + tensor.numel() * tensor.element_size()]
+            assert isinstance(piece.content, Tensor)
+            tensor, (number, offset) = _plain(piece.content), place  # one at a time: it may take memory of its own
+            memory = self._blocks[number][offset : offset + tensor.numel() * tensor.element_size()]
             copy = memory.view(tensor.dtype).view(tensor.shape)
             copy.copy_(tensor, non_blocking=True)
             copies.append(Piece(piece.index, copy))
         if on_gpu:
             torch.cuda.synchronize()
         return copies
+
+
+def _places(pieces: Sequence[Piece]) -> tuple[list[tuple[int, int] | None], list[int]]:
+    """Return block and offset of each piece, None for what is not a tensor, and the size of each block."""
+    places: list[tuple[int, int] | None] = []
+    sizes: list[int] = []
+    for piece in pieces:
+        if not isinstance(piece.content, Tensor):
+            places.append(None)
+            continue
+        size = -(-piece.content.numel() * piece.content.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        if not sizes or sizes[-1] + size > _BLOCK:
+            sizes.append(0)
+        places.append((len(sizes) - 1, sizes[-1]))
+        sizes[-1] += size
+    return places, sizes
 
 
 def write_pieces(

@@ -579,6 +579,27 @@ def test_a_script_without_a_main_guard_saves_while_it_trains(tmp_path: Path) -> 
         assert checkpoint_files.verify(str(path))["world_size"] == 2
 
 
+_EXIT_SCRIPT = """
+import atexit, sys
+import torch.distributed as dist
+from tests.distributed import test_checkpoint_io as helpers
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+atexit.register(dist.destroy_process_group)  # as Lightning does for NCCL
+opened = helpers.groups()
+opened.__enter__()
+plugin = helpers.MCoreCheckpointIO(async_save=True)
+plugin.save_checkpoint(helpers.checkpoint(), "a.ckpt")
+sys.exit()
+"""
+
+
+def test_a_save_in_flight_at_exit_is_finished_before_the_process_group_goes(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_EXIT_SCRIPT)
+    run_script(tmp_path / "train.py")
+    assert checkpoint_files.verify(str(tmp_path / "a.ckpt"))["global_step"] == 7
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(tmp_path)]
