@@ -3,9 +3,9 @@
 
     python -m benchmarks.checkpoint_torture --kills 500
 
-Each run of 25 kills has a seed of its own and one of the layouts; four trials save synchronously, the next four
-asynchronously. A run that loses anything ends with the error, and ``--kills 25 --seed N`` repeats it, as far as a
-random moment can be repeated.
+Each run of 25 kills has a seed of its own and is of one kind: a layout, with ``last.ckpt`` replaced or a link, in a
+folder that may lie behind a link; four trials save synchronously, the next four asynchronously. A run that loses
+anything ends with the error, and ``--kills 25 --seed N`` repeats it, as far as a random moment can be repeated.
 ``tests/torture.py`` says what is checked. The results, with versions and commit, go to benchmarks/results/.
 """
 
@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 from benchmarks.overhead import REPOSITORY, circumstances, write_results
-from tests.torture import LAYOUTS, Tally, torture
+from tests.torture import KINDS, Tally, torture
 
 KILLS_OF_A_RUN = 25
 
@@ -33,9 +33,10 @@ def main() -> None:
     facts = circumstances(options)
     total, seed, began = Tally(), options.seed, time.monotonic()
     while total.kills < options.kills:
-        print(f"seed {seed}, layout {LAYOUTS[seed % len(LAYOUTS)]} ...", flush=True)
+        kind = KINDS[seed % len(KINDS)]
+        print(f"seed {seed}, {kind} ...", flush=True)
         with tempfile.TemporaryDirectory(prefix="torture_") as folder:
-            tally = torture(Path(folder), min(KILLS_OF_A_RUN, options.kills - total.kills), seed, first_layout=seed)
+            tally = torture(Path(folder, "run"), min(KILLS_OF_A_RUN, options.kills - total.kills), seed, kind)
         print(tally, flush=True)
         total.kills += tally.kills
         total.steps += tally.steps

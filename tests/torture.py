@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kill a rank at a random moment of a save, again and again, and see that nothing is lost.
 
-One run of a small split model saves after each optimizer step: a checkpoint named for the step, whose predecessor is
-deleted, and ``last.ckpt``, which is replaced. In each trial one rank, or both, is killed by SIGKILL some time after a
-save began; then everything that can be seen in the folder has to be whole, and the newest is what the next trial starts
-from. So the losses of all trials together are those of one run, which is compared with one that nobody disturbed. A
-survivor has to notice and to end by itself.
+One run of a small model saves after each optimizer step: a checkpoint named for the step, whose predecessor is deleted,
+and ``last.ckpt``, which is replaced, or is a link that is set anew. In each trial one rank, or both, is killed by
+SIGKILL some time after a save began; then everything that can be seen in the folder has to be whole, and the next trial
+starts with ``ckpt_path="last"``, from the newest that was saved under that name. So the losses of all trials together
+are those of one run, which is compared with one that nobody disturbed. A survivor has to notice and to end by itself.
+
+Runs differ (:class:`Kind`): in the layout, in whether ``last.ckpt`` is a link, and in whether the folder is reached
+through a link. Within a run, four trials save synchronously, and the next four asynchronously.
 
 The killer is a process of its own that was forked before; the rank wakes it when the save begins. It kills whatever the
 rank is doing then: planning, copying, writing, renaming, deleting, training on. ``tests/distributed`` runs a few
@@ -31,16 +34,42 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_mcore import MCoreStrategy
-from lightning_mcore.checkpoint_files import verify
+from lightning_mcore.checkpoint import verify
 from lightning_mcore.checkpoint_io import MCoreCheckpointIO
 from tests.ranks import RanksFailedError, run_ranks
-from tests.toy import StagedNet, loader, make_trainer
+from tests.toy import PlainNet, StagedNet, loader, make_trainer
 
 UNFINISHED = ".unfinished"
 PHASES = ["before", "within", "after"]
-LAYOUTS: list[dict[str, Any]] = [{"pipeline_model_parallel_size": 2}, {"use_distributed_optimizer": True}]
 WORLD_SIZE = 2
 FOREVER = 100_000  # optimizer steps; a trial is ended by its killer
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a run is like.
+
+    Attributes:
+        strategy: Arguments of MCoreStrategy.
+        link: Whether ``last.ckpt`` is a link to the newest.
+        linked_folder: Whether the folder of checkpoints lies behind a link.
+    """
+
+    strategy: dict[str, Any]
+    link: bool = False
+    linked_folder: bool = False
+
+
+_PIPELINE, _DISTRIBUTED = {"pipeline_model_parallel_size": 2}, {"use_distributed_optimizer": True}
+_ONE_FILE: dict[str, Any] = {}  # written by rank 0
+KINDS = [
+    Kind(_PIPELINE, link=True),
+    Kind(_DISTRIBUTED, linked_folder=True),
+    Kind(_PIPELINE, link=True, linked_folder=True),
+    Kind(_DISTRIBUTED),
+    Kind(_ONE_FILE, link=True),
+    Kind(_PIPELINE),
+]
 
 
 @dataclass(frozen=True)
@@ -75,18 +104,18 @@ class Plan:
     Attributes:
         folder: Where checkpoints go, and beside it what the run notes.
         steps: Optimizer steps to end at.
-        strategy: Arguments of MCoreStrategy.
+        kind: What it is like.
         asynchronous: Whether saves are.
-        resume: The checkpoint to start from.
+        resume: The optimizer step that it has to start from, of the last checkpoint.
         blow: Who dies when, if anybody.
         saves: Whether it saves at all.
     """
 
     folder: Path
     steps: int
-    strategy: dict[str, Any]
+    kind: Kind
     asynchronous: bool = False
-    resume: str | None = None
+    resume: int = 0
     blow: Blow | None = None
     saves: bool = True
 
@@ -156,7 +185,9 @@ def phase(folder: Path, name: str, step: int) -> str:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the optimizer step of a checkpoint, if there is one."""
+    """Return the optimizer step of a checkpoint, if there is one; one in a file is named for it."""
+    if path.is_file():
+        return int(path.resolve().name.removeprefix("step=").partition(".")[0].partition("-")[0])
     try:
         return json.loads((path / "checkpoint.json").read_text())["global_step"]
     except FileNotFoundError:
@@ -183,7 +214,10 @@ class WatchedStrategy(MCoreStrategy):
 
 
 class Notes(pl.Callback):
-    """Notes the loss of each optimizer step before anything is saved, and that leftovers are gone after a save."""
+    """Notes the loss of each optimizer step before anything is saved.
+
+    Sees to it that the run begins where it should, and that leftovers are gone after a save.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -191,9 +225,11 @@ class Notes(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.step = trainer.global_step
+        assert self.step == self.plan.resume, f"begins at step {self.step}, and {self.plan.resume} was saved"
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if self.plan.saves and not self.plan.asynchronous and trainer.strategy.number_of_saves:  # type: ignore[attr-defined]
+        has_saved = self.plan.saves and not self.plan.asynchronous and trainer.strategy.number_of_saves  # type: ignore[attr-defined]
+        if has_saved and trainer.is_global_zero:  # the others may be here while it deletes
             left = sorted(path.name for path in self.plan.folder.glob(f"{UNFINISHED}/*"))
             assert not left, f"{left} are left after a save"
 
@@ -212,11 +248,12 @@ def note(plan: Plan, **values: Any) -> None:
 
 def train(plan: Plan) -> None:
     """Rank function: train until the end, or until killed."""
-    strategy = WatchedStrategy(**plan.strategy)
+    strategy = WatchedStrategy(**plan.kind.strategy)
     strategy.watch(plan)
     callbacks: list[pl.Callback] = [Notes(plan)]
     if plan.saves:
-        callbacks.append(ModelCheckpoint(plan.folder, "{step}", every_n_train_steps=1, save_top_k=1, save_last=True))
+        last: Any = "link" if plan.kind.link else True
+        callbacks.append(ModelCheckpoint(plan.folder, "{step}", every_n_train_steps=1, save_top_k=1, save_last=last))
     trainer = make_trainer(
         strategy,
         max_steps=plan.steps,
@@ -225,7 +262,8 @@ def train(plan: Plan) -> None:
         enable_checkpointing=plan.saves,
     )
     strategy.checkpoint_io = MCoreCheckpointIO(async_save=plan.asynchronous)
-    trainer.fit(StagedNet(), loader(24, 2, shuffle=True), ckpt_path=plan.resume)
+    net = StagedNet() if plan.kind.strategy else PlainNet()
+    trainer.fit(net, loader(24, 2, shuffle=True), ckpt_path="last" if plan.saves else None)
 
 
 def visible(folder: Path) -> list[Path]:
@@ -233,12 +271,19 @@ def visible(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*") if path.name != UNFINISHED)
 
 
-def newest(folder: Path) -> str | None:
-    """Check that everything in the folder is whole, and return what was saved last."""
-    manifests = {path: verify(str(path)) for path in visible(folder)}
-    if not manifests:
-        return None
-    return str(max(manifests, key=lambda path: (manifests[path]["global_step"], path.stat().st_mtime)))
+def last_step(folder: Path) -> int:
+    """Check that everything in the folder is whole, and return the step that ``ckpt_path="last"`` goes on from.
+
+    That is the newest, or the one before where the kill came after that was saved and before it was also the last.
+    """
+    steps = {}
+    for path in visible(folder):
+        verify(str(path))
+        steps[path] = step_of(path) or 0
+    last = max((step for path, step in steps.items() if path.name.startswith("last")), default=0)
+    newest = max(steps.values(), default=0)
+    assert newest - 1 <= last <= newest, f"the last is of step {last}, and that of step {newest} is there"
+    return last
 
 
 def lines(plan: Plan) -> Iterator[dict[str, Any]]:
@@ -247,14 +292,14 @@ def lines(plan: Plan) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, plan.notes.read_text().splitlines())
 
 
-def torture(folder: Path, kills: int, seed: int, first_layout: int = 0) -> Tally:
+def torture(folder: Path, kills: int, seed: int, kind: Kind) -> Tally:
     """Kill ranks of one run after another, and compare their losses with an undisturbed run.
 
     Args:
         folder: An empty folder.
         kills: How many ranks to kill.
         seed: Of the moments.
-        first_layout: The layout of the run; all of it is one run on one layout.
+        kind: What the run is like; all of it is one run.
 
     Returns:
         What the kills hit.
@@ -262,32 +307,38 @@ def torture(folder: Path, kills: int, seed: int, first_layout: int = 0) -> Tally
     Raises:
         AssertionError: Something was lost, or taken for what it is not.
     """
-    folder.mkdir(exist_ok=True)
     chance = random.Random(seed)
-    strategy = LAYOUTS[first_layout % len(LAYOUTS)]
     checkpoints = folder / "checkpoints"
-    calm = Plan(folder / "calm", 4, strategy)
+    disk = folder / "disk" if kind.linked_folder else checkpoints
+    disk.mkdir(parents=True)
+    if kind.linked_folder:
+        checkpoints.symlink_to("disk")
+    calm = Plan(folder / "calm", 4, kind)
     run_ranks(WORLD_SIZE, train, calm)
     tally = Tally(seconds=statistics.median(line["seconds"] for line in lines(calm) if "seconds" in line))
     shutil.rmtree(calm.folder)
     seen: dict[int, float] = {}
+    resume = 0
     while tally.kills < kills:
         blow = Blow.draw(chance, tally.seconds, tally.kills)
-        plan = Plan(checkpoints, FOREVER, strategy, tally.kills // 4 % 2 == 1, newest(checkpoints), blow)
+        plan = Plan(checkpoints, FOREVER, kind, tally.kills // 4 % 2 == 1, resume, blow)
         for path in (plan.notes, plan.sight):
             path.unlink(missing_ok=True)
         expect_death(plan)
         tally.kills += 1
         tally.phases[sighted(plan)] += 1
         seen |= record(plan, seen)
+        last = last_step(checkpoints)
+        assert last >= resume, f"the last was of step {resume} and is of step {last}"
+        resume = last
     tally.steps = max(seen) + 2
-    last = Plan(checkpoints, tally.steps, strategy, resume=newest(checkpoints))
-    last.notes.unlink(missing_ok=True)
-    run_ranks(WORLD_SIZE, train, last)
-    seen |= record(last, seen)
-    assert newest(checkpoints) is not None
+    end = Plan(checkpoints, tally.steps, kind, resume=resume)
+    end.notes.unlink(missing_ok=True)
+    run_ranks(WORLD_SIZE, train, end)
+    seen |= record(end, seen)
+    assert last_step(checkpoints) == tally.steps
     assert not (checkpoints / UNFINISHED).exists()
-    whole = Plan(folder / "whole", tally.steps, strategy, saves=False)
+    whole = Plan(folder / "whole", tally.steps, kind, saves=False)
     run_ranks(WORLD_SIZE, train, whole)
     undisturbed = record(whole, {})
     differ = {step for step in {*seen, *undisturbed} if seen.get(step) != undisturbed.get(step)}
