@@ -184,6 +184,16 @@ def recover(path: str) -> bool:
     return True
 
 
+def recover_all(folder: str) -> bool:
+    """Put back whatever a crash left moved away in a folder; return whether there was something."""
+    try:
+        entries = os.listdir(os.path.join(folder, UNFINISHED))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    names = [entry.removesuffix(_REPLACED) for entry in entries if entry.endswith(_REPLACED)]
+    return bool([name for name in names if recover(os.path.join(folder, name))])
+
+
 def delete(path: str) -> None:
     """Delete a file, a link or a directory with all that is in it, if there is one."""
     while os.path.lexists(path):

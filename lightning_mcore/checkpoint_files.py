@@ -77,6 +77,7 @@ __all__ = [
     "read_manifest",
     "record_file",
     "recover",
+    "recover_all",
     "remove",
     "require_replaceable",
     "verify",
@@ -217,6 +218,11 @@ def lies_in(path: str, folder: str) -> bool:
 def recover(path: str) -> bool:
     """Put back a checkpoint that a crash left moved away; any rank may call it. Return whether there was one."""
     return atomic_directory.recover(_local(path))
+
+
+def recover_all(folder: str) -> bool:
+    """Put back every checkpoint of a local folder that a crash left moved away; return whether there was one."""
+    return atomic_directory.recover_all(_local(folder))
 
 
 def is_checkpoint_directory(path: str) -> bool:

@@ -191,10 +191,11 @@ class MCorePersistence(MCoreParallelism):
     def prepare_links(self, trainer: pl.Trainer) -> None:
         """Let links to the last checkpoint be set when it is whole, and refuse one whose checkpoint is gone.
 
-        With ``ckpt_path="last"`` Lightning passes over such a link and would begin anew.
+        With ``ckpt_path="last"`` Lightning passes over such a link and would begin anew, as it would where a crash left
+        the last checkpoint moved away.
 
         Raises:
-            FileNotFoundError: Training begins anew where such a link stands.
+            FileNotFoundError: Training begins anew where that is so.
         """
         begins_anew = trainer.state.fn == TrainerFn.FITTING and trainer.ckpt_path is None
         for callback in trainer.checkpoint_callbacks:
@@ -342,6 +343,14 @@ def _link_when_whole(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
 
 def _last_links(callback: ModelCheckpoint, trainer: pl.Trainer, begins_anew: bool) -> list[str]:
     """Return the links among which ``ckpt_path="last"`` looks for the last checkpoint of a callback."""
+    if begins_anew:
+        seen = callback._find_last_checkpoints(trainer)
+        if checkpoint_files.recover_all(str(callback.dirpath)):
+            for path in callback._find_last_checkpoints(trainer) - seen:
+                raise FileNotFoundError(
+                    f"{path} was not there, because a save that replaced it was interrupted, and is there again; start"
+                    " once more to resume from it, or delete it to start anew"
+                )
     links = [path for path in callback._find_last_checkpoints(trainer) if os.path.islink(path)]
     for link in links if begins_anew else []:
         if not os.path.exists(link):

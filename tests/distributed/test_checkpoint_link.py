@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_mcore import atomic_directory
 from lightning_mcore.checkpoint import verify
 from lightning_mcore.checkpoint_io import MCoreCheckpointIO
 from tests.ranks import run_ranks
@@ -117,6 +118,31 @@ def test_a_link_to_a_checkpoint_that_is_gone_is_refused_instead_of_beginning_ane
     sentences = run_ranks(2, begin_with_a_broken_link, str(tmp_path))
     expected = f"{tmp_path}/last.ckpt leads to the checkpoint step=9.ckpt, which is gone; delete the link to start anew"
     assert sentences == [expected] * 2
+
+
+def begin_where_the_last_was_moved_away(folder: str) -> str:
+    train(Path(folder), StagedNet, {"pipeline_model_parallel_size": 2}, 1)
+    last = f"{folder}/last.ckpt"
+    if dist.get_rank() == 0:
+        os.unlink(last)
+        os.rename(f"{folder}/step=1.ckpt", last)
+        atomic_directory.begin(last)
+        os.close(atomic_directory._marks.popitem()[1])  # as when the process dies
+        os.rename(last, atomic_directory.unfinished(last) + ".replaced")
+    dist.barrier()
+    with pytest.raises(FileNotFoundError) as refused:
+        train(Path(folder), StagedNet, {"pipeline_model_parallel_size": 2}, 2)
+    resumed = train(Path(folder), StagedNet, {"pipeline_model_parallel_size": 2}, 2)
+    assert resumed.ckpt_path == last
+    return str(refused.value)
+
+
+def test_a_last_checkpoint_that_a_crash_moved_away_is_put_back_instead_of_beginning_anew(tmp_path: Path) -> None:
+    sentences = run_ranks(2, begin_where_the_last_was_moved_away, str(tmp_path))
+    assert len(set(sentences)) == 1
+    assert sentences[0].startswith(
+        f"{tmp_path}/last.ckpt was not there, because a save that replaced it was interrupted"
+    )
 
 
 def remove_and_link(folder: str) -> None:
