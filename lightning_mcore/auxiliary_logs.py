@@ -93,7 +93,8 @@ class AuxiliaryLogs:
             rows[-1, : self._mtp_layers] = values
         for axis in ("dp_cp", "model"):
             dist.all_reduce(rows, group=process_group(axis))
-        return rows / torch.tensor([[self._copies(name)] for name in (*self._router_losses, "")], device=self._device)
+        names = (*self._router_losses, "")
+        return rows / torch.stack([torch.full((1,), self._copies(name), device=self._device) for name in names])
 
     def _copies(self, name: str) -> float:
         """Return by what the sum over all ranks is to be divided.

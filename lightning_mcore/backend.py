@@ -12,7 +12,11 @@ Weights are named in checkpoints as TransformerEngine names them, so that what o
 ``MCoreGPT`` calls this, and so does any module that builds a Megatron ``GPTModel`` itself.
 """
 
+import functools
+import importlib.metadata
 import importlib.util
+import logging
+from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -26,6 +30,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -37,7 +43,12 @@ __all__ = ["TorchAttention", "TorchNorm", "TransformerImpl", "gpt_block_spec", "
 
 TransformerImpl: TypeAlias = Literal["auto", "local", "transformer_engine"]
 
+logger = logging.getLogger(__name__)
+
 _NORMS = ("LayerNorm", "RMSNorm")
+
+TESTED_TRANSFORMER_ENGINE: Mapping[str, str] = {"<0.17": ">=2.9,<2.12", ">=0.17": ">=2.14,<2.21"}
+"""Versions of TransformerEngine by those of megatron-core, as in the extra ``te`` of this package."""
 
 
 class TorchNorm(nn.Module):
@@ -130,7 +141,10 @@ def resolve_transformer_impl(choice: TransformerImpl, device_type: str) -> Liter
         ModuleNotFoundError: TransformerEngine is asked for and not installed.
     """
     if choice == "auto":
-        return "transformer_engine" if HAVE_TE and device_type == "cuda" else "local"
+        if not HAVE_TE or device_type != "cuda":
+            return "local"
+        _warn_of_versions()
+        return "transformer_engine"
     if choice == "local":
         return "local"
     if choice != "transformer_engine":
@@ -145,7 +159,45 @@ def resolve_transformer_impl(choice: TransformerImpl, device_type: str) -> Liter
             "transformer_impl='transformer_engine' needs TransformerEngine, which is not installed; "
             "install lightning-mcore[te], or choose 'auto' or 'local'"
         )
+    _warn_of_versions()
     return "transformer_engine"
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of a package, None where it is not installed as one."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def untested_versions(megatron_core: str, transformer_engine: str) -> str | None:
+    """Return a sentence about two versions that have not been tested together; None where they have.
+
+    Args:
+        megatron_core: Version of megatron-core.
+        transformer_engine: Version of TransformerEngine.
+    """
+    for of_megatron, tested in TESTED_TRANSFORMER_ENGINE.items():
+        if SpecifierSet(of_megatron).contains(Version(megatron_core).base_version):
+            if SpecifierSet(tested).contains(Version(transformer_engine).base_version):
+                return None
+            return (
+                f"TransformerEngine {transformer_engine} with megatron-core {megatron_core} is outside of what was"
+                f" tested ({tested}); install one of these, as lightning-mcore[te] does"
+            )
+    return None
+
+
+@functools.cache
+def _warn_of_versions() -> None:
+    """Log such a sentence, once in a process."""
+    megatron_core, transformer_engine = installed_version("megatron-core"), installed_version("transformer-engine")
+    if megatron_core is None or transformer_engine is None:
+        return
+    sentence = untested_versions(megatron_core, transformer_engine)
+    if sentence is not None:
+        logger.warning(sentence)
 
 
 def gpt_block_spec(
@@ -223,8 +275,9 @@ def _check_norm(config: TransformerConfig) -> None:
 
 def _check_latent(config: TransformerConfig, device_type: str | None) -> None:
     """Refuse multi-latent attention that the installed megatron-core cannot build from its local layers."""
-    # 0.16 takes its stand-in for TransformerEngine for the real one; the CPU runtime, once entered, puts that right.
-    if device_type != "cpu" and multi_latent_attention.HAVE_TE and not HAVE_TE:
+    # 0.16 takes its stand-in for TransformerEngine for the real one. Where a run builds the model, the CPU runtime or
+    # absent_names_bound() has put that right; before the run, a device type is given.
+    if device_type is None and multi_latent_attention.HAVE_TE and not HAVE_TE:
         raise ValueError(
             "multi_latent_attention=True needs TransformerEngine in megatron-core 0.16; install lightning-mcore[te], "
             "or a later megatron-core"

@@ -20,7 +20,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lightning_mcore.command_errors import DONE, refused
+from lightning_mcore.command_errors import DONE, is_of_transformer_engine, refused
 from lightning_mcore.spelling import unknown_name
 from lightning_mcore.without_torch import keep_torch_out
 
@@ -77,7 +77,12 @@ def main(arguments: Sequence[str]) -> int:
         known = ", ".join(COMMANDS)
         return refused(unknown_name("command", name, COMMANDS) if name else f"no command is given; choose from {known}")
     module = COMMANDS[name][0]
-    code: int = importlib.import_module(module).run([name, *rest] if module in _NAMED else rest)
+    try:
+        code: int = importlib.import_module(module).run([name, *rest] if module in _NAMED else rest)
+    except (RuntimeError, OSError) as error:
+        if not is_of_transformer_engine(error):
+            raise
+        return refused(error)
     return code
 
 

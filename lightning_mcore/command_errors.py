@@ -6,6 +6,7 @@ not expected of a command keeps its traceback: it is a fault of ours.
 """
 
 import sys
+import traceback
 from collections.abc import Callable
 
 DONE = 0
@@ -57,4 +58,21 @@ def sentence(error: Exception | str) -> str:
     text = str(error)
     if isinstance(error, OSError) and error.strerror:  # without its number
         text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return " ".join(text.split()) or type(error).__name__
+    text = " ".join(text.split()) or type(error).__name__
+    if isinstance(error, Exception) and is_of_transformer_engine(error):
+        return (
+            f"TransformerEngine is installed and cannot be imported: {text.rstrip('.')}; install its core for your CUDA"
+            " (transformer-engine[core_cu13,pytorch]), or remove the package"
+        )
+    return text
+
+
+def is_of_transformer_engine(error: Exception) -> bool:
+    """Return whether an import of TransformerEngine, which megatron-core tries, has failed in a way of its own.
+
+    Without its core it raises RuntimeError or OSError, which megatron-core does not expect.
+    """
+    if isinstance(error, ImportError) or not isinstance(error, RuntimeError | OSError):
+        return False
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>")
+    return any(str(frame.f_globals.get("__name__", "")).startswith("transformer_engine") for frame in frames)

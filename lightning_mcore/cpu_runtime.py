@@ -48,6 +48,18 @@ def cpu_runtime() -> Iterator[None]:
             _depth -= 1
 
 
+@contextlib.contextmanager
+def absent_names_bound() -> Iterator[None]:
+    """Bind the names that megatron-core reads and has only with TransformerEngine; for any device.
+
+    Without it, layers with experts and multi-latent attention of 0.16 fail on a GPU that has no TransformerEngine.
+    """
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in _absent_names():
+            stack.enter_context(_replaced(owner, name, replacement))
+        yield
+
+
 class _CudaMeansCpu(TorchFunctionMode):
     """Rewrites the arguments of torch functions: CUDA devices, pinned memory, and the answer of ``Tensor.type()``."""
 
@@ -157,8 +169,6 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     cuda = torch.cuda
     is_autocast_enabled, get_autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    latent_attention = importlib.import_module("megatron.core.transformer.multi_latent_attention")
-    has_te = importlib.util.find_spec("transformer_engine") is not None
     token_dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     return [
         # `device=torch.cuda.current_device()` in every layer, buffer and communicator
@@ -197,13 +207,22 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         # profiling ranges
         (cuda.nvtx, "range_push", _nothing()),
         (cuda.nvtx, "range_pop", _nothing()),
-        # moe_utils.RouterGatingLinearFunction reads it unconditionally; it is unbound without TransformerEngine
-        (moe_utils, "te_general_gemm", getattr(moe_utils, "te_general_gemm", None)),
-        # multi_latent_attention (0.16.1) takes TransformerEngine for installed where only its names are
-        (latent_attention, "HAVE_TE", has_te),
+        *_absent_names(),
         # token_dispatcher: split sizes for gloo's all_to_all
         (moe_utils, "maybe_move_tensor_to_cpu", _tensor_to_cpu),
         (token_dispatcher, "maybe_move_tensor_to_cpu", _tensor_to_cpu),
+    ]
+
+
+def _absent_names() -> list[tuple[Any, str, Any]]:
+    """Return ``(owner, attribute, replacement)`` of what only TransformerEngine would bind (0.16.1 to 0.19.2)."""
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    latent_attention = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    return [
+        # moe_utils.RouterGatingLinearFunction reads it unconditionally; it is unbound without TransformerEngine
+        (moe_utils, "te_general_gemm", getattr(moe_utils, "te_general_gemm", None)),
+        # multi_latent_attention (0.16.1) takes TransformerEngine for installed where only its names are
+        (latent_attention, "HAVE_TE", importlib.util.find_spec("transformer_engine") is not None),
     ]
 
 

@@ -138,11 +138,6 @@ def check_fields(
     for name in NEEDS_CUDA:
         if name in given and device_type not in ("cuda", None):
             raise ValueError(f"{name}={given[name]!r} needs CUDA, and this run is on {device_type!r}; leave it out")
-    if config.moe_token_dispatcher_type == "flex" and device_type not in ("cuda", None):
-        raise ValueError(
-            f"moe_token_dispatcher_type='flex' needs CUDA, and this run is on {device_type!r}; "
-            "choose 'alltoall' or 'allgather'"
-        )
     _check_combinations(config)
     if transformer_impl is not None:
         for name in NOT_OF_A_GPT:
@@ -150,6 +145,8 @@ def check_fields(
                 raise ValueError(f"{name}={given[name]!r} belongs to another model than a GPT; leave it out")
     if transformer_impl == "local":
         _check_torch_backend(config, given, defaults)
+    if transformer_impl == "transformer_engine":
+        _check_context_parallelism(config)
 
 
 def _check_torch_backend(config: "TransformerConfig", given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -171,6 +168,23 @@ def _check_torch_backend(config: "TransformerConfig", given: Mapping[str, Any], 
     if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te":
         raise ValueError(
             "cross_entropy_fusion_impl='te' needs TransformerEngine; choose 'native' or cross_entropy_loss_fusion=False"
+        )
+
+
+def _check_context_parallelism(config: "TransformerConfig") -> None:
+    """Refuse ways of TransformerEngine to move keys and values that its attention refuses at the first step."""
+    given = config.cp_comm_type
+    kinds = set(given) if isinstance(given, list | tuple) else {given}
+    if "a2a+p2p" in kinds:
+        raise ValueError(
+            "cp_comm_type='a2a+p2p' is not available: its process groups are not opened; choose 'p2p', 'a2a' or"
+            " 'all_gather'"
+        )
+    if config.window_size is not None and config.context_parallel_size > 1 and kinds & {None, "p2p"}:
+        raise ValueError(
+            f"window_size={config.window_size} with context_parallel_size={config.context_parallel_size} and"
+            f" cp_comm_type={given!r} is not available: TransformerEngine sends keys and values from rank to rank"
+            " (p2p, its default) only without a window; set cp_comm_type='all_gather' or 'a2a'"
         )
 
 
@@ -249,7 +263,12 @@ def _check_combinations(config: "TransformerConfig") -> None:
 
 
 def _check_values(config: "TransformerConfig") -> None:
-    """Refuse values that Megatron finds impossible only once it computes with them."""
+    """Refuse values that Megatron finds impossible only once it computes with them, and what has never run."""
+    if config.moe_token_dispatcher_type == "flex":
+        raise ValueError(
+            "moe_token_dispatcher_type='flex' (DeepEP, HybridEP) is not available: it has never run here; choose"
+            " 'alltoall' or 'allgather'"
+        )
     for name in ("hidden_dropout", "attention_dropout"):
         if not 0 <= getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)} is no share of values to drop; choose 0 or more, below 1")

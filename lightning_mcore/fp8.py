@@ -125,7 +125,7 @@ class FP8Settings:
 
         Raises:
             ValueError: The optimizer is not sharded, is offloaded to the host with another recipe than the delayed one,
-                or MXFP8 weights are to be gathered during the forward pass.
+                or weights in blocks are to be gathered during the forward pass.
 
         Source: ``validate_args`` in megatron/training/arguments.py (0.19).
         """
@@ -143,6 +143,12 @@ class FP8Settings:
             raise ValueError(
                 "reuse_grad_buf_for_mxfp8_param_ag=True with overlap_param_gather=True is not available: the gradients"
                 " are zeroed while the weights still wait in their buffer; set overlap_param_gather=False"
+            )
+        if self.fp8_param and self.recipe == "blockwise" and overlap_param_gather:
+            raise ValueError(
+                "fp8_param=True with fp8_recipe='blockwise' and overlap_param_gather=True is not available: after a"
+                " checkpoint the next backward would read the weights of the step before; set"
+                " overlap_param_gather=False"
             )
 
     # ---- what it means
@@ -192,6 +198,26 @@ class FP8Settings:
             "fp8_recipe": self.recipe,
             "reuse_grad_buf_for_mxfp8_param_ag": self.reuse_grad_buf_for_mxfp8_param_ag,
         }
+
+
+def check_start(fp8_param: bool, source: str) -> None:
+    """Refuse FP8 weights for a model that does not start from its own random ones.
+
+    Megatron makes the fp32 copies that its optimizer works on of the values that TransformerEngine remembers from the
+    initialisation, or of the weights once they are rounded to FP8: never of those that were read.
+
+    Args:
+        fp8_param: Whether the weights are kept in FP8.
+        source: Where the weights come from, such as ``"the Hugging Face model models/llama"``.
+
+    Raises:
+        ValueError: They are.
+    """
+    if fp8_param:
+        raise ValueError(
+            f"fp8_param=True is not available for a model that starts from {source}: its optimizer would go on from"
+            " other values than these; set fp8_param=False, which keeps fp8_recipe"
+        )
 
 
 TRANSFORMER_FIELDS = tuple(f.name for f in fields(FP8Settings) if f.name != "reuse_grad_buf_for_mxfp8_param_ag")

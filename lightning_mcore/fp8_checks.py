@@ -10,18 +10,18 @@ Sources: ``get_fp8_recipe`` and ``get_fp8_align_size`` of megatron-core (0.16.1)
 TransformerEngine (2.x), and its "datatype and hardware support matrix".
 """
 
-import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from packaging.version import Version
 from torch import nn
 
+from lightning_mcore.agreement import all_true
+from lightning_mcore.backend import installed_version
 from lightning_mcore.fp8 import FP8Settings
 from lightning_mcore.fp8_sizes import check_layers, check_microbatch, check_model
 from lightning_mcore.layout import ParallelLayout
@@ -36,6 +36,7 @@ __all__ = [
     "check_model",
     "check_optimizer",
     "check_run",
+    "check_versions",
 ]
 
 _TRANSFORMER_ENGINE = {"delayed": "1.0", "tensorwise": "2.2", "blockwise": "2.3", "mxfp8": "2.1"}
@@ -110,7 +111,7 @@ class FP8Machine:
             return cls(device.type)
         version = None
         if importlib.util.find_spec("transformer_engine") is not None:
-            version = importlib.metadata.version("transformer-engine")
+            version = installed_version("transformer-engine")
         return cls("cuda", torch.cuda.get_device_capability(device), torch.version.cuda or "0", version)
 
 
@@ -157,6 +158,32 @@ def check_machine(settings: FP8Settings, machine: FP8Machine) -> None:
         )
 
 
+def check_versions(
+    settings: FP8Settings, grouped: bool, megatron_core: str | None, transformer_engine: str | None
+) -> None:
+    """Refuse experts in one product where the installed versions could not save them.
+
+    Args:
+        settings: What was asked for.
+        grouped: ``moe_grouped_gemm`` of the model.
+        megatron_core: Its version; None for unknown.
+        transformer_engine: Likewise.
+
+    Raises:
+        ValueError: megatron-core 0.16 reads what TransformerEngine has kept for its experts only up to 2.17.0.
+
+    Source: ``TEGroupedLinear._decode_extra_state`` (megatron-core 0.16.1).
+    """
+    if not grouped or settings.recipe == "delayed" or megatron_core is None or transformer_engine is None:
+        return
+    if Version(megatron_core) < Version("0.17") and Version(transformer_engine) > Version("2.17.0"):
+        raise ValueError(
+            f"fp8_recipe={settings.recipe!r} with moe_grouped_gemm=True cannot be saved with megatron-core"
+            f" {megatron_core} and TransformerEngine {transformer_engine}; install TransformerEngine below 2.12, or set"
+            " moe_grouped_gemm=False"
+        )
+
+
 def _other_recipe(capability: tuple[int, int]) -> str:
     return "choose 'tensorwise' or 'delayed'" if capability >= _CAPABILITY["tensorwise"] else "train in bf16"
 
@@ -181,16 +208,15 @@ def check_chunks(settings: FP8Settings, chunks: Sequence[nn.Module]) -> None:
         chunks: The chunks of this rank.
 
     Raises:
-        ValueError: No rank has such a layer; raised on every rank.
+        ValueError: No rank has such a layer, or the installed versions cannot save the model; raised on every rank.
     """
     if not settings.is_on:
         return
     modules = (type(module) for chunk in chunks for module in chunk.modules())
+    grouped = any(getattr(getattr(chunk, "config", None), "moe_grouped_gemm", False) for chunk in chunks)
+    check_versions(settings, grouped, installed_version("megatron-core"), installed_version("transformer-engine"))
     found = any(parent.__module__.startswith("transformer_engine") for kind in modules for parent in kind.__mro__)
-    device = next((parameter.device for chunk in chunks for parameter in chunk.parameters()), torch.device("cpu"))
-    reached = torch.tensor(int(found), device=device)
-    dist.all_reduce(reached, op=dist.ReduceOp.MAX)
-    if not reached:
+    if all_true(not found):
         raise ValueError(
             f"fp8_recipe={settings.recipe!r} reaches layers of TransformerEngine alone, and the model has none; build"
             " it from Megatron's TransformerEngine spec, or leave fp8_recipe out"

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lightning_mcore import generation
 from lightning_mcore.backend import TransformerImpl, check_backend, gpt_block_spec, resolve_transformer_impl
+from lightning_mcore.fp8 import check_start
 from lightning_mcore.hf.hf_source import absolute, pretrained_settings
 from lightning_mcore.hf.pretrained import load_pretrained
 from lightning_mcore.language_step import (
@@ -221,6 +222,8 @@ class MCoreGPT(SpeedLogs):
             ModuleNotFoundError: TransformerEngine is asked for and absent.
         """
         config = self._build_config()
+        if self._starts_from is not None and not self._resumes:
+            check_start(config.fp8_param, f"the weights of {self._starts_from}")
         device_type = self._device_type()
         check_backend(config, resolve_transformer_impl(self.hparams["transformer_impl"], device_type), device_type)
         check_multi_token(config, self.hparams["share_embeddings_and_output_weights"])
@@ -231,9 +234,14 @@ class MCoreGPT(SpeedLogs):
         if not hasattr(self, "model"):
             self._config = None  # of a run that ended before a model was built
         self.model = self.pipeline(self.build_chunk)
-        if self._starts_from is not None and (self._trainer is None or self._trainer.ckpt_path is None):
+        if self._starts_from is not None and not self._resumes:
             load_pretrained(self, self._starts_from, self._given_family)
             self._starts_from = None  # the weights that a run has trained stay in the next one
+
+    @property
+    def _resumes(self) -> bool:
+        """Whether the weights come from a checkpoint of a run."""
+        return self._trainer is not None and self._trainer.ckpt_path is not None
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Leave the weights to the checkpoint."""

@@ -121,7 +121,7 @@ def _log_nothing(module: pl.LightningModule, logged: _Logged) -> None:
         value: Metric | torch.Tensor = metric
         weight = None
     else:
-        value = torch.tensor(_NOTHING[logged.reduction], dtype=logged.dtype, device=module.device)
+        value = torch.full((), _NOTHING[logged.reduction], dtype=logged.dtype, device=module.device)
         weight = torch.zeros((), dtype=logged.weight_dtype, device=module.device)
     module.log(
         logged.name,

@@ -10,6 +10,7 @@ Under a strategy that is not ours the model is built whole, and the class runs a
 """
 
 import contextlib
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -329,7 +330,8 @@ class MCoreModule(pl.LightningModule):
 
     def _build(self, factory: ChunkFactory, layout: ParallelLayout, whole: bool) -> Pipeline:
         if whole:
-            chunk = factory(pre_process=True, post_process=True, vp_stage=None)
+            with _device_of_layers():
+                chunk = factory(pre_process=True, post_process=True, vp_stage=None)
             return Pipeline([chunk], [True], layout, prepare=self._open_session)
         chunks, is_last = [], []
         for index in range(layout.num_chunks):
@@ -350,3 +352,14 @@ class MCoreModule(pl.LightningModule):
                 "pipeline() builds Megatron layers, which need process groups: call it in configure_model(), "
                 "which the Trainer runs, or work with the model in a block `with single_process():`"
             )
+
+
+def _device_of_layers() -> AbstractContextManager[Any]:
+    """Return the context in which a whole model is built on one device.
+
+    Megatron's projections go to the current CUDA device, norms and routers to torch's default one; under a Trainer
+    Lightning makes that the same.
+    """
+    if torch.get_default_device().type != "cpu":
+        return contextlib.nullcontext()  # Lightning, or whoever chose another
+    return torch.device(torch.cuda.current_device())

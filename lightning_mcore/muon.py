@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 
@@ -43,6 +43,7 @@ class MuonWithAdamW(Optimizer):
         adamw_weight_decay: Decoupled weight decay of AdamW.
 
     Raises:
+        ModuleNotFoundError: torch is older than 2.9, which brought Muon.
         ValueError: A matrix has not two dimensions, or a value is out of its range.
     """
 
@@ -62,7 +63,12 @@ class MuonWithAdamW(Optimizer):
         adamw_eps: float = 1e-8,
         adamw_weight_decay: float = 0.1,
     ) -> None:
-        muon = Muon(
+        if not hasattr(torch.optim, "Muon"):
+            raise ModuleNotFoundError(
+                f"MuonWithAdamW needs the Muon of torch 2.9 or newer, and {torch.__version__} is installed; update it,"
+                " or use AdamW"
+            )
+        muon = torch.optim.Muon(
             _groups(matrices, "muon"),
             lr=lr,
             weight_decay=weight_decay,

@@ -18,6 +18,7 @@ Under fp16 the gradients are those of the scaled loss. Megatron's mixed-precisio
 and skip the step if one is inf or nan; where the parameters are fp32 (a plain module under autocast) that is done here.
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -77,7 +78,7 @@ class MCoreOptimizer(Optimizer):
         self._overflow = False
         self._scaler = scaler
         self._parameters = list(parameters)
-        self.__class__ = type(f"MCore{type(user).__name__}", (MCoreOptimizer, type(user)), {})
+        self.__class__ = _class_of(type(user))  # type: ignore[arg-type]  # a class can be hashed
 
     @property
     def optimizer(self) -> Optimizer:
@@ -370,6 +371,12 @@ class MCoreOptimizer(Optimizer):
         self._overflow = self.megatron.prepare_grads()
         for parameter in shown:
             parameter.grad = parameter.main_grad
+
+
+@functools.cache
+def _class_of(user: type[Optimizer]) -> type[MCoreOptimizer]:
+    """Return the class of the adapters of a user's class, one and the same for all of them."""
+    return type(f"MCore{user.__name__}", (MCoreOptimizer, user), {})
 
 
 def _plain(value: Any) -> Any:

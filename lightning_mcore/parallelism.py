@@ -23,15 +23,16 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_mcore.agreement import all_true
 from lightning_mcore.averaging import check_averaging
 from lightning_mcore.communication import CommunicationOptions
-from lightning_mcore.cpu_runtime import cpu_runtime
+from lightning_mcore.cpu_runtime import absent_names_bound, cpu_runtime
 from lightning_mcore.exact_resume import ExactResume
 from lightning_mcore.fp8_checks import FP8Machine
 from lightning_mcore.fp8_checks import check_run as check_fp8
@@ -48,7 +49,7 @@ from lightning_mcore.process_groups import (
 from lightning_mcore.settings import GradientSettings, reduce_scatter_restored
 from lightning_mcore.sizes import require_flag, require_size
 from lightning_mcore.step_logs import ALREADY_MERGED
-from lightning_mcore.tensor_overlap import TensorParallelOverlap
+from lightning_mcore.tensor_overlap import TensorParallelOverlap, queue_hint
 
 
 class MCoreParallelism(DDPStrategy):
@@ -185,6 +186,9 @@ class MCoreParallelism(DDPStrategy):
         self.precision_plugin.builds_plain_module = not isinstance(model, MCoreModule)
         ddp_config = self.gradients.resolve(self.precision_plugin.ddp_fields())
         machine = FP8Machine.of(self.root_device)
+        hint = queue_hint(self.layout, machine.capability, os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+        if hint is not None and machine.type == "cuda":
+            rank_zero_warn(hint)
         settings = (self.layout, ddp_config, self.optimizer_config, machine, self.micro_batch_size)
         check_fp8(self.precision_plugin.fp8, model, *settings)
         if isinstance(model, MCoreModule):
@@ -223,7 +227,7 @@ class MCoreParallelism(DDPStrategy):
 
     def runtime(self) -> contextlib.AbstractContextManager[None]:
         """Return what Megatron's code runs in: the CPU runtime on the CPU. It may be entered again inside itself."""
-        return cpu_runtime() if self.root_device.type == "cpu" else contextlib.nullcontext()
+        return cpu_runtime() if self.root_device.type == "cpu" else absent_names_bound()
 
     def setup_distributed(self) -> None:
         """Let Lightning open the default group, then open Megatron's and make random states agree."""
@@ -299,9 +303,7 @@ class MCoreParallelism(DDPStrategy):
         """Agree with every rank of the world: on yes if all say so, or with ``all=False`` if any does."""
         if not dist.is_initialized():
             return decision
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return bool(votes == dist.get_world_size()) if all else bool(votes > 0)
+        return all_true(decision) if all else not all_true(not decision)  # without waiting for a GPU
 
     @staticmethod
     def _or_data_parallel(group: Any) -> Any:

@@ -33,6 +33,7 @@ from lightning_mcore import checkpoint_files, checkpoint_manifest, sharded_state
 from lightning_mcore.agreement import decide, on_all
 from lightning_mcore.checkpoint_io import CONTENT_METADATA, MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
 from lightning_mcore.chunks import ModelChunks, find_pipeline, synchronize_parameters
+from lightning_mcore.fp8 import check_start
 from lightning_mcore.metrics import settle_tokens_seen
 from lightning_mcore.module import MCoreModule
 from lightning_mcore.optimizer import MCoreOptimizer
@@ -246,7 +247,8 @@ class MCorePersistence(MCoreParallelism):
 
         Raises:
             FileNotFoundError: There is nothing, or a directory that is no checkpoint.
-            ValueError: The checkpoint is of another model, or cannot be read whole.
+            ValueError: The checkpoint is of another model, or cannot be read whole; or it has weights alone, and the
+                run keeps them in FP8.
         """
         self._finish_saves()
         path: str = self.broadcast(str(checkpoint_path))  # not a Path, which breaks "http://"
@@ -254,8 +256,15 @@ class MCorePersistence(MCoreParallelism):
         self.resume.restore(state.pop(RANK_STATE, None), state)
         if state.pop(MANIFEST, None) is not None:
             numbers = state.pop(_NUMBERS, None)
+            if numbers is None and self._is_fitting:
+                check_start(self.precision_plugin.fp8.fp8_param, f"the weights alone of {path}")
             self._pending = StoredState.open(self._shard_io, path, numbers, weights_only)
         return state
+
+    @property
+    def _is_fitting(self) -> bool:
+        module = self.lightning_module
+        return module is not None and module.trainer.state.fn == TrainerFn.FITTING
 
     def _read(self, path: str, weights_only: bool | None) -> dict[str, Any]:
         state: dict[str, Any] = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)

@@ -294,6 +294,8 @@ class Schedule:
             )
         if num_tokens is None:
             return loss, None
+        if isinstance(num_tokens, int | float):  # written by a kernel, for a copy would wait for a GPU
+            return loss, torch.full((), num_tokens, device=self._device).int()
         return loss, torch.as_tensor(num_tokens, device=self._device).detach().int()
 
     def _record_loss(self, loss: Tensor, num_tokens: Tensor | None, microbatch: Microbatch) -> None:

@@ -26,7 +26,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
-from lightning_mcore.cpu_runtime import cpu_runtime
+from lightning_mcore.cpu_runtime import absent_names_bound, cpu_runtime
 from lightning_mcore.layout import ParallelLayout
 from lightning_mcore.process_groups import (
     close_process_groups,
@@ -56,8 +56,7 @@ def single_process() -> Iterator[None]:
             " process of its own; do it in another script, or start a run from the weights with load_weights(path)"
         )
     with contextlib.ExitStack() as stack:
-        if not torch.cuda.is_available():
-            stack.enter_context(cpu_runtime())
+        stack.enter_context(absent_names_bound() if torch.cuda.is_available() else cpu_runtime())
         if not process_groups_are_open():
             if open_single_process():
                 stack.callback(dist.destroy_process_group)
@@ -84,8 +83,8 @@ class SingleModelSession(Callback):
         trainer.callbacks.append(session)  # type: ignore[attr-defined]
 
     def _enter(self, trainer: "pl.Trainer") -> None:
-        if trainer.strategy.root_device.type == "cpu":
-            self._open.enter_context(cpu_runtime())
+        on_cpu = trainer.strategy.root_device.type == "cpu"
+        self._open.enter_context(cpu_runtime() if on_cpu else absent_names_bound())
         if open_single_process():
             self._open.callback(dist.destroy_process_group)
         self._open.callback(close_process_groups)

@@ -228,7 +228,7 @@ class StepLogs:
 
     def _number(self, name: str, value: Any) -> Tensor:
         try:
-            tensor = torch.as_tensor(value, dtype=torch.float64, device=self._device).detach()
+            tensor = _on_device(value, self._device)
         except (TypeError, RuntimeError) as error:
             raise ValueError(f"self.log({name!r}, ...) takes a single number, got {type(value).__name__}") from error
         if tensor.numel() != 1:
@@ -243,7 +243,7 @@ class StepLogs:
         new = [entry.name for entry in self._entries.values() if not _is_known(entry.name, known)]
         found: list[tuple[list[_Name], str | None]] = [(new, self._error)]
         if group.size() > 1:
-            is_news = torch.tensor(float(bool(new) or self._error is not None), device=self._device)
+            is_news = torch.full((), float(bool(new) or self._error is not None), device=self._device)
             dist.all_reduce(is_news, op=dist.ReduceOp.MAX, group=group)
             if is_news == 0:
                 return
@@ -275,7 +275,9 @@ class StepLogs:
         entry = self._entries.get(name.name)
         if entry is None:
             nothing = {"min": math.inf, "max": -math.inf}.get(name.reduction, 0.0)
-            return torch.tensor([nothing, 0.0, 0.0], dtype=torch.float64, device=self._device)
+            row = torch.zeros(3, dtype=torch.float64, device=self._device)
+            row[0] = nothing
+            return row
         values = torch.stack(entry.values)
         merged = {"min": values.amin, "max": values.amax}.get(name.reduction, values.sum)()
         return torch.stack([merged, torch.stack(entry.weights).sum(), torch.full_like(merged, len(values))])
@@ -338,6 +340,13 @@ class StepLogs:
             options["sync_dist_group"] = ALREADY_MERGED
         batch_size: Any = weight if name.reduction == "mean" else 1
         self._module.log(name.name, value.to(name.dtype), batch_size=batch_size, **options)
+
+
+def _on_device(value: Any, device: torch.device) -> Tensor:
+    """Return a number as a tensor of fp64; one of the host is written by a kernel, for a copy would wait for a GPU."""
+    if isinstance(value, int | float):
+        return torch.full((), value, dtype=torch.float64, device=device)
+    return torch.as_tensor(value, dtype=torch.float64, device=device).detach()
 
 
 def _state(metric: Metric) -> dict[str, Any]:

@@ -112,6 +112,25 @@ class TensorParallelOverlap:
             self._shape = None
 
 
+def queue_hint(layout: ParallelLayout, capability: tuple[int, int], connections: str | None) -> str | None:
+    """Return a sentence where kernels may overtake the communication that they are to overlap with; None elsewhere.
+
+    Args:
+        layout: The strategy's layout.
+        capability: Compute capability of the GPU.
+        connections: The environment variable CUDA_DEVICE_MAX_CONNECTIONS; None where it is not set.
+
+    Source: ``validate_args`` in megatron/training/arguments.py (0.16 to 0.19), which asserts it.
+    """
+    shares = layout.tensor_model_parallel_size > 1 or layout.context_parallel_size > 1
+    if not shares or capability >= (10, 0) or connections == "1":
+        return None
+    return (
+        "tensor and context parallelism overlap communication and computation on this GPU only with"
+        " CUDA_DEVICE_MAX_CONNECTIONS=1; set it in the environment that starts the run"
+    )
+
+
 def user_buffer_arguments(
     shape: tuple[int, int],
     config: TransformerConfig,

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from lightning_mcore import checkpoint_manifest, sharded_state
 from lightning_mcore.checkpoint_io import MCoreCheckpointIO
 from lightning_mcore.chunks import built_chunks
+from lightning_mcore.fp8 import check_start
 from lightning_mcore.session import single_process
 from lightning_mcore.stored_state import StoredState
 from lightning_mcore.transformer_fields import refuse_recorded_code
@@ -41,9 +42,10 @@ def load_weights(module: pl.LightningModule, path: str | Path, strict: bool = Tr
     Raises:
         FileNotFoundError: There is nothing at ``path``.
         RuntimeError: The module has no model yet.
-        ValueError: It is no such checkpoint, or of another model.
+        ValueError: It is no such checkpoint, or of another model; or the model keeps its weights in FP8.
     """
     where, io = str(path), MCoreCheckpointIO()
+    check_start(bool(getattr(built_chunks(module).config, "fp8_param", False)), f"the weights of {where}")
     if not io.is_directory(where):
         raise ValueError(
             f"{where} is no directory, as MCoreStrategy and Megatron-LM write it; read a file of another strategy with"

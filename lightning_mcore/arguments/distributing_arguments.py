@@ -80,7 +80,7 @@ class DistributingParallelArguments:
         f" recompute_granularity='full'. {_KEEPS}"
     )
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] | None = option(
-        "How tokens travel to experts; 'flex' (DeepEP) needs CUDA. Default: the checkpoint's, or else allgather"
+        "How tokens travel to experts; 'flex' (DeepEP) is refused. Default: the checkpoint's, or else allgather"
         " (mcore_adapter overwrites it with allgather and does not offer flex)."
     )
     moe_aux_loss_coeff: float | None = option("Weight of the loss that balances experts.")

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from lightning_mcore.agreement import collect, gather, on_all
 from lightning_mcore.checkpoint_format import some_of
 from lightning_mcore.chunks import find_pipeline
+from lightning_mcore.fp8 import check_start
 from lightning_mcore.hf.download_checksums import check_download
 from lightning_mcore.hf.family import complete_fields
 from lightning_mcore.hf.hf_source import HFSource, absolute, is_own_checkpoint, pretrained_settings
@@ -53,13 +54,16 @@ def load_pretrained(module: pl.LightningModule, path: str, family: str | None = 
     Raises:
         FileNotFoundError: There is no such model, or a file of it is missing.
         RuntimeError: The module has no model yet, or it is being trained.
-        ValueError: The weights are not those of this model, or damaged; the same on every rank.
+        ValueError: The weights are not those of this model, or damaged, or it keeps them in FP8; the same on every
+            rank.
     """
     pipeline = find_pipeline(module)
     if pipeline is not None and pipeline.__dict__.get(_FILLED):
         return
     if any(hasattr(parameter, "main_grad") for parameter in module.parameters()):
         raise RuntimeError("load_pretrained() was called while the model is trained; call it in configure_model()")
+    config = getattr(pipeline.chunks[0], "config", None) if pipeline is not None else None
+    check_start(bool(getattr(config, "fp8_param", False)), f"the weights of {path}")
     if is_own_checkpoint(path):
         load_weights(module, path)
     else:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_mcore.fp8 import check_start
 from lightning_mcore.optimizer_recipe import check_end
 from lightning_mcore.planning.global_batch import GlobalBatch, global_batch
 from lightning_mcore.planning.gpt_fields import GPTFields
@@ -69,6 +70,9 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None) -
     rules.check_world(devices)
     model = book.attempt(lambda: arguments_of_gpt(book, settings.model)) or {}
     fields = check_gpt(book, model) if model else None
+    if "path" in settings.model and rules.fp8 is not None:
+        fp8_param, path = rules.fp8.fp8_param, settings.model["path"]
+        book.attempt(lambda: check_start(fp8_param, f"the weights of {path}"))
     if fields is not None and may_never_end(trainer):
         _check_end(book, model)
     used = backend or _backend(model, device_type)

@@ -4,6 +4,7 @@
 The expected numbers are computed here from the samples that each step read.
 """
 
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torchmetrics import MetricCollection
 from torchmetrics.aggregation import CatMetric, MaxMetric, MeanMetric, SumMetric
 
@@ -400,3 +402,45 @@ def log_twice() -> list[bool]:
 
 def test_a_second_module_logs_its_own_names() -> None:
     assert run_ranks(2, log_twice) == [[True, True, True]] * 2
+
+
+class HostCopies(TorchFunctionMode):
+    """Notes which of our files copies a number of the host onto the device: on a GPU each copy waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+        self.listening = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        copies = func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor)
+        if self.listening and copies and (kwargs or {}).get("device") is not None:
+            files = [Path(frame.filename) for frame in traceback.extract_stack()[:-1]]
+            caller = next(file for file in reversed(files) if file.name != "cpu_runtime.py")  # which passes it on
+            if caller.parent.name == "lightning_mcore":
+                self.places.append(caller.name)
+        return func(*args, **(kwargs or {}))
+
+
+class Numbers(StagedNet):
+    """Logs numbers of the host."""
+
+    copies: HostCopies
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        self.copies.listening = batch_idx >= 2  # the names are known then
+        loss = (self.predictions(batch) - batch["y"]).square().mean()
+        self.log_dict({"rate": 0.5, "rows": len(batch["x"])})
+        return {"loss": loss, "num_tokens": batch["x"].shape[0]}
+
+
+def train_and_note_copies() -> list[str]:
+    module = Numbers(config={"calculate_per_token_loss": True})
+    with HostCopies() as module.copies:
+        make_trainer(PP2).fit(module, loader(12, 2))
+    return module.copies.places
+
+
+def test_numbers_of_the_host_reach_the_device_without_a_copy() -> None:
+    for places in run_ranks(2, train_and_note_copies):
+        assert places == []

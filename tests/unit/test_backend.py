@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The norm of the torch backend, the choice of a backend, and the specs that Megatron builds its layers from."""
 
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +15,14 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
-from lightning_mcore import backend
+from lightning_mcore import MCoreGPT, backend
 from lightning_mcore.backend import TorchAttention, TorchNorm, gpt_block_spec, resolve_transformer_impl
+from lightning_mcore.cpu_runtime import cpu_runtime
+from lightning_mcore.session import single_process
 from lightning_mcore.transformer_fields import build_transformer_config
 
 MODEL = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
@@ -337,3 +343,82 @@ def test_latent_attention_that_megatron_cannot_build_is_refused(monkeypatch: pyt
 
     with pytest.raises(ValueError, match="multi_latent_attention=True needs TransformerEngine in megatron-core"):
         gpt_block_spec(config_of(**LATENT), "local")
+
+
+# Versions of TransformerEngine
+
+
+@pytest.mark.parametrize(
+    ("megatron_core", "transformer_engine", "tested"),
+    [
+        ("0.16.1", "2.9.0", True),
+        ("0.16.1", "2.11.0+c188b53", True),
+        ("0.16.1", "2.12.0", False),
+        ("0.16.1", "2.20.2", False),
+        ("0.19.2", "2.20.2", True),
+        ("0.19.2", "2.14.0.dev0", True),
+        ("0.17.0", "2.11.0", False),
+        ("0.19.2", "2.21.0", False),
+    ],
+)
+def test_a_transformer_engine_that_was_not_tested_is_named(
+    megatron_core: str, transformer_engine: str, tested: bool
+) -> None:
+    sentence = backend.untested_versions(megatron_core, transformer_engine)
+    assert (sentence is None) == tested
+    if sentence is not None:
+        assert f"TransformerEngine {transformer_engine} with megatron-core {megatron_core}" in sentence
+
+
+def test_choosing_an_untested_transformer_engine_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    versions = {"megatron-core": "0.16.1", "transformer-engine": "2.20.2"}
+    monkeypatch.setattr(backend, "HAVE_TE", True)
+    monkeypatch.setattr(backend, "installed_version", versions.get)
+    backend._warn_of_versions.cache_clear()
+    for _ in range(2):
+        assert resolve_transformer_impl("auto", "cuda") == "transformer_engine"
+    assert [record.name for record in caplog.records if "outside of what was tested" in record.message] == [
+        "lightning_mcore.backend"
+    ]
+    backend._warn_of_versions.cache_clear()
+
+
+def test_the_extra_of_this_package_installs_what_was_tested() -> None:
+    root = Path(__file__).resolve().parents[2]
+    extra = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]["te"]
+    bounds = [Requirement(line) for line in extra]
+    assert {str(requirement.specifier) for requirement in bounds} == {
+        str(SpecifierSet(tested)) for tested in backend.TESTED_TRANSFORMER_ENGINE.values()
+    }
+    for python, megatron_core in (("3.11", "0.16.1"), ("3.12", "0.19.2"), ("3.13", "0.19.2")):
+        [chosen] = [r for r in bounds if r.marker is not None and r.marker.evaluate({"python_version": python})]
+        newest = {"<2.12,>=2.9": "2.11.0", "<2.21,>=2.14": "2.20.2"}[str(chosen.specifier)]
+        assert chosen.specifier.contains(newest)
+        assert backend.untested_versions(megatron_core, newest) is None
+
+
+# A whole model in one process of a machine with a GPU
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_whole_model_is_built_on_one_device() -> None:
+    transformer = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_moe_experts": 4,
+        "moe_ffn_hidden_size": 32,
+        "moe_layer_freq": [0, 1],
+        "mtp_num_layers": 1,
+        "normalization": "RMSNorm",
+        "perform_initialization": False,
+    }
+    module = MCoreGPT(vocab_size=64, seq_length=16, transformer=transformer)
+    with cpu_runtime(), single_process(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))  # stands for a GPU
+        module.configure_model()
+    named = [*module.model.named_parameters(), *module.model.named_buffers()]
+    assert len(named) > 20
+    assert [name for name, tensor in named if tensor.device.type != "meta"] == []

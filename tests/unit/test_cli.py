@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lightning-mcore``: every command is found, what is wrong is one sentence, and every option is reachable."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +12,7 @@ import pytest
 import yaml
 
 from lightning_mcore import MCoreStrategy, cli
-from lightning_mcore.command_errors import carried_out
+from lightning_mcore.command_errors import carried_out, sentence
 from lightning_mcore.training_cli import TrainingCLI
 
 TINY = """
@@ -291,3 +294,36 @@ def test_what_is_accepted_is_never_explained(tiny: str, monkeypatch: pytest.Monk
     assert built.model.vocab_size == 64
     with pytest.raises(AssertionError, match="jsonargparse decides"):
         TrainingCLI(run=False, args=["--config", tiny, "--model=None"], parser_kwargs={"exit_on_error": False})
+
+
+BROKEN = {
+    "no core": "raise RuntimeError('no core.')",
+    "no CUDA": "import ctypes; ctypes.CDLL('libno_such_cuda.so.13')",
+}
+
+
+@pytest.mark.parametrize("why", BROKEN)
+def test_a_broken_transformer_engine_is_one_sentence(why: str, tmp_path: Path) -> None:
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text(BROKEN[why])
+    paths = [str(tmp_path), *filter(None, sys.path)]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "lightning_mcore.cli", "fit", "--config", "no.yaml"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: TransformerEngine is installed and cannot be imported: "), done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_error_while_transformer_engine_computes_is_not_taken_for_its_import() -> None:
+    code = compile("def compute():\n    raise RuntimeError('no memory')", "<te>", "exec")
+    place: dict[str, Any] = {"__name__": "transformer_engine.pytorch"}
+    exec(code, place)
+    with pytest.raises(RuntimeError) as raised:
+        place["compute"]()
+    assert sentence(raised.value) == "no memory"

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from torch import nn
 
+from lightning_mcore import MCoreStrategy
 from lightning_mcore.cpu_runtime import cpu_runtime
 from tests import hygiene
 
@@ -221,4 +222,21 @@ def test_an_interrupt_leaves_nothing() -> None:
     before = hygiene.snapshot()
     with pytest.raises(KeyboardInterrupt), cpu_runtime():
         raise KeyboardInterrupt
+    assert hygiene.changes(before, hygiene.snapshot()) == []
+
+
+def test_on_a_gpu_without_transformer_engine_megatron_finds_the_names_it_reads() -> None:
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    from megatron.core.transformer import multi_latent_attention
+
+    strategy = MCoreStrategy()
+    strategy.parallel_devices = [torch.device("cuda", 0)]
+    before = hygiene.snapshot()
+    with strategy.runtime():
+        assert moe_utils.te_general_gemm is None
+        assert not multi_latent_attention.HAVE_TE
+        with strategy.runtime():
+            pass
+        assert moe_utils.te_general_gemm is None
+        assert torch.zeros(1).device == CPU
     assert hygiene.changes(before, hygiene.snapshot()) == []

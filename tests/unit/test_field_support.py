@@ -130,7 +130,7 @@ def test_fields_of_other_models_are_refused_for_a_gpt_alone(name: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"moe_token_dispatcher_type": "flex"}, "^moe_token_dispatcher_type='flex' needs CUDA.*; choose 'alltoall'"),
+        ({"moe_token_dispatcher_type": "flex"}, r"^moe_token_dispatcher_type='flex' \(DeepEP.*; choose 'alltoall'"),
         (
             {"num_moe_experts": 4, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
             "expert_tensor_parallel_size=1 with tensor_model_parallel_size=2 needs expert_model_parallel_size > 1",
@@ -196,3 +196,36 @@ def test_multi_token_prediction_that_would_depend_on_the_layout_is_refused(
 def test_multi_token_prediction_that_could_divide_by_zero_is_refused() -> None:
     with pytest.raises(ValueError, match=r"divides by zero .*; set calculate_per_token_loss=True"):
         check_multi_token(config_of(mtp_num_layers=1))
+
+
+WINDOW = {"window_size": (8, 0), "context_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (WINDOW, r"window_size=\(8, 0\) with context_parallel_size=2 and cp_comm_type=None .* set cp_comm_type='all_g"),
+        ({**WINDOW, "cp_comm_type": "p2p"}, "cp_comm_type='p2p' is not available: TransformerEngine sends"),
+        ({**WINDOW, "cp_comm_type": ["a2a", "p2p"], "num_layers": 2}, "with context_parallel_size=2"),
+        ({**WINDOW, "cp_comm_type": "a2a+p2p"}, r"cp_comm_type='a2a\+p2p' is not available: its process groups"),
+        ({**WINDOW, "cp_comm_type": "all_gather"}, None),
+        ({**WINDOW, "cp_comm_type": "a2a"}, None),
+        ({"window_size": (8, 0)}, None),
+        ({"context_parallel_size": 2}, None),
+    ],
+)
+def test_windows_under_context_parallelism_ask_transformer_engine_for_what_it_has(
+    fields: dict[str, Any], sentence: str | None
+) -> None:
+    config = config_of(**fields)
+    if sentence is None:
+        check_fields(config, "transformer_engine", "cuda")
+        return
+    with pytest.raises(ValueError, match=sentence):
+        check_fields(config, "transformer_engine", "cuda")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", None])
+def test_a_dispatcher_that_has_never_run_is_refused_on_every_device(device: str | None) -> None:
+    with pytest.raises(ValueError, match="moe_token_dispatcher_type='flex'"):
+        check_fields(config_of(moe_token_dispatcher_type="flex"), "transformer_engine", device)

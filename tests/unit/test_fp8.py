@@ -8,6 +8,7 @@ that are not there.
 
 import dataclasses
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -18,8 +19,18 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.enums import Fp8Recipe
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
+from torch import nn
 
-from lightning_mcore import MCoreModule, MCorePrecision, ModelShape, ParallelLayout
+from lightning_mcore import (
+    MCoreGPT,
+    MCoreModule,
+    MCorePrecision,
+    MCoreStrategy,
+    ModelShape,
+    ParallelLayout,
+    persistence,
+)
+from lightning_mcore.checkpoint_io import MANIFEST
 from lightning_mcore.chunks import pipeline_config
 from lightning_mcore.field_support import check_fields
 from lightning_mcore.fp8 import ALIGNMENT, TRANSFORMER_FIELDS, FP8Recipe, FP8Settings
@@ -32,8 +43,13 @@ from lightning_mcore.fp8_checks import (
     check_model,
     check_optimizer,
     check_run,
+    check_versions,
 )
+from lightning_mcore.hf.pretrained import load_pretrained
+from lightning_mcore.persistence import _NUMBERS as NUMBERS
+from lightning_mcore.pipeline import Pipeline
 from lightning_mcore.transformer_fields import check_transformer_fields
+from lightning_mcore.weights import load_weights
 from tests.ranks import RanksFailedError, run_ranks
 from tests.toy import PlainNet, StagedNet
 
@@ -213,11 +229,71 @@ def test_fp8_weights_need_the_sharded_optimizer_and_mxfp8_ones_no_overlap() -> N
     check_optimizer(mxfp8, replace(overlapped, overlap_param_gather=False))
     with pytest.raises(ValueError, match="set overlap_param_gather=False"):
         check_optimizer(mxfp8, overlapped)
+    blockwise = settings("blockwise", fp8_param=True)
+    check_optimizer(blockwise, replace(overlapped, overlap_param_gather=False))
+    check_optimizer(settings("blockwise"), overlapped)
+    with pytest.raises(ValueError, match="fp8_recipe='blockwise' and overlap_param_gather=True is not available"):
+        check_optimizer(blockwise, overlapped)
     offload: Any = SimpleNamespace(optimizer_cpu_offload=True)  # Megatron's own wants more beside it
     check_optimizer(settings("delayed", fp8_param=True), overlapped, offload)
     check_optimizer(settings("tensorwise"), overlapped, offload)
     with pytest.raises(ValueError, match="choose fp8_recipe='delayed', or leave one of them out"):
         check_optimizer(settings("tensorwise", fp8_param=True), overlapped, offload)
+
+
+# Weights that are read
+
+
+class Filled(MCoreGPT):
+    """Runs in a precision that keeps weights in FP8."""
+
+    def megatron_fields(self) -> dict[str, Any]:
+        return MCorePrecision("bf16-mixed", fp8_recipe="tensorwise", fp8_param=True).megatron_fields()
+
+
+def test_fp8_weights_do_not_start_from_a_hugging_face_model() -> None:
+    module = Filled(
+        vocab_size=8, seq_length=8, transformer={"num_layers": 1, "hidden_size": 16, "num_attention_heads": 1}
+    )
+    module._starts_from = "models/llama"
+    with pytest.raises(ValueError, match=r"fp8_param=True is not available for .* that starts from .*models/llama"):
+        module.check_settings()
+    resumed: Any = SimpleNamespace(ckpt_path="last.ckpt", strategy=SimpleNamespace(root_device=torch.device("cpu")))
+    module._trainer = resumed
+    with pytest.raises(ValueError, match="fp8='hybrid' needs TransformerEngine"):  # what a CPU says of any FP8
+        module.check_settings()
+
+
+@pytest.mark.parametrize("read", [load_weights, load_pretrained])
+def test_fp8_weights_are_not_filled_from_a_checkpoint_or_folder(read: Any, tmp_path: Path) -> None:
+    module, chunk = MCoreModule(), nn.Linear(1, 1)
+    chunk.config = SimpleNamespace(fp8_param=True)  # type: ignore[assignment]
+    module.model = Pipeline([chunk], [True], ParallelLayout())
+    with pytest.raises(ValueError, match="starts from the weights of") as refusal:
+        read(module, str(tmp_path))
+    assert is_one_sentence(str(refusal.value).replace(str(tmp_path), "folder"))
+
+
+@pytest.mark.parametrize(("fn", "numbers"), [("fit", False), ("fit", True), ("validate", False)])
+def test_fp8_weights_do_not_go_on_from_weights_alone(
+    fn: str, numbers: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    saved = {MANIFEST: {}, **({NUMBERS: {}} if numbers else {})}
+    strategy: Any = MCoreStrategy(
+        use_distributed_optimizer=True,
+        precision_plugin=MCorePrecision("bf16-mixed", fp8_recipe="tensorwise", fp8_param=True),
+    )
+    strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(state=SimpleNamespace(fn=fn)))
+    monkeypatch.setattr(strategy, "_read", lambda path, weights_only: dict(saved))
+    monkeypatch.setattr(strategy, "broadcast", lambda value: value)
+    monkeypatch.setattr(strategy.resume, "restore", lambda own, state: None)
+    monkeypatch.setattr(persistence, "on_all", lambda mine: mine())
+    monkeypatch.setattr(persistence.StoredState, "open", lambda *arguments: None)
+    if fn == "fit" and not numbers:
+        with pytest.raises(ValueError, match="starts from the weights alone of"):
+            strategy.load_checkpoint(tmp_path)
+    else:
+        assert strategy.load_checkpoint(tmp_path) == {}
 
 
 # The machine
@@ -402,3 +478,27 @@ def test_a_model_without_layers_of_transformer_engine_is_refused_on_every_rank()
     ) as e:
         run_ranks(2, chunks_without_transformer_engine)
     assert set(e.value.errors) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "grouped", "megatron_core", "transformer_engine", "is_refused"),
+    [
+        ("tensorwise", True, "0.16.1", "2.20.2", True),
+        ("blockwise", True, "0.16.1", "2.17.1", True),
+        ("tensorwise", True, "0.16.1", "2.17.0", False),
+        ("tensorwise", True, "0.19.2", "2.20.2", False),
+        ("tensorwise", False, "0.16.1", "2.20.2", False),
+        ("delayed", True, "0.16.1", "2.20.2", False),
+        ("tensorwise", True, "0.16.1", None, False),
+    ],
+)
+def test_grouped_experts_in_fp8_that_could_not_be_saved_are_refused(
+    recipe: Any, grouped: bool, megatron_core: str, transformer_engine: str | None, is_refused: bool
+) -> None:
+    arguments = (settings(recipe), grouped, megatron_core, transformer_engine)
+    if not is_refused:
+        check_versions(*arguments)
+        return
+    with pytest.raises(ValueError, match=r"install TransformerEngine below 2\.12") as refusal:
+        check_versions(*arguments)
+    assert is_one_sentence(str(refusal.value))

@@ -3,6 +3,7 @@
 
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -98,3 +99,14 @@ def test_every_public_name_has_one_home() -> None:
     assert sorted({*lightning_mcore._HOMES, "__version__"}) == sorted(lightning_mcore.__all__)
     with pytest.raises(AttributeError, match="module 'lightning_mcore' has no attribute 'MCoreStratgy'"):
         lightning_mcore.MCoreStratgy  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Using deprecated internal API from Transformer Engine. transformer_engine.pytorch.fp8 will be removed",
+        "transformer_engine.pytorch.float8_tensor is deprecated and will be removed in a future release.",
+    ],
+)
+def test_what_transformer_engine_warns_of_at_import_ends_no_test(text: str) -> None:
+    warnings.warn(text, DeprecationWarning, stacklevel=1)

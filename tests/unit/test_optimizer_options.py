@@ -15,10 +15,11 @@ from torch import nn
 
 from lightning_mcore import CommunicationOptions, MCoreStrategy, MuonWithAdamW, ParallelLayout, process_groups
 from lightning_mcore.chunks import wrap_chunks
+from lightning_mcore.optimizer import MCoreOptimizer
 from lightning_mcore.optimizer_kinds import check_kind, megatron_fields
 from lightning_mcore.optimizer_options import check_optimizer_config, check_optimizer_device, check_options
 from lightning_mcore.settings import GradientSettings
-from lightning_mcore.tensor_overlap import TensorParallelOverlap, user_buffer_arguments
+from lightning_mcore.tensor_overlap import TensorParallelOverlap, queue_hint, user_buffer_arguments
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 TP, PP, VP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
@@ -512,3 +513,55 @@ def test_the_buffers_are_made_once_for_one_shape(monkeypatch: pytest.MonkeyPatch
     assert is_one_sentence(str(changed.value))
     overlap.close()
     assert made == []
+
+
+def test_muon_of_an_older_torch_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ModuleNotFoundError, match=r"needs the Muon of torch 2\.9 or newer, and ") as refusal:
+        MuonWithAdamW([nn.Parameter(torch.zeros(2, 2))], [])
+    assert is_one_sentence(str(refusal.value))
+
+
+@pytest.mark.parametrize(
+    ("layout", "capability", "connections", "is_told"),
+    [
+        ({TP: 2}, (9, 0), None, True),
+        ({"context_parallel_size": 2}, (9, 0), "8", True),
+        ({TP: 2}, (9, 0), "1", False),
+        ({TP: 2}, (10, 0), None, False),
+        ({PP: 2}, (9, 0), None, False),
+    ],
+)
+def test_a_gpu_that_may_overtake_its_communication_is_named(
+    layout: dict[str, int], capability: tuple[int, int], connections: str | None, is_told: bool
+) -> None:
+    sentence = queue_hint(ParallelLayout(**layout), capability, connections)
+    assert (sentence is not None) == is_told
+    assert sentence is None or "CUDA_DEVICE_MAX_CONNECTIONS=1" in sentence
+
+
+def test_the_adapters_of_a_class_share_one_class() -> None:
+    def adapter(user: torch.optim.Optimizer) -> MCoreOptimizer:
+        megatron: Any = None
+        return MCoreOptimizer(user, megatron, [], [], rebuilt=False, inline=True)
+
+    parameters = [nn.Parameter(torch.zeros(1))]
+    one, other = (adapter(torch.optim.AdamW(parameters)) for _ in range(2))
+    sgd = adapter(torch.optim.SGD(parameters, lr=0.1))
+    assert type(one) is type(other)
+    assert isinstance(one, torch.optim.AdamW)
+    assert type(sgd) is not type(one)
+
+
+def test_a_decision_is_taken_without_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = MCoreStrategy()
+    strategy.parallel_devices = [torch.device("meta")]  # where nothing can be read
+    assert strategy.reduce_boolean_decision(True)
+    opened = process_groups.open_single_process()
+    try:
+        for decision in (True, False):
+            assert strategy.reduce_boolean_decision(decision) is decision
+            assert strategy.reduce_boolean_decision(decision, all=False) is decision
+    finally:
+        if opened:
+            torch.distributed.destroy_process_group()

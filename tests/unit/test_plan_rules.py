@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``plan`` refuses, the real classes refuse too, and what they take, it takes."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from lightning_mcore.planning.plan import make_plan
 from lightning_mcore.planning.real_check import real_errors
 from lightning_mcore.run_settings import RunSettings
+from tests.hf_folders import LlamaSizes
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 
@@ -194,6 +197,13 @@ WRONG: dict[str, tuple[RunSettings, str]] = {
     "eps": (run_with(model={"eps": -1.0}), "eps=-1.0"),
     "weight decay": (run_with(model={"weight_decay": -0.1}), "weight_decay=-0.1"),
     "momentum": (run_with(model={"optimizer": "sgd", "sgd_momentum": -0.9}), "sgd_momentum=-0.9"),
+    "blockwise weights gathered in the forward pass": (
+        run_with(
+            strategy=dict.fromkeys(("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), True),
+            precision={"precision": "bf16-mixed", "fp8_recipe": "blockwise", "fp8_param": True},
+        ),
+        "fp8_recipe='blockwise' and overlap_param_gather=True",
+    ),
     "softmax with sinks": (run_with({"softmax_type": "learnable"}), "softmax_type='learnable'"),
     "window that looks ahead": (run_with({"window_size": [8, 4]}), "4 tokens ahead"),
     "recompute of TransformerEngine's norms": (
@@ -392,3 +402,18 @@ def test_all_errors_are_listed_and_not_only_the_first() -> None:
     errors = "\n".join(make_plan(settings, 3).errors)
     for part in ("num_layer'", "recompute_method", "world_size=3", "overlap_param_gather", "paralel", "fp8", "devises"):
         assert part in errors, part
+
+
+def test_a_hugging_face_model_does_not_fill_fp8_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LlamaSizes(hidden_size=512, layers=2, vocab_size=512).config()))
+    strategy = {"use_distributed_optimizer": True}
+    for recipe, is_refused in ({"fp8_param": True}, True), ({}, False):
+        settings = RunSettings(
+            strategy=strategy,
+            precision={"precision": "bf16-mixed", "fp8_recipe": "tensorwise", **recipe},
+            model={"path": str(tmp_path), "seq_length": 128},
+            trainer={"accelerator": "gpu", "devices": 4},
+        )
+        errors = make_plan(settings, 4).errors
+        assert any("fp8_param=True is not available for a model that starts from" in e for e in errors) == is_refused
+        assert len(errors) == is_refused
