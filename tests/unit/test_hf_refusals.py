@@ -19,6 +19,7 @@ from lightning_mcore import MCoreGPT
 from lightning_mcore.checkpoint_files import record_file
 from lightning_mcore.checkpoint_save import CheckpointSave
 from lightning_mcore.hf.config_rules import shortened
+from lightning_mcore.hf.export import export_checkpoint
 from lightning_mcore.hf.folder_import import import_checkpoint
 from lightning_mcore.hf.hf_source import planned_settings
 from lightning_mcore.hf.hf_weights import HFWeights
@@ -556,6 +557,26 @@ def test_a_checkpoint_that_knows_no_hugging_face_model_is_refused(whole: Path, t
     )
     with pytest.raises(ValueError, match=text):
         MCoreGPT.from_pretrained(str(out))
+
+
+def test_an_export_of_absurd_numbers_is_refused_before_anything_is_built(whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.ckpt"
+    import_checkpoint(str(whole), str(out))
+    state = torch.load(out / "lightning.pt", weights_only=True)
+    recorded = state["hyper_parameters"]
+    for changes, text in (
+        (
+            {"transformer": {**recorded["transformer"], "num_layers": 10**9, "window_attn_skip_freq": 2}},
+            "num_layers=4 in its",
+        ),
+        ({"hf": {**recorded["hf"], "config": {**recorded["hf"]["config"], "num_hidden_layers": 10**9}}}, "only whole"),
+    ):
+        torch.save({**state, "hyper_parameters": {**recorded, **changes}}, out / "lightning.pt")
+        manifest = json.loads((out / "checkpoint.json").read_text())
+        manifest["files"]["lightning.pt"] = asdict(record_file(out / "lightning.pt"))
+        (out / "checkpoint.json").write_text(json.dumps(manifest))
+        with pytest.raises(ValueError, match=text):
+            export_checkpoint(str(out), str(tmp_path / "exported"))
 
 
 def test_an_import_refuses_what_would_be_overwritten(whole: Path, tmp_path: Path) -> None:
