@@ -18,6 +18,7 @@ needed.
 
 import argparse
 import contextlib
+import io
 import json
 import posixpath
 import sys
@@ -164,13 +165,34 @@ def _verify_single_file(fs: AbstractFileSystem, root: str, path: str) -> str:
 
 
 def _verify_torch_dist(fs: AbstractFileSystem, root: str, path: str) -> str:
-    sizes = least_sizes(read_metadata(path, fs.cat_file(f"{root}/{METADATA_FILE}")))
+    """Check the sizes of the files of tensors, and what torch.save has recorded of each piece in them."""
+    metadata = read_metadata(path, fs.cat_file(f"{root}/{METADATA_FILE}"))
+    sizes = least_sizes(metadata)
     for name, size in sizes.items():
         check_size(fs, root, path, name, size, or_more=True)
-    return (
-        f"{path} has all its files of tensors ({len(sizes)}), as long as {METADATA_FILE} says; it was not written by"
-        " lightning_mcore and has no checksums to compare with"
-    )
+    places = (metadata.storage_data or {}).values()
+    compared = sum(_has_right_checksums(fs, root, path, place) for place in places)
+    found = f"{path} has all its files of tensors ({len(sizes)}), as long as {METADATA_FILE} says"
+    right = f", and the checksums of {compared} of its {len(places)} pieces are right" if compared else ""
+    without = "no checksums of files" if compared else "no checksums"
+    return f"{found}{right}; it was not written by lightning_mcore and has {without} to compare with"
+
+
+def _has_right_checksums(fs: AbstractFileSystem, root: str, path: str, place: Any) -> bool:
+    """Return whether a piece has checksums, which are right then."""
+    with fs.open(f"{root}/{place.relative_path}", "rb") as file:
+        file.seek(place.offset)
+        piece = io.BytesIO(file.read(place.length))
+    try:
+        with zipfile.ZipFile(piece) as archive:
+            if not has_checksums(archive.infolist()):
+                return False
+            broken = archive.testzip()
+    except Exception as error:  # zipfile raises anything where the directory is damaged
+        raise damaged(path, f"{place.relative_path} has no archive of torch.save at byte {place.offset}") from error
+    if broken is not None:
+        raise damaged(path, f"the checksum of a piece at byte {place.offset} of {place.relative_path} is not right")
+    return True
 
 
 def _torch_dist(fs: AbstractFileSystem, root: str, path: str) -> dict[str, Any]:

@@ -228,11 +228,16 @@ def test_a_checkpoint_of_megatron_is_shown(tmp_path: Path) -> None:
     ]
 
 
-def test_a_truncated_file_of_megatron_is_named(tmp_path: Path, run: Run) -> None:
+def test_a_truncated_or_changed_file_of_megatron_is_named(tmp_path: Path, run: Run) -> None:
     path = save_as_megatron_does(tmp_path / "iter_0000070")
     code, output, _ = run("verify", path)
-    assert (code, "has no checksums to compare with" in output) == (0, True)
+    assert (code, "the checksums of 3 of its 3 pieces are right" in output) == (0, True)
     (shard,) = (tmp_path / "iter_0000070").glob("*.distcp")
+    content = shard.read_bytes()
+    shard.write_bytes(content.replace(torch.ones(6).numpy().tobytes(), bytes(24)))
+    code, _, errors = run("verify", path)
+    assert (code, f"of {shard.name} is not right" in errors) == (1, True)
+    shard.write_bytes(content)
     os.truncate(shard, shard.stat().st_size - 1)
     code, _, errors = run("verify", path)
     assert (code, f"{shard.name} has {shard.stat().st_size} of" in errors) == (1, True)
@@ -338,6 +343,16 @@ def test_a_checkpoint_in_one_file_without_checksums_is_not_called_damaged(tmp_pa
         torch.serialization.set_crc32_options(True)
     code, output, _ = run("verify", str(tmp_path / "a.ckpt"))
     assert (code, "without checksums; there is nothing to compare" in output) == (0, True)
+
+
+def test_a_checkpoint_of_megatron_without_checksums_is_not_called_damaged(tmp_path: Path, run: Run) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = save_as_megatron_does(tmp_path / "iter_0000070")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    code, output, _ = run("verify", path)
+    assert (code, "has no checksums to compare with" in output) == (0, True)
 
 
 def test_what_cannot_be_looked_at_has_its_own_exit_code(tmp_path: Path, run: Run) -> None:
