@@ -13,6 +13,7 @@ the end, beside the checkpoints. Ranks are started here, one for each device, or
 
 import math
 import os
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from lightning_mcore.llamafactory.factory_run import FactoryRun
     from lightning_mcore.llamafactory.loss_record import LossRecord
     from lightning_mcore.training_guard import Beginning
+
+_MOVE_SECONDS = 120.0  # for renaming and deleting files
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -68,29 +71,44 @@ def _read(options: dict[str, Any]) -> "FactoryRun":
 def _train(asked: "FactoryRun", options: dict[str, Any], beginning: "Beginning") -> None:
     from lightning_mcore.hf.save_hf_model import SaveHFModel
     from lightning_mcore.llamafactory.loss_record import LossRecord
-    from lightning_mcore.llamafactory.model_folder import clear, move_in, unfinished
+    from lightning_mcore.llamafactory.model_folder import move_in, unfinished
 
     arguments, folder = asked.arguments, str(asked.arguments.output_dir)
-    resume = _resume(asked)
     record = LossRecord(folder, asked.keys.plot_loss)
     exports = asked.keys.export_hf_on_finish and bool(arguments.do_train)
     callbacks: list[Any] = [beginning, record, *_early_stopping(asked)]
     if exports:
         callbacks.append(SaveHFModel(unfinished(folder)))
     trainer = _trainer(asked, options, callbacks)
-    if trainer.is_global_zero:
-        clear(folder)
+    _finish_moving(folder, trainer)
+    resume = _resume(asked)
     model = asked.model()
     data = asked.data()
     _say(trainer, "\n".join([*asked.notes, batch_line(asked, trainer)]))
     if arguments.do_train:
         trainer.fit(model, datamodule=data, ckpt_path=resume)
-        if exports and trainer.is_global_zero and os.path.isdir(unfinished(folder)):
+        if exports and trainer.is_global_zero:
             move_in(folder)
     if arguments.do_eval and not (arguments.do_train and record.evaluation):
         trainer.limit_val_batches = 1.0
         trainer.validate(model, datamodule=data, ckpt_path=None if arguments.do_train else resume, verbose=False)
     _say(trainer, _outcome(asked, record, exports))
+
+
+def _finish_moving(folder: str, trainer: "pl.Trainer") -> None:
+    """Put the model in its place that a run before left on its way there; the other ranks wait for rank 0."""
+    from lightning_mcore.llamafactory.model_folder import is_waiting, move_in
+
+    if trainer.is_global_zero:
+        move_in(folder)
+    deadline = time.monotonic() + _MOVE_SECONDS
+    while is_waiting(folder):
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"output_dir: rank 0 has not moved the model of the run before into {folder} within {_MOVE_SECONDS:.0f}"
+                " s; give a folder on a disk that all machines share"
+            )
+        time.sleep(0.1)
 
 
 def _resume(asked: "FactoryRun") -> str | None:

@@ -3,18 +3,22 @@
 
 There, as here, ``output_dir`` holds checkpoints (``checkpoint-<step>...``) while a run goes on, and then the model
 in Hugging Face form beside them, so that the folder itself can be loaded. The model is first written to a folder in it,
-whole, and then moved; ``config.json``, without which nothing loads it, moves last.
+whole, and then moved; ``config.json``, without which nothing loads it, moves last. A move that was interrupted is
+finished when the next run begins.
 """
 
+import json
 import os
 import re
-import shutil
 from pathlib import Path
+
+from lightning_mcore.atomic_directory import sync_directory
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)(-v\d+)?\.ckpt")
 _PREEMPTED = re.compile(r"last-preempted(-v\d+)?\.ckpt")  # of enable_jit_checkpoint
 _OF_A_MODEL = ("config.json", "model.safetensors", "model.safetensors.index.json")
 _UNFINISHED = "unfinished-model"
+_NAMES, _PART = ".files-of-the-model", ".part"  # what is moved, noted beside it
 
 
 def where_to_resume(output_dir: str, overwrite: bool) -> str | None:
@@ -49,17 +53,43 @@ def unfinished(output_dir: str) -> str:
     return os.path.join(output_dir, _UNFINISHED)
 
 
-def clear(output_dir: str) -> None:
-    """Remove what a run that ended early left of its model."""
-    shutil.rmtree(unfinished(output_dir), ignore_errors=True)
+def is_waiting(output_dir: str) -> bool:
+    """Return whether a whole model waits inside to be moved to its place, or is on its way there."""
+    source = Path(unfinished(output_dir))
+    return (source / _NAMES).is_file() or (source / _OF_A_MODEL[0]).is_file()
 
 
 def move_in(output_dir: str) -> None:
-    """Move the model that has been written inside to its place, over one that stands there."""
+    """Move the model that waits inside to its place, over one that stands there; where none waits, do nothing.
+
+    Whatever moment the process dies at, the old model stands there, or the new one, or the next call finishes the move:
+    the names of the new one are noted before the first file of the old one goes. Between, there is no ``config.json``,
+    so that nobody loads parts of both.
+    """
     source, target = Path(unfinished(output_dir)), Path(output_dir)
-    for stale in (*target.glob("model*.safetensors"), target / _OF_A_MODEL[2], target / _OF_A_MODEL[0]):
-        stale.unlink(missing_ok=True)
-    names = sorted((path.name for path in source.iterdir()), key=lambda name: (name == _OF_A_MODEL[0], name))
-    for name in names:
-        os.replace(source / name, target / name)
+    if not is_waiting(output_dir):
+        return
+    if not (source / _NAMES).is_file():
+        _note(source, sorted({path.name for path in source.iterdir()} - {_NAMES + _PART}))
+    names = json.loads((source / _NAMES).read_text())
+    config, *_ = _OF_A_MODEL
+    if (source / config).exists():
+        (target / config).unlink(missing_ok=True)
+    for stale in (*target.glob("model*.safetensors"), target / _OF_A_MODEL[2]):
+        if stale.name not in names:
+            stale.unlink(missing_ok=True)
+    for name in sorted(names, key=lambda name: (name == config, name)):
+        if (source / name).exists():
+            os.replace(source / name, target / name)
+    sync_directory(output_dir)
+    (source / _NAMES).unlink()
     source.rmdir()
+
+
+def _note(source: Path, names: list[str]) -> None:
+    part = source / (_NAMES + _PART)
+    with part.open("w") as file:
+        json.dump(names, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, source / _NAMES)

@@ -2,6 +2,8 @@
 """What a LLaMA-Factory file may not say: one sentence each, naming what contradicts what."""
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from lightning_mcore.llamafactory.factory_file import read_file
 from lightning_mcore.llamafactory.factory_run import read_run
 from lightning_mcore.llamafactory.llamafactory_command import run
-from lightning_mcore.llamafactory.model_folder import move_in, unfinished, where_to_resume
+from lightning_mcore.llamafactory.model_folder import is_waiting, move_in, unfinished, where_to_resume
 from tests.factory_files import LLAMA3, write_run
 
 QWEN2_VL: dict[str, Any] = {  # examples/megatron/qwen2_vl_full.yaml, of a model of images
@@ -169,3 +171,74 @@ def test_a_model_moves_in_whole(tmp_path: Path) -> None:
         **dict.fromkeys(("config.json", "model.safetensors", "tokenizer.json"), "new"),
         "log.jsonl": "old",
     }
+
+
+class Killed(BaseException):
+    """The process ends."""
+
+
+NEW = {"config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "tokenizer.json"}
+OLD = {"config.json", "model.safetensors", "tokenizer.json"}
+
+
+def put(folder: Path, names: set[str], content: str) -> None:
+    folder.mkdir(parents=True)
+    for name in names:
+        (folder / name).write_text(content, encoding="utf-8")
+
+
+def killed_after(steps: int, folder: Path) -> bool:
+    """Move, and be killed after some operations on the disk; return whether there were more."""
+    left = steps
+
+    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal left
+            if left == 0:
+                raise Killed
+            left -= 1
+            return function(*arguments, **keywords)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("replace", "rename", "unlink", "rmdir", "fsync"):
+            patch.setattr(os, name, dying(getattr(os, name)))
+        try:
+            move_in(str(folder))
+        except Killed:
+            return True
+    return False
+
+
+def check_that_nothing_is_lost(folder: Path) -> None:
+    found = {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir() if path.is_file()}
+    old, new = dict.fromkeys(OLD, "old"), dict.fromkeys(NEW, "new")
+    assert found in (old, new) or "config.json" not in found, found
+    assert found == new or is_waiting(str(folder))
+
+
+def test_whenever_a_move_is_killed_the_old_model_stands_there_or_the_next_run_has_the_new_one(tmp_path: Path) -> None:
+    moments = range(20)
+    deaths = set()
+    for first in moments:  # the first kill, and another while the next run finishes the move
+        for second in moments:
+            folder = tmp_path / f"{first}-{second}"
+            put(folder, OLD, "old")
+            put(Path(unfinished(str(folder))), NEW, "new")
+            for steps in (first, second):
+                if killed_after(steps, folder):
+                    deaths.add(steps)
+                check_that_nothing_is_lost(folder)
+            move_in(str(folder))
+            check_that_nothing_is_lost(folder)
+            assert not is_waiting(str(folder))
+    assert 6 < len(deaths) < len(moments)  # the last ones found nothing left to kill
+
+
+def test_a_folder_of_that_name_which_is_not_a_model_is_left_alone(tmp_path: Path) -> None:
+    put(Path(unfinished(str(tmp_path))), {"thesis.tex"}, "years")
+    move_in(str(tmp_path))
+    assert not is_waiting(str(tmp_path))
+    assert [path.name for path in tmp_path.rglob("*.tex")] == ["thesis.tex"]
+    assert not (tmp_path / "thesis.tex").exists()
