@@ -98,7 +98,7 @@ class Options:
     def command(self, files: list[InputFile], facts: TokenizerFacts, eod: int | None) -> dict[str, Any]:
         """Return what decides the dataset, part by part, as a user would call it."""
         return {
-            "inputs": [[os.path.abspath(file.path), file.format, file.size, file.modified] for file in files],
+            "inputs": [[os.path.realpath(file.path), file.format, file.size, file.modified] for file in files],
             "tokenizer": [facts.digest, facts.vocab_size],
             "end-of-document token": eod,
             "--add-special-tokens": self.add_special_tokens,

@@ -90,7 +90,7 @@ def find_inputs(inputs: Sequence[str], format: str = "auto") -> tuple[list[Input
         found += [_describe(path, format) for path in paths]
     seen: set[str] = set()
     for file in found:
-        if (place := os.path.abspath(file.path)) in seen:
+        if (place := os.path.realpath(file.path)) in seen:
             raise ValueError(f"{file.path} is named twice, so its documents would be; name it once")
         seen.add(place)
     return found, left_out

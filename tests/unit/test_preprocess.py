@@ -401,6 +401,14 @@ def test_small_text_files_share_pieces_and_an_interruption_loses_none(folder: Pa
     assert list(documents_of(tmp_path / "out")) == expected(folder)
 
 
+def test_a_command_goes_on_that_names_its_files_through_a_link(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(KeyboardInterrupt):
+        preprocess(options(folder, tmp_path / "out", piece_bytes=500), Interruption(2, KeyboardInterrupt()))
+    assert preprocess(options(tmp_path / "link", tmp_path / "out", piece_bytes=500)).went_on
+    assert list(documents_of(tmp_path / "out")) == expected(folder)
+
+
 def test_what_another_command_replaced_is_never_taken_up_again(folder: Path, tmp_path: Path) -> None:
     command = options(folder, tmp_path / "out", piece_bytes=500)
     interrupted(command)

@@ -171,11 +171,13 @@ def test_wrong_settings_are_refused(changed: dict[str, Any], sentence: str, toke
         (["empty"], "empty holds no file with one of the suffixes .txt, .text, .jsonl,"),
         (["a.csv"], "the format of a.csv cannot be told from its suffix; say --format text, jsonl or parquet, and"),
         (["a.jsonl", "*.jsonl"], "a.jsonl is named twice, so its documents would be; name it once"),
+        (["a.jsonl", "link/a.jsonl"], "link/a.jsonl is named twice, so its documents would be; name it once"),
         ([], "no input is given; name files, patterns or folders"),
     ],
 )
 def test_inputs_that_are_none_are_refused(inputs: list[str], sentence: str, tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(".")
     for name in ("a.jsonl", "a.csv"):
         (tmp_path / name).write_text(GOOD)
     said = refusal([str(tmp_path / name) for name in inputs], tokenizer, tmp_path)
