@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from megatron.core import __version__
+from megatron.core import __version__, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -67,6 +67,9 @@ class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
         if labels is not None or not self.config.mtp_num_layers or not self.post_process:
             if self.config.mtp_num_layers and kwargs.get("packed_seq_params") is not None:
                 kwargs["packed_seq_params"] = all_real(kwargs["packed_seq_params"])
+            padding = kwargs.get("padding_mask")
+            if padding is not None and padding.size(1) != kwargs["input_ids"].size(1):
+                kwargs["padding_mask"] = self._whole_padding(padding)
             before = mtp_tracker().pop(_RECORDED, None)
             result: Tensor = super()._postprocess(hidden_states, *args, labels=labels, **kwargs)
             if _RECORDED in mtp_tracker():
@@ -76,6 +79,16 @@ class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
         logits, _ = self.output_layer(hidden_states, weight=weight)  # [s, b, v / tp]
         transposed: Tensor = logits.transpose(0, 1).contiguous()
         return transposed
+
+    def _whole_padding(self, share: Tensor) -> Tensor:
+        """Return the mask of padding, [b, s / cp], from the shares, [b, s / cp / tp], of sequence parallelism.
+
+        Megatron 0.19.2 would shift a share by the boundaries of the whole. The router takes its part of a whole one.
+        """
+        tokens_first = share.t().contiguous().to(torch.uint8)
+        whole = tensor_parallel.gather_from_sequence_parallel_region(tokens_first, group=self.pg_collection.tp)
+        padding: Tensor = whole.t().contiguous().bool()
+        return padding
 
     def _weigh_recorded(self, before: Tensor | None, mask: Tensor | None, packed: PackedSeqParams | None) -> None:
         """Let what was just recorded for the logs be the means over the tokens of all ranks that share a sequence.
