@@ -64,41 +64,42 @@ class Staging:
         on_gpu = any(piece.content.is_cuda for piece in pieces if isinstance(piece.content, Tensor))
         places, sizes = _places(pieces)
         del self._blocks[len(sizes) :]
-        for number, size in enumerate(sizes):
-            if number == len(self._blocks):
+        for block, size in enumerate(sizes):
+            if block == len(self._blocks):
                 self._blocks.append(torch.empty(0, dtype=torch.uint8))
-            if self._blocks[number].numel() < size:
-                self._blocks[number] = torch.empty(0, dtype=torch.uint8)  # let go of the old first
-                self._blocks[number] = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
-        copies = []
-        for piece, place in zip(pieces, places, strict=True):
-            if place is None:
-                copies.append(piece)
-                continue
-            assert isinstance(piece.content, Tensor)
-            tensor, (number, offset) = _plain(piece.content), place  # one at a time: it may take memory of its own
-            memory = self._blocks[number][offset : offset + tensor.numel() * tensor.element_size()]
+            if self._blocks[block].numel() < size:
+                self._blocks[block] = torch.empty(0, dtype=torch.uint8)  # let go of the old first
+                self._blocks[block] = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+        copies = list(pieces)
+        for number, (block, offset) in places.items():
+            content = pieces[number].content
+            assert isinstance(content, Tensor)
+            tensor = _plain(content)  # one at a time: it may take memory of its own
+            memory = self._blocks[block][offset : offset + tensor.numel() * tensor.element_size()]
             copy = memory.view(tensor.dtype).view(tensor.shape)
             copy.copy_(tensor, non_blocking=True)
-            copies.append(Piece(piece.index, copy))
+            copies[number] = Piece(pieces[number].index, copy)
         if on_gpu:
             torch.cuda.synchronize()
         return copies
 
 
-def _places(pieces: Sequence[Piece]) -> tuple[list[tuple[int, int] | None], list[int]]:
-    """Return block and offset of each piece, None for what is not a tensor, and the size of each block."""
-    places: list[tuple[int, int] | None] = []
+def _places(pieces: Sequence[Piece]) -> tuple[dict[int, tuple[int, int]], list[int]]:
+    """Return block and offset of each tensor, by its number among the pieces, and the size of each block."""
+    lengths = {
+        number: -(-piece.content.numel() * piece.content.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        for number, piece in enumerate(pieces)
+        if isinstance(piece.content, Tensor)
+    }
+    places: dict[int, tuple[int, int]] = {}
     sizes: list[int] = []
-    for piece in pieces:
-        if not isinstance(piece.content, Tensor):
-            places.append(None)
-            continue
-        size = -(-piece.content.numel() * piece.content.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        if not sizes or sizes[-1] + size > _BLOCK:
+    for number in sorted(lengths, key=lambda number: -lengths[number]):  # small ones fill what large ones leave
+        length = lengths[number]
+        block = next((block for block, size in enumerate(sizes) if size + length <= _BLOCK), len(sizes))
+        if block == len(sizes):
             sizes.append(0)
-        places.append((len(sizes) - 1, sizes[-1]))
-        sizes[-1] += size
+        places[number] = block, sizes[block]
+        sizes[block] += length
     return places, sizes
 
 
