@@ -4,6 +4,7 @@
 ``pp2-dp2`` on four ranks: ranks 0 and 2 are the stages of the first model copy, 1 and 3 those of the second.
 """
 
+import multiprocessing
 import random
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +18,15 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import seed_everything
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    default_collate,
+    get_worker_info,
+)
 
 from tests.ranks import run_ranks
 from tests.toy import Batch, PlainNet, Samples, StagedNet, Watch, loader, make_trainer, run_fit
@@ -210,3 +219,55 @@ def test_a_dataset_draws_the_same_on_every_rank_of_a_model_copy(
         assert len({str(batch) for batch in first}) == len(first) == 8
     if num_workers or not seeded:  # in the main process a common seed is Lightning's promise of common numbers
         assert copies[0][0] != copies[1][0]
+
+
+# Workers that are no copies of the process that trains
+
+
+class OwnLoaders(StagedNet):
+    """Makes its own loaders, whose collate function is a method of it, so that the module travels to the workers."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__()
+        self.workers = workers
+        self.collated = 0
+
+    def collate(self, rows: list[Any]) -> Batch:
+        self.collated += 1
+        assert get_worker_info() is None or self._trainer is None
+        return default_collate(rows)
+
+    def own_loader(self, size: int, shuffle: bool) -> DataLoader[Batch]:
+        workers = {"num_workers": 1, "multiprocessing_context": "forkserver"} if self.workers else {}
+        return loader(size, 2, shuffle=shuffle, collate_fn=self.collate, **workers)
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        return self.own_loader(24, True)
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        return self.own_loader(8, False)
+
+
+def train_with_workers(folder: str, strategy: dict[str, Any]) -> dict[str, Any]:
+    """Rank function: the batches without workers, with them, and after a resume in the middle of the epoch."""
+    multiprocessing.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_mcore", "tests.toy"])
+
+    def fit(workers: int, **arguments: Any) -> tuple[list[list[int]], float]:
+        seed_everything(3)
+        watch, path = Watch(), arguments.pop("ckpt_path", None)
+        saves = pl.callbacks.ModelCheckpoint(f"{folder}/{workers}", "{step}", every_n_train_steps=2, save_top_k=-1)
+        callbacks = [watch, *([saves] if path is None else [])]
+        trainer = make_trainer(strategy, callbacks=callbacks, enable_checkpointing=path is None, **arguments)
+        trainer.fit(OwnLoaders(workers), ckpt_path=path)
+        return watch.seen.batches, float(trainer.callback_metrics["val_loss"])
+
+    found = {workers: fit(workers) for workers in (0, 1)}
+    return {**found, "resumed": fit(1, ckpt_path=f"{folder}/1/step=2.ckpt")}
+
+
+def test_workers_of_a_fork_server_read_as_the_process_that_trains(tmp_path: Any) -> None:
+    for rank in run_ranks(2, train_with_workers, str(tmp_path), {"use_distributed_optimizer": True}, timeout=120):
+        (batches, loss), resumed = rank[0], rank["resumed"]
+        assert len(batches) == 6
+        assert rank[1] == (batches, loss)
+        assert resumed == (batches[2:], loss)
