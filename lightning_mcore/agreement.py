@@ -10,6 +10,7 @@ work that a GPU has queued nor shares a communicator with the training. ``checkp
 """
 
 import datetime
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -27,15 +28,16 @@ _KNOWN: tuple[type[Exception], ...] = (
     TypeError,
     RuntimeError,
 )
-_groups: dict[Any, Any] = {}
+_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of a world that is closed: none
 
 
 def control_group() -> dist.ProcessGroup:
     """Return a gloo group of all ranks, made at the first call; collective over the world then."""
     world: Any = dist.group.WORLD
+    if dist.get_backend() == "gloo":
+        return world  # type: ignore[no-any-return]
     if world not in _groups:
-        _groups.clear()  # of a world that was closed
-        _groups[world] = world if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        _groups[world] = dist.new_group(backend="gloo")
     group: dist.ProcessGroup = _groups[world]
     return group
 

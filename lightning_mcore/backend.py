@@ -12,15 +12,18 @@ Weights are named in checkpoints as TransformerEngine names them, so that what o
 ``MCoreGPT`` calls this, and so does any module that builds a Megatron ``GPTModel`` itself.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
@@ -45,10 +48,35 @@ TransformerImpl: TypeAlias = Literal["auto", "local", "transformer_engine"]
 
 logger = logging.getLogger(__name__)
 
+_CHOICE_OF_ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 _NORMS = ("LayerNorm", "RMSNorm")
 
 TESTED_TRANSFORMER_ENGINE: Mapping[str, str] = {"<0.17": ">=2.9,<2.12", ">=0.17": ">=2.14,<2.21"}
 """Versions of TransformerEngine by those of megatron-core, as in the extra ``te`` of this package."""
+
+
+@contextlib.contextmanager
+def choice_of_attention_restored() -> Iterator[None]:
+    """Put back at the end the variables by which Megatron tells TransformerEngine of ``attention_backend``.
+
+    Megatron sets them when a model is built, and refuses to build one for which they have other values.
+
+    Source: ``LanguageModule._set_attention_backend`` (0.16.1 and 0.19.2).
+    """
+    before = {name: os.environ.get(name) for name in _CHOICE_OF_ATTENTION}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def choose_attention(chunk: nn.Module) -> None:
+    """Set these variables for a model that may have been built in an earlier run."""
+    if isinstance(chunk, LanguageModule):
+        chunk._set_attention_backend()
 
 
 class TorchNorm(nn.Module):

@@ -34,7 +34,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 
 from lightning_mcore import checkpoint_files, checkpoint_staging
-from lightning_mcore.agreement import all_arrive, all_true, decide, on_all
+from lightning_mcore.agreement import all_true, decide, on_all
 from lightning_mcore.checkpoint_format import LIGHTNING_FILE, METADATA_FILE, RANKS_FILE, damaged
 from lightning_mcore.checkpoint_reader import ShardReader, load_shards
 from lightning_mcore.checkpoint_save import (
@@ -47,6 +47,7 @@ from lightning_mcore.checkpoint_save import (
 )
 from lightning_mcore.checkpoint_writer import Staging
 from lightning_mcore.process_groups import process_group
+from lightning_mcore.rank_watch import all_arrive
 from lightning_mcore.shard_plan import ShardPlanner
 from lightning_mcore.sizes import require_flag, require_size
 from lightning_mcore.tensor_record import check_archive

@@ -35,7 +35,7 @@ from lightning_mcore.language_step import (
 from lightning_mcore.layout import ModelShape, ParallelLayout
 from lightning_mcore.loss_normalization import LossNormalization, check_normalization
 from lightning_mcore.pipeline import ChunkFactory, Pipeline, PipelineHost
-from lightning_mcore.process_groups import pipeline_stage, process_group, process_groups_are_open
+from lightning_mcore.process_groups import pipeline_stage, process_group, process_groups_are_open, used_by
 from lightning_mcore.session import SingleModelSession, single_process
 from lightning_mcore.weights import build_from_checkpoint, hyper_parameters_of, load_weights, refuse_code
 
@@ -74,6 +74,7 @@ class MCoreModule(pl.LightningModule):
                 )
             return built
         pipeline = self._build(factory, layout, whole=host is None)
+        used_by(pipeline)
         object.__setattr__(self, "_built_pipeline", pipeline)  # the user's attribute registers it as a submodule
         return pipeline
 

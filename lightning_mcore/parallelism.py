@@ -9,6 +9,7 @@ it.
 
 import contextlib
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -29,8 +31,10 @@ from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_mcore import rank_watch
 from lightning_mcore.agreement import all_true
 from lightning_mcore.averaging import check_averaging
+from lightning_mcore.backend import choice_of_attention_restored
 from lightning_mcore.communication import CommunicationOptions
 from lightning_mcore.cpu_runtime import absent_names_bound, cpu_runtime
 from lightning_mcore.exact_resume import ExactResume
@@ -42,6 +46,7 @@ from lightning_mcore.optimizer_options import check_optimizer_config, check_opti
 from lightning_mcore.precision import MCorePrecision
 from lightning_mcore.process_groups import (
     align_random_state,
+    collectives_issued,
     open_process_groups,
     process_group,
     process_groups_are_open,
@@ -50,6 +55,21 @@ from lightning_mcore.settings import GradientSettings, reduce_scatter_restored
 from lightning_mcore.sizes import require_flag, require_size
 from lightning_mcore.step_logs import ALREADY_MERGED
 from lightning_mcore.tensor_overlap import TensorParallelOverlap, queue_hint
+
+
+class _WatchingLauncher(_SubprocessScriptLauncher):
+    """Lightning's launcher, with a watch over the runs that go through it."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        with rank_watch.run(lambda: self.procs):
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def _call_children_scripts(self) -> None:
+        os.environ[rank_watch.LAUNCHED_BY] = str(os.getpid())
+        try:
+            super()._call_children_scripts()
+        finally:
+            del os.environ[rank_watch.LAUNCHED_BY]
 
 
 class MCoreParallelism(DDPStrategy):
@@ -176,7 +196,8 @@ class MCoreParallelism(DDPStrategy):
 
     def _configure_launcher(self) -> None:
         if self.num_processes * self.num_nodes > 1:  # nothing to launch for one process
-            super()._configure_launcher()
+            assert self.cluster_environment is not None
+            self._launcher = _WatchingLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def connect(self, model: pl.LightningModule) -> None:
         """Meet the model: check its shape against the layout and the world, before process groups form."""
@@ -223,6 +244,7 @@ class MCoreParallelism(DDPStrategy):
         """Open the process groups, on the CPU inside the CPU runtime."""
         self._runtime.enter_context(self.runtime())
         self._runtime.enter_context(reduce_scatter_restored())
+        self._runtime.enter_context(choice_of_attention_restored())
         super().setup_environment()
 
     def runtime(self) -> contextlib.AbstractContextManager[None]:
@@ -232,12 +254,14 @@ class MCoreParallelism(DDPStrategy):
     def setup_distributed(self) -> None:
         """Let Lightning open the default group, then open Megatron's and make random states agree."""
         super().setup_distributed()
+        timeout = self._timeout or timedelta(minutes=30)
+        rank_watch.begin(collectives_issued(), timeout.total_seconds())
         seed = os.environ.get("PL_GLOBAL_SEED") or self.broadcast(torch.initial_seed())
         options = {
             "num_distributed_optimizer_instances": self.gradients.num_instances,
             **self.communication.group_arguments(),
         }
-        open_process_groups(self.layout, int(seed) % 2**31, self._timeout or timedelta(minutes=30), options)
+        open_process_groups(self.layout, int(seed) % 2**31, timeout, options)
         align_random_state()
         world_size = dist.get_world_size()
         rank_zero_info(f"MCoreStrategy: {self.layout.describe(world_size)}")

@@ -13,7 +13,7 @@ replaced while a fit lasts, and what they are for happens between steps: the end
 (``SIGTERMException`` on every rank), and so is the requeueing of ``SLURMEnvironment(auto_requeue=True)``.
 
 What this cannot do: a rank that waits for a dead peer inside a collective runs no Python, so its handler has to wait
-as well. It ends by the timeout of the process group or by SIGKILL, with this callback as without it.
+as well. It ends some seconds after the peer (``rank_watch.py``), with this callback as without it.
 """
 
 import contextlib
@@ -30,10 +30,13 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_mcore.checkpoint_io import MCoreCheckpointIO
 
 logger = logging.getLogger(__name__)
+
+_SHELL_CODE = 128  # and the number of a signal are the exit code of what it ended, as shells have it
 
 SignalName = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"]
 
@@ -238,6 +241,27 @@ def heed_requeue_signal(trainer: pl.Trainer) -> None:
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     if _requeue_signal(trainer) and not any(isinstance(callback, PreemptionCheckpoint) for callback in callbacks):
         trainer.callbacks = [*callbacks, _RequeueCheckpoint()]  # type: ignore[attr-defined]
+
+
+def end_on_sigterm(trainer: pl.Trainer) -> None:
+    """Let SIGTERM end the run on this rank where no PreemptionCheckpoint heeds it; the others then hear of that.
+
+    Lightning broadcasts from within the handler, and ranks in another line of their step never meet there. For
+    strategies to call when a run begins.
+    """
+    present = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
+    if any(getattr(handler, "__self__", None) is trainer._signal_connector for handler in present):
+        launcher = trainer.strategy.launcher
+        others = _handlers_of_the_script(trainer, signal.SIGTERM)
+
+        def end(number: int, frame: FrameType | None) -> None:
+            if launcher is not None:
+                launcher.kill(number)  # to the ranks that this one has started
+            for handler in others:
+                handler(number, frame)
+            raise SIGTERMException(_SHELL_CODE + number)
+
+        signal.signal(signal.SIGTERM, end)
 
 
 class _Note:

@@ -11,10 +11,12 @@ farthest apart.
 """
 
 import contextlib
+import gc
 import math
 import random
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -42,14 +44,25 @@ _GROUP_OF_AXIS = {
 
 @dataclass
 class _Opened:
-    """What the open groups were made for; None while there are none."""
+    """What the open groups were made for; None while there are none.
+
+    Attributes:
+        layout: The parallel sizes.
+        arguments: Those of ``initialize_model_parallel`` besides.
+        world: Returns the default group, while it exists.
+        groups: All of them that this rank is in.
+        users: What holds some of them, and may be used again.
+    """
 
     layout: ParallelLayout | None = None
     arguments: Mapping[str, Any] | None = None
-    world: dist.ProcessGroup | None = None
+    world: Callable[[], Any] = lambda: None
+    groups: list[dist.ProcessGroup] = field(default_factory=list)
+    users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
 
 _opened = _Opened()
+_replaced: list[_Opened] = []  # whose groups a living model may still use
 
 
 def open_process_groups(
@@ -77,8 +90,10 @@ def open_process_groups(
         "distributed_timeout_minutes": max(1, math.ceil(timeout.total_seconds() / 60)),
         **(options or {}),
     }
-    ours = _opened.layout == layout and _opened.arguments == arguments and _opened.world is dist.group.WORLD
+    ours = _opened.layout == layout and _opened.arguments == arguments and _opened.world() is dist.group.WORLD
     if not (process_groups_are_open() and ours):
+        if _opened.users or _replaced:
+            gc.collect()  # a trainer and its model, which refer to each other, keep their groups
         close_process_groups()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor_model_parallel_size,
@@ -89,15 +104,34 @@ def open_process_groups(
             expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
             **arguments,
         )
-        _opened.layout, _opened.arguments, _opened.world = layout, arguments, dist.group.WORLD
+        world: Any = dist.group.WORLD
+        _opened.layout, _opened.arguments, _opened.world = layout, arguments, weakref.ref(world)
+        _opened.groups = [group for group in parallel_state._global_process_group_list or () if group is not None]
     _seed_tracker(seed)
 
 
 def close_process_groups() -> None:
-    """Forget Megatron's groups; nothing happens where there are none. The default process group stays."""
+    """Forget Megatron's groups; nothing happens where there are none. The default process group stays.
+
+    They are closed, but for those that a model was built with: it may be used again, and they go when it is gone.
+    """
+    global _opened
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
-    _opened.layout = _opened.arguments = _opened.world = None
+    if _opened.groups:
+        _replaced.append(_opened)
+    _opened = _Opened()
+    for opened in list(_replaced):
+        exists = opened.world() is not None and opened.world() is dist.group.WORLD  # else they went with it
+        if not (exists and opened.users):
+            _replaced.remove(opened)
+            for group in opened.groups if exists else ():
+                dist.destroy_process_group(group)
+
+
+def used_by(model: object) -> None:
+    """Keep the groups that are open now as long as ``model`` lives, which was built with them."""
+    _opened.users.add(model)
 
 
 def process_groups_are_open() -> bool:
@@ -131,6 +165,18 @@ def process_group(axis: Axis) -> dist.ProcessGroup:
         raise RuntimeError("Megatron's process groups are not open; they exist only while the trainer runs")
     group: dist.ProcessGroup = _GROUP_OF_AXIS[axis]()
     return group
+
+
+def collectives_issued() -> dict[str, int]:
+    """Return how many collectives this rank has issued in its groups of several ranks, by the name of the group.
+
+    Not in those of a pipeline, whose stages send to each other besides.
+    """
+    if not process_groups_are_open():
+        return {}
+    axes: tuple[Axis, ...] = ("tp", "cp", "dp", "dp_cp", "ep", "expert_dp")
+    groups = [group for group in map(process_group, axes) if group.size() > 1 and group is not dist.group.WORLD]
+    return {group.group_name: group._get_sequence_number_for_group() for group in groups}  # type: ignore[attr-defined]
 
 
 def pipeline_stage(vp_stage: int | None) -> tuple[bool, bool]:

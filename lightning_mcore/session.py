@@ -26,6 +26,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
+from lightning_mcore.backend import choice_of_attention_restored
 from lightning_mcore.cpu_runtime import absent_names_bound, cpu_runtime
 from lightning_mcore.layout import ParallelLayout
 from lightning_mcore.process_groups import (
@@ -56,6 +57,7 @@ def single_process() -> Iterator[None]:
             " process of its own; do it in another script, or start a run from the weights with load_weights(path)"
         )
     with contextlib.ExitStack() as stack:
+        stack.enter_context(choice_of_attention_restored())
         stack.enter_context(absent_names_bound() if torch.cuda.is_available() else cpu_runtime())
         if not process_groups_are_open():
             if open_single_process():
@@ -83,6 +85,7 @@ class SingleModelSession(Callback):
         trainer.callbacks.append(session)  # type: ignore[attr-defined]
 
     def _enter(self, trainer: "pl.Trainer") -> None:
+        self._open.enter_context(choice_of_attention_restored())
         on_cpu = trainer.strategy.root_device.type == "cpu"
         self._open.enter_context(cpu_runtime() if on_cpu else absent_names_bound())
         if open_single_process():

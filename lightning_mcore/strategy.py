@@ -17,9 +17,10 @@ Two ways to run a step:
 """
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -32,8 +33,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_mcore import fp8_checks
+from lightning_mcore import fp8_checks, rank_watch
 from lightning_mcore.agreement import all_true, gather, on_all
+from lightning_mcore.backend import choose_attention
 from lightning_mcore.chunks import (
     check_gradients,
     check_parameters_are_called,
@@ -54,8 +56,31 @@ from lightning_mcore.optimizer_kinds import check_not_summed, check_number
 from lightning_mcore.packed_sequences import keep_numbers
 from lightning_mcore.persistence import MCorePersistence
 from lightning_mcore.plateau import agree_on_plateaus
+from lightning_mcore.preemption import end_on_sigterm
 from lightning_mcore.process_groups import align_random_state, process_group
 from lightning_mcore.schedule import Microbatch, Schedule, check_backward_is_free
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _refuse_to_stop_iterating(hook: Callable[P, T]) -> Callable[P, T]:
+    """Make another error of a StopIteration of the user's code, as Python does for generators.
+
+    Lightning's loops take it for the end of the data, and end the epoch on this rank alone.
+    """
+
+    @functools.wraps(hook)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return hook(*args, **kwargs)
+        except StopIteration as error:
+            raise RuntimeError(
+                "StopIteration was raised in a step or a hook around it, where it would end the epoch on this rank"
+                " alone; catch it there, as next(iterator, default) does"
+            ) from error
+
+    return run
 
 
 class MCoreStrategy(MCorePersistence):
@@ -132,6 +157,8 @@ class MCoreStrategy(MCorePersistence):
         aligned = self.gradients.align_grad_reduce
         self._chunks = wrap_chunks(list(pipeline.chunks), config, pipeline, ddp_config, aligned)
         fp8_checks.check_chunks(precision.fp8, self._chunks.bare)
+        for chunk in self._chunks.bare:
+            choose_attention(chunk)
         self._schedule = Schedule(module, self._chunks, self.layout, self.root_device, self._prepare_schedule)
 
     def _prepare_schedule(self, shape: tuple[int, int] | None, config: TransformerConfig) -> None:
@@ -163,6 +190,7 @@ class MCoreStrategy(MCorePersistence):
 
     # ---- steps
 
+    @_refuse_to_stop_iterating
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step, or keep the batch until the window of ``accumulate_grad_batches`` is full.
 
@@ -204,6 +232,7 @@ class MCoreStrategy(MCorePersistence):
         self._last_loss = output["loss"] if isinstance(output, dict) else output
         return output
 
+    @_refuse_to_stop_iterating
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step; after the last step of an epoch or of the run make the parameters whole, for hooks may read them."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -240,12 +269,14 @@ class MCoreStrategy(MCorePersistence):
     def _start_evaluation(self) -> None:
         module = self.lightning_module
         assert module is not None
+        end_on_sigterm(module.trainer)
         self._repeated_rows.start()
         loop = module.trainer._evaluation_loop
         self._evaluation_names.start(loop.max_batches if loop._is_sequential else [], self.root_device)
         if self.layout.pipeline_model_parallel_size > 1:  # callbacks may differ from rank to rank
             self._shares_outputs = not all_true(not reads_outputs(module.trainer))
 
+    @_refuse_to_stop_iterating
     def _evaluate(self, step: str, *args: Any, shares_output: bool = True, **kwargs: Any) -> Any:
         module = self.lightning_module
         assert module is not None
@@ -256,6 +287,7 @@ class MCoreStrategy(MCorePersistence):
             with self.precision_plugin.forward_context():
                 return getattr(module, step)(*args, **kwargs)
 
+    @_refuse_to_stop_iterating
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch to the device; while evaluating, without samples that the sampler repeats."""
         batch = self._moved(batch, device, dataloader_idx)
@@ -288,6 +320,7 @@ class MCoreStrategy(MCorePersistence):
 
     def on_predict_start(self) -> None:
         """Refuse a set that leaves ranks which share experts with different numbers of batches: they would hang."""
+        end_on_sigterm(self.lightning_module.trainer)  # type: ignore[union-attr]
         if self.layout.expert_model_parallel_size == 1:
             return
         trainer = self.lightning_module.trainer  # type: ignore[union-attr]
@@ -355,6 +388,7 @@ class MCoreStrategy(MCorePersistence):
 
     def on_train_start(self) -> None:
         """Forget batches that an interrupted run has kept."""
+        end_on_sigterm(self.lightning_module.trainer)  # type: ignore[union-attr]
         self._window = []
         self._last_loss = None
         self.resume.on_train_start()
@@ -365,25 +399,39 @@ class MCoreStrategy(MCorePersistence):
         self.complete_parameters()
 
     def teardown(self) -> None:
-        """Take the wrappers off and leave nothing patched; the weights stay where they are."""
-        if self._chunks is not None:
-            if self._saves_one_file:  # shards are written through Megatron's optimizers, also after the run
-                self.optimizers = [optimizer_after_run(optimizer) for optimizer in self.optimizers]
-            self._finished_chunks = unwrap_chunks(self._chunks)
-            if self._layer_sync is not None and self.lightning_module is not None:
-                self._layer_sync.revert(self.lightning_module)
-        self._chunks = self._schedule = self._pending = None
+        """Take the wrappers off and leave nothing patched, whichever part of it fails; the weights stay as they are."""
+        with contextlib.ExitStack() as stack:  # the last one is called first
+            stack.callback(rank_watch.cleared_up)
+            stack.push(self._restore_signal_handlers)
+            stack.callback(self._runtime.close)
+            stack.callback(self.resume.teardown)
+            stack.callback(self.checkpoint_io.teardown)
+            if self.accelerator is not None:
+                stack.callback(self.accelerator.teardown)
+            stack.callback(self.precision_plugin.teardown)
+            assert self.cluster_environment is not None
+            stack.callback(self.cluster_environment.teardown)
+            stack.callback(setattr, self.precision_plugin, "runner", None)
+            stack.callback(self.tensor_overlap.close)
+            stack.callback(self._take_chunks_off)
+
+    def _restore_signal_handlers(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Do what the trainer does after this teardown, and does not if it raises."""
+        if kind is not None and self.lightning_module is not None and self.lightning_module._trainer is not None:
+            self.lightning_module.trainer._signal_connector.teardown()
+
+    def _take_chunks_off(self) -> None:
+        chunks, self._chunks = self._chunks, None
+        self._schedule = self._pending = None
         self._window = []
-        self.tensor_overlap.close()
-        self.precision_plugin.runner = None
-        assert self.cluster_environment is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        if self.accelerator is not None:
-            self.accelerator.teardown()
-        self.checkpoint_io.teardown()
-        self.resume.teardown()
-        self._runtime.close()
+        if chunks is None:
+            return
+        self._finished_chunks = chunks
+        if self._saves_one_file:  # shards are written through Megatron's optimizers, also after the run
+            self.optimizers = [optimizer_after_run(optimizer) for optimizer in self.optimizers]
+        self._finished_chunks = unwrap_chunks(chunks)
+        if self._layer_sync is not None and self.lightning_module is not None:
+            self._layer_sync.revert(self.lightning_module)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: wrappers, groups and Megatron's optimizers."""

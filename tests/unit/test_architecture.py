@@ -80,6 +80,7 @@ LEVELS = [
         "model_shape",
         "command_parser",
         "training_guard",
+        "rank_connections",
         "config_faults",
         "attention",
         "packed_sequences",
@@ -101,6 +102,7 @@ LEVELS = [
         *("dataset_info", "key_rules", "translated_keys"),
     },
     {
+        "rank_watch",
         "optimizer_recipe",
         "pipeline_split",
         "core_attention",

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fits with other layouts in one process: the groups of the layouts before are closed, unless a model needs them."""
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_mcore import process_groups
+from tests.ranks import run_ranks
+from tests.toy import StagedNet, loader, run_fit
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"pipeline_model_parallel_size": 2},
+    {"tensor_model_parallel_size": 2},
+    {"use_distributed_optimizer": True},
+]
+
+
+def open_sockets() -> int:
+    """Return how many sockets this process has open."""
+    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists() or path.is_symlink()]
+    return sum(link.startswith("socket:") for link in links)
+
+
+def fit_with_many_layouts() -> None:
+    """Rank function: go round the layouts twice, then run a model again whose layout was replaced."""
+    counts = []
+    for layout in [*LAYOUTS, *LAYOUTS, *LAYOUTS]:
+        run_fit(StagedNet(), layout, loader(8, 2), max_steps=1)
+        counts.append((open_sockets(), len(os.listdir("/proc/self/task"))))
+    assert max(counts[3:]) <= max(counts[:3]), counts
+
+    module = StagedNet()
+    run_fit(module, LAYOUTS[0], loader(8, 2), max_steps=1)
+    run_fit(StagedNet(), LAYOUTS[1], loader(8, 2), max_steps=1)
+    assert process_groups._replaced  # the groups of a model that lives are kept
+    run_fit(module, LAYOUTS[0], loader(8, 2), max_steps=1)
+    del module
+    gc.collect()
+    run_fit(StagedNet(), LAYOUTS[2], loader(8, 2), max_steps=1)
+    assert not process_groups._replaced
+    dist.barrier()
+
+
+def test_the_groups_of_earlier_layouts_are_closed() -> None:
+    run_ranks(2, fit_with_many_layouts)
