@@ -34,7 +34,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 
 from lightning_mcore import checkpoint_files, checkpoint_staging
-from lightning_mcore.agreement import all_true, decide, on_all
+from lightning_mcore.agreement import all_arrive, all_true, decide, on_all
 from lightning_mcore.checkpoint_format import LIGHTNING_FILE, METADATA_FILE, RANKS_FILE, damaged
 from lightning_mcore.checkpoint_reader import ShardReader, load_shards
 from lightning_mcore.checkpoint_save import (
@@ -47,7 +47,7 @@ from lightning_mcore.checkpoint_save import (
 )
 from lightning_mcore.checkpoint_writer import Staging
 from lightning_mcore.process_groups import process_group
-from lightning_mcore.rank_watch import all_arrive
+from lightning_mcore.rank_watch import can_meet
 from lightning_mcore.shard_plan import ShardPlanner
 from lightning_mcore.sizes import require_flag, require_size
 from lightning_mcore.tensor_record import check_archive
@@ -179,7 +179,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         """
         if not self.has_saves_in_flight:
             return
-        if self._saves and timeout is not None and not (dist.is_initialized() and all_arrive(timeout)):
+        if self._saves and timeout is not None and not _all_come(timeout):
             paths = ", ".join(save.path for save in self._saves)
             _log.warning("gave up saving %s, because not all ranks are there to finish it; use an older one", paths)
             self._saves.clear()
@@ -410,6 +410,10 @@ def _finish_before_exit(plugin: MCoreCheckpointIO) -> None:
 def _finish_at_exit() -> None:
     for plugin in list(_in_use):
         plugin.teardown()
+
+
+def _all_come(timeout: float) -> bool:
+    return dist.is_initialized() and can_meet(timeout) and all_arrive(timeout)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_mcore import checkpoint_files, checkpoint_manifest, sharded_state
+from lightning_mcore import checkpoint_files, checkpoint_manifest, rank_watch, sharded_state
 from lightning_mcore.agreement import decide, on_all
 from lightning_mcore.checkpoint_io import CONTENT_METADATA, MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
 from lightning_mcore.chunks import ModelChunks, find_pipeline, synchronize_parameters
@@ -42,12 +42,12 @@ from lightning_mcore.parallelism import MCoreParallelism
 from lightning_mcore.preemption import heed_requeue_signal
 from lightning_mcore.stored_state import StoredState
 
+_log = logging.getLogger(__name__)
+
 _NUMBERS = "lightning_mcore/optimizer_numbers"
 # How Megatron-LM would say that every layout can read the optimizer's state.
 _CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 _EXCEPTION_TIMEOUT = 30.0  # seconds
-
-_log = logging.getLogger(__name__)
 
 
 class MCorePersistence(MCoreParallelism):
@@ -143,6 +143,9 @@ class MCorePersistence(MCoreParallelism):
             RuntimeError: There has been no run yet, and a run may split the model.
             TypeError: The ``checkpoint_io`` given to the strategy cannot write shards.
         """
+        if not rank_watch.can_meet(_EXCEPTION_TIMEOUT):
+            _log.error("%s is not saved: an exception was raised on some ranks, and others are in their step", filepath)
+            return
         self._saved = self._saved | {str(filepath)}
         chunks = self._chunks or self._finished_chunks
         if chunks is not None:

@@ -23,12 +23,14 @@ happens inside a run only, which is one call of ``fit``, ``validate``, ``test`` 
 they like. The next run begins when all ranks have come to it, and is refused if one cannot come.
 
 ``parallelism.py`` wraps its launcher in :func:`run` and calls :func:`begin` with the process groups; the strategy calls
-:func:`cleared_up` at the end of its teardown, and ``checkpoint_io.py`` asks :func:`all_arrive`.
+:func:`cleared_up` at the end of its teardown, and what saves checkpoints asks :func:`can_meet`.
 """
 
+import atexit
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import multiprocessing
 import os
 import selectors
@@ -46,7 +48,6 @@ from typing import Any, NoReturn
 import psutil
 import torch.distributed as dist
 
-from lightning_mcore import agreement
 from lightning_mcore.rank_connections import Connections, Lines, connect, receive, send
 
 _GRACE = 10.0  # seconds for a rank to end by itself, once another has failed
@@ -54,7 +55,7 @@ _LAST_GRACE = 20.0  # seconds for the rank that failed to clear up, if the other
 _STOPPED = 10  # seconds that a rank may be stopped while another is not
 _TICK = 1.0  # seconds between two looks at another process
 _CAUSE_TIMEOUT = 1.0  # seconds in which rank 0 passes on what it hears
-_LENGTH = 400  # characters of an error that are told to the others
+_LENGTH = 200  # characters of the begin of an error, and of its end, that are told to the others
 
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl
 
@@ -72,6 +73,7 @@ class _Here:
     Attributes:
         runs: How many runs it has begun; the same on every rank.
         is_running: Whether it is in one.
+        has_failed: Whether the last one failed here.
         connected: Set when the ranks of this run are connected, or it is over.
         watch: What listens, once there are several ranks.
         world: Returns the process group that it was made for, while that exists.
@@ -79,6 +81,7 @@ class _Here:
 
     runs: int = 0
     is_running: bool = False
+    has_failed: bool = False
     connected: threading.Event = dataclasses.field(default_factory=threading.Event)
     watch: "_Watch | None" = None
     world: Callable[[], Any] = lambda: None
@@ -98,13 +101,15 @@ def run(children: Callable[[], Sequence[subprocess.Popen[bytes]]]) -> Iterator[N
         yield
         return
     _here.runs += 1
-    _here.is_running, _here.connected = True, threading.Event()
+    _here.is_running, _here.has_failed, _here.connected = True, False, threading.Event()
     _watch_the_start(children, _here.connected)
     try:
         yield
     except BaseException as error:
         if _here.watch is not None:
             _here.watch.fail(error)
+            _here.has_failed = True
+            _end_soon_at_exit()
         raise
     else:
         if _here.watch is not None:
@@ -144,17 +149,16 @@ def cleared_up() -> None:
         _here.watch.cleared_up()
 
 
-def all_arrive(timeout: float) -> bool:
-    """Wait for all ranks to come here, some of which may have failed or died; return whether they do.
+def can_meet(timeout: float) -> bool:
+    """Return whether this rank may go on with collectives: after an exception, if it was raised on all ranks.
 
-    After an exception they have come when it was raised on all of them. A collective would not tell: ranks without the
-    exception are in another one.
+    A collective would not tell: ranks without the exception are in another one.
 
     Args:
-        timeout: Seconds to wait.
+        timeout: Seconds to wait for the exceptions of the others.
     """
     watch = _here.watch
-    return agreement.all_arrive(timeout) if watch is None or not watch.has_failed else watch.all_failed(timeout)
+    return watch is None or not watch.has_failed or watch.all_failed(timeout)
 
 
 # ---- one rank
@@ -228,7 +232,7 @@ class _Watch:
             self._error = error
             self._deadline = time.monotonic() + _LAST_GRACE
             self._tell("failed", self._run, describe(error))
-            self._end_stopped_neighbour()
+            self.end_stopped_neighbour()
             self._wait_for_cause()  # until rank 0 has passed this one on, if no other came before
             is_first = self._cause is None or self._cause.endswith(describe(error))  # or the same error on all ranks
             error.add_note(f"(on {self._me})" if is_first else f"(on {self._me}, after {self._cause})")
@@ -243,6 +247,7 @@ class _Watch:
         with self._changed:
             if self._error is not None:
                 self._error, self._is_in, self._deadline = None, False, None
+                self.end_stopped_neighbour()
 
     def all_failed(self, timeout: float) -> bool:
         """Wait until no rank is in this run any more; return whether all have failed."""
@@ -325,14 +330,14 @@ class _Watch:
             self._tell("stopped", self._run, cause)
             if rank == 0:  # which does not hear this
                 self._hear_cause(self._run, cause)
-            self._end_stopped_neighbour()
+            self.end_stopped_neighbour()
 
     def _neighbour_is_stopped(self) -> bool:
         with contextlib.suppress(psutil.Error):
             return self._neighbour is not None and self._neighbour[1].status() == psutil.STATUS_STOPPED
         return False
 
-    def _end_stopped_neighbour(self) -> None:
+    def end_stopped_neighbour(self) -> None:
         """End a rank that is stopped: it would not hear that the run is over, and stay for ever."""
         if self._neighbour is not None and self._neighbour_is_stopped():
             with contextlib.suppress(psutil.Error):
@@ -342,7 +347,7 @@ class _Watch:
         with self._changed:
             if self._deadline is None or time.monotonic() < self._deadline:
                 return
-            self._end_stopped_neighbour()
+            self.end_stopped_neighbour()
             if self._error is None:
                 _end(f"{self._me} is ended, because {self._cause}")
             _end(f"{self._me} is ended: it failed, and has not cleared up in {_LAST_GRACE:g} s", self._error)
@@ -467,7 +472,9 @@ def describe(error: BaseException) -> str:
         text = " ".join(str(error).split())
     except Exception:
         text = ""
-    return f"{type(error).__name__}: {text}"[:_LENGTH] if text else type(error).__name__
+    if len(text) > 2 * _LENGTH:  # a worker's error, for instance, stands behind its traceback
+        text = f"{text[:_LENGTH]} ... {text[-_LENGTH:]}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _without_a_word(rank: int) -> str:
@@ -490,6 +497,23 @@ def _end(sentence: str, error: BaseException | None = None) -> NoReturn:
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(1)
+
+
+@functools.cache
+def _end_soon_at_exit() -> None:
+    """Bound the end of a process that failed: what is called then may wait for ranks that are gone."""
+
+    def end_soon() -> None:
+        time.sleep(_GRACE)
+        _end(f"this process is ended: its run failed, and it has not ended by itself in {_GRACE:g} s")
+
+    def at_exit() -> None:
+        if _here.has_failed:
+            _start_thread("rank watch ends", end_soon)
+            if _here.watch is not None:
+                _here.watch.end_stopped_neighbour()
+
+    atexit.register(at_exit)
 
 
 def _start_thread(name: str, function: Callable[[], object]) -> threading.Thread:
@@ -526,7 +550,7 @@ def _watch_the_start(children: Callable[[], Sequence[subprocess.Popen[bytes]]], 
     def watch() -> None:
         while not connected.wait(_TICK / 4):
             if parent is not None and os.getppid() != parent:
-                _end("this rank is ended, because rank 0, which started it, ended before the ranks were connected")
+                _end("this rank is ended, because the process that started it ended before all ranks were connected")
             for rank, child in enumerate(children(), start=1):
                 if child.poll():
                     say(f"rank {rank} of this machine ended with exit code {child.returncode} before all had started")

@@ -19,7 +19,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_mcore import MCoreCheckpointIO, MCoreGPT, MCoreStrategy, checkpoint_save
@@ -46,6 +46,7 @@ class Plan:
         layout: A key of ``LAYOUTS``.
         asynchronous: Whether saves are, with one in flight all the time.
         again: Whether the script catches what leaves ``fit`` and calls it a second time.
+        rescue: Whether a checkpoint is to be saved when an exception is raised.
         folder: Where it writes.
     """
 
@@ -55,6 +56,7 @@ class Plan:
     layout: str = "dp2"
     asynchronous: bool = False
     again: bool = False
+    rescue: bool = False
     folder: str = ""
 
     def dumps(self) -> str:
@@ -123,8 +125,8 @@ class Samples(Dataset[dict[str, torch.Tensor]]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        self.run.at("dataset", self.run.batches_read == 8)
-        self.run.batches_read += 1
+        self.run.at("dataset", self.run.rows_read == 4)
+        self.run.rows_read += 1
         return {"tokens": self.rows[index, :-1], "labels": self.rows[index, 1:]}
 
 
@@ -138,7 +140,7 @@ class Run:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.rank = int(os.environ.get("LOCAL_RANK", 0))
-        self.batches_read = 0
+        self.rows_read = 0
         self.is_over = False
 
     def at(self, place: str, now: bool = True) -> None:
@@ -158,13 +160,7 @@ class Run:
 class GPT(MCoreGPT):
     """Goes wrong in the hooks of a module."""
 
-    def __init__(self, run: Run) -> None:
-        super().__init__(
-            vocab_size=64,
-            seq_length=16,
-            transformer={"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2},
-        )
-        self.run = run
+    run: Run
 
     def configure_model(self) -> None:
         self.run.at("configure_model")
@@ -254,12 +250,15 @@ def _fit(run: Run) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         strategy=strategy,
-        callbacks=[Hooks(run), save],
+        callbacks=[Hooks(run), save, *([OnExceptionCheckpoint(plan.folder)] if plan.rescue else [])],
     )
     samples = Samples(run)
     workers = 1 if plan.place == "dataset" else 0
     data = DataLoader(samples, batch_size=2, num_workers=workers)
-    trainer.fit(GPT(run), data, DataLoader(samples, batch_size=2))
+    transformer = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+    model = GPT(vocab_size=64, seq_length=16, transformer=transformer)
+    model.run = run  # no argument, which would be a hyper-parameter in checkpoints
+    trainer.fit(model, data, DataLoader(samples, batch_size=2))
 
 
 def main(text: str) -> None:
