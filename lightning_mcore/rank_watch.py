@@ -530,6 +530,12 @@ def _this_process() -> tuple[str, str, int, float]:
     return socket.gethostname(), "", os.getpid(), psutil.Process().create_time()
 
 
+def _lives(process: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
 def _neighbour(rank: int, processes: Sequence[tuple[str, str, int, float]]) -> tuple[int, psutil.Process] | None:
     """Return the rank that comes next on this machine, and its process: each looks after one."""
     ring = [other for other, process in enumerate(processes) if process[:2] == processes[rank][:2]]
@@ -543,13 +549,13 @@ def _neighbour(rank: int, processes: Sequence[tuple[str, str, int, float]]) -> t
 
 def _watch_the_start(children: Callable[[], Sequence[subprocess.Popen[bytes]]], connected: threading.Event) -> None:
     """Notice ranks that end before all are connected, where one has started the others."""
-    parent = os.getppid() if os.environ.get(LAUNCHED_BY) == str(os.getppid()) else None
-    if parent is not None and sys.platform == "linux":
+    launcher = int(os.environ.pop(LAUNCHED_BY, "0"))  # not for programs that this rank starts in its turn
+    if os.getppid() == launcher and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)  # so that it hears of the end when stopped
 
     def watch() -> None:
         while not connected.wait(_TICK / 4):
-            if parent is not None and os.getppid() != parent:
+            if launcher and not _lives(launcher):  # it may have ended while this process was importing
                 _end("this rank is ended, because the process that started it ended before all ranks were connected")
             for rank, child in enumerate(children(), start=1):
                 if child.poll():
