@@ -106,7 +106,7 @@ def run_ranks(
     """
     job = pickle.dumps((function, args, kwargs))
     timeout *= float(os.environ.get("RANKS_TIMEOUT_SCALE", "1"))
-    context = _start_context(backend)
+    context = start_context(backend)
     environment = dict(os.environ) | _common_environment(world_size)
     with tempfile.TemporaryDirectory(prefix="ranks_") as name:
         folder = Path(name)
@@ -286,7 +286,7 @@ def _describe_exit(code: int) -> str:
 
 
 @functools.cache
-def _start_context(backend: str) -> BaseContext:
+def start_context(backend: str) -> BaseContext:
     """Return how ranks are started; the first call of a session waits for the fork server's imports."""
     if backend == "nccl":
         return multiprocessing.get_context("spawn")
