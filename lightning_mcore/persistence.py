@@ -203,7 +203,8 @@ class MCorePersistence(MCoreParallelism):
         """
         begins_anew = trainer.state.fn == TrainerFn.FITTING and trainer.ckpt_path is None
         for callback in trainer.checkpoint_callbacks:
-            if not isinstance(callback, ModelCheckpoint) or not checkpoint_files.writes_directly(str(callback.dirpath)):
+            folder = getattr(callback, "dirpath", None)
+            if not isinstance(callback, ModelCheckpoint) or not checkpoint_files.writes_directly(str(folder or "")):
                 continue
             links = decide(partial(_last_links, callback, trainer, begins_anew))
             if callback.save_last == "link" and isinstance(self.checkpoint_io, MCoreCheckpointIO):
