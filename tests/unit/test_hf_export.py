@@ -346,7 +346,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "flipped": (
         lambda at: [str(at / "flipped.ckpt"), str(at / "out")],
-        "its checksum differs from the one that it was",
+        "the checksum of its record archive/data/0 differs from the one that it was",
     ),
     "cut": (lambda at: [str(at / "cut.ckpt"), str(at / "out")], "is damaged: __0_0.distcp has"),
 }

@@ -225,7 +225,7 @@ def test_files_that_are_no_dataset_are_told(tokenizer: str, tmp_path: Path) -> N
     with pytest.raises(ValueError, match=r"out\.idx is damaged or of an unknown version; make the dataset anew"):
         read_index(prefix)
     Path(prefix + ".idx").write_bytes(b"something else, but long enough for a head")
-    with pytest.raises(ValueError, match=r"out\.idx is no index of Megatron's"):
+    with pytest.raises(ValueError, match=r"out\.idx is not an index of Megatron's"):
         read_index(prefix)
 
 
