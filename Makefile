@@ -27,7 +27,7 @@ LIGHTNING ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help install check format test test-lightning test-mcore-latest fuzz demo demo-finetune demo-hf bench bench-checkpoint \
-	bench-packing bench-preprocess bench-hf bench-startup torture faults clean
+	bench-packing bench-preprocess bench-hf bench-startup torture faults mutate clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -134,6 +134,9 @@ bench-startup: $(INSTALLED)  ## time the import, `lightning-mcore --help` and `p
 
 torture: $(INSTALLED)  ## kill ranks at random moments of saves, 500 times
 	$(RUN) -m benchmarks.checkpoint_torture $(ARGS)
+
+mutate: $(INSTALLED)  ## damage the files that a run reads, 500 times each
+	$(RUN) -m tests.mutations $(ARGS)
 
 faults: $(INSTALLED)  ## let a hundred trainings fail, each in its way, and see that all ranks end
 	$(RUN) -m tests.faults $(ARGS)

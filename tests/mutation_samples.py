@@ -153,7 +153,8 @@ def _write_factory(folder: Path) -> None:
     from tests.factory_files import write_run
 
     keys: dict[str, Any] = {
-        "model_name_or_path": "", "stage": "sft", "do_train": True, "finetuning_type": "full", "dataset": "alpaca_en_demo",
+        "model_name_or_path": "", "stage": "sft", "do_train": True, "finetuning_type": "full",
+        "dataset": "alpaca_en_demo",
         "template": "llama3", "cutoff_len": 64, "output_dir": "", "per_device_train_batch_size": 1, "max_steps": 2,
         "learning_rate": 1.0e-4, "bf16": False,
     }  # fmt: skip

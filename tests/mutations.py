@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Damage one file that a run reads, at random, and see that the run says so.
 
-A :class:`Sample` writes everything that a reader needs and reads it back as a text of numbers. Each trial copies what was
-written, changes one file (:func:`mutate`) and reads again, in a process of its own with a limit of time and memory. It
-must end in one of these ways:
+A :class:`Sample` writes everything that a reader needs and reads it back as a text of numbers. Each trial copies what
+was written, changes one file (:func:`mutate`) and reads again, in a process of its own with a limit of time and memory.
+It must end in one of these ways:
 
 * ``same``: the numbers are what they were;
 * ``refused``: an exception that this package raised, in one sentence;
@@ -278,7 +278,11 @@ def _copy(whole: Path) -> Path:
 
 
 def _in_process(function: Callable[..., str], sample: Sample, folder: Path, file: str) -> tuple[str, str, bool]:
-    """Call a function in a process of its own; return how it ended, what it said, and whether a warning names the file."""
+    """Call a function in a process of its own.
+
+    Returns:
+        How it ended, what it returned or raised, and whether a warning names the file.
+    """
     ours, theirs = multiprocessing.Pipe()
     process = start_context("gloo").Process(target=_guarded, args=(theirs, function, sample, folder, file))
     process.start()
