@@ -190,7 +190,7 @@ def step_of(path: Path) -> int | None:
         return int(path.resolve().name.removeprefix("step=").partition(".")[0].partition("-")[0])
     try:
         return json.loads((path / "checkpoint.json").read_text())["global_step"]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # of one in a file that has just come
         return None
 
 
