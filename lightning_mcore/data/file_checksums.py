@@ -147,13 +147,13 @@ def _mapped(path: str) -> Checksums | None:
     return Checksums(path, files, f"{_CRC.unpack(identity)[0]:08x}")
 
 
-def checksums_of(path: str) -> tuple[int, NDArray[np.uint32]]:
-    """Return the size of a file and the CRC32 of each of its blocks."""
-    size = os.path.getsize(path)
+def checksums_of(path: str, size: int | None = None) -> tuple[int, NDArray[np.uint32]]:
+    """Return the size of a file and the CRC32 of each of its blocks, or of its first ``size`` bytes."""
+    size = os.path.getsize(path) if size is None else size
     blocks = range(-(-size // BLOCK))
     with open(path, "rb") as file, ThreadPoolExecutor(_THREADS) as threads:
         spans = [blocks[start : start + _SPAN // BLOCK] for start in range(0, len(blocks), _SPAN // BLOCK)]
-        found = threads.map(lambda span: _of_blocks(file.fileno(), span), spans)
+        found = threads.map(lambda span: _of_blocks(file.fileno(), span, size), spans)
         return size, np.fromiter((checksum for part in found for checksum in part), np.uint32, len(blocks))
 
 
@@ -174,13 +174,14 @@ def _fingerprint(path: str, size: int, most: int | None) -> str:
     blocks = range(count) if most is None or count <= most else np.linspace(0, count - 1, most).astype(int).tolist()
     with open(path, "rb") as file, ThreadPoolExecutor(_THREADS) as threads:
         parts = [blocks[start : start + 16] for start in range(0, len(blocks), 16)]
-        found = threads.map(lambda part: _of_blocks(file.fileno(), part), parts)
+        found = threads.map(lambda part: _of_blocks(file.fileno(), part, size), parts)
         sums = b"".join(_CRC.pack(checksum) for part in found for checksum in part)
     return f"{size} bytes, {zlib.crc32(sums):08x}"
 
 
-def _of_blocks(descriptor: int, blocks: Iterable[int]) -> list[int]:
-    return [zlib.crc32(os.pread(descriptor, BLOCK, block * BLOCK)) for block in blocks]
+def _of_blocks(descriptor: int, blocks: Iterable[int], size: int) -> list[int]:
+    places = [block * BLOCK for block in blocks]
+    return [zlib.crc32(os.pread(descriptor, min(BLOCK, size - place), place)) for place in places]
 
 
 class CheckedBlocks:

@@ -335,6 +335,29 @@ def test_a_crash_while_files_get_their_names_is_made_up_for(
     assert names[-1].endswith(".idx")
 
 
+@pytest.mark.parametrize("name", ["tokens", "lengths", "journal"])
+def test_unfinished_work_that_changed_is_not_gone_on_with(
+    folder: Path, tmp_path: Path, whole: dict[str, bytes], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = options(folder, tmp_path / "out", piece_bytes=200)
+    monkeypatch.setattr("lightning_mcore.data.preprocess_journal._SAVE_EVERY", 0.0)
+
+    def stop(progress: Progress, total: int) -> None:
+        if progress.pieces == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        preprocess(command, stop)
+    file = Path(f"{command.output}.unfinished", name)
+    content = file.read_bytes()
+    for changed in (content[:20] + bytes([content[20] ^ 1]) + content[21:], content[:10]):
+        file.write_bytes(changed)
+        with pytest.raises(ValueError, match=r"(not as it was written|shorter than .*); start anew with --overwrite"):
+            preprocess(command)
+    preprocess(replace(command, overwrite=True))
+    assert files_of(tmp_path / "out") == whole
+
+
 def test_a_worker_that_dies_takes_nothing_with_it(folder: Path, tmp_path: Path, whole: dict[str, bytes]) -> None:
     command = options(folder, tmp_path / "out", piece_bytes=200)
 
