@@ -22,6 +22,9 @@ A rank is ended by its thread (``os._exit``), for its main thread may wait in a 
 happens inside a run only, which is one call of ``fit``, ``validate``, ``test`` or ``predict``; after it scripts do what
 they like. The next run begins when all ranks have come to it, and is refused if one cannot come.
 
+Before all ranks are connected, those that one rank has started end with it; ranks that a scheduler has started are its
+to end (``srun --kill-on-bad-exit``; torchrun always does).
+
 ``parallelism.py`` wraps its launcher in :func:`run` and calls :func:`begin` with the process groups; the strategy calls
 :func:`cleared_up` at the end of its teardown, and what saves checkpoints asks :func:`can_meet`.
 """
@@ -73,7 +76,8 @@ class _Here:
     Attributes:
         runs: How many runs it has begun; the same on every rank.
         is_running: Whether it is in one.
-        has_failed: Whether the last one failed here.
+        failure: The identity of the error that left the last one, for a reference would keep all that it leads to.
+        children: Ranks that this one has started and that it left before all were connected.
         connected: Set when the ranks of this run are connected, or it is over.
         watch: What listens, once there are several ranks.
         world: Returns the process group that it was made for, while that exists.
@@ -81,7 +85,8 @@ class _Here:
 
     runs: int = 0
     is_running: bool = False
-    has_failed: bool = False
+    failure: int | None = None
+    children: Sequence[subprocess.Popen[bytes]] = ()
     connected: threading.Event = dataclasses.field(default_factory=threading.Event)
     watch: "_Watch | None" = None
     world: Callable[[], Any] = lambda: None
@@ -101,15 +106,16 @@ def run(children: Callable[[], Sequence[subprocess.Popen[bytes]]]) -> Iterator[N
         yield
         return
     _here.runs += 1
-    _here.is_running, _here.has_failed, _here.connected = True, False, threading.Event()
+    _here.is_running, _here.failure, _here.connected = True, None, threading.Event()
     _watch_the_start(children, _here.connected)
     try:
         yield
     except BaseException as error:
         if _here.watch is not None:
             _here.watch.fail(error)
-            _here.has_failed = True
-            _end_soon_at_exit()
+        _here.failure = id(error)
+        _here.children = () if _here.connected.is_set() else children()
+        _end_soon_at_exit()
         raise
     else:
         if _here.watch is not None:
@@ -229,13 +235,13 @@ class _Watch:
                 self._start(is_in=True)
             if _is_of_a_connection(error):
                 self._wait_for_cause()
+            is_first = self._cause is None or self._cause.endswith(describe(error))  # or the same error on all ranks
+            error.add_note(f"(on {self._me})" if is_first else f"(on {self._me}, after {self._cause})")
             self._error = error
             self._deadline = time.monotonic() + _LAST_GRACE
             self._tell("failed", self._run, describe(error))
             self.end_stopped_neighbour()
             self._wait_for_cause()  # until rank 0 has passed this one on, if no other came before
-            is_first = self._cause is None or self._cause.endswith(describe(error))  # or the same error on all ranks
-            error.add_note(f"(on {self._me})" if is_first else f"(on {self._me}, after {self._cause})")
         if is_first and not isinstance(error, Exception):  # which leaves no traceback
             say(f"{self._me} failed: {describe(error)}")
 
@@ -508,10 +514,14 @@ def _end_soon_at_exit() -> None:
         _end(f"this process is ended: its run failed, and it has not ended by itself in {_GRACE:g} s")
 
     def at_exit() -> None:
-        if _here.has_failed:
-            _start_thread("rank watch ends", end_soon)
-            if _here.watch is not None:
-                _here.watch.end_stopped_neighbour()
+        if _here.failure is None:
+            return
+        _start_thread("rank watch ends", end_soon)
+        if _here.watch is not None:
+            _here.watch.end_stopped_neighbour()
+        if id(getattr(sys, "last_value", None)) == _here.failure:  # it ends the process, and nobody else told them
+            for child in _here.children:
+                child.kill()
 
     atexit.register(at_exit)
 
