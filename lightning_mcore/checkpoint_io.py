@@ -20,6 +20,7 @@ import io
 import logging
 import mmap
 import os
+import pickle
 import tempfile
 import warnings
 import weakref
@@ -269,7 +270,13 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         if not self.is_directory(where):
             location = map_location if map_location is not None else (lambda storage, _: storage)
             with checked_file(where, self.verify == "checksums") as file:
-                content = super().load_checkpoint(file, location, weights_only)
+                try:
+                    content = super().load_checkpoint(file, location, weights_only)
+                except pickle.UnpicklingError as error:
+                    raise ValueError(
+                        f"{where} is not a checkpoint, or holds objects that could run code when they are read; give"
+                        " another path, or load it with weights_only=False if you trust who wrote it"
+                    ) from error
             if not isinstance(content, dict):
                 raise ValueError(
                     f"{where} is no checkpoint, for it holds a {type(content).__name__}; give another path"

@@ -392,4 +392,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from tests import mutations  # whose classes are those that the samples raise
+
+    mutations.main()
