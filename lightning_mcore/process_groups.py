@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
 from lightning_mcore.layout import ParallelLayout
 
@@ -120,6 +122,8 @@ def close_process_groups() -> None:
         parallel_state.destroy_model_parallel()
     if _opened.groups:
         _replaced.append(_opened)
+        for kind in (RotaryEmbedding, YarnRotaryEmbedding):  # Megatron keeps the last 32 of them, and so their groups
+            kind.forward.cache_clear()
     _opened = _Opened()
     for opened in list(_replaced):
         exists = opened.world() is not None and opened.world() is dist.group.WORLD  # else they went with it

@@ -6,11 +6,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
-from lightning_mcore import process_groups
+from lightning_mcore import MCoreGPT, process_groups
 from tests.ranks import run_ranks
-from tests.toy import StagedNet, loader, run_fit
+from tests.toy import StagedNet, loader, make_trainer, run_fit
 
 LAYOUTS: list[dict[str, Any]] = [
     {"pipeline_model_parallel_size": 2},
@@ -28,17 +30,21 @@ def open_sockets() -> int:
 def fit_with_many_layouts() -> None:
     """Rank function: go round the layouts twice, then run a model again whose layout was replaced."""
     counts = []
+    rows = [{"tokens": torch.arange(8), "labels": torch.arange(8)} for _ in range(8)]
+    transformer = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
     for layout in [*LAYOUTS, *LAYOUTS, *LAYOUTS]:
-        run_fit(StagedNet(), layout, loader(8, 2), max_steps=1)
+        module = MCoreGPT(vocab_size=16, seq_length=8, transformer=transformer)
+        make_trainer(layout, max_steps=1).fit(module, DataLoader(rows, batch_size=2))
+        del module
         counts.append((open_sockets(), len(os.listdir("/proc/self/task"))))
     assert max(counts[3:]) <= max(counts[:3]), counts
 
-    module = StagedNet()
-    run_fit(module, LAYOUTS[0], loader(8, 2), max_steps=1)
+    kept = StagedNet()
+    run_fit(kept, LAYOUTS[0], loader(8, 2), max_steps=1)
     run_fit(StagedNet(), LAYOUTS[1], loader(8, 2), max_steps=1)
     assert process_groups._replaced  # the groups of a model that lives are kept
-    run_fit(module, LAYOUTS[0], loader(8, 2), max_steps=1)
-    del module
+    run_fit(kept, LAYOUTS[0], loader(8, 2), max_steps=1)
+    del kept
     gc.collect()
     run_fit(StagedNet(), LAYOUTS[2], loader(8, 2), max_steps=1)
     assert not process_groups._replaced
