@@ -26,7 +26,7 @@ ARGS ?=
 LIGHTNING ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install check format test test-lightning test-mcore-latest fuzz demo demo-finetune demo-hf bench bench-checkpoint \
+.PHONY: help install check docs format test test-lightning test-mcore-latest fuzz demo demo-finetune demo-hf bench bench-checkpoint \
 	bench-packing bench-preprocess bench-hf bench-startup torture faults mutate clean
 
 help:  ## list the commands
@@ -45,10 +45,13 @@ $(INSTALLED): pyproject.toml Makefile
 	$(RUN) -m pip install --quiet --editable ".[dev]"
 	@touch $@
 
-check: $(INSTALLED)  ## lint, formatting and types
+check: $(INSTALLED) docs  ## lint, formatting, types and documentation
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+docs: $(INSTALLED)  ## build the documentation into build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict
 
 format: $(INSTALLED)  ## mend what the linter can mend, and format
 	$(RUN) -m ruff check --fix .

@@ -390,7 +390,7 @@ def test_every_file_states_its_licence() -> None:
 def project_files() -> Iterator[Path]:
     """Yield every text file that belongs to the project."""
     suffixes = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".cfg"}
-    ours = {"lightning_mcore", "tests", "examples", "benchmarks", ".ci", ".github"}
+    ours = {"lightning_mcore", "tests", "examples", "benchmarks", "docs", ".ci", ".github"}
     for path in [*ROOT.iterdir(), *(file for name in ours for file in (ROOT / name).rglob("*"))]:
         if path.is_file() and (path.suffix in suffixes or path.name in {"Makefile", "run", ".gitignore"}):
             yield path

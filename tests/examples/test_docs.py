@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README and every page of ``docs/`` keep their promises: code runs, YAML is accepted, files and commands exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_mcore.cli import COMMANDS
+from tests.chats import characters, exchanges, write
+from tests.examples.test_examples import run_on_ranks
+from tests.hf_models import save_tiny
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+page = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    """Return the code blocks of a page in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def guide(name: str) -> Path:
+    return ROOT / "docs" / "guides" / f"{name}.md"
+
+
+@page
+def test_the_code_of_a_page_runs_from_top_to_bottom(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Functions and classes are only defined here, and what stands under ``if __name__`` is left to the tests below."""
+    monkeypatch.chdir(tmp_path)
+    for code in blocks(path, "python"):
+        exec(compile(code, str(path), "exec"), {"__name__": "page"})
+
+
+@page
+def test_the_runs_of_a_page_are_accepted(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from lightning_mcore.cli import main
+
+    for text in blocks(path, "yaml"):
+        assert yaml.safe_load(text)
+        (tmp_path / "run.yaml").write_text(text)
+        assert main(["plan", str(tmp_path / "run.yaml")]) == 0, capsys.readouterr().err
+
+
+@page
+def test_the_files_links_and_commands_of_a_page_exist(path: Path) -> None:
+    text = path.read_text()
+    named = set(re.findall(r"(?<![\w/.-])((?:lightning_mcore|tests|examples|benchmarks|docs)/[\w./-]*\w)", text))
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(((?!https?:)[^)]+)\)", text)]
+    assert [link for link in links if link and not (path.parent / link).exists()] == []
+    assert set(re.findall(r"^\s*lightning-mcore (\w+)", text, re.MULTILINE)) <= set(COMMANDS)
+    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`?make ([a-z-]+)", "\n".join([*blocks(path, "bash"), *blocks(path, "")]))) <= targets
+
+
+def test_every_page_has_its_place_in_the_site() -> None:
+    nav = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(nav) == sorted(str(path.relative_to(ROOT / "docs")) for path in PAGES[1:])
+
+
+def test_the_first_example_is_complete_within_forty_lines() -> None:
+    lines = PAGES[0].read_text().splitlines()
+    start, code = lines.index("```python"), blocks(PAGES[0], "python")[0]
+    assert start + 1 + len(code.splitlines()) < 40
+    assert "trainer.fit(" in code
+    assert len(lines) <= 180
+
+
+@pytest.mark.slow
+def test_the_first_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(blocks(PAGES[0], "python")[0])
+    output = run_on_ranks(capsys, 4, str(script), folder=tmp_path)
+    assert "tp2 pp2" in output
+    assert "`max_steps=20` reached" in output
+
+
+@pytest.mark.slow
+def test_the_example_of_the_laptop_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(blocks(ROOT / "docs/start/laptop.md", "python")[0].replace("main()\n", "main(4)\n"))
+    assert "`max_steps=4` reached" in run_on_ranks(capsys, 4, str(script), folder=tmp_path)
+
+
+_TRAIN_NET = """
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        text = (torch.arange(17) * (index + 1)) % 256
+        return {"tokens": text[:-1], "labels": text[1:]}
+
+
+if __name__ == "__main__":
+    import sys
+
+    import lightning.pytorch as pl
+
+    from lightning_mcore import MCoreStrategy
+
+    strategy = MCoreStrategy(pipeline_model_parallel_size=2) if sys.argv[1] == "mcore" else sys.argv[1]
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1 if strategy == "auto" else 2, strategy=strategy, max_steps=4,
+        accumulate_grad_batches=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    )
+    trainer.fit(Net(), torch.utils.data.DataLoader(Tokens(), batch_size=2))
+    print("trained to", float(trainer.callback_metrics["train_loss"]), "in", trainer.global_step, "steps")
+"""
+
+
+def test_the_readme_has_the_model_of_the_guide() -> None:
+    of_readme, of_guide = blocks(PAGES[0], "python")[1], blocks(guide("own-model"), "python")[0]
+    assert of_readme == of_guide
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["mcore", "ddp", "auto"])
+def test_the_users_own_model_runs_under_every_strategy(
+    strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "net.py"
+    script.write_text(blocks(guide("own-model"), "python")[0] + _TRAIN_NET)
+    output = run_on_ranks(capsys, 1 if strategy == "auto" else 2, str(script), strategy, folder=tmp_path)
+    loss = float(re.findall(r"trained to (\S+) in 4 steps", output)[0])
+    assert 0 < loss < 6  # ln 256 = 5.5 before any step
+
+
+_FINETUNE = """
+
+if __name__ == "__main__":
+    from tests.chats import characters
+
+    shape = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    finetune("chats.jsonl", characters(), shape, seq_length=64, accelerator="cpu")
+"""
+
+
+@pytest.mark.slow
+def test_the_example_of_packed_fine_tuning_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "finetune.py"
+    script.write_text(blocks(guide("data"), "python")[0] + _FINETUNE)
+    write(tmp_path / "chats.jsonl", exchanges(60))
+    output = run_on_ranks(capsys, 4, str(script), folder=tmp_path)
+    assert "train data: packed 54 of 54 samples" in output
+    assert "`max_epochs=1` reached" in output
+
+
+_ARGUMENTS = """
+
+if __name__ == "__main__":
+    layout = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "--use_cpu"]
+    recipe = ["--gradient_accumulation_steps", "2", "--max_steps", "3", "--logging_steps", "1", "--report_to", "none"]
+    batch = ["--output_dir", "runs", "--per_device_train_batch_size", "2"]
+    train([*layout, *recipe, *batch], "model", "chats.jsonl", devices=2)
+"""
+
+
+def _save_model(folder: Path, **sizes: int) -> None:
+    tokenizer = characters()
+    save_tiny("llama", folder, vocab_size=len(tokenizer), **sizes)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.slow
+def test_the_example_of_arguments_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(blocks(guide("doors"), "python")[1] + _ARGUMENTS)
+    write(tmp_path / "chats.jsonl", exchanges(60))
+    _save_model(tmp_path / "model", max_position_embeddings=2048)
+    output = run_on_ranks(capsys, 2, str(script), folder=tmp_path)
+    assert "tp2 pp1" in output
+    assert "`max_steps=3` reached" in output
+
+
+@pytest.mark.slow
+def test_the_example_of_a_hugging_face_model_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    script = tmp_path / "finetune.py"
+    run = 'finetune_hf("model", "chats.jsonl", seq_length=64, accelerator="cpu")'
+    script.write_text(blocks(guide("hugging-face"), "python")[0] + f'\n\nif __name__ == "__main__":\n    {run}\n')
+    write(tmp_path / "chats.jsonl", exchanges(60))
+    _save_model(tmp_path / "model")
+    output = run_on_ranks(capsys, 4, str(script), folder=tmp_path)
+    assert "`max_epochs=1` reached" in output
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "finetuned").dtype == torch.bfloat16
+
+
+def test_the_example_of_plan_gives_a_plan() -> None:
+    names: dict[str, object] = {"__name__": "page"}
+    exec(blocks(guide("plan"), "python")[0], names)
+    plan = names["look"]()  # type: ignore[operator]
+    assert plan.errors == ()
