@@ -130,7 +130,8 @@ def close_process_groups() -> None:
         if not (exists and opened.users):
             _replaced.remove(opened)
             for group in opened.groups if exists else ():
-                dist.destroy_process_group(group)
+                with contextlib.suppress(ValueError):  # Megatron has destroyed the gloo groups among them itself
+                    dist.destroy_process_group(group)
 
 
 def used_by(model: object) -> None:
