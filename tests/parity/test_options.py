@@ -55,6 +55,7 @@ class Option:
         layouts: Where.
         model: Arguments of ``GPTModel``.
         recipe: How losses are weighted.
+        tolerance: How far a layout may be from one rank.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Option:
     layouts: tuple[Layout, ...]
     model: Mapping[str, Any] | None = None
     recipe: Recipe = MEAN
+    tolerance: float = TOLERANCE
 
     @property
     def full_recipe(self) -> Recipe:
@@ -178,7 +180,10 @@ OPTIONS = (
     Option("norms-around-zero", {"layernorm_zero_centered_gamma": True, "normalization": "LayerNorm"}, (TP2, PP2)),
     Option("residual-after-the-norm", {"apply_residual_connection_post_layernorm": True}, (TP2,)),
     Option("squared-relu", {"gated_linear_unit": False, "activation_func": squared_relu, "add_qkv_bias": True}, (PP2,)),
-    Option("fused-cross-entropy", {"cross_entropy_loss_fusion": True}, (TP2,)),
+    # Megatron rounds the gradients of this loss to bf16, also in fp32 (calculate_gradients of fused_cross_entropy.py). One
+    # that lies between two of its numbers goes the other way on another layout, so they agree to a unit of bf16 at best;
+    # measured on two CPUs: 1.7e-5 and below 2.2e-6.
+    Option("fused-cross-entropy", {"cross_entropy_loss_fusion": True}, (TP2,), tolerance=2**-8),
     Option("clamped-units", {"activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0}, (TP2,)),
     # more tokens at once
     Option(
@@ -209,7 +214,7 @@ def test_option_equals_the_bare_loop_and_one_rank(option: Option) -> None:
     for layout_id, value in worst.items():
         print(f"{option.name}, {layout_id}: {value:.1e}")
     assert unequal == []
-    assert {layout_id: value for layout_id, value in worst.items() if not value <= TOLERANCE} == {}
+    assert {layout_id: value for layout_id, value in worst.items() if not value <= option.tolerance} == {}
 
 
 def test_at_least_sixty_combinations_of_layout_and_option_are_trained() -> None:

@@ -295,6 +295,7 @@ def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None
     model: Any = SimpleNamespace(vocab_size=258)
     module.trainer = SimpleNamespace(
         lightning_module=model,
+        local_rank=0,
         strategy=None,
         distributed_sampler_kwargs=None,
         accumulate_grad_batches=1,
