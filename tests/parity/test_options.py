@@ -180,9 +180,9 @@ OPTIONS = (
     Option("norms-around-zero", {"layernorm_zero_centered_gamma": True, "normalization": "LayerNorm"}, (TP2, PP2)),
     Option("residual-after-the-norm", {"apply_residual_connection_post_layernorm": True}, (TP2,)),
     Option("squared-relu", {"gated_linear_unit": False, "activation_func": squared_relu, "add_qkv_bias": True}, (PP2,)),
-    # Megatron rounds the gradients of this loss to bf16, also in fp32 (calculate_gradients of fused_cross_entropy.py). One
-    # that lies between two of its numbers goes the other way on another layout, so they agree to a unit of bf16 at best;
-    # measured on two CPUs: 1.7e-5 and below 2.2e-6.
+    # Megatron rounds the gradients of this loss to bf16, also in fp32 (calculate_gradients, fused_cross_entropy.py).
+    # One that lies between two of its numbers goes the other way on another layout, so layouts agree to a unit of bf16
+    # at best; measured on two CPUs: 1.7e-5 and below 2.2e-6.
     Option("fused-cross-entropy", {"cross_entropy_loss_fusion": True}, (TP2,), tolerance=2**-8),
     Option("clamped-units", {"activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0}, (TP2,)),
     # more tokens at once
