@@ -8,6 +8,7 @@
 * ``MIN_TESTS=n`` makes a run of fewer than n tests a failure (``tests/suite_size.py``).
 """
 
+import logging
 import os
 from collections.abc import Generator, Iterator
 
@@ -24,6 +25,10 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test downloads nothing
 
 torch.set_num_threads(1)  # the cores belong to the ranks
+
+# Imported before pytest has a handler of its own, Lightning keeps its messages from the handlers of tests.
+for _name in ("lightning.fabric", "lightning.pytorch"):
+    logging.getLogger(_name).propagate = True
 
 
 @pytest.fixture(autouse=True)
