@@ -51,6 +51,7 @@ from lightning_mcore.process_groups import (
     process_group,
     process_groups_are_open,
 )
+from lightning_mcore.rank_connections import check_rendezvous
 from lightning_mcore.settings import GradientSettings, reduce_scatter_restored
 from lightning_mcore.sizes import require_flag, require_size
 from lightning_mcore.step_logs import ALREADY_MERGED
@@ -253,8 +254,12 @@ class MCoreParallelism(DDPStrategy):
 
     def setup_distributed(self) -> None:
         """Let Lightning open the default group, then open Megatron's and make random states agree."""
-        super().setup_distributed()
         timeout = self._timeout or timedelta(minutes=30)
+        if self.global_rank and not dist.is_initialized():
+            place = self.cluster_environment
+            assert place is not None  # for mypy
+            check_rendezvous(place.main_address, place.main_port, timeout.total_seconds())
+        super().setup_distributed()
         rank_watch.begin(collectives_issued(), timeout.total_seconds())
         seed = os.environ.get("PL_GLOBAL_SEED") or self.broadcast(torch.initial_seed())
         options = {

@@ -13,9 +13,12 @@ import logging
 import os
 import secrets
 import socket
+import threading
+import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -26,6 +29,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
+_ANSWER = 12.0  # seconds for torch's store on rank 0 to answer
 _TIMEOUT = 20.0  # seconds for all ranks to connect
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 9}  # a machine that is gone is noticed in 60 s
 _LONGEST_GREETING = 100  # characters
@@ -94,6 +98,47 @@ def connect(introduction: T) -> tuple[Connections, list[T]] | None:
             port,
         )
     return None
+
+
+def check_rendezvous(address: str, port: int, timeout: float) -> None:
+    """Wait until something listens where ranks are to meet, and see that torch's store answers there.
+
+    torch itself would wait for an answer of any other program for ever.
+
+    Args:
+        address: Of rank 0.
+        port: On it.
+        timeout: Seconds until something has to listen. Rank 0 may start later than this one.
+
+    Raises:
+        RuntimeError: Another program has the port.
+        TimeoutError: Nothing listens.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=_ANSWER).close()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"rank 0 was not to be met at {address}:{port} in {timeout:.0f} s: {error}"
+                ) from error
+            time.sleep(0.2)
+    answered = threading.Event()
+
+    def ask() -> None:
+        with contextlib.suppress(dist.DistError):
+            dist.TCPStore(  # type: ignore[attr-defined]
+                address, port, timeout=timedelta(seconds=_ANSWER), wait_for_workers=False
+            )
+            answered.set()
+
+    threading.Thread(target=ask, daemon=True, name="ask rank 0").start()
+    if not answered.wait(_ANSWER):
+        raise RuntimeError(
+            f"another program has the port {port} of {address}, where the ranks are to meet; choose another MASTER_PORT"
+        )
 
 
 def _create_server(size: int) -> socket.socket:

@@ -162,6 +162,7 @@ def table() -> list[Scenario]:
         Scenario(Plan("ValueError", "setup_environment", rank=1), LAUNCHER, sentence=early),
         Scenario(Plan("none", "files", 1, "dp2"), LAUNCHER, sentence="Too many open files|EMFILE"),
         Scenario(Plan("none", "port", 0), LAUNCHER, port_in_use=True, sentence="EADDRINUSE|in use"),
+        Scenario(Plan("none", "port", 0), port_in_use=True, sentence=r"(EADDRINUSE|in use)(.|\n)*another program has"),
     ]
     return [
         *scenarios,

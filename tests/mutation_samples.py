@@ -6,6 +6,7 @@ Each reader goes the way of a user: a Trainer that resumes, ``from_pretrained``,
 """
 
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -159,13 +160,18 @@ def _write_factory(folder: Path) -> None:
         "learning_rate": 1.0e-4, "bf16": False,
     }  # fmt: skip
     write_run(folder, keys)
+    file = folder / "run.yaml"
+    file.write_text(file.read_text().replace(f"{folder}/", ""))  # trials read a copy of the folder
 
 
 def _factory_rows(folder: Path) -> str:
     from lightning_mcore.llamafactory.factory_run import read_run
 
-    run = read_run(str(folder / "run.yaml"))
-    return repr(run)
+    os.chdir(folder)
+    data = read_run("run.yaml").data()
+    data.prepare_data()
+    data.setup("fit")
+    return digest(*(value for batch in data.train_dataloader() for value in batch.values()))
 
 
 def _plan(file: str, folder: Path) -> str:
@@ -174,9 +180,10 @@ def _plan(file: str, folder: Path) -> str:
 
     from lightning_mcore.planning.plan_command import run
 
+    os.chdir(folder)
     said, wrong = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(wrong):
-        code = run([str(folder / file), "--devices", "2", "--json"])
+        code = run([file, "--devices", "2", "--json"])
     if wrong.getvalue().startswith("error: "):
         raise RefusedError(wrong.getvalue())
     return f"{code} {said.getvalue()}"

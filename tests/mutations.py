@@ -334,7 +334,7 @@ def _guarded(connection: Connection, function: Callable[..., str], sample: Sampl
 def _judge(error: BaseException) -> tuple[str, str]:
     """Say whether an exception is a sentence of this package or whatever a library said."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = "lightning_mcore" in frames[-1].filename if frames else False
+    ours = bool(frames) and "lightning_mcore" in frames[-1].filename and (frames[-1].line or "").startswith("raise ")
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, RefusedError):
         return "refused", text

@@ -32,12 +32,13 @@ def find_files(given: str | Sequence[str], name: str) -> list[str]:
     found: list[str] = []
     for place in [given] if isinstance(given, str | os.PathLike) else given:
         path = Path(place)
-        if path.is_dir():
+        is_folder = os.path.isdir(path)  # False for a name that no file can have, where that of pathlib raises
+        if is_folder:
             matches = [str(file) for file in sorted(path.iterdir()) if file.suffix in SUFFIXES]
         else:
-            matches = [str(path)] if path.is_file() else sorted(filter(os.path.isfile, glob.glob(str(place))))
+            matches = [str(path)] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(str(place))))
         if not matches:
-            kinds = " a folder without jsonl or parquet files" if path.is_dir() else " no file"
+            kinds = " a folder without jsonl or parquet files" if is_folder else " no file"
             raise FileNotFoundError(f"{name}={str(place)!r} is{kinds}; give a file, a folder or a pattern that exists")
         found += matches
     if not found:
@@ -146,7 +147,8 @@ def _is_of_files(error: BaseException) -> bool:
 
     if isinstance(error, TimeoutError | MemoryError) or isinstance(error.__cause__, TimeoutError | MemoryError):
         return False
-    return isinstance(error, ValueError | OSError | ArrowException | DatasetsError)
+    # datasets ends in a StopIteration where a file holds zeros
+    return isinstance(error, ValueError | OSError | ArrowException | DatasetsError | StopIteration)
 
 
 def _what_is_wrong(file: str) -> str | None:

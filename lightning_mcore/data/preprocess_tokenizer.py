@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+LARGEST_ID = 1 << 24  # of a token; the tokenizers package ends the process where a table of that length has no room
+
 
 @dataclass(frozen=True)
 class TokenizerFacts:
@@ -98,6 +100,7 @@ def auto_tokenizer(name: str) -> Any:
     """
     transformers: Any = importlib.import_module("transformers")
     try:
+        _check_ids(Path(name, "tokenizer.json"))
         return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # a damaged file can raise anything, and the package tokenizers has no class of its own
         lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -113,6 +116,7 @@ def _of_file(name: str, eod_token: str | None) -> TokenizerFacts:
             f"{name} needs the package tokenizers to be read; pip install tokenizers", name="tokenizers"
         ) from None
     try:
+        _check_ids(Path(name))
         loaded = kind.from_file(name)
     except Exception as error:  # the package has no class of its own
         raise ValueError(
@@ -124,6 +128,18 @@ def _of_file(name: str, eod_token: str | None) -> TokenizerFacts:
     eod = None if eod_token is None else _known(eod_token, vocabulary, name)
     text = loaded.to_str()
     return TokenizerFacts(name, text, 1 + max(vocabulary.values(), default=-1), eod, _digest(text.encode()))
+
+
+def _check_ids(path: Path) -> None:
+    """Refuse ids of tokens that no vocabulary has. A file that cannot be read is left to the tokenizers package."""
+    try:
+        content = json.loads(path.read_bytes())
+        entries = [*content["model"]["vocab"].items(), *((t["content"], t["id"]) for t in content["added_tokens"])]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return
+    for token, number in entries:
+        if isinstance(number, int) and number > LARGEST_ID:
+            raise ValueError(f"{path.name} gives token {token!r} the id {number}, and ids end at {LARGEST_ID} here")
 
 
 def _known(token: str, vocabulary: dict[str, int], name: str) -> int:

@@ -104,7 +104,9 @@ def read_datasets(names: str | Sequence[str], dataset_dir: str) -> list[DatasetE
     try:
         info = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"line {error.lineno} of {path} is no JSON: {error.msg} at column {error.colno}") from error
+        raise ValueError(f"line {error.lineno} of {path} is not JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
     wanted = [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
     return [_entry(name, info, path) for name in wanted]
 
@@ -124,6 +126,8 @@ def _entry(name: str, info: Any, path: Path) -> DatasetEntry:
             )
     if "file_name" not in says:
         raise ValueError(f"{place} has no file_name; give a file or a folder beside {INFO}")
+    if not isinstance(says["file_name"], str):
+        raise ValueError(f"{place} has file_name: {says['file_name']!r}; give a file or a folder beside {INFO}")
     _refuse(says, place)
     files = tuple(find_files(str(path.parent / says["file_name"]), f"file_name of {place}"))
     entry = DatasetEntry(name, files, says.get("formatting", "alpaca"), num_samples=says.get("num_samples"))
@@ -152,11 +156,15 @@ def _refuse(says: Mapping[str, Any], place: str) -> None:
 
 def _named(kind: Any, given: Mapping[str, Any], what: str, refused: Mapping[str, str]) -> Any:
     """Return names as a dataset gives them; those that it does not name are nowhere."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"names of each {what} are an object, not {given!r}; write {{key: name}}")
     names = dict.fromkeys(kind.__dataclass_fields__)
     for key, value in given.items():
         if key in refused:
             raise ValueError(f"the {what} has {key!r}, and {refused[key]}; choose another dataset, or leave it out")
         if key not in names:
             raise ValueError(unknown_name(what, key, names))
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"the {what} {key!r} is {value!r}; give a name")
         names[key] = value
     return kind(**names)

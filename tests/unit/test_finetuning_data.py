@@ -217,6 +217,12 @@ def test_a_broken_line_has_a_file_and_a_number(tmp_path: Path) -> None:
             assert found == f"line 3 of b.jsonl is no JSON object: {reason}; mend it or leave it out", line
 
 
+def test_a_file_of_zeros_is_a_broken_line(tmp_path: Path) -> None:
+    (tmp_path / "zeros.jsonl").write_bytes(bytes(1000))
+    for said in (refusal, stream):
+        assert said(tmp_path, [str(tmp_path / "zeros.jsonl")]).startswith("line 1 of zeros.jsonl is no JSON object: ")
+
+
 def stream(folder: Path, files: Any) -> str:
     """Return what a stream says of files, without the folder."""
     module = data(folder, files, streaming=True, shuffle_buffer=1)

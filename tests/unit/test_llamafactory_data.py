@@ -130,7 +130,7 @@ def test_a_name_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"file_name of the dataset 'd' of .* is no file"):
         read_datasets("d", str(tmp_path))
     (tmp_path / "dataset_info.json").write_text('{"d": {}', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"line 1 of .*dataset_info\.json is no JSON"):
+    with pytest.raises(ValueError, match=r"line 1 of .*dataset_info\.json is not JSON"):
         read_datasets("d", str(tmp_path))
 
 
@@ -169,6 +169,28 @@ def test_datasets_stand_one_after_another(tmp_path: Path) -> None:
         "<|user|>q1<|end|><|assistant|>a<|end|>",
         "<|user|>Hi<|end|><|assistant|>Ho<|end|>",
     ]
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b'{"d": "\xf3"}', "is not JSON: 'utf-8' codec"),
+        (b'{"d": {"file_name": 5}}', "has file_name: 5; give a file or a folder"),
+        (b'{"d": {"file_name": "a.jsonl", "columns": 5}}', "are an object, not 5; write {key: name}"),
+        (b'{"d": {"file_name": "a.jsonl", "tags": {"role_tag": [1]}}}', r"'role_tag' is \[1\]; give a name"),
+    ],
+)
+def test_a_damaged_dataset_info_is_one_sentence(tmp_path: Path, content: bytes, sentence: str) -> None:
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    (tmp_path / "dataset_info.json").write_bytes(content)
+    with pytest.raises(ValueError, match=sentence):
+        read_datasets("d", str(tmp_path))
+
+
+def test_a_name_that_no_file_can_have_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"d": {"file_name": "a" * 5000}}))
+    with pytest.raises(FileNotFoundError, match="is no file; give a file"):
+        read_datasets("d", str(tmp_path))
 
 
 def test_rows_are_drawn_as_often_as_dataset_info_says(tmp_path: Path) -> None:

@@ -196,6 +196,21 @@ def test_what_is_no_tokenizer_is_refused(tokenizer: str, tmp_path: Path) -> None
     assert said.startswith("AutoTokenizer finds nothing it can read in the folder folder (")
 
 
+@pytest.mark.parametrize("place", ["vocabulary", "added token"])
+def test_a_token_with_an_absurd_id_is_refused_before_a_table_of_that_length_is_made(
+    tokenizer: str, place: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_text(GOOD)
+    content = json.loads(Path(tokenizer).read_text())
+    if place == "vocabulary":
+        content["model"]["vocab"][next(iter(content["model"]["vocab"]))] = 10**9
+    else:
+        content["added_tokens"].append({"id": 10**9, "content": "<new>"})
+    (tmp_path / "absurd.json").write_text(json.dumps(content))
+    said = refusal([str(tmp_path / "a.jsonl")], str(tmp_path / "absurd.json"), tmp_path)
+    assert "the id 1000000000, and ids end at 16777216 here" in said
+
+
 def test_the_command_line_ends_with_a_sentence_and_a_code(tokenizer: str, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "a.jsonl").write_text("oops")
     arguments = ["preprocess", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "out")]
