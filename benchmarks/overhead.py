@@ -45,9 +45,9 @@ from megatron.core.transformer import TransformerConfig
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_mcore import MCoreGPT, MCoreStrategy
-from lightning_mcore.backend import gpt_block_spec
-from lightning_mcore.cpu_runtime import cpu_runtime
-from lightning_mcore.process_groups import open_process_groups, pipeline_stage
+from lightning_mcore.layers.spec import gpt_block_spec
+from lightning_mcore.parallel.cpu_runtime import cpu_runtime
+from lightning_mcore.parallel.groups import open_process_groups, pipeline_stage
 from tests.ranks import run_ranks
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -37,9 +37,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from benchmarks.overhead import LEARNING_RATE, REPOSITORY, circumstances, transformer_fields, write_results
 from lightning_mcore import MCoreGPT, MCoreStrategy
-from lightning_mcore.data.online_packing import OnlinePacker
-from lightning_mcore.data.packed_rows import build_row, collate_padded, collate_rows
-from lightning_mcore.data.packing import TokenSample, pack_lengths
+from lightning_mcore.data.packing.best_fit import TokenSample, pack_lengths
+from lightning_mcore.data.packing.online import OnlinePacker
+from lightning_mcore.data.packing.rows import build_row, collate_padded, collate_rows
 from tests.ranks import run_ranks
 
 PARTS = ("fill", "speed", "training")

@@ -23,7 +23,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from lightning_mcore import MCoreModule, MCoreStrategy
-from lightning_mcore.backend import gpt_block_spec
+from lightning_mcore.layers.spec import gpt_block_spec
 from stdlib_text import StdlibText
 
 TOLERANCE = 1e-5  # fp32: both sum the same numbers, in another order

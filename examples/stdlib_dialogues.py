@@ -22,7 +22,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info
 from transformers import PreTrainedTokenizerFast
 
-from lightning_mcore.data.finetuning_data import MCoreFinetuningData
+from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from stdlib_text import VAL_EVERY, read_sources, stdlib_folder, train_bpe
 
 END = "<|end|>"

@@ -9,20 +9,20 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from lightning_mcore.strategy_name import register_name
+from lightning_mcore.config.strategy_name import register_name
 
 if TYPE_CHECKING:
-    from lightning_mcore.checkpoint_io import MCoreCheckpointIO
-    from lightning_mcore.communication import CommunicationOptions
-    from lightning_mcore.data.finetuning_data import MCoreFinetuningData
-    from lightning_mcore.data.online_packing import OnlinePacker
-    from lightning_mcore.data.packed_rows import collate_padded, collate_rows, pack
-    from lightning_mcore.data.packing import TokenSample
-    from lightning_mcore.data.pretraining_data import MCorePretrainingData
-    from lightning_mcore.gpt import MCoreGPT
-    from lightning_mcore.hf.save_hf_model import SaveHFModel
-    from lightning_mcore.layout import ModelShape, ParallelLayout
-    from lightning_mcore.metrics import (
+    from lightning_mcore.checkpoint.io import MCoreCheckpointIO
+    from lightning_mcore.checkpoint.weights import build_from_checkpoint
+    from lightning_mcore.config.communication import CommunicationOptions
+    from lightning_mcore.config.layout import ModelShape, ParallelLayout
+    from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
+    from lightning_mcore.data.packing.best_fit import TokenSample
+    from lightning_mcore.data.packing.online import OnlinePacker
+    from lightning_mcore.data.packing.rows import collate_padded, collate_rows, pack
+    from lightning_mcore.data.pretraining.datamodule import MCorePretrainingData
+    from lightning_mcore.hf.callback import SaveHFModel
+    from lightning_mcore.layers.metrics import (
         PackingEfficiency,
         PaddingShare,
         TokenAccuracy,
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
         TokenPerplexity,
         TokensSeen,
     )
-    from lightning_mcore.module import MCoreModule
-    from lightning_mcore.muon import MuonWithAdamW
-    from lightning_mcore.precision import MCorePrecision
-    from lightning_mcore.preemption import PreemptionCheckpoint
-    from lightning_mcore.progress import MCoreProgressBar
-    from lightning_mcore.session import single_process
-    from lightning_mcore.strategy import MCoreStrategy
-    from lightning_mcore.weights import build_from_checkpoint
+    from lightning_mcore.models.gpt import MCoreGPT
+    from lightning_mcore.optimizer.muon import MuonWithAdamW
+    from lightning_mcore.parallel.session import single_process
+    from lightning_mcore.strategy.module import MCoreModule
+    from lightning_mcore.strategy.precision import MCorePrecision
+    from lightning_mcore.strategy.preemption import PreemptionCheckpoint
+    from lightning_mcore.strategy.progress import MCoreProgressBar
+    from lightning_mcore.strategy.strategy import MCoreStrategy
 
 __version__ = "0.1.0"
 
@@ -73,33 +73,33 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CommunicationOptions": "communication",
-    "MCoreCheckpointIO": "checkpoint_io",
-    "MCoreFinetuningData": "data.finetuning_data",
-    "MCoreGPT": "gpt",
-    "MCoreModule": "module",
-    "MCorePrecision": "precision",
-    "MCorePretrainingData": "data.pretraining_data",
-    "MCoreProgressBar": "progress",
-    "MCoreStrategy": "strategy",
-    "ModelShape": "layout",
-    "MuonWithAdamW": "muon",
-    "OnlinePacker": "data.online_packing",
-    "PackingEfficiency": "metrics",
-    "PaddingShare": "metrics",
-    "ParallelLayout": "layout",
-    "PreemptionCheckpoint": "preemption",
-    "SaveHFModel": "hf.save_hf_model",
-    "TokenAccuracy": "metrics",
-    "TokenLoss": "metrics",
-    "TokenPerplexity": "metrics",
-    "TokenSample": "data.packing",
-    "TokensSeen": "metrics",
-    "build_from_checkpoint": "weights",
-    "collate_padded": "data.packed_rows",
-    "collate_rows": "data.packed_rows",
-    "pack": "data.packed_rows",
-    "single_process": "session",
+    "CommunicationOptions": "config.communication",
+    "MCoreCheckpointIO": "checkpoint.io",
+    "MCoreFinetuningData": "data.finetuning.datamodule",
+    "MCoreGPT": "models.gpt",
+    "MCoreModule": "strategy.module",
+    "MCorePrecision": "strategy.precision",
+    "MCorePretrainingData": "data.pretraining.datamodule",
+    "MCoreProgressBar": "strategy.progress",
+    "MCoreStrategy": "strategy.strategy",
+    "ModelShape": "config.layout",
+    "MuonWithAdamW": "optimizer.muon",
+    "OnlinePacker": "data.packing.online",
+    "PackingEfficiency": "layers.metrics",
+    "PaddingShare": "layers.metrics",
+    "ParallelLayout": "config.layout",
+    "PreemptionCheckpoint": "strategy.preemption",
+    "SaveHFModel": "hf.callback",
+    "TokenAccuracy": "layers.metrics",
+    "TokenLoss": "layers.metrics",
+    "TokenPerplexity": "layers.metrics",
+    "TokenSample": "data.packing.best_fit",
+    "TokensSeen": "layers.metrics",
+    "build_from_checkpoint": "checkpoint.weights",
+    "collate_padded": "data.packing.rows",
+    "collate_rows": "data.packing.rows",
+    "pack": "data.packing.rows",
+    "single_process": "parallel.session",
 }
 """The module of each name."""
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_mcore.process_groups import close_process_groups
+from lightning_mcore.parallel.groups import close_process_groups
 from tests import hygiene
 from tests.suite_size import pytest_sessionfinish  # noqa: F401 - pytest finds the hook here
 

@@ -22,7 +22,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_mcore import MCoreCheckpointIO, MCoreGPT, MCoreStrategy, checkpoint_save
+from lightning_mcore import MCoreCheckpointIO, MCoreGPT, MCoreStrategy
+from lightning_mcore.checkpoint import save as checkpoint_save
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"use_distributed_optimizer": True},

@@ -19,7 +19,7 @@ import sys, threading, warnings
 warnings.filterwarnings("ignore")
 import transformers
 from transformers import AutoConfig
-import lightning_mcore.hf.folder_import, lightning_mcore.hf.export
+import lightning_mcore.hf.import_checkpoint, lightning_mcore.hf.export
 
 def status(name):
     with open("/proc/self/status") as file:
@@ -151,7 +151,7 @@ def peak_memory(job: str) -> int:
     Pages of mapped files do not count: the system takes them back when it needs them.
 
     Args:
-        job: Python statements; ``lightning_mcore.hf.folder_import`` and ``.export`` are imported.
+        job: Python statements; ``lightning_mcore.hf.import_checkpoint`` and ``.export`` are imported.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     done = subprocess.run(

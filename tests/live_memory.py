@@ -23,11 +23,11 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_mcore import MCoreGPT, MCoreStrategy
-from lightning_mcore.layout import ParallelLayout
-from lightning_mcore.optimizer_parts import optimizer_parts
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.optimizer.parts import optimizer_parts
 from lightning_mcore.planning.gpt_fields import GPTFields
 from lightning_mcore.planning.rank_memory import RankMemory, rank_memory
-from lightning_mcore.precision import MCorePrecision
+from lightning_mcore.strategy.precision import MCorePrecision
 from tests.toy import make_trainer
 
 STEPS = 2

@@ -63,7 +63,7 @@ def _write_hf(folder: Path, shard: str = "5GB") -> None:
 
 def _from_pretrained(folder: Path) -> str:
     from lightning_mcore import MCoreGPT
-    from lightning_mcore.session import single_process
+    from lightning_mcore.parallel.session import single_process
 
     with single_process():
         module = MCoreGPT.from_pretrained(str(folder / "model"), seq_length=16)
@@ -72,7 +72,7 @@ def _from_pretrained(folder: Path) -> str:
 
 
 def _import(folder: Path) -> str:
-    from lightning_mcore.hf.folder_import import import_checkpoint
+    from lightning_mcore.hf.import_checkpoint import import_checkpoint
 
     import_checkpoint(folder / "model", folder / "imported")
     return "imported"
@@ -98,7 +98,7 @@ def _write_corpus(folder: Path) -> None:
 
 
 def _write_indexed(folder: Path) -> None:
-    from lightning_mcore.data.preprocess_command import run
+    from lightning_mcore.cli.preprocess import run
 
     _write_corpus(folder)
     arguments = ["--output", str(folder / "c"), "--tokenizer", str(folder / "tokenizer.json"), "--no-append-eod"]
@@ -107,7 +107,7 @@ def _write_indexed(folder: Path) -> None:
 
 
 def _preprocess(folder: Path) -> str:
-    from lightning_mcore.data.preprocess_command import run
+    from lightning_mcore.cli.preprocess import run
 
     arguments = ["--output", str(folder / "c"), "--tokenizer", str(folder / "tokenizer.json"), "--no-append-eod"]
     if run([str(folder / "t.jsonl"), *arguments]):
@@ -165,7 +165,7 @@ def _write_factory(folder: Path) -> None:
 
 
 def _factory_rows(folder: Path) -> str:
-    from lightning_mcore.llamafactory.factory_run import read_run
+    from lightning_mcore.arguments.llamafactory.run import read_run
 
     os.chdir(folder)
     data = read_run("run.yaml").data()
@@ -178,7 +178,7 @@ def _plan(file: str, folder: Path) -> str:
     import contextlib
     import io
 
-    from lightning_mcore.planning.plan_command import run
+    from lightning_mcore.cli.plan import run
 
     os.chdir(folder)
     said, wrong = io.StringIO(), io.StringIO()

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lightning_mcore.context_split import split_for_context_parallel, unsplit_from_context_parallel
+from lightning_mcore.parallel.context import split_for_context_parallel, unsplit_from_context_parallel
 
 
 def naive_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float | None = None) -> Tensor:

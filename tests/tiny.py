@@ -14,9 +14,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch.nn import functional
 
-from lightning_mcore.backend import gpt_block_spec
-from lightning_mcore.multi_token import gpt_mtp_block_spec
-from lightning_mcore.positions import set_yarn
+from lightning_mcore.config.positions import set_yarn
+from lightning_mcore.layers.multi_token import gpt_mtp_block_spec
+from lightning_mcore.layers.spec import gpt_block_spec
 from tests.layouts import Layout
 
 VOCAB_SIZE = 128

@@ -34,8 +34,8 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_mcore import MCoreStrategy
-from lightning_mcore.checkpoint import verify
-from lightning_mcore.checkpoint_io import MCoreCheckpointIO
+from lightning_mcore.checkpoint.commands import verify
+from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from tests.ranks import RanksFailedError, run_ranks
 from tests.toy import PlainNet, StagedNet, loader, make_trainer
 

@@ -33,7 +33,7 @@ from torchmetrics import Metric
 from torchmetrics.aggregation import CatMetric, MeanMetric
 
 from lightning_mcore import MCoreModule, MCoreStrategy
-from lightning_mcore.pipeline import Pipeline
+from lightning_mcore.parallel.pipeline import Pipeline
 
 NUM_LAYERS = 4
 WIDTH = 8

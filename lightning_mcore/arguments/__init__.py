@@ -17,21 +17,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_mcore.arguments.argument_parsing import parse_arguments
     from lightning_mcore.arguments.distributing_arguments import DistributingParallelArguments
-    from lightning_mcore.arguments.fp8_arguments import Fp8Arguments
-    from lightning_mcore.arguments.megatron_arguments import MegatronArguments
-    from lightning_mcore.arguments.ray_arguments import RayArguments
-    from lightning_mcore.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
+    from lightning_mcore.arguments.llamafactory.fp8 import Fp8Arguments
+    from lightning_mcore.arguments.megatron import MegatronArguments
+    from lightning_mcore.arguments.parsing import parse_arguments
+    from lightning_mcore.arguments.ray import RayArguments
+    from lightning_mcore.arguments.training import Seq2SeqTrainingArguments, TrainingArguments
 
 _HOMES = {
     "DistributingParallelArguments": "distributing_arguments",
-    "Fp8Arguments": "fp8_arguments",
-    "MegatronArguments": "megatron_arguments",
-    "RayArguments": "ray_arguments",
-    "Seq2SeqTrainingArguments": "training_arguments",
-    "TrainingArguments": "training_arguments",
-    "parse_arguments": "argument_parsing",
+    "Fp8Arguments": "llamafactory.fp8",
+    "MegatronArguments": "megatron",
+    "RayArguments": "ray",
+    "Seq2SeqTrainingArguments": "training",
+    "TrainingArguments": "training",
+    "parse_arguments": "parsing",
 }
 
 __all__ = [

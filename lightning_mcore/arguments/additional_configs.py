@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_mcore.config.spelling import unknown_name
 from lightning_mcore.planning.megatron_source import transformer_arguments
-from lightning_mcore.spelling import unknown_name
 
 _ELSEWHERE = {
     **dict.fromkeys(

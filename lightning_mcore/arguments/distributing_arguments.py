@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from lightning_mcore.arguments.additional_configs import load_additional_configs, take_over
-from lightning_mcore.arguments.argument_fields import check_types, flag, option
-from lightning_mcore.arguments.field_rules import check_distribution, interleaving_of
-from lightning_mcore.spelling import unknown_name
+from lightning_mcore.arguments.fields import check_types, flag, option
+from lightning_mcore.arguments.megatron_rules import check_distribution, interleaving_of
+from lightning_mcore.config.spelling import unknown_name
 
 _KEEPS = "Default: the checkpoint's (mcore_adapter overwrites it with False)."
 

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lightning_mcore.arguments.run_mapping import steps_of
+from lightning_mcore.arguments.mapping import steps_of
 from lightning_mcore.arguments.training_rules import METRICS, text_of
 
 

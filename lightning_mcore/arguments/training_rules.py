@@ -8,8 +8,8 @@ they need of each other.
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_mcore.arguments.field_rules import fp8_settings
-from lightning_mcore.without_torch import torch_is_out
+from lightning_mcore.arguments.megatron_rules import fp8_settings
+from lightning_mcore.config.without_torch import torch_is_out
 
 METRICS = {
     "loss": "val_loss",

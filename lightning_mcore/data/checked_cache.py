@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lightning_mcore.atomic_directory import abandon, begin, publish
+from lightning_mcore.checkpoint.storage.atomic import abandon, begin, publish
 from lightning_mcore.data.file_checksums import Checksums, checksums_of, read_checksums, write_checksums
 
 _CHECKSUMS = "checksums"

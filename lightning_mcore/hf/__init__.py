@@ -25,11 +25,11 @@ from lightning_mcore.hf.weight_rules import (
 )
 
 if TYPE_CHECKING:
+    from lightning_mcore.hf.callback import SaveHFModel
     from lightning_mcore.hf.export import export_checkpoint, export_model
-    from lightning_mcore.hf.folder_import import import_checkpoint
-    from lightning_mcore.hf.hf_source import pretrained_settings
+    from lightning_mcore.hf.import_checkpoint import import_checkpoint
     from lightning_mcore.hf.pretrained import load_pretrained
-    from lightning_mcore.hf.save_hf_model import SaveHFModel
+    from lightning_mcore.hf.source import pretrained_settings
 
 __all__ = [
     "Block",
@@ -59,12 +59,12 @@ __all__ = [
 ]
 
 _LATER = {
-    "SaveHFModel": "save_hf_model",
+    "SaveHFModel": "callback",
     "export_checkpoint": "export",
     "export_model": "export",
-    "import_checkpoint": "folder_import",
+    "import_checkpoint": "import_checkpoint",
     "load_pretrained": "pretrained",
-    "pretrained_settings": "hf_source",
+    "pretrained_settings": "source",
 }
 
 

@@ -25,18 +25,17 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from lightning_mcore import atomic_directory
-from lightning_mcore.agreement import decide, on_all
-from lightning_mcore.checkpoint_format import unsaved
-from lightning_mcore.checkpoint_io import MCoreCheckpointIO
-from lightning_mcore.hf.export_plan import MAX_SHARD_SIZE, ExportPlan, Place, parse_dtype, parse_size
-from lightning_mcore.hf.exported_config import (
+from lightning_mcore.checkpoint.format import unsaved
+from lightning_mcore.checkpoint.io import MCoreCheckpointIO
+from lightning_mcore.checkpoint.storage import atomic as atomic_directory
+from lightning_mcore.hf.export_config import (
     Description,
     describe,
     warn_of_what_is_lost,
     write_files,
     write_json,
 )
+from lightning_mcore.hf.export_plan import MAX_SHARD_SIZE, ExportPlan, Place, parse_dtype, parse_size
 from lightning_mcore.hf.known_families import find_family, recorded_family
 from lightning_mcore.hf.live_tensors import exchange, places_of_all
 from lightning_mcore.hf.model_pieces import ModelPieces, pieces_of_module
@@ -45,7 +44,8 @@ from lightning_mcore.hf.safetensors_folder import INDEX_FILE
 from lightning_mcore.hf.stored_tensors import StoredTensors
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import Shape
-from lightning_mcore.persistence import MCorePersistence
+from lightning_mcore.parallel.consensus import decide, on_all
+from lightning_mcore.strategy.checkpointing import MCorePersistence
 
 _T = TypeVar("_T")
 _SILENT_SECONDS = 2.0  # writing that takes no longer shows no progress

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_mcore.field_homes import DEFAULTS, OF_THE_MODULE
+from lightning_mcore.config.field_homes import DEFAULTS, OF_THE_MODULE
+from lightning_mcore.config.positions import YARN_DEFAULTS
 from lightning_mcore.hf.config_rules import ConfigRule, Same, shortened
 from lightning_mcore.hf.training_fields import TRAINING_ONLY
 from lightning_mcore.hf.weight_rules import WeightRule
-from lightning_mcore.positions import YARN_DEFAULTS
 
 IRRELEVANT = frozenset(
     {

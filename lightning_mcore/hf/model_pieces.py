@@ -13,12 +13,12 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from torch import Tensor
 
-from lightning_mcore.agreement import gather, on_all
-from lightning_mcore.chunks import ModelChunks, built_chunks
+from lightning_mcore.checkpoint.model_state import sharded_chunk
+from lightning_mcore.checkpoint.optimizer_state import pieces_of
 from lightning_mcore.hf.weight_map import whole_name, whole_names
 from lightning_mcore.hf.weight_rules import Shape
-from lightning_mcore.optimizer_shards import pieces_of
-from lightning_mcore.sharded_state import sharded_chunk
+from lightning_mcore.parallel.chunks import ModelChunks, built_chunks
+from lightning_mcore.parallel.consensus import gather, on_all
 
 
 @dataclass(frozen=True)

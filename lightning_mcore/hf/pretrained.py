@@ -20,16 +20,16 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 from tqdm import tqdm
 
-from lightning_mcore.agreement import collect, gather, on_all
-from lightning_mcore.checkpoint_format import some_of
-from lightning_mcore.chunks import find_pipeline
-from lightning_mcore.fp8 import check_start
+from lightning_mcore.checkpoint.format import some_of
+from lightning_mcore.checkpoint.weights import load_weights
+from lightning_mcore.config.fp8 import check_start
 from lightning_mcore.hf.download_checksums import check_download
 from lightning_mcore.hf.family import complete_fields
-from lightning_mcore.hf.hf_source import HFSource, absolute, is_own_checkpoint, pretrained_settings
-from lightning_mcore.hf.hf_weights import HFWeights
 from lightning_mcore.hf.model_pieces import ModelPieces, pieces_of_module
-from lightning_mcore.weights import load_weights
+from lightning_mcore.hf.source import HFSource, absolute, is_own_checkpoint, pretrained_settings
+from lightning_mcore.hf.weights import HFWeights
+from lightning_mcore.parallel.chunks import find_pipeline
+from lightning_mcore.parallel.consensus import collect, gather, on_all
 
 __all__ = ["absolute", "load_pretrained", "pretrained_settings", "running_fields"]
 

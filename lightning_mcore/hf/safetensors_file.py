@@ -16,9 +16,9 @@ from math import prod
 
 import torch
 
-from lightning_mcore.checksummed_file import ChecksummedFile
+from lightning_mcore.checkpoint.storage.direct_file import ChecksummedFile
+from lightning_mcore.checkpoint.storage.torch_archive import tensor_bytes
 from lightning_mcore.hf.weight_rules import Shape
-from lightning_mcore.tensor_record import tensor_bytes
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _ALIGNMENT = 8  # bytes; where the data begin

@@ -23,7 +23,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from lightning_mcore.hf.hf_config import read_header, read_json
+from lightning_mcore.hf.config import read_header, read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -15,13 +15,13 @@ from threading import Lock
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from lightning_mcore import checkpoint_files
-from lightning_mcore.checkpoint_format import METADATA_FILE, damaged
-from lightning_mcore.checkpoint_reader import ShardReader
+from lightning_mcore.checkpoint import files as checkpoint_files
+from lightning_mcore.checkpoint.format import METADATA_FILE, damaged
+from lightning_mcore.checkpoint.metadata import least_sizes, read_metadata
+from lightning_mcore.checkpoint.reader import ShardReader
 from lightning_mcore.hf.export_plan import Place
 from lightning_mcore.hf.weight_map import whole_names
 from lightning_mcore.hf.weight_rules import Shape
-from lightning_mcore.torch_dist_metadata import least_sizes, read_metadata
 
 _OF_AN_OPTIMIZER = ("optimizer.", "chained_", "optimizer_")  # what the names of its state begin with
 _MAPPED = 64 << 20  # bytes of pieces that stay mapped because the next tensor may lie in them

@@ -10,7 +10,7 @@ or a layer that is computed again. Pure arithmetic.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.planning.flight_order import in_flight
 from lightning_mcore.planning.gpt_fields import GPTFields
 from lightning_mcore.planning.saved_tensors import (

@@ -9,6 +9,8 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from lightning_mcore.config.run import RunSettings
+from lightning_mcore.config.spelling import unknown_name
 from lightning_mcore.planning.megatron_source import (
     DDP,
     GPT,
@@ -23,8 +25,6 @@ from lightning_mcore.planning.megatron_source import (
     transformer_arguments,
 )
 from lightning_mcore.planning.quoted_values import unquoted
-from lightning_mcore.run_settings import RunSettings
-from lightning_mcore.spelling import unknown_name
 
 TOP_KEYS = ("trainer", "model", "data", "optimizer", "lr_scheduler", "seed_everything", "ckpt_path", "verbose")
 TOP_KEYS_OF_OTHERS = ("return_predictions", "weights_only")

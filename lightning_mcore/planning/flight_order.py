@@ -9,7 +9,7 @@ Source: ``get_pp_rank_microbatches`` and ``get_schedule_table`` of megatron-core
 
 from collections.abc import Iterator
 
-from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.config.layout import ParallelLayout
 
 
 def in_flight(

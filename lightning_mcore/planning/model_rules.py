@@ -12,24 +12,24 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_mcore.field_homes import DEFAULTS, REQUIRED, SHORT_NAMES, check_home, check_lengths
-from lightning_mcore.field_support import check_fields, check_without_transformer_engine
-from lightning_mcore.field_values import accepts, choices_of, is_callable
-from lightning_mcore.fp8_sizes import check_layers, check_microbatch, check_model
-from lightning_mcore.layout import ParallelLayout
-from lightning_mcore.loss_normalization import check_average_in_collective, check_normalization
-from lightning_mcore.optimizer_options import check_sharded, refused_of_optimizer
-from lightning_mcore.optimizer_recipe import check_recipe
-from lightning_mcore.planning.global_batch import GlobalBatch
+from lightning_mcore.config.field_homes import DEFAULTS, REQUIRED, SHORT_NAMES, check_home, check_lengths
+from lightning_mcore.config.field_support import check_fields, check_without_transformer_engine
+from lightning_mcore.config.field_values import accepts, choices_of, is_callable
+from lightning_mcore.config.fp8_sizes import check_layers, check_microbatch, check_model
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.loss_normalization import check_average_in_collective, check_normalization
+from lightning_mcore.config.positions import check_positions
+from lightning_mcore.config.sizes import require_size
+from lightning_mcore.config.spelling import unknown_name
+from lightning_mcore.models.recipe import check_recipe
+from lightning_mcore.optimizer.options import check_sharded, refused_of_optimizer
+from lightning_mcore.planning.batch import GlobalBatch
 from lightning_mcore.planning.gpt_fields import GPTFields
 from lightning_mcore.planning.megatron_source import GPT, parameters, source_file, transformer_arguments
 from lightning_mcore.planning.rule_book import RuleBook
 from lightning_mcore.planning.stage_layers import stage_layers
 from lightning_mcore.planning.strategy_rules import StrategyRules
 from lightning_mcore.planning.transformer_rules import refused_by_megatron
-from lightning_mcore.positions import check_positions
-from lightning_mcore.sizes import require_size
-from lightning_mcore.spelling import unknown_name
 
 
 def check_gpt(book: RuleBook, model: Mapping[str, Any]) -> GPTFields | None:

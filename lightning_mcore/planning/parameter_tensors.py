@@ -12,7 +12,7 @@ Source: ``GPTModel``, ``SelfAttention``, ``MLASelfAttention``, ``MLP``, ``MoELay
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.planning.gpt_fields import Experts, GPTFields, LatentAttention
 from lightning_mcore.planning.stage_layers import ChunkLayers
 

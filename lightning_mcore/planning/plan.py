@@ -9,22 +9,22 @@ torch. What one rank of a pipeline stage holds, all ranks of it hold, so that 16
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_mcore.layout import ParallelLayout
-from lightning_mcore.planning.communication_volume import AxisVolume, Traffic, communication_volume
-from lightning_mcore.planning.global_batch import GlobalBatch
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.run import RunSettings
+from lightning_mcore.planning.batch import GlobalBatch
+from lightning_mcore.planning.communication import AxisVolume, Traffic, communication_volume
 from lightning_mcore.planning.gpt_fields import GPTFields
+from lightning_mcore.planning.grid import RankGrid
 from lightning_mcore.planning.machines import Machine
-from lightning_mcore.planning.pipeline_schedule import PipelineTimeline
-from lightning_mcore.planning.rank_grid import RankGrid
 from lightning_mcore.planning.rank_memory import RankMemory, rank_memory
 from lightning_mcore.planning.rank_parameters import ModelParameters, ParameterCount, model_parameters, rank_parameters
-from lightning_mcore.planning.run_rules import CheckedRun, check_run
-from lightning_mcore.planning.run_warnings import run_warnings
+from lightning_mcore.planning.rules import CheckedRun, check_run
+from lightning_mcore.planning.schedule import PipelineTimeline
 from lightning_mcore.planning.stage_layers import ChunkLayers, stage_layers
 from lightning_mcore.planning.state_memory import optimizer_of
 from lightning_mcore.planning.step_time import Overlaps, StepTime, step_time
 from lightning_mcore.planning.step_work import StepWork, step_work
-from lightning_mcore.run_settings import RunSettings
+from lightning_mcore.planning.warnings import run_warnings
 
 _PARAMETER_BYTES = {"32-true": 4}
 _GRADIENT_BYTES = {"bf16-true": 2, "16-true": 2}

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from lightning_mcore.field_values import accepts
+from lightning_mcore.config.field_values import accepts
 from lightning_mcore.planning.megatron_source import Argument
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.planning.activation_memory import ActivationSetting, activation_memory
 from lightning_mcore.planning.gpt_fields import GPTFields
 from lightning_mcore.planning.rank_parameters import rank_tensors

@@ -7,7 +7,7 @@ apart by a letter behind the number of the microbatch (``a`` is the first chunk)
 
 from string import ascii_lowercase
 
-from lightning_mcore.planning.pipeline_schedule import PipelineTimeline, Played
+from lightning_mcore.planning.schedule import PipelineTimeline, Played
 
 _CUT = " ... "
 _MOST_PASSES = 20_000

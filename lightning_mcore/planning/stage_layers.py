@@ -11,7 +11,7 @@ Source: ``get_num_layers_to_build`` and ``get_transformer_layer_offset`` of mega
 from dataclasses import dataclass
 from itertools import accumulate
 
-from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.planning.gpt_fields import GPTFields
 
 

@@ -19,9 +19,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.spelling import unknown_name
 from lightning_mcore.planning.parameter_tensors import ParameterTensor
-from lightning_mcore.spelling import unknown_name
 
 OPTIMIZERS: Mapping[str, int] = {"adam": 2, "adamw": 2, "sgd": 1, "sgd_without_momentum": 0, "muonwithadamw": 2}
 """Moments that an optimizer keeps of each element; Muon keeps one of each matrix."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_mcore.planning.communication_volume import AxisVolume
+from lightning_mcore.planning.communication import AxisVolume
 from lightning_mcore.planning.machines import Machine
 
 _BACKWARD_SHARE = 2 / 3

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from lightning_mcore.layout import ParallelLayout
-from lightning_mcore.planning.communication_volume import forward_runs
-from lightning_mcore.planning.global_batch import GlobalBatch
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.throughput import training_flops_per_token
+from lightning_mcore.planning.batch import GlobalBatch
+from lightning_mcore.planning.communication import forward_runs
 from lightning_mcore.planning.gpt_fields import GPTFields
 from lightning_mcore.planning.machines import NARROW
 from lightning_mcore.planning.stage_layers import stage_layers
-from lightning_mcore.throughput import training_flops_per_token
 
 _RUNS = 3
 """Forward, and backward as two of it."""

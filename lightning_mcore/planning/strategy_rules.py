@@ -13,17 +13,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_mcore.communication import CommunicationOptions
-from lightning_mcore.field_homes import (
+from lightning_mcore.config.communication import CommunicationOptions
+from lightning_mcore.config.field_homes import (
     DDP_NOT_AVAILABLE,
     FSDP,
     check_owned_by_precision,
     ddp_fields_of,
 )
-from lightning_mcore.fp8 import FP8Settings
-from lightning_mcore.fp16 import LossScaling
-from lightning_mcore.layout import ParallelLayout
-from lightning_mcore.optimizer_options import refused_of_config, refused_on_device
+from lightning_mcore.config.fp8 import FP8Settings
+from lightning_mcore.config.fp16 import LossScaling
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.sizes import require_size
+from lightning_mcore.optimizer.options import refused_of_config, refused_on_device
 from lightning_mcore.planning.megatron_source import (
     DDP,
     OPTIMIZER,
@@ -37,7 +38,6 @@ from lightning_mcore.planning.megatron_source import (
     dataclass_fields as fields_in_source,
 )
 from lightning_mcore.planning.rule_book import RuleBook
-from lightning_mcore.sizes import require_size
 
 _SHARED = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
 _LAYOUT = tuple(field.name for field in dataclass_fields(ParallelLayout))

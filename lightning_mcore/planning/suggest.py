@@ -11,19 +11,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.run import RunSettings
+from lightning_mcore.config.sizes import divisors
+from lightning_mcore.planning.files import Door
 from lightning_mcore.planning.gpt_fields import GPTFields
 from lightning_mcore.planning.machines import Machine
 from lightning_mcore.planning.megatron_source import STRATEGY, Argument, parameters, transformer_arguments
-from lightning_mcore.planning.pipeline_schedule import PipelineTimeline
 from lightning_mcore.planning.plan import Plan, make_plan
-from lightning_mcore.planning.plan_files import Door
-from lightning_mcore.planning.plan_report import GIB, table_text
 from lightning_mcore.planning.rank_parameters import rank_tensors
-from lightning_mcore.planning.run_rules import check_run
+from lightning_mcore.planning.report import GIB, table_text
+from lightning_mcore.planning.rules import check_run
+from lightning_mcore.planning.schedule import PipelineTimeline
 from lightning_mcore.planning.state_memory import StateFormats, optimizer_of, state_memory
-from lightning_mcore.run_settings import RunSettings
-from lightning_mcore.sizes import divisors
 
 USABLE = 0.9
 """Share of a device's memory that a layout may fill; the rest is for libraries, buffers and fragments."""

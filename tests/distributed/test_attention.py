@@ -16,12 +16,12 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from lightning_mcore.context_split import split_for_context_parallel, unsplit_from_context_parallel
-from lightning_mcore.core_attention import TorchAttention
-from lightning_mcore.cpu_runtime import cpu_runtime
-from lightning_mcore.layout import ParallelLayout
-from lightning_mcore.process_groups import close_process_groups, open_process_groups
-from lightning_mcore.transformer_fields import build_transformer_config
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.layers.core_attention import TorchAttention
+from lightning_mcore.models.transformer_config import build_transformer_config
+from lightning_mcore.parallel.context import split_for_context_parallel, unsplit_from_context_parallel
+from lightning_mcore.parallel.cpu_runtime import cpu_runtime
+from lightning_mcore.parallel.groups import close_process_groups, open_process_groups
 from tests.naive_attention import naive_attention, window
 from tests.ranks import run_ranks
 

@@ -16,12 +16,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import multi_latent_attention
 
-from lightning_mcore.backend import gpt_block_spec
-from lightning_mcore.context_split import split_for_context_parallel
-from lightning_mcore.cpu_runtime import cpu_runtime
-from lightning_mcore.layout import ParallelLayout
-from lightning_mcore.process_groups import close_process_groups, open_process_groups, process_group
-from lightning_mcore.transformer_fields import build_transformer_config
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.layers.spec import gpt_block_spec
+from lightning_mcore.models.transformer_config import build_transformer_config
+from lightning_mcore.parallel.context import split_for_context_parallel
+from lightning_mcore.parallel.cpu_runtime import cpu_runtime
+from lightning_mcore.parallel.groups import close_process_groups, open_process_groups, process_group
 from tests.parity.global_tensors import Slice, assemble, fill_weights, gradient_slices, spread
 from tests.ranks import run_ranks
 

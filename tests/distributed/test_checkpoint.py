@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreGPT, build_from_checkpoint
-from lightning_mcore.checkpoint import verify
-from lightning_mcore.checkpoint_io import MCoreCheckpointIO
+from lightning_mcore.checkpoint.commands import verify
+from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from tests.ranks import run_ranks
 from tests.toy import ADAMW, Batch, MakeOptimizer, PlainNet, Seen, StagedNet, loader, make_trainer, run_fit, weights
 

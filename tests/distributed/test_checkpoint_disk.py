@@ -17,8 +17,8 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from lightning_mcore.checkpoint_files import verify
-from lightning_mcore.checkpoint_io import MCoreCheckpointIO
+from lightning_mcore.checkpoint.files import verify
+from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from tests.ranks import run_ranks
 from tests.toy import StagedNet, Watch, loader, make_trainer
 

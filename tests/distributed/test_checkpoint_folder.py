@@ -18,8 +18,8 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_mcore import MCoreCheckpointIO, MCoreStrategy
-from lightning_mcore.checkpoint_files import verify
-from lightning_mcore.checkpoint_writer import ChecksummedFile
+from lightning_mcore.checkpoint.files import verify
+from lightning_mcore.checkpoint.writer import ChecksummedFile
 from tests.ranks import run_ranks
 from tests.toy import PlainNet, StagedNet, loader, make_trainer
 

@@ -29,11 +29,13 @@ from megatron.core.dist_checkpointing import load_tensors_metadata
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from lightning_mcore import checkpoint_files, checkpoint_writer, shard_plan
-from lightning_mcore.checkpoint_io import CONTENT_METADATA, MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
-from lightning_mcore.cpu_runtime import cpu_runtime
-from lightning_mcore.layout import ParallelLayout
-from lightning_mcore.process_groups import close_process_groups, open_process_groups
+from lightning_mcore.checkpoint import files as checkpoint_files
+from lightning_mcore.checkpoint import save_plan as shard_plan
+from lightning_mcore.checkpoint import writer as checkpoint_writer
+from lightning_mcore.checkpoint.io import CONTENT_METADATA, MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.parallel.cpu_runtime import cpu_runtime
+from lightning_mcore.parallel.groups import close_process_groups, open_process_groups
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed

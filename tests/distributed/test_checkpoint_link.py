@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_mcore import atomic_directory
-from lightning_mcore.checkpoint import verify
-from lightning_mcore.checkpoint_io import MCoreCheckpointIO
+from lightning_mcore.checkpoint.commands import verify
+from lightning_mcore.checkpoint.io import MCoreCheckpointIO
+from lightning_mcore.checkpoint.storage import atomic as atomic_directory
 from tests.ranks import run_ranks
 from tests.toy import PlainNet, StagedNet, loader, make_trainer
 

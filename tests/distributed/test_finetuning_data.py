@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_mcore import MCoreGPT
-from lightning_mcore.data import token_stream
-from lightning_mcore.data.finetuning_data import MCoreFinetuningData
+from lightning_mcore.data.finetuning import stream as token_stream
+from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from tests.chats import APPENDING, END, characters, exchanges, write
 from tests.distributed.test_resume import Run, Save
 from tests.ranks import run_ranks

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreCheckpointIO, MCoreGPT, MCoreStrategy, single_process
 from lightning_mcore.hf import live_tensors
+from lightning_mcore.hf.callback import SaveHFModel
 from lightning_mcore.hf.export import export_checkpoint, export_model
-from lightning_mcore.hf.save_hf_model import SaveHFModel
 from tests.hf_models import FAMILIES, VOCAB_SIZE, read_tensors, save_tiny, tiny_folder
 from tests.ranks import run_ranks
 from tests.toy import make_trainer

@@ -20,7 +20,7 @@ from torch import Tensor
 from torchmetrics import MetricCollection
 from torchmetrics.aggregation import MaxMetric, MeanMetric, SumMetric
 
-from lightning_mcore.plateau import _stepping_on_mean, _Strict
+from lightning_mcore.optimizer.plateau import _stepping_on_mean, _Strict
 from tests.ranks import run_ranks
 from tests.toy import Batch, Memory, PlainNet, Samples, StagedNet, loader, make_trainer
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_mcore import MCorePrecision
-from lightning_mcore.progress import MCoreProgressBar
+from lightning_mcore.strategy.progress import MCoreProgressBar
 from tests.ranks import run_ranks
 from tests.toy import Batch, PlainNet, StagedNet, loader, make_trainer
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from lightning_mcore.llamafactory.dft_loss import DFTModel
-from lightning_mcore.llamafactory.llamafactory_command import run
+from lightning_mcore.arguments.llamafactory.dft_loss import DFTModel
+from lightning_mcore.cli.llamafactory import run
 from tests.factory_files import LLAMA3, QWEN3_MOE, losses, rows, write_run
 from tests.hf_models import tiny_folder
 from tests.parity.hf_training import LENGTH, text

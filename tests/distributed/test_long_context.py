@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_mcore import attention, gathered_keys
-from lightning_mcore.attention import Reach, Softmax, attend, packed_runs
-from lightning_mcore.backend import gpt_block_spec
-from lightning_mcore.context_split import packed_positions
-from lightning_mcore.layout import ParallelLayout
-from lightning_mcore.packed_sequences import packed_sequences, split_packed_rows
-from lightning_mcore.transformer_fields import build_transformer_config
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.layers import attention
+from lightning_mcore.layers import context_attention as gathered_keys
+from lightning_mcore.layers.attention import Reach, Softmax, attend, packed_runs
+from lightning_mcore.layers.packed_sequences import packed_sequences, split_packed_rows
+from lightning_mcore.layers.spec import gpt_block_spec
+from lightning_mcore.models.transformer_config import build_transformer_config
+from lightning_mcore.parallel.context import packed_positions
 from tests.distributed.test_attention import groups_of
 from tests.ranks import run_ranks
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreGPT
-from lightning_mcore.data.packed_rows import build_row, collate_padded, collate_rows
-from lightning_mcore.data.packing import TokenSample, pack_lengths
-from lightning_mcore.metrics import (
+from lightning_mcore.data.packing.best_fit import TokenSample, pack_lengths
+from lightning_mcore.data.packing.rows import build_row, collate_padded, collate_rows
+from lightning_mcore.layers.metrics import (
     PackingEfficiency,
     PaddingShare,
     TokenAccuracy,

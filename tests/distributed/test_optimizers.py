@@ -28,7 +28,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DistributedSampler
 
 from lightning_mcore import CommunicationOptions, MuonWithAdamW
-from lightning_mcore.optimizer import MCoreOptimizer
+from lightning_mcore.optimizer.megatron import MCoreOptimizer
 from tests.ranks import RanksFailedError, run_ranks
 from tests.toy import (
     FEATURES,

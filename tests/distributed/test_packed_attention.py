@@ -11,15 +11,15 @@ from megatron.core import parallel_state
 from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
-from lightning_mcore.backend import gpt_block_spec
-from lightning_mcore.context_split import (
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.positions import set_yarn
+from lightning_mcore.layers.multi_token import MultiTokenGPT, check_multi_token, gpt_mtp_block_spec
+from lightning_mcore.layers.packed_sequences import packed_sequences, split_packed_rows
+from lightning_mcore.layers.spec import gpt_block_spec
+from lightning_mcore.models.transformer_config import build_transformer_config
+from lightning_mcore.parallel.context import (
     packed_order,
 )
-from lightning_mcore.layout import ParallelLayout
-from lightning_mcore.multi_token import MultiTokenGPT, check_multi_token, gpt_mtp_block_spec
-from lightning_mcore.packed_sequences import packed_sequences, split_packed_rows
-from lightning_mcore.positions import set_yarn
-from lightning_mcore.transformer_fields import build_transformer_config
 from tests.distributed.test_attention import HEADS, TOLERANCE, build, groups_of
 from tests.naive_attention import naive_packed_attention, split_packed, unsplit_packed, window
 from tests.ranks import run_ranks

@@ -12,8 +12,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreGPT, packed_sequences
-from lightning_mcore.data.packed_rows import collate_rows, pack
+from lightning_mcore import MCoreGPT
+from lightning_mcore.data.packing.rows import collate_rows, pack
+from lightning_mcore.layers import packed_sequences
 from tests.parity.global_tensors import fill_weights
 from tests.ranks import RanksFailedError, run_ranks
 from tests.toy import Memory, make_trainer

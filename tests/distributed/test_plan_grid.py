@@ -12,11 +12,11 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from lightning_mcore.cpu_runtime import cpu_runtime
-from lightning_mcore.layout import ParallelLayout
-from lightning_mcore.planning.pipeline_schedule import stage_order
-from lightning_mcore.planning.rank_grid import GROUPS, RankGrid
-from lightning_mcore.process_groups import close_process_groups, open_process_groups
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.parallel.cpu_runtime import cpu_runtime
+from lightning_mcore.parallel.groups import close_process_groups, open_process_groups
+from lightning_mcore.planning.grid import GROUPS, RankGrid
+from lightning_mcore.planning.schedule import stage_order
 from tests.ranks import run_ranks
 
 

@@ -18,10 +18,12 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_mcore.backend import gpt_block_spec
-from lightning_mcore.cpu_runtime import cpu_runtime
-from lightning_mcore.layout import ParallelLayout
-from lightning_mcore.multi_token import MultiTokenGPT, gpt_mtp_block_spec
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.layers.multi_token import MultiTokenGPT, gpt_mtp_block_spec
+from lightning_mcore.layers.spec import gpt_block_spec
+from lightning_mcore.models.transformer_config import build_transformer_config
+from lightning_mcore.parallel.cpu_runtime import cpu_runtime
+from lightning_mcore.parallel.groups import close_process_groups, open_process_groups, pipeline_stage
 from lightning_mcore.planning.gpt_fields import GPTFields
 from lightning_mcore.planning.parameter_tensors import chunk_tensors
 from lightning_mcore.planning.rank_parameters import (
@@ -32,8 +34,6 @@ from lightning_mcore.planning.rank_parameters import (
 )
 from lightning_mcore.planning.stage_layers import ChunkLayers, stage_layers
 from lightning_mcore.planning.state_memory import StateFormats, state_memory
-from lightning_mcore.process_groups import close_process_groups, open_process_groups, pipeline_stage
-from lightning_mcore.transformer_fields import build_transformer_config
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed

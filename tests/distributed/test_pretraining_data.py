@@ -25,15 +25,15 @@ from torch import Tensor
 
 from lightning_mcore import MCoreGPT
 from lightning_mcore.data.file_checksums import checksums_of
-from lightning_mcore.data.indexed_blend import Rows, _EndOfDocument
-from lightning_mcore.data.indexed_files import (
+from lightning_mcore.data.pretraining.blend import Rows, _EndOfDocument
+from lightning_mcore.data.pretraining.datamodule import MCorePretrainingData
+from lightning_mcore.data.pretraining.index import (
     checksums_path,
     facts_path,
     read_index,
     write_dataset_checksums,
     write_index,
 )
-from lightning_mcore.data.pretraining_data import MCorePretrainingData
 from tests.ranks import RanksFailedError, run_ranks
 from tests.toy import make_trainer
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreGPT, process_groups
+from lightning_mcore import MCoreGPT
+from lightning_mcore.parallel import groups as process_groups
 from tests.ranks import run_ranks
 from tests.toy import StagedNet, loader, make_trainer, run_fit
 

@@ -21,7 +21,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from lightning_mcore import MCoreStrategy
-from lightning_mcore.optimizer_shards import identity_of, shares_of
+from lightning_mcore.checkpoint.optimizer_state import identity_of, shares_of
 from tests.layouts import Layout
 from tests.parity.bare_loop import process_groups
 from tests.parity.global_tensors import Slice, assemble, spread, state_slices, weight_slices

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate, get_worker_info
 
 from lightning_mcore import MCoreGPT
-from lightning_mcore.precision import MCorePrecision
+from lightning_mcore.strategy.precision import MCorePrecision
 from tests.ranks import run_ranks
 from tests.toy import FEATURES, WIDTH, Batch, PlainNet, Samples, fill, make_trainer
 

@@ -26,10 +26,10 @@ import finetune_hf
 import pretrain_gpt
 import run_report
 from lightning_mcore import MCoreGPT, MCoreStrategy, ParallelLayout
+from lightning_mcore.models.transformer_config import build_transformer_config
 from lightning_mcore.planning.gpt_fields import GPTFields
 from lightning_mcore.planning.rank_memory import rank_memory
 from lightning_mcore.planning.rank_parameters import model_parameters
-from lightning_mcore.transformer_fields import build_transformer_config
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]

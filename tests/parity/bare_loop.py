@@ -27,7 +27,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 from torch import nn
 
-from lightning_mcore.cpu_runtime import cpu_runtime
+from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from tests import tiny
 from tests.layouts import Layout
 from tests.parity.global_tensors import Slice, fill_weights, gradient_slices, weight_slices

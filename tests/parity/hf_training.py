@@ -18,13 +18,13 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreGPT, MCoreStrategy
-from lightning_mcore.field_homes import OF_THE_MODULE
-from lightning_mcore.generation import gather_sequence
+from lightning_mcore.config.field_homes import OF_THE_MODULE
 from lightning_mcore.hf import find_family
 from lightning_mcore.hf.family import complete_fields
 from lightning_mcore.hf.model_pieces import pieces_of_module
 from lightning_mcore.hf.weight_map import WeightMap
-from lightning_mcore.process_groups import process_group
+from lightning_mcore.models.generation import gather_sequence
+from lightning_mcore.parallel.groups import process_group
 from tests.hf_models import VARIANTS, VOCAB_SIZE, read_tensors, tiny_folder
 from tests.layouts import Layout
 from tests.parity.global_tensors import whole_gradients

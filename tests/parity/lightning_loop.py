@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreModule, MCoreStrategy
-from lightning_mcore.precision import MCorePrecision
+from lightning_mcore.strategy.precision import MCorePrecision
 from tests import tiny
 from tests.layouts import Layout
 from tests.parity.bare_loop import Trace, process_groups

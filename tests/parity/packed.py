@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreModule, MCoreStrategy
-from lightning_mcore.data.packed_rows import build_row, collate_padded, collate_rows
-from lightning_mcore.data.packing import TokenSample
+from lightning_mcore.data.packing.best_fit import TokenSample
+from lightning_mcore.data.packing.rows import build_row, collate_padded, collate_rows
 from tests import tiny
 from tests.layouts import Layout
 from tests.parity.bare_loop import Trace, process_groups

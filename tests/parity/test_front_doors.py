@@ -15,10 +15,11 @@ import lightning.pytorch as pl
 import pytest
 import yaml
 
-from lightning_mcore import MCoreFinetuningData, MCoreGPT, MCorePrecision, MCoreStrategy, fit_command
+from lightning_mcore import MCoreFinetuningData, MCoreGPT, MCorePrecision, MCoreStrategy
 from lightning_mcore.arguments import TrainingArguments
-from lightning_mcore.llamafactory import llamafactory_command
-from lightning_mcore.llamafactory.loss_record import LOG, LossRecord
+from lightning_mcore.arguments.llamafactory.loss_record import LOG, LossRecord
+from lightning_mcore.cli import fit as fit_command
+from lightning_mcore.cli import llamafactory as llamafactory_command
 from tests.factory_files import rows, write_run
 from tests.ranks import run_ranks
 
@@ -70,7 +71,7 @@ def data(folder: str) -> dict[str, Any]:
 
 def through_lightning_cli(folder: str, layout: dict[str, int], devices: int) -> None:
     strategy = {"class_path": "MCoreStrategy", "init_args": {**layout, "use_distributed_optimizer": True}}
-    record = {"class_path": "lightning_mcore.llamafactory.loss_record.LossRecord"}
+    record = {"class_path": "lightning_mcore.arguments.llamafactory.loss_record.LossRecord"}
     settings = {
         "seed_everything": 42,
         "trainer": {

@@ -13,12 +13,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mcore import attention
-from lightning_mcore.attention import Reach, Softmax, attend, sequence_runs
-from lightning_mcore.context_split import split_for_context_parallel, unsplit_from_context_parallel
-from lightning_mcore.core_attention import TorchAttention
-from lightning_mcore.cpu_runtime import cpu_runtime
-from lightning_mcore.field_support import check_attention
+from lightning_mcore.config.field_support import check_attention
+from lightning_mcore.layers import attention
+from lightning_mcore.layers.attention import Reach, Softmax, attend, sequence_runs
+from lightning_mcore.layers.core_attention import TorchAttention
+from lightning_mcore.parallel.context import split_for_context_parallel, unsplit_from_context_parallel
+from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from tests.naive_attention import causal, naive_attention, window
 
 pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")  # Megatron's own default

@@ -19,11 +19,12 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
-from lightning_mcore import MCoreGPT, backend
-from lightning_mcore.backend import TorchAttention, TorchNorm, gpt_block_spec, resolve_transformer_impl
-from lightning_mcore.cpu_runtime import cpu_runtime
-from lightning_mcore.session import single_process
-from lightning_mcore.transformer_fields import build_transformer_config
+from lightning_mcore import MCoreGPT
+from lightning_mcore.layers import spec as backend
+from lightning_mcore.layers.spec import TorchAttention, TorchNorm, gpt_block_spec, resolve_transformer_impl
+from lightning_mcore.models.transformer_config import build_transformer_config
+from lightning_mcore.parallel.cpu_runtime import cpu_runtime
+from lightning_mcore.parallel.session import single_process
 
 MODEL = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 16, "moe_token_dispatcher_type": "alltoall"}
@@ -380,7 +381,7 @@ def test_choosing_an_untested_transformer_engine_is_logged_once(
     for _ in range(2):
         assert resolve_transformer_impl("auto", "cuda") == "transformer_engine"
     assert [record.name for record in caplog.records if "outside of what was tested" in record.message] == [
-        "lightning_mcore.backend"
+        "lightning_mcore.layers.spec"
     ]
     backend._warn_of_versions.cache_clear()
 

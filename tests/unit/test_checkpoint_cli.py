@@ -20,8 +20,9 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_torch_dist
 
-from lightning_mcore import checkpoint, checkpoint_files
-from lightning_mcore.torch_dist_metadata import read_common, read_metadata
+from lightning_mcore.checkpoint import commands as checkpoint
+from lightning_mcore.checkpoint import files as checkpoint_files
+from lightning_mcore.checkpoint.metadata import read_common, read_metadata
 
 MANIFEST: dict[str, Any] = {
     "versions": {"torch": "2.13.0", "lightning": "2.6.6", "megatron-core": "0.19.2", "lightning_mcore": "0.1.0"},
@@ -159,7 +160,7 @@ def test_inspect_says_that_there_are_weights_alone(tmp_path: Path) -> None:
 
 
 def test_the_layout_is_shown_as_the_strategy_counts_its_ranks(tmp_path: Path) -> None:
-    from lightning_mcore.layout import ParallelLayout
+    from lightning_mcore.config.layout import ParallelLayout
 
     layout = ParallelLayout(**MANIFEST["layout"])
     shown = re.search("layout +(.*)", checkpoint.inspect(save(tmp_path / "a.ckpt")))
@@ -200,7 +201,7 @@ def test_inspect_reads_the_manifest_alone(tmp_path: Path) -> None:
 
 
 def test_remote_checkpoints_are_checked_and_shown(tmp_path: Path) -> None:
-    from lightning_mcore.checkpoint_staging import upload
+    from lightning_mcore.checkpoint.remote import upload
 
     remote = f"memory://{tmp_path.name}/a.ckpt"
     upload(save(tmp_path / "a.ckpt"), remote)
@@ -374,7 +375,7 @@ def test_progress_is_shown_on_a_terminal_when_it_takes_long(
     monkeypatch: pytest.MonkeyPatch, seconds: float, shown: bool
 ) -> None:
     clock = [100.0]
-    monkeypatch.setattr("lightning_mcore.checkpoint.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("lightning_mcore.checkpoint.commands.time.monotonic", lambda: clock[0])
     for output in (Terminal(), io.StringIO()):
         progress = checkpoint._Progress(output)
         for step in range(1, 11):
@@ -389,7 +390,7 @@ def test_progress_is_shown_on_a_terminal_when_it_takes_long(
 
 def test_an_error_has_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr("lightning_mcore.checkpoint.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("lightning_mcore.checkpoint.commands.time.monotonic", lambda: clock[0])
     output = Terminal()
     progress = checkpoint._Progress(output)
     clock[0] += 2

@@ -17,9 +17,9 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_mcore import atomic_directory
-from lightning_mcore import checkpoint_files as files
-from lightning_mcore import checkpoint_staging as staging
+from lightning_mcore.checkpoint import files
+from lightning_mcore.checkpoint import remote as staging
+from lightning_mcore.checkpoint.storage import atomic as atomic_directory
 
 SHARD = "__0_0.distcp"
 CONTENT = bytes(range(256)) * 40

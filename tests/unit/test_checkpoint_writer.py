@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from lightning_mcore import checkpoint_writer
-from lightning_mcore.checkpoint_writer import Staging
-from lightning_mcore.shard_plan import Piece
+from lightning_mcore.checkpoint import writer as checkpoint_writer
+from lightning_mcore.checkpoint.save_plan import Piece
+from lightning_mcore.checkpoint.writer import Staging
 
 BLOCK = 1024
 

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from lightning_mcore import MCoreStrategy, cli
-from lightning_mcore.command_errors import carried_out, sentence
-from lightning_mcore.training_cli import TrainingCLI
+from lightning_mcore.cli.command_errors import carried_out, sentence
+from lightning_mcore.cli.training_cli import TrainingCLI
 
 TINY = """
 seed_everything: 1
@@ -289,7 +289,7 @@ def test_what_is_accepted_is_never_explained(tiny: str, monkeypatch: pytest.Monk
     def refuse(*_: Any) -> str:
         raise AssertionError("jsonargparse decides")
 
-    monkeypatch.setattr("lightning_mcore.training_cli.explain", refuse)
+    monkeypatch.setattr("lightning_mcore.cli.training_cli.explain", refuse)
     built = TrainingCLI(run=False, args=["--config", tiny], parser_kwargs={"exit_on_error": False})
     assert built.model.vocab_size == 64
     with pytest.raises(AssertionError, match="jsonargparse decides"):

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from lightning_mcore import MCoreFinetuningData, MCoreGPT, single_process
-from lightning_mcore.data.preprocess_tokenizer import load_tokenizer
+from lightning_mcore.arguments.llamafactory.run import _tokenizer
+from lightning_mcore.cli.training_cli import TrainingCLI
+from lightning_mcore.data.preprocess.tokenizer import load_tokenizer
 from lightning_mcore.hf.export import export_checkpoint
-from lightning_mcore.hf.folder_import import import_checkpoint
-from lightning_mcore.hf.hf_source import planned_settings
-from lightning_mcore.llamafactory.factory_run import _tokenizer
-from lightning_mcore.training_cli import TrainingCLI
-from lightning_mcore.transformer_fields import refuse_recorded_code
+from lightning_mcore.hf.import_checkpoint import import_checkpoint
+from lightning_mcore.hf.source import planned_settings
+from lightning_mcore.models.transformer_config import refuse_recorded_code
 from tests.hf_models import tiny_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -67,7 +67,7 @@ def a_checkpoint(folder: Path, model: Path, **changes: Any) -> str:
 def describe_again(out: Path) -> None:
     from dataclasses import asdict
 
-    from lightning_mcore.checkpoint_files import record_file
+    from lightning_mcore.checkpoint.files import record_file
 
     manifest = json.loads((out / "checkpoint.json").read_text())
     manifest["files"]["lightning.pt"] = asdict(record_file(out / "lightning.pt"))

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from lightning_mcore.context_split import slices_of_rank, split_for_context_parallel, unsplit_from_context_parallel
+from lightning_mcore.parallel.context import slices_of_rank, split_for_context_parallel, unsplit_from_context_parallel
 
 
 def test_a_rank_holds_an_early_slice_and_its_late_counterpart() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_mcore.data.conversations import ConversationReader
+from lightning_mcore.data.finetuning.conversations import ConversationReader
 
 HELLO = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 ROWS: dict[str, tuple[dict[str, Any], list[dict[str, str]]]] = {

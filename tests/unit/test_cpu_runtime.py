@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from torch import nn
 
 from lightning_mcore import MCoreStrategy
-from lightning_mcore.cpu_runtime import cpu_runtime
+from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from tests import hygiene
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the runtime is for machines without CUDA")

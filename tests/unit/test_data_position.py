@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_mcore.data_position import FollowedLoader, Moment, batches_in_pass, deal, global_order, rank_share
-from lightning_mcore.random_state import from_plain, pick, put_common, take_common, to_plain
+from lightning_mcore.data.position import FollowedLoader, Moment, batches_in_pass, deal, global_order, rank_share
+from lightning_mcore.parallel.random_state import from_plain, pick, put_common, take_common, to_plain
 
 
 def nothing() -> None:

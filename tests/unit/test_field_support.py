@@ -8,12 +8,12 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from lightning_mcore import field_support
-from lightning_mcore.chunks import pipeline_config
-from lightning_mcore.field_support import check_fields
-from lightning_mcore.layout import ParallelLayout
-from lightning_mcore.multi_token import check_multi_token, multi_token_prediction
-from lightning_mcore.pipeline import Pipeline
+from lightning_mcore.config import field_support
+from lightning_mcore.config.field_support import check_fields
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.layers.multi_token import check_multi_token, multi_token_prediction
+from lightning_mcore.parallel.chunks import pipeline_config
+from lightning_mcore.parallel.pipeline import Pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")
 

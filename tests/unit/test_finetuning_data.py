@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_mcore.data.chat_tokens import ChatEncoder
-from lightning_mcore.data.finetuning_data import MCoreFinetuningData
-from lightning_mcore.data.packed_layout import PackingMultiples
+from lightning_mcore.data.finetuning.chat import ChatEncoder
+from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
+from lightning_mcore.data.packing.multiples import PackingMultiples
 from tests.chats import Row, characters, exchanges, write
 
 Samples = dict[int, tuple[list[int], list[int]]]
@@ -135,7 +135,7 @@ def test_another_layout_packs_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     module = opened(tmp_path, write(tmp_path / "a.jsonl", rows))
     assert any(start % 4 for start in starts(module))
     monkeypatch.setattr(
-        "lightning_mcore.data.finetuning_data.packing_multiples", lambda trainer: PackingMultiples(4, 8)
+        "lightning_mcore.data.finetuning.datamodule.packing_multiples", lambda trainer: PackingMultiples(4, 8)
     )
     module.setup("fit")
     assert not any(start % 4 for start in starts(module))

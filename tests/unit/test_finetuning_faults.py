@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from lightning_mcore.data.chat_tokens import ChatEncoder
-from lightning_mcore.data.conversations import ConversationReader
-from lightning_mcore.data.data_files import explained, name_of_row
-from lightning_mcore.data.finetuning_data import MCoreFinetuningData
+from lightning_mcore.data.finetuning.chat import ChatEncoder
+from lightning_mcore.data.finetuning.conversations import ConversationReader
+from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
+from lightning_mcore.data.finetuning.files import explained, name_of_row
 from tests.chats import Row, characters, exchanges, write
 
 SILENT: dict[str, Row] = {

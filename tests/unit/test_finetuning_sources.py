@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_mcore.data.finetuning_data import MCoreFinetuningData
+from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from tests.chats import APPENDING, END, characters, exchanges, write
 
 

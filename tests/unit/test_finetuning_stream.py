@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mcore.data import token_stream
-from lightning_mcore.data.chat_tokens import ChatEncoder
-from lightning_mcore.data.conversations import ConversationReader
-from lightning_mcore.data.streaming import StreamLoader
-from lightning_mcore.data.token_stream import StreamSettings
+from lightning_mcore.data.finetuning import stream as token_stream
+from lightning_mcore.data.finetuning.chat import ChatEncoder
+from lightning_mcore.data.finetuning.conversations import ConversationReader
+from lightning_mcore.data.finetuning.stream import StreamSettings
+from lightning_mcore.data.finetuning.stream_loader import StreamLoader
 from tests.chats import characters, exchanges, write
 
 COUNT = 61
@@ -95,7 +95,7 @@ def test_the_end_of_an_epoch_says_what_became_of_the_samples(
 @pytest.fixture
 def capture_info(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
-    monkeypatch.setattr("lightning_mcore.data.streaming.rank_zero_info", said.append)
+    monkeypatch.setattr("lightning_mcore.data.finetuning.stream_loader.rank_zero_info", said.append)
     return said
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
-from lightning_mcore.data.chat_tokens import ChatEncoder
-from lightning_mcore.data.packing import TokenSample
+from lightning_mcore.data.finetuning.chat import ChatEncoder
+from lightning_mcore.data.packing.best_fit import TokenSample
 from tests.chats import APPENDING, characters
 
 TALK = [

@@ -21,20 +21,18 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
-from lightning_mcore import (
-    MCoreGPT,
-    MCoreModule,
-    MCorePrecision,
-    MCoreStrategy,
-    ModelShape,
-    ParallelLayout,
-    persistence,
-)
-from lightning_mcore.checkpoint_io import MANIFEST
-from lightning_mcore.chunks import pipeline_config
-from lightning_mcore.field_support import check_fields
-from lightning_mcore.fp8 import ALIGNMENT, TRANSFORMER_FIELDS, FP8Recipe, FP8Settings
-from lightning_mcore.fp8_checks import (
+from lightning_mcore import MCoreGPT, MCoreModule, MCorePrecision, MCoreStrategy, ModelShape, ParallelLayout
+from lightning_mcore.checkpoint.io import MANIFEST
+from lightning_mcore.checkpoint.weights import load_weights
+from lightning_mcore.config.field_support import check_fields
+from lightning_mcore.config.fp8 import ALIGNMENT, TRANSFORMER_FIELDS, FP8Recipe, FP8Settings
+from lightning_mcore.hf.pretrained import load_pretrained
+from lightning_mcore.models.transformer_config import check_transformer_fields
+from lightning_mcore.parallel.chunks import pipeline_config
+from lightning_mcore.parallel.pipeline import Pipeline
+from lightning_mcore.strategy import checkpointing as persistence
+from lightning_mcore.strategy.checkpointing import _NUMBERS as NUMBERS
+from lightning_mcore.strategy.fp8_checks import (
     FP8Machine,
     check_chunks,
     check_layers,
@@ -45,11 +43,6 @@ from lightning_mcore.fp8_checks import (
     check_run,
     check_versions,
 )
-from lightning_mcore.hf.pretrained import load_pretrained
-from lightning_mcore.persistence import _NUMBERS as NUMBERS
-from lightning_mcore.pipeline import Pipeline
-from lightning_mcore.transformer_fields import check_transformer_fields
-from lightning_mcore.weights import load_weights
 from tests.ranks import RanksFailedError, run_ranks
 from tests.toy import PlainNet, StagedNet
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_mcore import generation
-from lightning_mcore.gpt import MCoreGPT
-from lightning_mcore.layout import ParallelLayout
-from lightning_mcore.learning_rate import warmup_cosine
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.models import generation
+from lightning_mcore.models.gpt import MCoreGPT
+from lightning_mcore.models.learning_rate import warmup_cosine
 
 TRANSFORMER: dict[str, Any] = {
     "num_layers": 2,

@@ -17,14 +17,15 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import save_file
 
-from lightning_mcore import MCoreGPT, atomic_directory, cli
-from lightning_mcore.hf import save_hf_model
+from lightning_mcore import MCoreGPT, cli
+from lightning_mcore.checkpoint.storage import atomic as atomic_directory
+from lightning_mcore.hf import callback as save_hf_model
+from lightning_mcore.hf.callback import SaveHFModel
 from lightning_mcore.hf.export import export_checkpoint, export_model
+from lightning_mcore.hf.export_config import describe, warn_of_what_is_lost
 from lightning_mcore.hf.export_plan import ExportPlan, Place, parse_size
-from lightning_mcore.hf.exported_config import describe, warn_of_what_is_lost
-from lightning_mcore.hf.folder_import import import_checkpoint
+from lightning_mcore.hf.import_checkpoint import import_checkpoint
 from lightning_mcore.hf.known_families import find_family
-from lightning_mcore.hf.save_hf_model import SaveHFModel
 from lightning_mcore.hf.value_range import require_fits
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import Shape

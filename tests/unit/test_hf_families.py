@@ -9,14 +9,14 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from lightning_mcore import field_homes
-from lightning_mcore.field_support import NOT_OF_A_GPT
+from lightning_mcore.config import field_homes
+from lightning_mcore.config.field_support import NOT_OF_A_GPT
 from lightning_mcore.hf import Unused, family_names, find_family
+from lightning_mcore.hf.config import complete_config
 from lightning_mcore.hf.family import IRRELEVANT, complete_fields, split_fields
-from lightning_mcore.hf.hf_config import complete_config
 from lightning_mcore.hf.training_fields import TRAINING_ONLY
 from lightning_mcore.hf.weight_map import WeightMap
-from lightning_mcore.transformer_fields import check_transformer_fields
+from lightning_mcore.models.transformer_config import check_transformer_fields
 from tests.hf_models import CONFIGS, FAMILIES, MULTI_TOKEN, VARIANTS, YARN
 
 ALL: dict[str, tuple[str, dict[str, Any]]] = {**{name: (name, {}) for name in FAMILIES}, **VARIANTS}

@@ -25,7 +25,7 @@ def test_neither_way_holds_the_model_in_memory(model: tuple[Path, int], tmp_path
     folder, size = model
     assert size > 250_000_000
     imported = str(tmp_path / "imported.ckpt")
-    job = f"lightning_mcore.hf.folder_import.import_checkpoint({str(folder)!r}, {imported!r})"
+    job = f"lightning_mcore.hf.import_checkpoint.import_checkpoint({str(folder)!r}, {imported!r})"
     assert peak_memory(job) < 2 * LARGEST + ROOM < size / 4
     job = (
         f"lightning_mcore.hf.export.export_checkpoint({imported!r}, {str(tmp_path / 'out')!r}, max_shard_size={SHARD})"

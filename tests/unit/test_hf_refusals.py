@@ -16,15 +16,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lightning_mcore import MCoreGPT
-from lightning_mcore.checkpoint_files import record_file
-from lightning_mcore.checkpoint_save import CheckpointSave
+from lightning_mcore.checkpoint.files import record_file
+from lightning_mcore.checkpoint.save import CheckpointSave
 from lightning_mcore.hf.config_rules import shortened
 from lightning_mcore.hf.export import export_checkpoint
-from lightning_mcore.hf.folder_import import import_checkpoint
-from lightning_mcore.hf.hf_source import planned_settings
-from lightning_mcore.hf.hf_weights import HFWeights
+from lightning_mcore.hf.import_checkpoint import import_checkpoint
 from lightning_mcore.hf.safetensors_folder import INDEX_FILE, SafetensorsFolder
-from lightning_mcore.session import single_process
+from lightning_mcore.hf.source import planned_settings
+from lightning_mcore.hf.weights import HFWeights
+from lightning_mcore.parallel.session import single_process
 from tests.hf_models import YARN, read_tensors, save_tiny, tiny_folder
 
 Damage = Callable[[Path], object]

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from lightning_mcore.hf.hf_source import planned_settings, pretrained_settings
+from lightning_mcore.hf.source import planned_settings, pretrained_settings
 from tests.hf_models import FAMILIES, VARIANTS, tiny_folder
 
 WITHOUT_TORCH = """
 import json, sys
-from lightning_mcore.without_torch import keep_torch_out
+from lightning_mcore.config.without_torch import keep_torch_out
 keep_torch_out()
-from lightning_mcore.hf.hf_source import planned_settings
+from lightning_mcore.hf.source import planned_settings
 found = [planned_settings(folder) for folder in sys.argv[1:]]
 assert sys.modules["torch"] is None
 print(json.dumps(found))

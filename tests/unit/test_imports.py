@@ -45,8 +45,8 @@ def imported_by(code: str) -> list[str]:
         "from lightning_mcore import cli; assert cli.main(['--help']) == 0",
         "from lightning_mcore import cli; assert cli.main(['fti']) == 2",
         "from lightning_mcore import ParallelLayout",
-        "import lightning_mcore.data.preprocess_command",
-        "import lightning_mcore.hf.import_command, lightning_mcore.hf.export_command",
+        "import lightning_mcore.cli.preprocess",
+        "import lightning_mcore.cli.import_, lightning_mcore.cli.export",
     ],
 )
 def test_what_is_light_imports_nothing_heavy(code: str) -> None:
@@ -55,7 +55,7 @@ def test_what_is_light_imports_nothing_heavy(code: str) -> None:
 
 def test_a_config_is_read_without_lightning_and_megatron() -> None:
     assert imported_by("from lightning_mcore.hf import find_family; find_family('deepseek_v3')") == []
-    assert imported_by("from lightning_mcore.hf.hf_source import pretrained_settings") == []
+    assert imported_by("from lightning_mcore.hf.source import pretrained_settings") == []
 
 
 def test_every_command_has_its_module() -> None:
@@ -68,7 +68,7 @@ def test_every_command_has_its_module() -> None:
 def test_the_name_of_the_strategy_is_known_in_either_order(first: str) -> None:
     code = f"""{first}
 import sys, lightning_mcore, lightning.pytorch as pl
-assert 'lightning_mcore.strategy' not in sys.modules
+assert 'lightning_mcore.strategy.strategy' not in sys.modules
 trainer = pl.Trainer(strategy='mcore', accelerator='cpu', devices=1, logger=False, enable_checkpointing=False)
 print(type(trainer.strategy).__name__)
 from lightning_mcore import MCoreStrategy
@@ -77,7 +77,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 assert type(StrategyRegistry.get('mcore')) is MCoreStrategy
 import inspect, lightning.pytorch.strategies
 assert 'StrategyRegistry' in inspect.getsource(lightning.pytorch.strategies)
-assert not [finder for finder in sys.meta_path if type(finder).__module__ == 'lightning_mcore.strategy_name']
+assert not [finder for finder in sys.meta_path if type(finder).__module__ == 'lightning_mcore.config.strategy_name']
 """
     assert python(code) == "MCoreStrategy"
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_mcore import MCoreModule
-from lightning_mcore.data.packed_rows import collate_padded, collate_rows, pack
-from lightning_mcore.data.packing import TokenSample
-from lightning_mcore.language_step import (
+from lightning_mcore.config.loss_normalization import check_normalization
+from lightning_mcore.data.packing.best_fit import TokenSample
+from lightning_mcore.data.packing.rows import collate_padded, collate_rows, pack
+from lightning_mcore.layers.language_step import (
     ModelInputs,
     check_places,
     check_vocabulary,
@@ -22,7 +23,6 @@ from lightning_mcore.language_step import (
     split_packed_batch,
     token_mean,
 )
-from lightning_mcore.loss_normalization import check_normalization
 
 Batch = dict[str, Tensor]
 SAMPLES = [list(range(1, 7)), list(range(20, 24)), list(range(40, 51))]  # 5, 3 and 10 places

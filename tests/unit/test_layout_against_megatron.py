@@ -17,7 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
-from lightning_mcore.layout import Coordinates, ModelShape, ParallelLayout
+from lightning_mcore.config.layout import Coordinates, ModelShape, ParallelLayout
 
 # TransformerConfig warns about its own default.
 pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from lightning_mcore.arguments import Seq2SeqTrainingArguments
-from lightning_mcore.llamafactory.factory_file import read_file
-from lightning_mcore.llamafactory.factory_keys import FactoryKeys
-from lightning_mcore.llamafactory.factory_run import FactoryRun, read_run
-from lightning_mcore.llamafactory.llamafactory_command import run
-from lightning_mcore.llamafactory.llamafactory_settings import settings_of_file
-from lightning_mcore.llamafactory.model_folder import where_to_resume
-from lightning_mcore.llamafactory.refused_keys import REFUSED
+from lightning_mcore.arguments.llamafactory.file import read_file
+from lightning_mcore.arguments.llamafactory.keys import FactoryKeys
+from lightning_mcore.arguments.llamafactory.model_folder import where_to_resume
+from lightning_mcore.arguments.llamafactory.refused_keys import REFUSED
+from lightning_mcore.arguments.llamafactory.run import FactoryRun, read_run
+from lightning_mcore.arguments.llamafactory.settings import settings_of_file
+from lightning_mcore.cli.llamafactory import run
 from tests.factory_files import LLAMA3, QWEN3_MOE, write_run
 
 # Of the model, the data, the fine-tuning, the generation, the training beyond transformers, and Megatron-Bridge.

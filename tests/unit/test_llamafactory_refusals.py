@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from lightning_mcore.llamafactory.factory_file import read_file
-from lightning_mcore.llamafactory.factory_run import read_run
-from lightning_mcore.llamafactory.llamafactory_command import run
-from lightning_mcore.llamafactory.model_folder import is_waiting, move_in, unfinished, where_to_resume
+from lightning_mcore.arguments.llamafactory.file import read_file
+from lightning_mcore.arguments.llamafactory.model_folder import is_waiting, move_in, unfinished, where_to_resume
+from lightning_mcore.arguments.llamafactory.run import read_run
+from lightning_mcore.cli.llamafactory import run
 from tests.factory_files import LLAMA3, write_run
 
 QWEN2_VL: dict[str, Any] = {  # examples/megatron/qwen2_vl_full.yaml, of a model of images

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mcore.data.packed_rows import build_row, collate_padded, collate_rows
-from lightning_mcore.data.packing import TokenSample
-from lightning_mcore.metrics import (
+from lightning_mcore.data.packing.best_fit import TokenSample
+from lightning_mcore.data.packing.rows import build_row, collate_padded, collate_rows
+from lightning_mcore.layers.metrics import (
     PackingEfficiency,
     PaddingShare,
     TokenAccuracy,

@@ -13,13 +13,14 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from torch import nn
 
-from lightning_mcore import CommunicationOptions, MCoreStrategy, MuonWithAdamW, ParallelLayout, process_groups
-from lightning_mcore.chunks import wrap_chunks
-from lightning_mcore.optimizer import MCoreOptimizer
-from lightning_mcore.optimizer_kinds import check_kind, megatron_fields
-from lightning_mcore.optimizer_options import check_optimizer_config, check_optimizer_device, check_options
-from lightning_mcore.settings import GradientSettings
-from lightning_mcore.tensor_overlap import TensorParallelOverlap, queue_hint, user_buffer_arguments
+from lightning_mcore import CommunicationOptions, MCoreStrategy, MuonWithAdamW, ParallelLayout
+from lightning_mcore.optimizer.kinds import check_kind, megatron_fields
+from lightning_mcore.optimizer.megatron import MCoreOptimizer
+from lightning_mcore.optimizer.options import check_optimizer_config, check_optimizer_device, check_options
+from lightning_mcore.parallel import groups as process_groups
+from lightning_mcore.parallel.chunks import wrap_chunks
+from lightning_mcore.strategy.gradients import GradientSettings
+from lightning_mcore.strategy.overlap import TensorParallelOverlap, queue_hint, user_buffer_arguments
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 TP, PP, VP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_mcore import MCoreGPT
-from lightning_mcore.optimizer_recipe import build_recipe
+from lightning_mcore.models.recipe import build_recipe
 
 TRANSFORMER = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
 

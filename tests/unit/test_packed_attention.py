@@ -12,11 +12,11 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from lightning_mcore import attention
-from lightning_mcore.attention import QueryRun, Reach, Softmax, attend, packed_runs
-from lightning_mcore.core_attention import TorchAttention
-from lightning_mcore.gathered_keys import _orders
-from lightning_mcore.packed_sequences import PackedSequences, packed_sequences
+from lightning_mcore.layers import attention
+from lightning_mcore.layers.attention import QueryRun, Reach, Softmax, attend, packed_runs
+from lightning_mcore.layers.context_attention import _orders
+from lightning_mcore.layers.core_attention import TorchAttention
+from lightning_mcore.layers.packed_sequences import PackedSequences, packed_sequences
 from tests.naive_attention import causal, naive_packed_attention, split_packed, unsplit_packed, window
 
 pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")  # Megatron's own default

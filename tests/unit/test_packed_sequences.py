@@ -9,8 +9,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from lightning_mcore.context_split import sequence_of_tokens
-from lightning_mcore.packed_sequences import (
+from lightning_mcore.layers.packed_sequences import (
     Boundaries,
     PackedSequences,
     all_real,
@@ -20,6 +19,7 @@ from lightning_mcore.packed_sequences import (
     rows_between,
     split_packed_rows,
 )
+from lightning_mcore.parallel.context import sequence_of_tokens
 from tests.naive_attention import split_packed
 
 REAL = torch.tensor([[0, 5, 20, 23, 23], [0, 16, 30, 30, 30]], dtype=torch.int32)

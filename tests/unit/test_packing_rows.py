@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mcore.data.online_packing import OnlinePacker
-from lightning_mcore.data.packed_rows import build_row, collate_padded, collate_rows, pack
-from lightning_mcore.data.packing import TokenSample
+from lightning_mcore.data.packing.best_fit import TokenSample
+from lightning_mcore.data.packing.online import OnlinePacker
+from lightning_mcore.data.packing.rows import build_row, collate_padded, collate_rows, pack
 
 VOCAB = 50
 SEEDS = range(12)
@@ -226,7 +226,7 @@ def test_what_does_not_fit_into_one_row_is_refused() -> None:
 
 
 def test_packing_says_in_the_log_what_was_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "lightning_mcore.data.packing_statistics"):
+    with caplog.at_level(logging.INFO, "lightning_mcore.data.packing.statistics"):
         pack([[1, 2, 3], [4], list(range(20))], 8, overlong="cut", empty="drop")
 
     assert caplog.messages == [

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from lightning_mcore.cli.plan import run
+from lightning_mcore.config.run import RunSettings
 from lightning_mcore.planning.cli_settings import _RECIPE, settings_of_cli
-from lightning_mcore.planning.plan_command import run
-from lightning_mcore.run_settings import RunSettings
 from tests.unit.test_plan_command import cli_file, printed
 
 BASE: dict[str, Any] = {
@@ -163,7 +163,7 @@ def test_the_base_of_this_table_is_right(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_the_names_of_the_recipe_are_those_of_the_model() -> None:
-    from lightning_mcore.optimizer_recipe import RECIPE
+    from lightning_mcore.models.recipe import RECIPE
 
     assert set(_RECIPE) == set(RECIPE)
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_mcore.cli.plan import run
+from lightning_mcore.planning.files import door_of, settings_of_files
 from lightning_mcore.planning.machines import machine_named, parse_memory
 from lightning_mcore.planning.plan import make_plan
-from lightning_mcore.planning.plan_command import run
-from lightning_mcore.planning.plan_files import door_of, settings_of_files
 from lightning_mcore.planning.suggest import suggest
 from tests.factory_files import LLAMA3, write_run
 from tests.hf_models import tiny_folder

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_mcore import MCoreGPT, MCorePrecision, MCoreStrategy
-from lightning_mcore.planning.live_run import plan_of, settings_of
+from lightning_mcore.planning.live import plan_of, settings_of
 from lightning_mcore.planning.plan import make_plan
 from tests.unit.test_plan_rules import DENSE, run_with
 

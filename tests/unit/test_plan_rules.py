@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from lightning_mcore.config.run import RunSettings
+from lightning_mcore.planning.check import real_errors
 from lightning_mcore.planning.plan import make_plan
-from lightning_mcore.planning.real_check import real_errors
-from lightning_mcore.run_settings import RunSettings
 from tests.hf_folders import LlamaSizes
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")

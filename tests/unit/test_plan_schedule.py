@@ -3,12 +3,12 @@
 
 import pytest
 
-from lightning_mcore.layout import ParallelLayout
-from lightning_mcore.planning.communication_volume import Traffic, communication_volume
-from lightning_mcore.planning.global_batch import GlobalBatch, global_batch
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.planning.batch import GlobalBatch, global_batch
+from lightning_mcore.planning.communication import Traffic, communication_volume
 from lightning_mcore.planning.gpt_fields import GPTFields
-from lightning_mcore.planning.pipeline_schedule import PipelineTimeline, stage_order
 from lightning_mcore.planning.rank_parameters import rank_parameters
+from lightning_mcore.planning.schedule import PipelineTimeline, stage_order
 from lightning_mcore.planning.schedule_picture import schedule_picture
 from lightning_mcore.planning.step_work import step_work
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_mcore.layout import ParallelLayout
+from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.planning.flight_order import in_flight
 from lightning_mcore.planning.gpt_fields import GPTFields
 from lightning_mcore.planning.parameter_tensors import ParameterTensor

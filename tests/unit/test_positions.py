@@ -12,8 +12,8 @@ from megatron.core.models.gpt import GPTModel
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from lightning_mcore.gpt import MCoreGPT
-from lightning_mcore.positions import YARN_DEFAULTS
+from lightning_mcore.config.positions import YARN_DEFAULTS
+from lightning_mcore.models.gpt import MCoreGPT
 from tests.layouts import Layout
 from tests.parity.bare_loop import process_groups
 from tests.ranks import run_ranks

@@ -17,9 +17,9 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 
 from lightning_mcore import MCorePrecision
-from lightning_mcore.cpu_runtime import cpu_runtime
-from lightning_mcore.fp16 import LossScaling
-from lightning_mcore.loss_scale import AgreedGradScaler, LossScaler, SkippableSchedule, skippable
+from lightning_mcore.config.fp16 import LossScaling
+from lightning_mcore.optimizer.loss_scale import AgreedGradScaler, LossScaler, SkippableSchedule, skippable
+from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from lightning_mcore.cli import main
-from lightning_mcore.data import preprocess_journal
-from lightning_mcore.data.indexed_files import read_facts, read_index, token_type, write_index
-from lightning_mcore.data.preprocess import Options, ProgressLine, Summary, preprocess
-from lightning_mcore.data.preprocess_inputs import cut, find_inputs
-from lightning_mcore.data.preprocess_journal import Journal, Progress
-from lightning_mcore.data.preprocess_worker import read_separated
+from lightning_mcore.data.preprocess import journal as preprocess_journal
+from lightning_mcore.data.preprocess.inputs import cut, find_inputs
+from lightning_mcore.data.preprocess.journal import Journal, Progress
+from lightning_mcore.data.preprocess.run import Options, ProgressLine, Summary, preprocess
+from lightning_mcore.data.preprocess.worker import read_separated
+from lightning_mcore.data.pretraining.index import read_facts, read_index, token_type, write_index
 from tests.ranks import RanksFailedError, run_ranks
 
 EOD = "<|endoftext|>"
@@ -156,7 +156,7 @@ def test_the_files_are_those_of_megatrons_builder(tmp_path: Path, vocab_size: in
 def test_an_index_of_many_documents_is_written_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = np.arange(1, 11, dtype=np.int32)
     write_index(str(tmp_path / "whole"), lengths, np.uint16)
-    monkeypatch.setattr("lightning_mcore.data.indexed_files._BLOCK", 3)
+    monkeypatch.setattr("lightning_mcore.data.pretraining.index._BLOCK", 3)
     write_index(str(tmp_path / "blocks"), lengths, np.uint16)
     assert (tmp_path / "whole").read_bytes() == (tmp_path / "blocks").read_bytes()
 
@@ -323,7 +323,7 @@ def test_a_crash_while_files_get_their_names_is_made_up_for(
         real(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_mcore.data.preprocess_journal.os.replace", replace_or_crash)
+        patch.setattr("lightning_mcore.data.preprocess.journal.os.replace", replace_or_crash)
         if step <= 4:
             with pytest.raises(KeyboardInterrupt):
                 preprocess(command)
@@ -340,7 +340,7 @@ def test_unfinished_work_that_changed_is_not_gone_on_with(
     folder: Path, tmp_path: Path, whole: dict[str, bytes], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = options(folder, tmp_path / "out", piece_bytes=200)
-    monkeypatch.setattr("lightning_mcore.data.preprocess_journal._SAVE_EVERY", 0.0)
+    monkeypatch.setattr("lightning_mcore.data.preprocess.journal._SAVE_EVERY", 0.0)
 
     def stop(progress: Progress, total: int) -> None:
         if progress.pieces == 3:
@@ -487,7 +487,8 @@ def test_a_script_without_a_main_guard_runs_once(folder: Path, tmp_path: Path) -
     command = options(folder, tmp_path / "out", workers=2, piece_bytes=500)
     script = tmp_path / "script.py"
     script.write_text(
-        f"from lightning_mcore.data.preprocess import Options, preprocess\nprint(preprocess({command!r}).documents)\n"
+        "from lightning_mcore.data.preprocess.run import Options, preprocess\n"
+        f"print(preprocess({command!r}).documents)\n"
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == f"{len(expected(folder))}\n"
@@ -495,7 +496,7 @@ def test_a_script_without_a_main_guard_runs_once(folder: Path, tmp_path: Path) -
 
 def test_progress_away_from_a_terminal_is_a_line_now_and_then(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 5.0, 12.0, 13.0])
-    monkeypatch.setattr("lightning_mcore.data.preprocess.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("lightning_mcore.data.preprocess.run.time.monotonic", lambda: next(clock))
     line = ProgressLine(sys.stdout)
     for share in range(4):
         counts = {"text_bytes": share * 22_000_000, "documents": share * 5, "tokens": share * 1000}

@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lightning_mcore.cli import main
-from lightning_mcore.data.indexed_files import read_index
-from lightning_mcore.data.preprocess import Options, preprocess
+from lightning_mcore.data.preprocess.run import Options, preprocess
+from lightning_mcore.data.pretraining.index import read_index
 from tests.unit.test_preprocess import write_parquet
 
 GOOD = '{"text": "a b", "id": 1}\n'

@@ -14,9 +14,11 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreCheckpointIO, MCoreGPT, MCoreStrategy, agreement, rank_watch
-from lightning_mcore.process_groups import open_single_process
-from lightning_mcore.rank_connections import Lines
+from lightning_mcore import MCoreCheckpointIO, MCoreGPT, MCoreStrategy
+from lightning_mcore.parallel import consensus as agreement
+from lightning_mcore.parallel import rank_watch
+from lightning_mcore.parallel.groups import open_single_process
+from lightning_mcore.parallel.rank_connections import Lines
 from tests import hygiene
 from tests.toy import PlainNet, StagedNet, loader, make_trainer
 

@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
+from lightning_mcore.data.position import global_order
 from lightning_mcore.data.sampling import GlobalOrderSampler, data_parallel_place, training_loader
-from lightning_mcore.data_position import global_order
 from tests.toy import Samples
 
 

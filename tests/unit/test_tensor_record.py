@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mcore import tensor_record
-from lightning_mcore.tensor_record import (
+from lightning_mcore.checkpoint.storage import torch_archive as tensor_record
+from lightning_mcore.checkpoint.storage.torch_archive import (
     check_archive,
     combine_checksums,
     find_tensor,

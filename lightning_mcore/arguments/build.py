@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lightning's objects made of a run's settings: strategy, precision, trainer, model and data.
+
+``TrainingArguments`` calls these; they take plain data, so that another front door may call them with its own. Of
+this package it and ``step_callbacks.py`` import Lightning.
+"""
+
+import importlib.util
+import inspect
+import logging
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch import loggers as lightning_loggers
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.precision import Precision
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+
+from lightning_mcore.arguments.callbacks import StepCheckpoint, StepEvaluation
+from lightning_mcore.arguments.trainer_parts import callback_settings, logger_settings
+from lightning_mcore.checkpoint.io import MCoreCheckpointIO
+from lightning_mcore.config.communication import CommunicationOptions
+from lightning_mcore.config.run import RunSettings
+from lightning_mcore.config.spelling import unknown_name
+from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
+from lightning_mcore.hf.callback import SaveHFModel
+from lightning_mcore.models.gpt import MCoreGPT
+from lightning_mcore.optimizer.options import refused_by_megatron
+from lightning_mcore.strategy.precision import MCorePrecision
+from lightning_mcore.strategy.preemption import PreemptionCheckpoint
+from lightning_mcore.strategy.strategy import MCoreStrategy
+
+_CONFIGS = {
+    "ddp_config": DistributedDataParallelConfig,
+    "optimizer_config": OptimizerConfig,
+    "communication": CommunicationOptions,
+    "checkpoint_io": MCoreCheckpointIO,
+}
+_OWN_CALLBACKS = {kind.__name__: kind for kind in (StepCheckpoint, StepEvaluation, SaveHFModel, PreemptionCheckpoint)}
+_LOGGERS = {"tensorboard": "TensorBoardLogger", "csv": "CSVLogger", "mlflow": "MLFlowLogger", "wandb": "WandbLogger"}
+_SPEAKERS = ("lightning_mcore", "lightning.pytorch", "transformers")
+
+
+def make_strategy(settings: Mapping[str, Any]) -> MCoreStrategy:
+    """Make the strategy.
+
+    Args:
+        settings: ``RunSettings.strategy``; configs as dicts, ``timeout`` in seconds.
+
+    Raises:
+        ModuleNotFoundError: An option needs TransformerEngine.
+        ValueError: Settings contradict each other.
+    """
+    values = dict(settings)
+    _check_optimizer(values)
+    for name, config in _CONFIGS.items():
+        if isinstance(values.get(name), Mapping):
+            values[name] = config(**values[name])
+    if isinstance(values.get("timeout"), int | float):
+        values["timeout"] = timedelta(seconds=values["timeout"])
+    return MCoreStrategy(**values)
+
+
+def _check_optimizer(settings: Mapping[str, Any]) -> None:
+    """Refuse now what Megatron's config answers with an error of its own."""
+    config, ddp_config = settings.get("optimizer_config"), settings.get("ddp_config")
+    if not isinstance(config, Mapping):
+        return
+    sharded = settings.get("use_distributed_optimizer")
+    if sharded is None and isinstance(ddp_config, Mapping):
+        sharded = ddp_config.get("use_distributed_optimizer")
+    for sentence in refused_by_megatron(config, bool(sharded)):
+        raise ValueError(sentence)
+    aware = config.get("use_precision_aware_optimizer")
+    if aware and importlib.util.find_spec("transformer_engine") is None:
+        name = "optimizer_cpu_offload" if config.get("optimizer_cpu_offload") else "use_precision_aware_optimizer"
+        raise ModuleNotFoundError(
+            f"{name}=True needs TransformerEngine, whose optimizer Megatron's offload shares, and it is not installed;"
+            " install it, or leave the option out"
+        )
+
+
+def make_precision(settings: Mapping[str, Any]) -> MCorePrecision:
+    """Make the precision plugin.
+
+    Args:
+        settings: ``RunSettings.precision``.
+    """
+    return MCorePrecision(**settings)
+
+
+def make_model(
+    settings: Mapping[str, Any], transformer: Mapping[str, Any], kind: type[MCoreGPT] = MCoreGPT
+) -> MCoreGPT:
+    """Make the model from a Hugging Face model.
+
+    Args:
+        settings: ``RunSettings.model`` with ``path``.
+        transformer: More fields of ``TransformerConfig``; those of the settings come after them.
+        kind: Its class.
+
+    Raises:
+        FileNotFoundError: There is no such model.
+        ValueError: It is not supported, or a field does not fit it.
+    """
+    return kind.from_pretrained(**{**settings, "transformer": {**transformer, **settings.get("transformer", {})}})
+
+
+def make_data(settings: Mapping[str, Any]) -> MCoreFinetuningData:
+    """Make the data module.
+
+    Args:
+        settings: ``RunSettings.data``, with files and tokenizer.
+    """
+    _check_names("argument of MCoreFinetuningData", settings, MCoreFinetuningData)
+    return MCoreFinetuningData(**settings)
+
+
+def make_trainer(arguments: Any, settings: RunSettings, overrides: Mapping[str, Any]) -> pl.Trainer:
+    """Seed everything, and make the trainer.
+
+    Args:
+        arguments: ``TrainingArguments``.
+        settings: What they mean.
+        overrides: Arguments of ``Trainer`` to use instead; ``callbacks`` and ``plugins`` are added.
+
+    Raises:
+        ModuleNotFoundError: A logger of ``report_to`` is not installed.
+        TypeError: ``Trainer`` has no such argument.
+    """
+    _check_names("argument of Trainer", overrides, pl.Trainer)
+    seed_everything(arguments)
+    _set_process(arguments)
+    values: dict[str, Any] = dict(settings.trainer)
+    if "strategy" not in overrides:
+        values["strategy"] = make_strategy(settings.strategy)
+    if "logger" not in overrides:
+        values["logger"] = make_loggers(arguments) or False
+    plugins = _as_list(overrides.get("plugins"))
+    if "precision" not in overrides and not any(isinstance(plugin, Precision) for plugin in plugins):
+        plugins.append(make_precision(settings.precision))
+    callbacks = [*make_callbacks(arguments), *_as_list(overrides.get("callbacks"))]
+    if not {**values, **overrides}["logger"]:
+        callbacks = [callback for callback in callbacks if not isinstance(callback, LearningRateMonitor)]
+    return pl.Trainer(**{**values, **overrides, "plugins": plugins, "callbacks": callbacks})
+
+
+def _as_list(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def make_callbacks(arguments: Any) -> list[Callback]:
+    """Make the callbacks that arguments ask for.
+
+    Args:
+        arguments: ``TrainingArguments``.
+    """
+    made = []
+    for name, values in callback_settings(arguments).items():
+        kind: Any = _OWN_CALLBACKS.get(name) or getattr(lightning_callbacks, name)
+        made.append(kind(**values))
+    return made
+
+
+def make_loggers(arguments: Any) -> list[Logger]:
+    """Make the loggers of ``report_to``.
+
+    Args:
+        arguments: ``TrainingArguments``.
+
+    Raises:
+        ModuleNotFoundError: One is not installed.
+    """
+    made = []
+    for name, values in logger_settings(arguments).items():
+        try:
+            made.append(getattr(lightning_loggers, _LOGGERS[name])(**values))
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"report_to={name!r} needs a package that is not installed: {' '.join(str(error).split())};"
+                " install it, or leave it out"
+            ) from error
+    return made
+
+
+def seed_everything(arguments: Any) -> None:
+    """Seed all random number generators, those of loader workers too.
+
+    Args:
+        arguments: ``TrainingArguments``.
+    """
+    pl.seed_everything(arguments.seed, workers=True, verbose=False)
+
+
+def _set_process(arguments: Any) -> None:
+    """Set what belongs to the process and not to the trainer: TF32 and how much is said."""
+    if arguments.tf32 is not None:
+        torch.set_float32_matmul_precision("high" if arguments.tf32 else "highest")
+    if arguments.log_level != "passive":
+        for name in _SPEAKERS:
+            logging.getLogger(name).setLevel(arguments.log_level.upper())
+
+
+def _check_names(what: str, given: Mapping[str, Any], owner: type) -> None:
+    known = inspect.signature(owner).parameters
+    for name in given:
+        if name not in known:
+            raise TypeError(unknown_name(what, name, known))

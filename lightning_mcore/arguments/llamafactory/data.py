@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``FactoryData``: the data module of a LLaMA-Factory file, ``MCoreFinetuningData`` over several datasets.
+
+Each dataset is tokenised by its own reading, and kept in the cache by itself; then they stand one after another. Rows
+of conversations are packed or padded as the data module does it. Texts, the stage ``pt``, stand one after another and
+are cut into blocks (``data/text_blocks.py``), or each has a row of its own. ``factory_run.py`` says which; the command
+makes it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_mcore.arguments.llamafactory.rows import FactoryReading
+from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
+from lightning_mcore.data.finetuning.files import with_rows
+from lightning_mcore.data.packing.dataset import TokenizedSamples
+from lightning_mcore.data.packing.text_blocks import TextBlocks
+
+
+class FactoryData(MCoreFinetuningData):
+    """The datasets of a training file.
+
+    Args:
+        readings: How each dataset to train on is read; one, with ``streaming``.
+        tokenizer: As in ``MCoreFinetuningData``.
+        seq_length: See there.
+        evaluation: How each dataset to evaluate on is read.
+        batch_size: See there; so are those that follow.
+        eval_batch_size: See there.
+        validation_share: See there.
+        packing: Several samples share a row; texts are then cut into blocks.
+        streaming: See there.
+        shuffle_buffer: See there.
+        shuffle: See there.
+        seed: See there.
+        num_workers: See there.
+        num_proc: See there.
+        cache_dir: See there.
+        pad_to_seq_length: See there.
+
+    Raises:
+        ValueError: A setting is out of its range, or two contradict each other.
+    """
+
+    def __init__(
+        self,
+        readings: Sequence[FactoryReading],
+        tokenizer: Any,
+        seq_length: int,
+        evaluation: Sequence[FactoryReading] = (),
+        batch_size: int = 1,
+        eval_batch_size: int | None = None,
+        validation_share: float = 0.0,
+        packing: bool = False,
+        streaming: bool = False,
+        shuffle_buffer: int = 1000,
+        shuffle: bool = True,
+        seed: int = 42,
+        num_workers: int = 0,
+        num_proc: int = 1,
+        cache_dir: str | None = None,
+        pad_to_seq_length: bool = False,
+    ) -> None:
+        self._readings = {"train": list(readings), "validation": list(evaluation)}
+        self._joined = readings[0].documents and packing
+        super().__init__(
+            _files(readings),
+            tokenizer,
+            seq_length,
+            batch_size,
+            validation_files=_files(evaluation) or None,
+            validation_share=validation_share,
+            packing=packing and not readings[0].documents,
+            overlong="cut",
+            streaming=streaming,
+            shuffle_buffer=shuffle_buffer,
+            shuffle=shuffle,
+            seed=seed,
+            num_workers=num_workers,
+            num_proc=num_proc,
+            cache_dir=cache_dir,
+            eval_batch_size=eval_batch_size,
+            pad_to_seq_length=pad_to_seq_length,
+        )
+        self.reading = readings[0]
+
+    def _tokenized(self, split: str) -> Any:
+        """Return the tokens of all datasets, one after another."""
+        from datasets import concatenate_datasets
+
+        parts = []
+        for reading in self._readings["train" if self.validation_share else split]:
+            name = f"the dataset {reading.entry.name!r}"
+            files = with_rows(reading.entry.files)
+            parts.append(self._tokenized_files(files, name, reading))
+        return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
+
+    def _samples(self, tokenized: Any, indices: NDArray[np.int64], name: str) -> TokenizedSamples:
+        """Return conversations, texts, or blocks of texts."""
+        if not self._joined:
+            return super()._samples(tokenized, indices, name)
+        first = self.tokenizer.bos_token_id if getattr(self.tokenizer, "add_bos_token", False) else None
+        return TextBlocks(tokenized, indices, self.seq_length, name, first)
+
+
+def _files(readings: Sequence[FactoryReading]) -> list[str]:
+    return [file for reading in readings for file in reading.entry.files]

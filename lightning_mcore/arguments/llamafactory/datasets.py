@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``dataset_info.json``: what the names of datasets in a LLaMA-Factory file mean.
+
+The file lies in ``dataset_dir`` and gives each name a file or folder beside it, a form (``alpaca``, ``sharegpt`` or
+``openai``), and the names of columns and tags where they are others than usual. :func:`read_datasets` finds the names
+that are asked for. A dataset that would have to be fetched is refused: nothing is downloaded in silence. No torch, no
+megatron-core. ``factory_rows.py`` reads rows by the result.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_mcore.config.spelling import unknown_name
+from lightning_mcore.data.finetuning.files import find_files
+
+INFO = "dataset_info.json"
+_FORMATS = ("alpaca", "sharegpt", "openai")
+_FETCHED = {
+    "hf_hub_url": "the Hugging Face hub",
+    "ms_hub_url": "ModelScope",
+    "om_hub_url": "Modelers",
+    "script_url": "a script",
+    "cloud_file_name": "a cloud",
+}
+_REFUSED_COLUMNS = {
+    "images": "models here read text",
+    "videos": "models here read text",
+    "audios": "models here read text",
+    "chosen": "the stages here are pt and sft",
+    "rejected": "the stages here are pt and sft",
+    "kto_tag": "the stages here are pt and sft",
+}
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where in a row something stands; None: nowhere. The defaults hold where a dataset names no column at all."""
+
+    prompt: str | None = "instruction"
+    query: str | None = "input"
+    response: str | None = "output"
+    history: str | None = None
+    messages: str | None = "conversations"
+    system: str | None = None
+    tools: str | None = None
+
+
+@dataclass(frozen=True)
+class Tags:
+    """What roles and texts of messages are called. The defaults hold where a dataset names no tag at all."""
+
+    role_tag: str | None = "from"
+    content_tag: str | None = "value"
+    user_tag: str | None = "human"
+    assistant_tag: str | None = "gpt"
+    observation_tag: str | None = "observation"
+    function_tag: str | None = "function_call"
+    system_tag: str | None = "system"
+
+
+@dataclass(frozen=True)
+class DatasetEntry:
+    """A dataset of ``dataset_info.json``.
+
+    Args:
+        name: What the training file calls it.
+        files: Its files, sorted.
+        formatting: ``alpaca``, ``sharegpt`` or ``openai``.
+        columns: Names of columns.
+        tags: Names of roles and of their fields.
+        num_samples: Draw so many of its rows, several times where it has fewer; None: all of them.
+    """
+
+    name: str
+    files: tuple[str, ...]
+    formatting: str = "alpaca"
+    columns: Columns = Columns()
+    tags: Tags = Tags()
+    num_samples: int | None = None
+
+
+def read_datasets(names: str | Sequence[str], dataset_dir: str) -> list[DatasetEntry]:
+    """Return the datasets that are meant, in their order.
+
+    Args:
+        names: With commas between them, or a list.
+        dataset_dir: The folder with ``dataset_info.json``.
+
+    Raises:
+        FileNotFoundError: There is no such folder, or a dataset has no file.
+        ValueError: A name is not in it, or a dataset is of a kind that is not read here.
+    """
+    if dataset_dir == "ONLINE" or dataset_dir.startswith("REMOTE:"):
+        raise ValueError(
+            f"dataset_dir={dataset_dir!r} asks for datasets of a hub, and nothing is downloaded in silence; fetch them,"
+            f" and give a folder with {INFO}"
+        )
+    path = Path(dataset_dir, INFO)
+    if not path.is_file():
+        raise FileNotFoundError(f"dataset_dir={dataset_dir!r} has no {INFO}; give the folder that does")
+    try:
+        info = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {error.lineno} of {path} is not JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    wanted = [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
+    return [_entry(name, info, path) for name in wanted]
+
+
+def _entry(name: str, info: Any, path: Path) -> DatasetEntry:
+    if not isinstance(info, Mapping) or not isinstance(info.get(name, {}), Mapping):
+        raise ValueError(f"{path} does not hold an object for each dataset; write {{{name!r}: {{'file_name': ...}}}}")
+    if name not in info:
+        raise ValueError(unknown_name(f"dataset of {path}", name, info))
+    says = info[name]
+    place = f"the dataset {name!r} of {path}"
+    for key, where in _FETCHED.items():
+        if key in says:
+            raise ValueError(
+                f"{place} comes from {where} ({key}: {says[key]!r}), and nothing is downloaded in silence; fetch it,"
+                " and give its file as file_name"
+            )
+    if "file_name" not in says:
+        raise ValueError(f"{place} has no file_name; give a file or a folder beside {INFO}")
+    if not isinstance(says["file_name"], str):
+        raise ValueError(f"{place} has file_name: {says['file_name']!r}; give a file or a folder beside {INFO}")
+    _refuse(says, place)
+    files = tuple(find_files(str(path.parent / says["file_name"]), f"file_name of {place}"))
+    entry = DatasetEntry(name, files, says.get("formatting", "alpaca"), num_samples=says.get("num_samples"))
+    if "columns" in says:
+        entry = replace(entry, columns=_named(Columns, says["columns"], f"column of {place}", _REFUSED_COLUMNS))
+    if "tags" in says:
+        entry = replace(entry, tags=_named(Tags, says["tags"], f"tag of {place}", {}))
+    return entry
+
+
+def _refuse(says: Mapping[str, Any], place: str) -> None:
+    """Refuse what is not carried out."""
+    if says.get("ranking"):
+        raise ValueError(f"{place} is one of preferences (ranking: true), and the stages here are pt and sft")
+    if says.get("formatting", "alpaca") not in _FORMATS:
+        raise ValueError(f"{place} has formatting: {says['formatting']!r}; choose alpaca, sharegpt or openai")
+    if says.get("split", "train") != "train" or says.get("subset") or says.get("folder"):
+        raise ValueError(f"{place} names a split, a subset or a folder of a hub, which files do not have; leave it out")
+    count = says.get("num_samples")
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        raise ValueError(f"{place} has num_samples: {count!r}; choose 1 or more")
+    known = {"file_name", "file_sha1", "formatting", "ranking", "columns", "tags", "num_samples"}
+    for key in set(says) - known - {"split", "subset", "folder"}:
+        raise ValueError(unknown_name(f"key of {place}", key, known))
+
+
+def _named(kind: Any, given: Mapping[str, Any], what: str, refused: Mapping[str, str]) -> Any:
+    """Return names as a dataset gives them; those that it does not name are nowhere."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"names of each {what} are an object, not {given!r}; write {{key: name}}")
+    names = dict.fromkeys(kind.__dataclass_fields__)
+    for key, value in given.items():
+        if key in refused:
+            raise ValueError(f"the {what} has {key!r}, and {refused[key]}; choose another dataset, or leave it out")
+        if key not in names:
+            raise ValueError(unknown_name(what, key, names))
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"the {what} {key!r} is {value!r}; give a name")
+        names[key] = value
+    return kind(**names)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which keys of a LLaMA-Factory file contradict each other, and which values are not carried out.
+
+Each rule is one sentence that names the keys; ``factory_run.py`` asks before it makes anything of a file.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_mcore.arguments.llamafactory.keys import FactoryKeys
+
+_PRECISIONS = ("bf16_mixed", "fp16_mixed", "fp32")
+_BRIDGE_FP8 = "set fp8: hybrid and bf16: true for FP8"
+
+
+def check_keys(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
+    """Refuse what is not carried out, and what contradicts itself.
+
+    Args:
+        keys: The keys that mean something here.
+        given: All keys of the file.
+
+    Raises:
+        ValueError: As said.
+    """
+    _check_stage(keys)
+    _check_sizes(keys)
+    _check_packing(keys, given)
+    _check_learning(keys)
+    _check_evaluation(keys, given)
+    _check_streaming(keys, given)
+    _check_training(keys, given)
+
+
+def _check_stage(keys: FactoryKeys) -> None:
+    if keys.stage not in ("pt", "sft"):
+        raise ValueError(f"stage: {keys.stage} is not there; choose pt or sft")
+    if keys.finetuning_type != "full":
+        raise ValueError(
+            f"finetuning_type: {keys.finetuning_type} trains a part of the weights, and here all of them are trained;"
+            " set finetuning_type: full"
+        )
+    if keys.use_mca and keys.use_megatron_bridge:
+        raise ValueError("use_mca: True contradicts use_megatron_bridge: True; leave one of them out")
+
+
+def _check_sizes(keys: FactoryKeys) -> None:
+    sizes = {
+        "cutoff_len": keys.cutoff_len,
+        "buffer_size": keys.buffer_size,
+        "max_samples": keys.max_samples,
+        "preprocessing_num_workers": keys.preprocessing_num_workers,
+        "preprocessing_batch_size": keys.preprocessing_batch_size,
+        "early_stopping_steps": keys.early_stopping_steps,
+    }
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{name}: {size} is too small; choose 1 or more")
+    if keys.val_size < 0 or keys.val_size == 1 or (keys.val_size > 1 and keys.val_size != int(keys.val_size)):
+        raise ValueError(
+            f"val_size: {keys.val_size} is neither a share nor a number of samples; choose 0 or more, and less than 1,"
+            " or a whole number above 1"
+        )
+
+
+def _check_packing(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
+    for name in ("neat_packing", "sequence_packing", "use_packed_sequences"):
+        if not getattr(keys, name):
+            continue
+        if keys.packing is False:
+            raise ValueError(f"{name}: True contradicts packing: False; leave one of them out")
+        if keys.stage == "pt":
+            raise ValueError(
+                f"{name}: True is for stage: sft; in stage: pt texts stand one after another, and see each other"
+            )
+
+
+def _check_learning(keys: FactoryKeys) -> None:
+    if keys.train_on_prompt and keys.mask_history:
+        raise ValueError("train_on_prompt: True contradicts mask_history: True; leave one of them out")
+    for name in ("train_on_prompt", "mask_history"):
+        if keys.stage == "pt" and getattr(keys, name):
+            raise ValueError(f"{name}: True is for stage: sft; in stage: pt every token is learnt")
+    if keys.stage == "pt" and keys.use_dft_loss:
+        raise ValueError("use_dft_loss: True is for stage: sft; leave it out")
+    needs = {"default_system": None, "enable_thinking": True, "preserve_thinking": False}
+    for name, default in needs.items():
+        value = getattr(keys, name)
+        if keys.template is None and value != default:
+            raise ValueError(f"{name}: {value!r} needs a template, which the tokenizer's own way is not; set template")
+
+
+def _check_evaluation(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
+    if given.get("do_train") and not keys.dataset:
+        raise ValueError("do_train: True needs a dataset; name one of dataset_info.json")
+    if not keys.dataset:
+        raise ValueError("the file has no dataset; name one of dataset_info.json, also to evaluate alone")
+    if not given.get("do_train") and not given.get("do_eval") and not given.get("do_predict"):
+        raise ValueError("the file asks for nothing to be done; set do_train: true, or do_eval: true")
+    if keys.val_size and keys.eval_dataset:
+        raise ValueError(
+            f"val_size: {keys.val_size} and eval_dataset: {keys.eval_dataset} both say what to evaluate on; leave one"
+            " of them out"
+        )
+    if given.get("do_eval") and not keys.val_size and not keys.eval_dataset:
+        raise ValueError("do_eval: True needs something to evaluate on; set eval_dataset or val_size")
+    if given.get("do_predict"):
+        raise ValueError("do_predict: True writes what the model generates, which is not there; leave it out")
+    evaluates = isinstance(given.get("eval_strategy"), str) and given["eval_strategy"] != "no"
+    if evaluates and not keys.val_size and not keys.eval_dataset:
+        raise ValueError(
+            f"eval_strategy: {given['eval_strategy']} needs something to evaluate on; set eval_dataset or val_size"
+        )
+    if keys.early_stopping_steps is not None and not evaluates:
+        raise ValueError(
+            f"early_stopping_steps: {keys.early_stopping_steps} counts evaluations, and there are none; set"
+            " eval_strategy"
+        )
+
+
+def _check_streaming(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
+    if not keys.streaming:
+        return
+    if keys.stage == "pt":
+        raise ValueError("streaming: True is for stage: sft; in stage: pt texts are tokenised first; leave it out")
+    for name, off in {"max_samples": None, "val_size": 0}.items():
+        if getattr(keys, name) != off:
+            raise ValueError(
+                f"streaming: True contradicts {name}: {getattr(keys, name)}, for nobody knows how many samples a stream"
+                " has; leave one of them out"
+            )
+    if given.get("max_steps", -1) == -1:
+        raise ValueError("streaming: True needs max_steps, for nobody knows how long an epoch is; set it")
+
+
+def _check_training(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
+    if keys.disable_gradient_checkpointing and given.get("recompute_granularity") is not None:
+        raise ValueError(
+            f"disable_gradient_checkpointing: True contradicts recompute_granularity: {given['recompute_granularity']},"
+            " which computes activations again; leave one of them out"
+        )
+    if not 0 <= keys.warmup_ratio < 1:
+        raise ValueError(f"warmup_ratio: {keys.warmup_ratio} is no share of the steps; choose 0 or more, less than 1")
+    if keys.warmup_ratio and given.get("warmup_steps"):
+        raise ValueError(
+            f"warmup_ratio: {keys.warmup_ratio} and warmup_steps: {given['warmup_steps']} both say how long the"
+            " learning rate rises; leave one of them out"
+        )
+    coefficients = keys.moe_aux_loss_coef, given.get("moe_aux_loss_coeff")
+    if None not in coefficients and coefficients[0] != coefficients[1]:
+        raise ValueError(
+            f"moe_aux_loss_coef: {coefficients[0]} contradicts moe_aux_loss_coeff: {coefficients[1]}; leave one of"
+            " them out"
+        )
+    _check_precision(keys.mixed_precision, given)
+    if keys.pure_bf16:
+        wrong = {"bf16": given.get("bf16") is False, "fp16": given.get("fp16")}
+        wrong["mixed_precision"] = keys.mixed_precision not in (None, "bf16_mixed")
+        for name in (name for name, contradicts in wrong.items() if contradicts):
+            raise ValueError(f"pure_bf16: True contradicts {name}: {given[name]}; leave one of them out")
+
+
+def _check_precision(mixed: str | None, given: Mapping[str, Any]) -> None:
+    if mixed is None:
+        return
+    if mixed not in _PRECISIONS:
+        raise ValueError(f"mixed_precision: {mixed!r} is not there; choose {', '.join(_PRECISIONS)}; {_BRIDGE_FP8}")
+    for name in ("bf16", "fp16"):
+        same = mixed == f"{name}_mixed"
+        if name in given and bool(given[name]) != same:
+            raise ValueError(f"mixed_precision: {mixed} contradicts {name}: {given[name]}; leave one of them out")

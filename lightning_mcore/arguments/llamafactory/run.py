@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training file of LLaMA-Factory as a run: every key sorted, checked against the others, and carried on.
+
+:func:`read_run` makes a :class:`FactoryRun` of a file, or says in one sentence why it cannot be run. What it holds are
+the keys that mean something here (``factory_keys.py``), the arguments of training and of Megatron, and the datasets. No
+model is built and no data is read for it, and neither Lightning nor megatron-core is imported: ``lightning-mcore plan``
+goes this way too. ``llamafactory_command.py`` runs what comes out.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning_mcore.arguments.fields import check_type, check_types
+from lightning_mcore.arguments.llamafactory.datasets import DatasetEntry, read_datasets
+from lightning_mcore.arguments.llamafactory.file import read_file
+from lightning_mcore.arguments.llamafactory.fp8 import Fp8Arguments
+from lightning_mcore.arguments.llamafactory.keys import FactoryKeys
+from lightning_mcore.arguments.llamafactory.refused_keys import REFUSED
+from lightning_mcore.arguments.llamafactory.rules import check_keys
+from lightning_mcore.arguments.llamafactory.translated_keys import notes_of, translated
+from lightning_mcore.config.run import RunSettings
+from lightning_mcore.config.spelling import unknown_name
+from lightning_mcore.data.finetuning.chat_templates import ChatTemplate, named_template
+from lightning_mcore.data.preprocess.tokenizer import auto_tokenizer
+from lightning_mcore.hf.config import family_of, read_config
+
+if TYPE_CHECKING:
+    from lightning_mcore.arguments.llamafactory.data import FactoryData
+    from lightning_mcore.arguments.training import Seq2SeqTrainingArguments
+    from lightning_mcore.models.gpt import MCoreGPT
+
+_OWN = {field.name for field in dataclasses.fields(FactoryKeys)}
+_PRECISIONS = {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}
+_BRIDGE = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")  # on by default there
+
+
+@dataclasses.dataclass(frozen=True)
+class FactoryRun:
+    """What a training file asks for.
+
+    Attributes:
+        keys: Those that mean something here.
+        arguments: Those of training and of Megatron.
+        train: Datasets to train on.
+        evaluation: Datasets to evaluate on.
+        template: How conversations are written; None for the tokenizer's own way.
+        notes: A line for each key that is carried out in another way than in LLaMA-Factory.
+    """
+
+    keys: FactoryKeys
+    arguments: "Seq2SeqTrainingArguments"
+    train: tuple[DatasetEntry, ...]
+    evaluation: tuple[DatasetEntry, ...]
+    template: ChatTemplate | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def model_path(self) -> str:
+        """Folder or name of the model."""
+        return str(self.keys.model_name_or_path)
+
+    def settings(self, devices: int | str | None = None, num_nodes: int | None = None) -> RunSettings:
+        """Return the run as plain data.
+
+        Args:
+            devices: Ranks on each machine; None for what the Trainer finds.
+            num_nodes: Machines; None for one.
+
+        Raises:
+            ValueError: The model is not supported.
+        """
+        length = self.keys.cutoff_len
+        settings = self.arguments.settings(self.model_path, seq_length=length, devices=devices, num_nodes=num_nodes)
+        return dataclasses.replace(settings, data={**settings.data, **self.data_settings()}, notes=self.notes)
+
+    def model(self) -> "MCoreGPT":
+        """Make the model, with the loss that the file asks for.
+
+        Raises:
+            FileNotFoundError: There is no such model.
+            ValueError: It is not supported.
+        """
+        from lightning_mcore.arguments.build import make_model
+        from lightning_mcore.arguments.llamafactory.dft_loss import DFTModel
+        from lightning_mcore.models.gpt import MCoreGPT
+
+        return make_model(self.settings().model, {}, DFTModel if self.keys.use_dft_loss else MCoreGPT)
+
+    def data_settings(self) -> dict[str, Any]:
+        """Return how rows are made, by the names of the data module's arguments."""
+        keys, arguments = self.keys, self.arguments
+        return {
+            "seq_length": keys.cutoff_len,
+            "batch_size": arguments.per_device_train_batch_size,
+            "eval_batch_size": arguments.per_device_eval_batch_size,
+            "pad_to_seq_length": not (keys.packs or arguments.allow_variable_seq_lengths()),
+            "validation_share": keys.val_size,
+            "packing": keys.packs,
+            "streaming": keys.streaming,
+            "shuffle_buffer": 1 if keys.disable_shuffling else keys.buffer_size,
+            "shuffle": not keys.disable_shuffling,
+            "seed": arguments.seed if arguments.data_seed is None else arguments.data_seed,
+            "num_workers": arguments.dataloader_num_workers,
+            "num_proc": keys.preprocessing_num_workers or 1,
+            "cache_dir": keys.cache_dir,
+        }
+
+    def data(self) -> "FactoryData":
+        """Make the data module; loads the tokenizer.
+
+        Raises:
+            ValueError: The tokenizer cannot be loaded, or the template does not fit it.
+        """
+        from lightning_mcore.arguments.llamafactory.data import FactoryData
+        from lightning_mcore.arguments.llamafactory.rows import FactoryReading
+
+        keys = self.keys
+        tokenizer = _tokenizer(self.model_path)
+        template = self.template
+        documents = keys.stage == "pt"
+        if template is None and not documents and not isinstance(tokenizer.chat_template, str):
+            template = named_template("empty")
+        settings = self.data_settings()
+        readings = [
+            FactoryReading(
+                loss_on="all" if keys.train_on_prompt else "last_assistant" if keys.mask_history else "assistant",
+                template=template,
+                longest=None if documents and keys.packs else keys.cutoff_len + 1,
+                entry=entry,
+                max_samples=keys.max_samples,
+                seed=settings["seed"],
+                documents=documents,
+                joined=keys.packs,
+            )
+            for entry in self.train + self.evaluation
+        ]
+        count = len(self.train)
+        return FactoryData(readings[:count], tokenizer, evaluation=readings[count:], **settings)
+
+
+def read_run(path: str, overrides: Sequence[str] = ()) -> FactoryRun:
+    """Return the run that a training file describes.
+
+    Args:
+        path: The file, YAML or JSON.
+        overrides: What stands behind it, each ``key=value``.
+
+    Raises:
+        FileNotFoundError: There is no such file, model folder or dataset.
+        ValueError: A key is unknown or not carried out, a value is not allowed, or two keys contradict each other.
+        TypeError: A value is of another type.
+    """
+    given = read_file(path, overrides)
+    _refuse_unknown(given, path)
+    own = _own_keys(given)
+    _refuse_model(own)
+    _refuse_keys(given)
+    check_keys(own, given)
+    arguments = _arguments(own, given)
+    template = _template(own)
+    train = read_datasets(own.dataset, own.dataset_dir) if own.dataset else []
+    evaluation = read_datasets(own.eval_dataset, own.dataset_dir) if own.eval_dataset else []
+    _check_datasets(own, train, evaluation)
+    return FactoryRun(own, arguments, tuple(train), tuple(evaluation), template, notes_of(own))
+
+
+def _training_fields() -> set[str]:
+    from lightning_mcore.arguments.training import Seq2SeqTrainingArguments
+
+    return {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments) if field.init}
+
+
+def _refuse_unknown(given: Mapping[str, Any], path: str) -> None:
+    known = _OWN | set(REFUSED) | _training_fields()
+    for key in given:
+        if key not in known:
+            raise ValueError(unknown_name(f"key of {path}", key, known))
+
+
+def _own_keys(given: Mapping[str, Any]) -> FactoryKeys:
+    """Return the keys that mean something here, each of its type."""
+    keys = FactoryKeys(**{key: value for key, value in given.items() if key in _OWN})
+    check_types(keys)
+    return keys
+
+
+def _refuse_model(keys: FactoryKeys) -> None:
+    """Refuse a model folder that is of no known family, before anything that goes with such a model."""
+    path = keys.model_name_or_path
+    if path is None:
+        raise ValueError("the file has no model_name_or_path; give a Hugging Face folder or name")
+    if os.path.isfile(os.path.join(path, "config.json")):
+        family_of(read_config(path), None)
+
+
+def _refuse_keys(given: Mapping[str, Any]) -> None:
+    for key, value in given.items():
+        if key in REFUSED and not _equal(value, REFUSED[key][0]):
+            default, reason = REFUSED[key]
+            raise ValueError(f"{key}: {_shown(key, value)} {reason}; leave it out, or at its default {default!r}")
+
+
+def _equal(value: Any, default: Any) -> bool:
+    return value == default and isinstance(value, bool) == isinstance(default, bool)
+
+
+def _shown(key: str, value: Any) -> str:
+    return "..." if key.endswith(("_token", "_api_key", "_secret", "_webhook_url")) and value else repr(value)
+
+
+def _template(keys: FactoryKeys) -> ChatTemplate | None:
+    """Return the template that the file names, with what it changes in it."""
+    if keys.template is None:
+        return None
+    named = named_template(keys.template)
+    system = named.default_system if keys.default_system is None else keys.default_system
+    return dataclasses.replace(
+        named, default_system=system, thinking=keys.enable_thinking, keeps_thoughts=keys.preserve_thinking
+    )
+
+
+def _check_datasets(keys: FactoryKeys, train: list[DatasetEntry], evaluation: list[DatasetEntry]) -> None:
+    if keys.streaming and (len(train) > 1 or train[0].num_samples is not None):
+        raise ValueError(
+            "streaming: True reads one dataset, whole; name one without num_samples in dataset, or leave streaming out"
+        )
+    spoken = [e.name for e in train + evaluation if e.formatting != "alpaca" or not e.columns.prompt]
+    if keys.stage == "pt" and spoken:
+        raise ValueError(
+            f"the dataset {spoken[0]!r} is one of conversations, and stage: pt reads texts; name their column as prompt"
+            " in dataset_info.json, or choose stage: sft"
+        )
+
+
+def _arguments(keys: FactoryKeys, given: Mapping[str, Any]) -> "Seq2SeqTrainingArguments":
+    """Return the arguments of training and of Megatron, with what other keys say of them."""
+    from lightning_mcore.arguments.training import Seq2SeqTrainingArguments
+
+    values = {key: value for key, value in given.items() if key not in _OWN and key not in REFUSED}
+    if "output_dir" not in values:
+        raise ValueError("the file has no output_dir; say where checkpoints and the model are written")
+    if keys.use_megatron_bridge:
+        values = dict.fromkeys(_BRIDGE, True) | values
+    if keys.warmup_ratio:
+        values["warmup_steps"] = keys.warmup_ratio
+    if keys.moe_aux_loss_coef is not None:
+        values["moe_aux_loss_coeff"] = keys.moe_aux_loss_coef
+    if keys.masked_softmax_fusion is not None:
+        more = values.get("additional_configs") or {}
+        check_type("additional_configs", more, dict[str, Any])
+        values["additional_configs"] = {"masked_softmax_fusion": keys.masked_softmax_fusion} | dict(more)
+    if keys.mixed_precision in _PRECISIONS:
+        values[_PRECISIONS[keys.mixed_precision]] = True
+    values = _with_fp8(keys, translated(keys, values))
+    return Seq2SeqTrainingArguments(**values)
+
+
+def _with_fp8(keys: FactoryKeys, values: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments with FP8 as a yes or no means it; the name of a format stays."""
+    fp8 = values.get("fp8")
+    if isinstance(fp8, bool):
+        del values["fp8"]
+        return Fp8Arguments(fp8=fp8, fp8_backend=keys.fp8_backend).merged_into(values)
+    Fp8Arguments(fp8=bool(fp8), fp8_backend=keys.fp8_backend)
+    return values
+
+
+def _tokenizer(path: str) -> Any:
+    """Return the tokenizer of a model."""
+    try:
+        return auto_tokenizer(path)
+    except ValueError as error:
+        raise ValueError(
+            f"the tokenizer of model_name_or_path={path!r} cannot be loaded: {error}; give a model that has one"
+        ) from error

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where every field of ``TrainingArguments`` lands: a run as plain data, a ``RunSettings``.
+
+:data:`LANDINGS` is the table of the fields that keep their value on the way; the functions below it say what becomes of
+the others. Callbacks and loggers are in ``trainer_parts.py``. Nothing is imported that takes time, so that
+``lightning-mcore plan`` can read a run here.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_mcore.arguments.megatron_rules import check_variable_lengths, fp8_settings
+from lightning_mcore.arguments.training_rules import checkpoints_activations, text_of
+from lightning_mcore.config.fp8 import FP8Settings
+from lightning_mcore.config.run import RunSettings
+
+LANDINGS: Mapping[str, str] = {
+    **{
+        name: f"strategy.{name}"
+        for name in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "sequence_parallel",
+            "virtual_pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+            "pipeline_model_parallel_layout",
+            "overlap_p2p_comm",
+            "use_distributed_optimizer",
+            "overlap_grad_reduce",
+            "overlap_param_gather",
+        )
+    },
+    "ddp_timeout": "strategy.timeout",
+    "ddp_backend": "strategy.process_group_backend",
+    "ddp_average_in_collective": "strategy.ddp_config.average_in_collective",
+    "ddp_bucket_size": "strategy.ddp_config.bucket_size",
+    **{
+        name: f"model.transformer.{name}"
+        for name in (
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+            "bias_activation_fusion",
+            "apply_rope_fusion",
+            "cross_entropy_loss_fusion",
+            "moe_token_dispatcher_type",
+            "moe_aux_loss_coeff",
+            "moe_grouped_gemm",
+            "moe_expert_capacity_factor",
+            "moe_pad_expert_input_to_capacity",
+            "moe_token_drop_policy",
+            "moe_shared_expert_overlap",
+            "moe_router_dtype",
+            "calculate_per_token_loss",
+        )
+    },
+    "transformer_impl": "model.transformer_impl",
+    "learning_rate": "model.learning_rate",
+    "weight_decay": "model.weight_decay",
+    "adam_epsilon": "model.eps",
+    "lr_scheduler_kwargs": "model.lr_scheduler_kwargs",
+    "warmup_steps": "model.warmup_steps",
+    "output_dir": "trainer.default_root_dir",
+    "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
+    "full_determinism": "trainer.deterministic",
+    "per_device_train_batch_size": "data.batch_size",
+    "per_device_eval_batch_size": "data.eval_batch_size",
+    "dataloader_num_workers": "data.num_workers",
+    "sequence_packing": "data.packing",
+}
+"""Fields that keep their value, and the place in ``RunSettings`` where it lands; None lands nowhere."""
+
+_NEVER = 10**9  # epochs
+_EXTRA_OF_STRATEGY = ("microbatch_group_size_per_vp_stage", "tp_comm_overlap")
+_EXTRA_OF_COMMUNICATION = ("batch_p2p_comm", "overlap_p2p_comm_warmup_flush", "deallocate_pipeline_outputs")
+_EXPERTS_IN_CONFIGS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def run_settings(
+    arguments: Any,
+    model_path: str | None,
+    *,
+    seq_length: int | None,
+    devices: int | str | None,
+    num_nodes: int | None,
+) -> RunSettings:
+    """Return the run that arguments mean.
+
+    Args:
+        arguments: ``TrainingArguments``.
+        model_path: Folder of the Hugging Face model, or its name on the hub; None where the model is another.
+        seq_length: Tokens of a row; None for as many as the model was made for.
+        devices: Ranks on each machine; None for what the Trainer finds.
+        num_nodes: Machines; None for one.
+
+    Raises:
+        ValueError: The model has experts, and a field is not for them.
+    """
+    if model_path is not None:
+        check_variable_lengths(arguments, _has_experts(model_path), f"{model_path} is one")
+    parts: dict[str, dict[str, Any]] = {part: {} for part in ("strategy", "precision", "model", "trainer", "data")}
+    for name, place in LANDINGS.items():
+        _put(parts, place, getattr(arguments, name))
+    parts["strategy"] |= _strategy(arguments, parts["strategy"].pop("ddp_config", {}))
+    parts["precision"] |= _precision(arguments)
+    transformer = {**parts["model"].pop("transformer", {}), **_transformer(arguments)}
+    parts["model"] |= {**_model(arguments), "transformer": transformer}
+    if model_path is not None:
+        parts["model"]["path"] = model_path
+    if seq_length is not None:
+        parts["model"]["seq_length"] = parts["data"]["seq_length"] = seq_length
+    parts["trainer"] |= _trainer(arguments)
+    parts["trainer"] |= {k: v for k, v in (("devices", devices), ("num_nodes", num_nodes)) if v is not None}
+    parts["data"] |= _data(arguments)
+    return RunSettings(parts["strategy"], parts["precision"], parts["model"], parts["trainer"], parts["data"])
+
+
+def _put(parts: dict[str, dict[str, Any]], place: str, value: Any) -> None:
+    if value is None:
+        return
+    part, *path = place.split(".")
+    target = parts[part]
+    for name in path[:-1]:
+        target = target.setdefault(name, {})
+    target[path[-1]] = value
+
+
+def _strategy(arguments: Any, ddp_config: dict[str, Any]) -> dict[str, Any]:
+    extra = arguments.extra_fields
+    values: dict[str, Any] = {name: extra[name] for name in _EXTRA_OF_STRATEGY if name in extra}
+    stages = (arguments.pipeline_model_parallel_size or 1) > 1
+    if arguments.overlap_grad_reduce and stages:
+        values["align_grad_reduce"] = arguments.delay_grad_reduce
+    if not ddp_config.get("average_in_collective"):
+        ddp_config.pop("average_in_collective", None)  # Megatron's default
+    if arguments.check_for_nan_in_loss_and_grad and not arguments.fp16:  # an overflow in fp16 skips a step instead
+        ddp_config["check_for_nan_in_grad"] = True
+    if ddp_config:
+        values["ddp_config"] = ddp_config
+    if arguments.optimizer_cpu_offload:
+        values["optimizer_config"] = {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": arguments.optimizer_offload_fraction,
+            "use_precision_aware_optimizer": True,  # whose code Megatron's offload shares, and which asks for the next
+            "use_distributed_optimizer": True,
+        }
+    communication = {name: extra[name] for name in _EXTRA_OF_COMMUNICATION if name in extra}
+    if communication:
+        values["communication"] = communication
+    if arguments.ckpt_d2h_non_blocking:
+        values["checkpoint_io"] = {"async_save": True}
+    return values
+
+
+def _precision(arguments: Any) -> dict[str, Any]:
+    name = "32-true"
+    if arguments.bf16:
+        name = "bf16-mixed"  # Megatron's: bf16 parameters, gradients summed in fp32
+    elif arguments.fp16:
+        name = "16-mixed" if arguments.accumulate_allreduce_grads_in_fp32 else "16-true"
+    return {"precision": name, **fp8_settings(arguments, arguments.extra_fields)}
+
+
+def _transformer(arguments: Any) -> dict[str, Any]:
+    elsewhere = {*_EXTRA_OF_STRATEGY, *_EXTRA_OF_COMMUNICATION, *FP8Settings.__dataclass_fields__}
+    values = {name: value for name, value in arguments.extra_fields.items() if name not in elsewhere}
+    values |= _recompute(arguments)
+    if arguments.mtp_num_layers is not None:
+        values["mtp_num_layers"] = arguments.mtp_num_layers or None
+    return values
+
+
+def _recompute(arguments: Any) -> dict[str, Any]:
+    kind = arguments.recompute_granularity
+    if kind == "full" or (kind is None and checkpoints_activations(arguments)):
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": arguments.recompute_method or "uniform",
+            "recompute_num_layers": arguments.recompute_num_layers or 1,
+        }
+    if kind is None and not arguments.moe_layer_recompute:
+        return {}
+    given = arguments.recompute_modules
+    modules = [name.strip() for name in given.split(",")] if given is not None else ["core_attn"]
+    if arguments.moe_layer_recompute and "moe" not in modules:  # as TransformerConfig.__post_init__ (0.16.1) does
+        modules.append("moe")
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
+def _model(arguments: Any) -> dict[str, Any]:
+    return {
+        "betas": (arguments.adam_beta1, arguments.adam_beta2),
+        "optimizer": {"adam": "adamw", "sgd": "sgd"}[arguments.optimizer],
+        "lr_scheduler_type": text_of(arguments.lr_scheduler_type),
+    }
+
+
+def _trainer(arguments: Any) -> dict[str, Any]:
+    steps = arguments.max_steps
+    values: dict[str, Any] = {
+        "accelerator": "cpu" if arguments.use_cpu else "auto",
+        "max_epochs": -1 if steps > 0 else int(arguments.num_train_epochs),
+        "max_steps": steps,
+        "enable_progress_bar": not arguments.disable_tqdm,
+        "enable_checkpointing": text_of(arguments.save_strategy) != "no" or bool(arguments.enable_jit_checkpoint),
+        "num_sanity_val_steps": -1 if arguments.eval_on_start else 0,
+        **_validation(arguments),
+    }
+    if arguments.max_grad_norm > 0:
+        values["gradient_clip_val"] = arguments.max_grad_norm
+    if text_of(arguments.logging_strategy) == "steps":
+        values["log_every_n_steps"] = steps_of(arguments, arguments.logging_steps)
+    return values
+
+
+def _validation(arguments: Any) -> dict[str, Any]:
+    strategy = text_of(arguments.eval_strategy)
+    if strategy == "no" and arguments.do_eval:  # after training, or alone: by Trainer.validate
+        return {"check_val_every_n_epoch": _NEVER}
+    if strategy == "no":
+        return {"limit_val_batches": 0}
+    if strategy == "epoch":
+        return {"check_val_every_n_epoch": 1}
+    every = steps_of(arguments, arguments.eval_steps)
+    # Lightning counts DataLoader batches, and over the ends of epochs where it is not told to count epochs.
+    return {"val_check_interval": every * arguments.gradient_accumulation_steps, "check_val_every_n_epoch": None}
+
+
+def steps_of(arguments: Any, steps: float) -> int:
+    """Return a number of optimizer steps that may be given as a share of ``max_steps``.
+
+    Args:
+        arguments: ``TrainingArguments``.
+        steps: A number, or a share below 1.
+    """
+    return int(steps) if steps >= 1 else math.ceil(arguments.max_steps * steps)
+
+
+def _data(arguments: Any) -> dict[str, Any]:
+    return {
+        "seed": arguments.seed if arguments.data_seed is None else arguments.data_seed,
+        "pad_to_seq_length": not (arguments.sequence_packing or arguments.allow_variable_seq_lengths()),
+    }
+
+
+def _has_experts(model_path: str) -> bool:
+    """Whether a Hugging Face model in a local folder has experts; of others nothing is known here."""
+    path = Path(model_path) / "config.json"
+    if not path.is_file():
+        return False
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError:
+        return False  # whoever opens the model says what is wrong with it
+    return isinstance(config, dict) and any((config.get(name) or 0) > 1 for name in _EXPERTS_IN_CONFIGS)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``MegatronArguments``: gradients, optimizer and checkpoints, under mcore_adapter's names.
+
+Added to ``DistributingParallelArguments``; ``TrainingArguments`` adds transformers' own.
+"""
+
+import dataclasses
+from typing import Literal
+
+from lightning_mcore.arguments.distributing_arguments import DistributingParallelArguments
+from lightning_mcore.arguments.fields import flag, option
+from lightning_mcore.arguments.megatron_rules import check_megatron
+
+
+@dataclasses.dataclass
+class MegatronArguments(DistributingParallelArguments):
+    """How gradients travel, what steps, and what is saved; each field's meaning is its help text.
+
+    Raises:
+        FileNotFoundError: ``additional_configs`` names no file.
+        TypeError: A value is of another type.
+        ValueError: A value is not available, contradicts another one, or needs what is not there.
+    """
+
+    accumulate_allreduce_grads_in_fp32: bool = flag(
+        "Sum gradients in fp32. With bf16 and fp32 they always are; with fp16 it says in which type.", default=False
+    )
+    use_distributed_optimizer: bool = flag("Shard the optimizer over the data-parallel ranks.", default=False)
+    distrib_optim_fully_reshardable: bool = flag(
+        "Checkpoints of the sharded optimizer load on every layout. They always do, whatever is said here.",
+        default=False,
+    )
+    distrib_optim_fully_reshardable_mem_efficient: bool = flag(
+        "Save them without gathering on GPUs. They never are gathered: each rank writes its own shard.", default=False
+    )
+    overlap_grad_reduce: bool = flag("Reduce gradients while backward still runs.", default=False)
+    delay_grad_reduce: bool = flag(
+        "With overlap_grad_reduce and a pipeline: reduce on all stages at the same time (Megatron-LM's"
+        " align-grad-reduce), instead of on each as soon as it can.",
+        default=True,
+    )
+    overlap_param_gather: bool = flag(
+        "Gather updated parameters while the next forward runs; needs use_distributed_optimizer and"
+        " overlap_grad_reduce.",
+        default=False,
+    )
+    check_for_nan_in_loss_and_grad: bool = flag(
+        "End the run at a NaN or an infinity in the gradients, which one in the loss leads to. With fp16 such a step is"
+        " skipped instead.",
+        default=True,
+    )
+    ddp_average_in_collective: bool = flag(
+        "Average gradients in the collective; needs NCCL and calculate_per_token_loss=False.", default=False
+    )
+    ddp_bucket_size: int | None = option(
+        "Parameters in a bucket of gradients; needs overlap_grad_reduce. Default: Megatron's."
+    )
+    optimizer: Literal["adam", "sgd"] = option(
+        "What steps: AdamW, or SGD with momentum 0.9, Megatron's default.", default="adam"
+    )
+    optimizer_cpu_offload: bool = flag(
+        "Keep optimizer state on the host; needs CUDA, TransformerEngine and the distributed optimizer.", default=False
+    )
+    optimizer_offload_fraction: float = option(
+        "Share of the state that optimizer_cpu_offload moves (mcore_adapter: 0.0, which moves nothing).", default=1.0
+    )
+    save_hf_model: bool = flag("Write the model in Hugging Face form beside every checkpoint.", default=False)
+    save_merged_model: bool = flag("Save merged weights of LoRA. Not available.", default=False)
+    ckpt_format: Literal["torch_dist", "legacy"] = option(
+        "Format of checkpoints: torch_dist, which every layout can load. 'legacy', mcore_adapter's default, is"
+        " refused.",
+        default="torch_dist",
+    )
+    ckpt_d2h_non_blocking: bool = flag(
+        "Copy checkpoints to pinned memory without blocking, and write them while training goes on.", default=False
+    )
+    sequence_packing: bool = flag("Put several samples into a row.", default=False)
+    compile_warmup: bool = flag("Warm up torch.compile. Not available.", default=False)
+
+    def __post_init__(self) -> None:
+        """Check every value, then the fields against each other."""
+        super().__post_init__()
+        check_megatron(self)

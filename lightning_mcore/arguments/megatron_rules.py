@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules that hold between fields of the argument classes, each checked when the object is made.
+
+Sizes are judged by ``ParallelLayout`` and FP8 by ``FP8Settings``, as they are for ``MCoreStrategy`` and
+``MCorePrecision``, so that arguments say the same sentences. What follows is what those two do not know. Nothing is set
+right in silence: a contradiction is an error that names both sides.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_mcore.config.fp8 import FP8Settings
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.spelling import unknown_name
+
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+_OF_LAYOUT = (
+    *_SIZES,
+    "virtual_pipeline_model_parallel_size",
+    "pipeline_model_parallel_layout",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+)
+# Of 0.16.1 and 0.19.2; an older one refuses what it lacks when the model is made.
+_RECOMPUTED = (
+    *("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"),
+    "gdn_norm_out",
+)
+_NOT_YET = {
+    "cuda_graph_impl": "capturing CUDA graphs belongs to Megatron-LM's training loop",
+    "moe_enable_routing_replay": "nothing would record and replay the routers' choices",
+    "save_merged_model": "it merges LoRA adapters, which are not supported",
+    "compile_warmup": "it warms up torch.compile for reinforcement learning, and nothing here is compiled",
+}
+
+
+def given_layout(arguments: Any) -> dict[str, Any]:
+    """Return the arguments of ``ParallelLayout`` that are given.
+
+    Args:
+        arguments: ``DistributingParallelArguments``.
+    """
+    return {name: value for name in _OF_LAYOUT if (value := getattr(arguments, name)) is not None}
+
+
+def interleaving_of(arguments: Any) -> int | None:
+    """Return the virtual pipeline size: what was given, or what the layout string says."""
+    return ParallelLayout(**given_layout(arguments)).virtual_pipeline_model_parallel_size
+
+
+def check_distribution(arguments: Any, extra: Mapping[str, Any]) -> None:
+    """Refuse what contradicts itself in ``DistributingParallelArguments``.
+
+    Args:
+        arguments: The arguments.
+        extra: What ``additional_configs`` sets beside them.
+
+    Raises:
+        ValueError: As said.
+    """
+    layout = ParallelLayout(**given_layout(arguments))
+    if arguments.overlap_p2p_comm and layout.virtual_pipeline_model_parallel_size is None:
+        raise ValueError(
+            "overlap_p2p_comm=True needs the interleaved schedule; set virtual_pipeline_model_parallel_size=2 or more,"
+            " or leave it out"
+        )
+    if layout.pipeline_stages:
+        for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
+            if getattr(arguments, name):
+                raise ValueError(
+                    f"{name}=True contradicts pipeline_model_parallel_layout="
+                    f"{arguments.pipeline_model_parallel_layout!r}, which says where every layer is; leave one out"
+                )
+    _check_recompute(arguments)
+    _check_experts(arguments, extra)
+    refuse_not_yet(arguments, "cuda_graph_impl", "moe_enable_routing_replay")
+    if arguments.cuda_graph_scope != "full":
+        raise ValueError(
+            f"cuda_graph_scope={arguments.cuda_graph_scope!r} does nothing without cuda_graph_impl, which is not"
+            " available yet; leave it out"
+        )
+    fp8_settings(arguments, extra)
+
+
+def refuse_not_yet(arguments: Any, *names: str) -> None:
+    """Refuse fields that nobody would carry out.
+
+    Raises:
+        ValueError: One is set.
+    """
+    for name in names:
+        if value := getattr(arguments, name):
+            raise ValueError(f"{name}={value!r} is not available: {_NOT_YET[name]}; leave it out")
+
+
+def fp8_settings(arguments: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the FP8 arguments of ``MCorePrecision`` that differ from its defaults.
+
+    Args:
+        arguments: ``DistributingParallelArguments``.
+        extra: What ``additional_configs`` sets beside them, options of recipes among it.
+
+    Raises:
+        ValueError: They contradict each other.
+    """
+    own = {"fp8": arguments.fp8, "fp8_recipe": arguments.fp8_recipe, "fp8_param": arguments.fp8_param}
+    given = {name: value for name, value in own.items() if value not in (None, False)}
+    given |= {name: value for name, value in extra.items() if name in FP8Settings.__dataclass_fields__}
+    if arguments.fp8_recipe == "mxfp8" and arguments.fp8_param:
+        given["reuse_grad_buf_for_mxfp8_param_ag"] = True  # the only way to gather MXFP8 weights
+    FP8Settings(**given)
+    return given
+
+
+def check_variable_lengths(arguments: Any, experts: bool, because: str) -> None:
+    """Refuse rows of different lengths with the dispatcher that gathers them.
+
+    Args:
+        arguments: ``DistributingParallelArguments``.
+        experts: Whether the model has experts.
+        because: How that is known, for the message.
+
+    Raises:
+        ValueError: As said. Dense models have no dispatcher.
+    """
+    if arguments.variable_seq_lengths and experts and arguments.moe_token_dispatcher_type in (None, "allgather"):
+        given = arguments.moe_token_dispatcher_type
+        shown = f"={given!r}" if given else ", which is 'allgather' where nothing is said,"
+        raise ValueError(
+            f"variable_seq_lengths=True contradicts moe_token_dispatcher_type{shown} in a model with experts"
+            f" ({because}); set moe_token_dispatcher_type='alltoall', or variable_seq_lengths=False"
+        )
+
+
+def _check_experts(arguments: Any, extra: Mapping[str, Any]) -> None:
+    ep, experts = arguments.expert_model_parallel_size or 1, extra.get("num_moe_experts")
+    because = f"expert_model_parallel_size={ep}" if ep > 1 else f"num_moe_experts={experts}"
+    check_variable_lengths(arguments, ep > 1 or bool(experts), because)
+    if arguments.moe_shared_expert_overlap and arguments.moe_token_dispatcher_type not in (None, "alltoall"):
+        raise ValueError(
+            "moe_shared_expert_overlap=True needs moe_token_dispatcher_type='alltoall', but it is"
+            f" {arguments.moe_token_dispatcher_type!r}; set one of them"
+        )
+    if arguments.moe_pad_expert_input_to_capacity and arguments.moe_expert_capacity_factor is None:
+        raise ValueError("moe_pad_expert_input_to_capacity=True needs moe_expert_capacity_factor; set it, such as 1.0")
+    if arguments.mtp_num_layers is not None and arguments.mtp_num_layers < 0:
+        raise ValueError(f"mtp_num_layers={arguments.mtp_num_layers} is too small; choose 0 or more")
+
+
+def _check_recompute(arguments: Any) -> None:
+    kind, method = arguments.recompute_granularity, arguments.recompute_method
+    layers, modules = arguments.recompute_num_layers, arguments.recompute_modules
+    if arguments.moe_layer_recompute and kind == "full":
+        raise ValueError(
+            "moe_layer_recompute=True contradicts recompute_granularity='full', which computes all of a layer again;"
+            " leave one of them out"
+        )
+    if kind != "full":
+        for name, value in (("recompute_method", method), ("recompute_num_layers", layers)):
+            if value is not None:
+                raise ValueError(
+                    f"{name}={value!r} contradicts recompute_granularity={kind!r}, for it counts whole layers; set"
+                    " recompute_granularity='full', or leave it out"
+                )
+    if modules is not None and kind != "selective" and not arguments.moe_layer_recompute:
+        raise ValueError(
+            f"recompute_modules={modules!r} contradicts recompute_granularity={kind!r}; set"
+            " recompute_granularity='selective', or leave it out"
+        )
+    for name in _modules(modules):
+        if name not in _RECOMPUTED:
+            raise ValueError(f"recompute_modules={modules!r}: {unknown_name('module', name, _RECOMPUTED)}")
+    if kind == "full" and (method is None) != (layers is None):
+        missing = "recompute_method='uniform' or 'block'" if method is None else "recompute_num_layers"
+        given = f"recompute_num_layers={layers}" if method is None else f"recompute_method={method!r}"
+        raise ValueError(f"{given} lacks {missing}; give both, or neither for 'uniform' and 1")
+    if layers is not None and layers < 1:
+        raise ValueError(f"recompute_num_layers={layers} is too small; choose 1 or more")
+
+
+def _modules(given: str | None) -> list[str]:
+    return [name.strip() for name in given.split(",")] if given is not None else []
+
+
+def check_megatron(arguments: Any) -> None:
+    """Refuse what contradicts itself in ``MegatronArguments``.
+
+    Raises:
+        ValueError: As said.
+    """
+    missing = [n for n in ("use_distributed_optimizer", "overlap_grad_reduce") if not getattr(arguments, n)]
+    if arguments.overlap_param_gather and missing:
+        raise ValueError(f"overlap_param_gather=True needs {' and '.join(f'{name}=True' for name in missing)}")
+    if arguments.ckpt_format == "legacy":
+        raise ValueError(
+            "ckpt_format='legacy' fits one layout only and is not written any more; choose 'torch_dist', which every"
+            " layout can load"
+        )
+    if arguments.ddp_bucket_size is not None and not arguments.overlap_grad_reduce:
+        raise ValueError(
+            f"ddp_bucket_size={arguments.ddp_bucket_size} does nothing without overlap_grad_reduce=True, for all"
+            " gradients are then one bucket; set both"
+        )
+    if arguments.ddp_average_in_collective and arguments.calculate_per_token_loss in (None, True):
+        raise ValueError(
+            "ddp_average_in_collective=True averages over ranks, and calculate_per_token_loss=True, the default, weighs"
+            " by tokens; set calculate_per_token_loss=False, or leave ddp_average_in_collective out"
+        )
+    refuse_not_yet(arguments, "save_merged_model", "compile_warmup")
+    mem_efficient = "distrib_optim_fully_reshardable_mem_efficient"
+    if getattr(arguments, mem_efficient) and not arguments.distrib_optim_fully_reshardable:
+        raise ValueError(f"{mem_efficient}=True needs distrib_optim_fully_reshardable=True; set both")
+    _check_offload(arguments)
+
+
+def _check_offload(arguments: Any) -> None:
+    fraction = arguments.optimizer_offload_fraction
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"optimizer_offload_fraction={fraction} is no fraction; choose more than 0, and at most 1")
+    if not arguments.optimizer_cpu_offload:
+        if 0 < fraction < 1:
+            raise ValueError(
+                f"optimizer_offload_fraction={fraction} does nothing without optimizer_cpu_offload=True; set both"
+            )
+        return
+    if fraction == 0:
+        raise ValueError(
+            "optimizer_offload_fraction=0.0 contradicts optimizer_cpu_offload=True, for it offloads nothing; choose"
+            " more than 0, and at most 1"
+        )
+    if not arguments.use_distributed_optimizer:
+        raise ValueError(
+            "optimizer_cpu_offload=True needs use_distributed_optimizer=True, whose code Megatron's offload shares;"
+            " set both"
+        )
+    if arguments.optimizer != "adam":
+        raise ValueError(
+            f"optimizer_cpu_offload=True needs optimizer='adam', but it is {arguments.optimizer!r}; set one of them"
+        )

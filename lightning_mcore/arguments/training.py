@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``TrainingArguments``: transformers' training arguments and Megatron's in one object, and the run that it means.
+
+Making one checks it and touches no device: transformers' class wants ``accelerate`` for choosing one, and asks for a
+GPU where bf16 is asked for, but the device is the strategy's, and arguments are read on machines without GPUs too.
+What the fields mean is said by ``run_mapping.py``; the Lightning objects are made by ``lightning_objects.py``.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from transformers import Seq2SeqTrainingArguments as HFSeq2SeqTrainingArguments
+from transformers import TrainingArguments as HFTrainingArguments
+
+from lightning_mcore.arguments.fields import check_types
+from lightning_mcore.arguments.foreign_fields import REFUSED, check_foreign
+from lightning_mcore.arguments.mapping import run_settings
+from lightning_mcore.arguments.megatron import MegatronArguments
+from lightning_mcore.arguments.trainer_parts import newest_checkpoint
+from lightning_mcore.arguments.training_rules import check_course, check_loggers, check_training, check_validation
+from lightning_mcore.config.run import RunSettings
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    import torch
+
+    from lightning_mcore import MCoreFinetuningData, MCoreGPT, MCorePrecision, MCoreStrategy
+
+_TOUCH_DEVICES = ("bf16", "bf16_full_eval", "tf32")
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
+
+
+@dataclasses.dataclass
+class TrainingArguments(MegatronArguments, HFTrainingArguments):
+    """transformers' training arguments and Megatron's; what of the first nobody would carry out is refused.
+
+    ``activation_checkpointing=True`` (or ``gradient_checkpointing``, its old name) means
+    ``recompute_granularity="full"``. With ``bf16`` gradients are accumulated in fp32, and
+    ``accumulate_allreduce_grads_in_fp32`` says so.
+
+    Raises:
+        FileNotFoundError: ``additional_configs`` names no file.
+        TypeError: A value is of another type.
+        ValueError: A value is not available, contradicts another one, or needs what is not there.
+    """
+
+    def __post_init__(self) -> None:
+        """Check every value, then the fields against each other, then let transformers read its own."""
+        resume: Any = self.resume_from_checkpoint
+        if isinstance(resume, bool):  # as Trainer.train takes it, and YAML reads it
+            self.resume_from_checkpoint = str(resume).lower()
+        self._check_types()
+        check_foreign(self, self._foreign())
+        MegatronArguments.__post_init__(self)
+        check_training(self)
+        if self.bf16:
+            self.accumulate_allreduce_grads_in_fp32 = True
+        self._let_transformers_read()
+        check_course(self)
+        check_loggers(list(self.report_to or []))
+
+    def _check_types(self) -> None:
+        check_types(self, may_be_none=REFUSED)  # what HfArgumentParser makes of the lists among them
+
+    @staticmethod
+    def _foreign() -> type:
+        return HFTrainingArguments
+
+    def _let_transformers_read(self) -> None:
+        """Run transformers' own ``__post_init__`` without what would look for a device, or warn of an old name."""
+        names = [name for name in (*_TOUCH_DEVICES, *_CHECKPOINTING) if hasattr(self, name)]
+        kept = {name: getattr(self, name) for name in names}
+        for name in names:
+            setattr(self, name, None if name == "tf32" or name in _CHECKPOINTING else False)
+        metric = self.greater_is_better
+        try:
+            HFTrainingArguments.__post_init__(self)  # type: ignore[no-untyped-call]
+        finally:
+            checkpointing = any(kept.get(name) for name in _CHECKPOINTING)
+            for name in names:
+                setattr(self, name, checkpointing if name in _CHECKPOINTING else kept[name])
+        if metric is None and self.metric_for_best_model is not None:  # transformers looks at the end of the name only
+            self.greater_is_better = not self.metric_for_best_model.endswith(("loss", "perplexity"))
+
+    @property
+    def _setup_devices(self) -> "torch.device":
+        """Where transformers would set up its device; the strategy does that, when the trainer starts."""
+        self._n_gpu = 0
+        self.distributed_state = None
+        import torch
+
+        return torch.device("cpu")
+
+    # ---- the run
+
+    @property
+    def stages(self) -> list[str]:
+        """Lightning's names of what ``do_train``, ``do_eval`` and ``do_predict`` ask for, in this order."""
+        names = {"fit": self.do_train, "validate": self.do_eval and not self.do_train, "predict": self.do_predict}
+        return [name for name, wanted in names.items() if wanted]
+
+    @property
+    def ckpt_path(self) -> str | None:
+        """Where ``Trainer.fit(ckpt_path=...)`` goes on from: ``resume_from_checkpoint``; "true" is the newest one.
+
+        Raises:
+            FileNotFoundError: The newest checkpoint of ``output_dir`` is asked for, and there is none.
+        """
+        given = self.resume_from_checkpoint
+        if given is None or given.lower() in ("false", "true"):
+            return newest_checkpoint(str(self.output_dir)) if given and given.lower() == "true" else None
+        return given
+
+    def settings(
+        self,
+        model_path: str | None = None,
+        *,
+        seq_length: int | None = None,
+        devices: int | str | None = None,
+        num_nodes: int | None = None,
+    ) -> RunSettings:
+        """Return where every field lands, as plain data; makes nothing, imports neither Lightning nor Megatron.
+
+        Args:
+            model_path: Folder of the Hugging Face model, or its name on the hub; None where the model is another.
+            seq_length: Tokens of a row; None for as many as the model was made for.
+            devices: Ranks on each machine; None for what the Trainer finds.
+            num_nodes: Machines; None for one.
+
+        Raises:
+            ValueError: The model has experts, and a field is not for them.
+        """
+        return run_settings(self, model_path, seq_length=seq_length, devices=devices, num_nodes=num_nodes)
+
+    def strategy(self) -> "MCoreStrategy":
+        """Make the strategy."""
+        from lightning_mcore.arguments.build import make_strategy
+
+        return make_strategy(self.settings().strategy)
+
+    def precision(self) -> "MCorePrecision":
+        """Make the precision plugin."""
+        from lightning_mcore.arguments.build import make_precision
+
+        return make_precision(self.settings().precision)
+
+    def trainer(self, **overrides: Any) -> "pl.Trainer":
+        """Seed everything, and make a Trainer with strategy, precision, callbacks and loggers.
+
+        Args:
+            overrides: Arguments of ``Trainer``, such as ``devices`` and ``num_nodes``, to use instead of those that
+                follow from the arguments; ``callbacks`` and ``plugins`` are added to theirs.
+
+        Raises:
+            ModuleNotFoundError: A logger of ``report_to`` is not installed.
+            TypeError: ``Trainer`` has no such argument.
+        """
+        from lightning_mcore.arguments.build import make_trainer
+
+        return make_trainer(self, self.settings(), overrides)
+
+    def model(
+        self,
+        path: str,
+        *,
+        seq_length: int | None = None,
+        transformer: Mapping[str, Any] | None = None,
+    ) -> "MCoreGPT":
+        """Make the model from a Hugging Face model, with these arguments' learning rate and fields.
+
+        Args:
+            path: Its folder or its name on the hub.
+            seq_length: Tokens of a row; None for as many as the model was made for.
+            transformer: More fields of ``TransformerConfig``, before those of the arguments.
+
+        Raises:
+            FileNotFoundError: There is no such model.
+            ValueError: It is not supported, or a field does not fit it.
+        """
+        from lightning_mcore.arguments.build import make_model
+
+        return make_model(self.settings(path, seq_length=seq_length).model, transformer or {})
+
+    def data(
+        self,
+        train_files: str | list[str],
+        tokenizer: Any,
+        seq_length: int,
+        *,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> "MCoreFinetuningData":
+        """Make the data module for fine-tuning on files.
+
+        Args:
+            train_files: As ``MCoreFinetuningData`` takes them.
+            tokenizer: Likewise.
+            seq_length: Tokens of a row.
+            overrides: Other arguments of it, such as ``validation_files``.
+
+        Raises:
+            ValueError: A setting does not fit.
+        """
+        from lightning_mcore.arguments.build import make_data
+
+        settings, given = self.settings(seq_length=seq_length).data, overrides or {}
+        check_validation(self, given)
+        return make_data({"train_files": train_files, "tokenizer": tokenizer, **settings, **given})
+
+    def seed_everything(self) -> None:
+        """Seed all random number generators with ``seed``, those of loader workers too; ``trainer`` does it as well."""
+        from lightning_mcore.arguments.build import seed_everything
+
+        seed_everything(self)
+
+
+@dataclasses.dataclass
+class Seq2SeqTrainingArguments(TrainingArguments, HFSeq2SeqTrainingArguments):
+    """:class:`TrainingArguments` with transformers' fields for sequence to sequence, which are refused when set.
+
+    Raises:
+        TypeError: As there.
+        ValueError: As there.
+    """
+
+    @staticmethod
+    def _foreign() -> type:
+        return HFSeq2SeqTrainingArguments

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check a checkpoint, and look into it, from a shell or from Python.
+
+The commands::
+
+    python -m lightning_mcore.checkpoint verify PATH             # size and checksum of every file
+    python -m lightning_mcore.checkpoint inspect PATH            # step, layout, model, parameters, sizes
+    python -m lightning_mcore.checkpoint inspect PATH --tensors  # and names, types and shapes
+    python -m lightning_mcore.checkpoint inspect PATH --json     # the manifest
+
+``lightning-mcore checkpoint`` is the same command. In Python, :func:`verify` and :func:`inspect` do the same.
+
+Exit code 0 says that the checkpoint is whole, 1 that it is damaged, unfinished or none, 2 that it could not be looked
+at: no such path, not readable, wrong arguments. A checkpoint in one file and one of Megatron-LM are understood, too,
+as far as they say what they hold. No tensor is read to look into one, nothing that it holds is run, and no ranks are
+needed.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import posixpath
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+import torch
+from fsspec import AbstractFileSystem
+
+from lightning_mcore.checkpoint.files import check_size, names_in, open_store, read_manifest, writes_directly
+from lightning_mcore.checkpoint.files import verify as verify_files
+from lightning_mcore.checkpoint.format import METADATA_FILE, damaged, is_megatron
+from lightning_mcore.checkpoint.metadata import (
+    COMMON_FILE,
+    least_sizes,
+    read_common,
+    read_metadata,
+    tensors_of,
+)
+from lightning_mcore.checkpoint.report import SINGLE_FILE, TORCH_DIST, bytes_text, render
+from lightning_mcore.checkpoint.storage.torch_archive import has_checksums
+
+__all__ = ["inspect", "main", "verify"]
+
+_PROGRAM = "python -m lightning_mcore.checkpoint"
+_SILENT_SECONDS = 1.0  # a check that takes no longer shows no progress
+_BETWEEN_UPDATES = 0.2  # seconds
+
+
+def verify(path: str, on_progress: Callable[[int, int], None] | None = None) -> str:
+    """Check that a checkpoint is as it was saved; reads all of it.
+
+    Args:
+        path: A checkpoint, local or remote.
+        on_progress: Called with the bytes read so far and the bytes in all.
+
+    Returns:
+        One sentence that says what was checked.
+
+    Raises:
+        FileNotFoundError: There is nothing at ``path``.
+        ValueError: It is damaged, unfinished or no checkpoint; names the file.
+    """
+    fs, root = open_store(path)
+    if fs.isfile(root):
+        return _verify_single_file(fs, root, path)
+    if is_megatron(names_in(fs, root)):
+        return _verify_torch_dist(fs, root, path)
+    files = verify_files(path, on_progress)["files"]
+    total = bytes_text(sum(record["size"] for record in files.values()))
+    return f"{path} is whole: size and checksum of {len(files)} files are right, {total} in all"
+
+
+def inspect(path: str, with_tensors: bool = False) -> str:
+    """Return what a checkpoint says of itself, as text: step, layout, model, parameters, sizes.
+
+    Args:
+        path: A checkpoint, local or remote.
+        with_tensors: Add names, types and shapes of all tensors.
+
+    Raises:
+        FileNotFoundError: There is nothing at ``path``.
+        ValueError: It is unfinished or no checkpoint.
+    """
+    return render(path, summary(path), with_tensors)
+
+
+def summary(path: str) -> dict[str, Any]:
+    """Return the manifest of a checkpoint, or for one that has none what can be found out without reading tensors.
+
+    Raises:
+        FileNotFoundError: There is nothing at ``path``.
+        ValueError: It is unfinished or no checkpoint.
+    """
+    fs, root = open_store(path)
+    if fs.isfile(root):
+        return _single_file(fs, root, path)
+    return _torch_dist(fs, root, path) if is_megatron(names_in(fs, root)) else read_manifest(path)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run ``lightning-mcore checkpoint`` and return the exit code.
+
+    Args:
+        arguments: What follows its name.
+    """
+    return main(arguments, "lightning-mcore checkpoint")
+
+
+def main(arguments: Sequence[str] | None = None, program: str = _PROGRAM) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+        arguments: Those of the command line; None takes them from there.
+        program: Its name, as help shows it.
+    """
+    options = _parser(program).parse_args(arguments)
+    progress = _Progress(sys.stderr)
+    try:
+        if options.command == "verify":
+            text = verify(options.path, progress)
+        elif options.json:
+            text = json.dumps(summary(options.path), indent=1)
+        else:
+            text = inspect(options.path, options.tensors)
+    except ValueError as error:
+        return progress.refuse(error, 1)
+    except (OSError, ImportError) as error:  # of a store whose package is not installed
+        return progress.refuse(error, 2)
+    with contextlib.suppress(BrokenPipeError):  # as under "| head"
+        print(text, flush=True)
+    return 0
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(program, description="Check and show checkpoints.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    verifying = commands.add_parser("verify", help="check size and checksum of every file")
+    inspecting = commands.add_parser("inspect", help="show step, layout, model, number of parameters, sizes")
+    for command in (verifying, inspecting):
+        command.add_argument("path", help="a checkpoint directory or file, local or remote")
+    shape = inspecting.add_mutually_exclusive_group()
+    shape.add_argument("--tensors", action="store_true", help="add names, types and shapes of all tensors")
+    shape.add_argument("--json", action="store_true", help="print the manifest instead")
+    return parser
+
+
+def _verify_single_file(fs: AbstractFileSystem, root: str, path: str) -> str:
+    """Check what torch.save has recorded: its archive holds a checksum for every tensor."""
+    try:
+        with fs.open(root, "rb") as file, zipfile.ZipFile(file) as archive:
+            if not has_checksums(archive.infolist()):
+                return f"{path} is one file that torch.save wrote without checksums; there is nothing to compare"
+            broken = archive.testzip()
+    except OSError:
+        raise
+    except Exception as error:  # zipfile raises anything where the directory is damaged
+        raise damaged(path, "it is no archive of torch.save, or only a part of one") from error
+    if broken is not None:
+        raise damaged(path, f"the checksum of its record {broken} is not the one that was saved")
+    return f"{path} is whole: one file, the checksums in it are right, {bytes_text(fs.info(root)['size'])} in all"
+
+
+def _verify_torch_dist(fs: AbstractFileSystem, root: str, path: str) -> str:
+    """Check the sizes of the files of tensors, and what torch.save has recorded of each piece in them."""
+    metadata = read_metadata(path, fs.cat_file(f"{root}/{METADATA_FILE}"))
+    sizes = least_sizes(metadata)
+    for name, size in sizes.items():
+        check_size(fs, root, path, name, size, or_more=True)
+    places = (metadata.storage_data or {}).values()
+    compared = sum(_has_right_checksums(fs, root, path, place) for place in places)
+    found = f"{path} has all its files of tensors ({len(sizes)}), as long as {METADATA_FILE} says"
+    right = f", and the checksums of {compared} of its {len(places)} pieces are right" if compared else ""
+    without = "no checksums of files" if compared else "no checksums"
+    return f"{found}{right}; it was not written by lightning_mcore and has {without} to compare with"
+
+
+def _has_right_checksums(fs: AbstractFileSystem, root: str, path: str, place: Any) -> bool:
+    """Return whether a piece has checksums, which are right then."""
+    with fs.open(f"{root}/{place.relative_path}", "rb") as file:
+        file.seek(place.offset)
+        piece = io.BytesIO(file.read(place.length))
+    try:
+        with zipfile.ZipFile(piece) as archive:
+            if not has_checksums(archive.infolist()):
+                return False
+            broken = archive.testzip()
+    except Exception as error:  # zipfile raises anything where the directory is damaged
+        raise damaged(path, f"{place.relative_path} has no archive of torch.save at byte {place.offset}") from error
+    if broken is not None:
+        raise damaged(path, f"the checksum of a piece at byte {place.offset} of {place.relative_path} is not right")
+    return True
+
+
+def _torch_dist(fs: AbstractFileSystem, root: str, path: str) -> dict[str, Any]:
+    names = sorted(names_in(fs, root))
+    found: dict[str, Any] = {"format": TORCH_DIST}
+    if COMMON_FILE in names:
+        common = read_common(fs.cat_file(f"{root}/{COMMON_FILE}"))
+        arguments = getattr(common.get("args"), "__dict__", {})
+        settings = {name: value for name, value in arguments.items() if isinstance(value, bool | int | str)}
+        found["global_step"] = common.get("iteration")
+        if "tensor_model_parallel_size" in settings:  # the arguments of Megatron-LM
+            config = {"config": settings, "vocab_size": settings.get("padded_vocab_size")}
+            found.update(layout=settings, world_size=settings.get("world_size"), model=config)
+    found["tensors"] = tensors_of(read_metadata(path, fs.cat_file(f"{root}/{METADATA_FILE}")))
+    found["files"] = {name: {"size": fs.info(f"{root}/{name}")["size"]} for name in names}
+    return found
+
+
+def _single_file(fs: AbstractFileSystem, root: str, path: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"format": SINGLE_FILE}
+    found["files"] = {posixpath.basename(root): {"size": fs.info(root)["size"]}}
+    if not writes_directly(path):
+        return {**found, "note": "copy it to a local disk to see more"}
+    try:  # mapped into memory, so that no tensor is read
+        content = torch.load(root, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a damaged archive raises all sorts
+        if not zipfile.is_zipfile(root):
+            raise ValueError(f"{path} is no checkpoint, or was not written to its end; give the path of one") from error
+        classes = torch.serialization.get_unsafe_globals_in_checkpoint(root)
+        return {**found, "note": f"not shown, for it holds objects of {', '.join(classes) or 'other kinds'}"}
+    return {**found, **_content_of(content)}
+
+
+def _content_of(content: Any) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        return {"note": f"it holds a {type(content).__name__}"}
+    weights = content.get("state_dict", content)
+    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    states = content.get("optimizer_states") or []
+    for number, state in enumerate(states):
+        for weight, values in (state.get("state") or {}).items():
+            found = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
+            tensors.update({f"optimizer.{number}.state.{key}.{weight}": value for key, value in found.items()})
+    version = content.get("pytorch-lightning_version")
+    return {
+        "global_step": content.get("global_step"),
+        "epoch": content.get("epoch"),
+        "versions": {"lightning": version} if version else {},
+        "contents": {"weights": True, "optimizer": bool(states)},
+        "tensors": {
+            str(name): {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+            for name, value in tensors.items()
+        },
+    }
+
+
+class _Progress:
+    """Shows on a terminal how far a check has come, if it takes more than a second."""
+
+    def __init__(self, output: TextIO) -> None:
+        self._output, self._begin, self._last = output, time.monotonic(), 0.0
+        self._shown = False
+
+    def __call__(self, done: int, total: int) -> None:
+        """Write the line anew, from time to time."""
+        now = time.monotonic()
+        passed = now - self._begin
+        is_due = passed > _SILENT_SECONDS and now - self._last > _BETWEEN_UPDATES
+        if self._output.isatty() and (is_due or (self._shown and done == total)):
+            self._last, self._shown = now, True
+            text = f"{done / total:4.0%}  {bytes_text(done)} of {bytes_text(total)}  {bytes_text(int(done / passed))}/s"
+            print(f"\r{text:60}", end="", file=self._output, flush=True)
+        if self._shown and done == total:
+            self.end()
+
+    def end(self) -> None:
+        """End the line, if there is one."""
+        if self._shown:
+            print(file=self._output)
+        self._shown = False
+
+    def refuse(self, error: Exception, code: int) -> int:
+        """Write an error on a line of its own, and return the exit code."""
+        self.end()
+        print(f"error: {error}", file=self._output)
+        return code

@@ -1,0 +1,428 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a sharded checkpoint: written aside and put in place when whole, described and checked by a manifest.
+
+A checkpoint is a directory::
+
+    last.ckpt/
+        .metadata, __<rank>_<n>.distcp     tensors in Megatron's torch_dist format, written by every rank
+        common.pt, metadata.json           what Megatron keeps beside them
+        lightning.pt                       Lightning's own state
+        ranks.pt                           what differs from rank to rank: random numbers, position in the data
+        checkpoint.json                    the manifest: what this is, and size and checksum of every other file
+
+Rank 0 calls :func:`begin`, every rank writes its files into the directory that it names, and rank 0 calls
+:func:`finish` with what the others wrote. The manifest is the last file: a directory without it is no checkpoint, which
+holds on stores that cannot rename, too. ``atomic_directory.py`` puts the directory in place at once.
+
+What reads (:func:`read_manifest`, :func:`check_sizes`, :func:`verify`) takes remote paths such as ``s3://bucket/x.ckpt``
+as well; to write and load those there is ``checkpoint_staging.py``. No ranks and no ``torch.distributed`` here.
+"""
+
+import contextlib
+import errno
+import os
+import posixpath
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from threading import Event, Lock
+from typing import IO, Any
+
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+from fsspec.utils import get_protocol
+
+from lightning_mcore.checkpoint.format import (
+    DELETED_FIRST,
+    FORMAT,
+    FORMAT_VERSION,
+    LIGHTNING_FILE,
+    MANIFEST_FILE,
+    RANKS_FILE,
+    FileRecord,
+    damaged,
+    decode_manifest,
+    encode_manifest,
+    interrupted,
+    is_interrupted,
+    is_megatron,
+    may_be_replaced,
+    no_checkpoint,
+    unsaved,
+)
+from lightning_mcore.checkpoint.storage import atomic as atomic_directory
+
+__all__ = [
+    "FORMAT",
+    "FORMAT_VERSION",
+    "LIGHTNING_FILE",
+    "MANIFEST_FILE",
+    "RANKS_FILE",
+    "FileRecord",
+    "abandon",
+    "begin",
+    "check_size",
+    "check_sizes",
+    "files_below",
+    "finish",
+    "is_checkpoint",
+    "is_checkpoint_directory",
+    "is_megatron_checkpoint",
+    "lies_in",
+    "link",
+    "names_in",
+    "newest_in",
+    "open_store",
+    "read_manifest",
+    "record_file",
+    "recover",
+    "recover_all",
+    "remove",
+    "require_replaceable",
+    "verify",
+    "writes_directly",
+]
+
+_BLOCK = 1 << 22  # bytes read at once
+_READERS = 4  # files read at once
+
+
+def record_file(path: str | os.PathLike[str]) -> FileRecord:
+    """Return size and checksum of a local file, which is read once."""
+    with open(path, "rb") as file:
+        return _record(file)
+
+
+def writes_directly(path: str) -> bool:
+    """Return whether ``path`` lies on a disk of this machine, where files can be written in place and renamed."""
+    return get_protocol(path) in ("file", "local")
+
+
+def begin(path: str) -> str:
+    """Return a new, empty directory in which to write the checkpoint ``path``; on rank 0 only.
+
+    It is ``<parent>/.unfinished/<name>``. Leftovers of crashed saves in that folder are deleted, and a checkpoint that
+    a crash left moved away is put back.
+
+    Args:
+        path: A local path; what stands there is left alone until :func:`finish`.
+
+    Raises:
+        ValueError: A directory stands there that is no checkpoint, or as :func:`atomic_directory.begin`.
+        RuntimeError: The same path is being written already.
+        OSError: The disk refuses.
+    """
+    path = _local(path)
+    if not os.path.islink(path):
+        require_replaceable(path)
+    try:
+        return atomic_directory.begin(path)
+    except OSError as error:
+        raise unsaved(path, error) from error
+
+
+def finish(path: str, manifest: dict[str, Any], files: Mapping[str, FileRecord]) -> None:
+    """Write the manifest and put the checkpoint under its name, in place of what stands there; on rank 0 only.
+
+    Args:
+        path: As given to :func:`begin`.
+        manifest: What the checkpoint says of itself, as JSON can hold it; format and files are filled in here.
+        files: The files whose writers have flushed and recorded them, by name. All others are recorded and flushed
+            here.
+
+    Raises:
+        OSError: The disk refuses, or a recorded file is not there as it was recorded.
+    """
+    path = _local(path)
+    directory = atomic_directory.unfinished(path)
+    for name, record in files.items():
+        _check_written(path, name, record, os.path.join(directory, name))
+    try:
+        others = {*files_below(directory)} - {*files, MANIFEST_FILE}
+        records = {**files, **{name: _flush(os.path.join(directory, name)) for name in others}}
+        with open(os.path.join(directory, MANIFEST_FILE), "wb") as file:
+            file.write(encode_manifest(manifest, records))
+            file.flush()
+            os.fsync(file.fileno())
+        atomic_directory.publish(path)
+    except OSError as error:
+        raise unsaved(path, error) from error
+
+
+def abandon(path: str) -> None:
+    """Delete what a failed save has written; the checkpoint that stands under the name stays."""
+    atomic_directory.abandon(_local(path))
+
+
+def link(path: str, target: str) -> None:
+    """Let the name ``path`` lead to the checkpoint ``target``, in place of the link or checkpoint that stands there.
+
+    Raises:
+        ValueError: A directory stands there that is no checkpoint.
+        RuntimeError: Another process is writing under the name.
+        OSError: The disk refuses; what stood there stands there still.
+    """
+    path, target = _local(path), _local(target)
+    if not os.path.islink(path):
+        require_replaceable(path)
+    try:
+        atomic_directory.link(path, target)
+    except OSError as error:
+        raise unsaved(path, error) from error
+
+
+def remove(path: str) -> None:
+    """Delete a checkpoint so that a crash never leaves half of one; of a link only the link, of nothing nothing.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    path = _local(path)
+    try:
+        atomic_directory.remove(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # no room to move it aside, and room is what is wanted
+            raise
+        for name in DELETED_FIRST:
+            atomic_directory.delete(os.path.join(path, name))
+        atomic_directory.delete(path)
+
+
+def is_checkpoint(path: str) -> bool:
+    """Return whether what stands at ``path`` may be deleted as a checkpoint: our directory, one file, or a link."""
+    fs, root = open_store(path)
+    if writes_directly(path) and os.path.islink(root):
+        return True  # which is all that would be deleted
+    if not fs.isfile(root):
+        names = names_in(fs, root)
+        return MANIFEST_FILE in names or is_interrupted(names)
+    with fs.open(root, "rb") as file:
+        try:
+            return any(name.endswith("/data.pkl") for name in zipfile.ZipFile(file).namelist())
+        except zipfile.BadZipFile:
+            file.seek(0)
+            return bool(file.read(1) == b"\x80")  # torch.save of old
+
+
+def lies_in(path: str, folder: str) -> bool:
+    """Return whether ``path`` lies in a folder or below, whatever links and ``..`` lead to either."""
+    if writes_directly(path) != writes_directly(folder):
+        return False
+    if writes_directly(path):  # the last part is not followed, for a link would be deleted and not what it leads to
+        parent, name = os.path.split(os.path.abspath(_local(path)))
+        path, folder = os.path.join(os.path.realpath(parent), name), os.path.realpath(_local(folder))
+    return path.startswith(folder.rstrip("/") + "/") and ".." not in path.split("/")
+
+
+def recover(path: str) -> bool:
+    """Put back a checkpoint that a crash left moved away; any rank may call it. Return whether there was one."""
+    return atomic_directory.recover(_local(path))
+
+
+def recover_all(folder: str) -> bool:
+    """Put back every checkpoint of a local folder that a crash left moved away; return whether there was one."""
+    return atomic_directory.recover_all(_local(folder))
+
+
+def is_checkpoint_directory(path: str) -> bool:
+    """Return whether ``path`` is a whole checkpoint directory of ours; it may have to be put back first."""
+    fs, root = open_store(path)
+    return bool(fs.isfile(_join(root, MANIFEST_FILE)))
+
+
+def is_megatron_checkpoint(path: str) -> bool:
+    """Return whether ``path`` is a directory in Megatron's ``torch_dist`` format that another program wrote."""
+    return is_megatron(names_in(*open_store(path)))
+
+
+def newest_in(folder: str) -> str | None:
+    """Return the checkpoint in a local folder that was written last, of those that are whole as far as sizes tell."""
+    whole = []
+    for entry in os.scandir(folder):
+        with contextlib.suppress(ValueError, OSError):
+            if entry.is_dir(follow_symlinks=False):
+                check_sizes(entry.path)
+            elif entry.is_symlink() or not (entry.name.endswith(".ckpt") and zipfile.is_zipfile(entry.path)):
+                continue
+            whole.append((entry.stat().st_mtime, entry.path))
+    return max(whole)[1] if whole else None
+
+
+def read_manifest(path: str) -> dict[str, Any]:
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        FileNotFoundError: There is nothing at ``path``.
+        ValueError: It is no checkpoint, an unfinished one, one of a newer version, or its manifest is damaged.
+    """
+    fs, root = open_store(path)
+    if posixpath.basename(posixpath.dirname(root)) == atomic_directory.UNFINISHED and fs.exists(root):
+        raise interrupted(path)
+    try:
+        text = fs.cat_file(_join(root, MANIFEST_FILE))
+    except (FileNotFoundError, NotADirectoryError):
+        if not fs.exists(root):
+            raise FileNotFoundError(f"{path} does not exist; give the path of a checkpoint") from None
+        if fs.isfile(root):
+            raise ValueError(f"{path} is a file; give the directory of a sharded checkpoint") from None
+        raise no_checkpoint(path, names_in(fs, root)) from None
+    return decode_manifest(path, text)
+
+
+def check_sizes(path: str) -> dict[str, Any]:
+    """Check that every file of the manifest is there with its size, without reading them.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        FileNotFoundError: There is nothing at ``path``.
+        ValueError: A file is missing or has another size, or as :func:`read_manifest`.
+    """
+    manifest = read_manifest(path)
+    fs, root = open_store(path)
+    for name, record in manifest["files"].items():
+        check_size(fs, root, path, name, record["size"])
+    return manifest
+
+
+def verify(path: str, on_progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+    """Check size and checksum of every file, which reads all of them.
+
+    Args:
+        path: A checkpoint directory, local or remote.
+        on_progress: Called with the bytes read so far and the bytes in all, from several threads but one at a time.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        FileNotFoundError: There is nothing at ``path``.
+        ValueError: A file is missing, has another size or another checksum, or as :func:`read_manifest`.
+    """
+    while True:
+        manifest = check_sizes(path)
+        try:
+            _check_sums(path, manifest, on_progress)
+        except (ValueError, FileNotFoundError):
+            if read_manifest(path) == manifest:
+                raise
+            continue  # a running job has replaced it meanwhile; the new one is checked
+        return manifest
+
+
+def require_replaceable(path: str) -> None:
+    """Refuse to save where a directory of other files stands.
+
+    Raises:
+        ValueError: It is not empty, and no checkpoint.
+    """
+    if not may_be_replaced(names_in(*open_store(path))):
+        raise ValueError(f"{path} is a directory of other files and no checkpoint; save under another name")
+
+
+def check_size(fs: AbstractFileSystem, root: str, path: str, name: str, size: int, or_more: bool = False) -> None:
+    """Check the size in bytes of one file in a store that :func:`open_store` has opened.
+
+    Raises:
+        ValueError: It is missing or has another size.
+    """
+    try:
+        found = fs.info(_join(root, name))["size"]
+    except FileNotFoundError:
+        raise damaged(path, f"{name} is missing") from None
+    if found < size or (found != size and not or_more):
+        raise damaged(path, f"{name} has {found} of {size} bytes")
+
+
+def names_in(fs: AbstractFileSystem, root: str) -> set[str]:
+    """Return the names in a directory; none where there is no directory."""
+    if not fs.isdir(root):
+        return set()
+    return {posixpath.basename(name.rstrip("/")) for name in fs.ls(root, detail=False)}
+
+
+def files_below(directory: str) -> Iterator[str]:
+    """Yield the files of a local directory, named relative to it with ``/`` between the parts."""
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            yield os.path.relpath(os.path.join(folder, name), directory).replace(os.sep, "/")
+
+
+def open_store(path: str) -> tuple[AbstractFileSystem, str]:
+    """Return the file system of a local or remote path, and the path there; a local one is put back if need be."""
+    fs, root = url_to_fs(str(path))
+    fs.invalidate_cache()  # another process may have written since
+    if writes_directly(str(path)):
+        atomic_directory.recover(root)
+    return fs, root
+
+
+def _check_sums(path: str, manifest: dict[str, Any], on_progress: Callable[[int, int], None] | None) -> None:
+    fs, root = open_store(path)
+    records = {name: FileRecord(**record) for name, record in manifest["files"].items()}
+    total, done, lock, stopped = sum(record.size for record in records.values()), 0, Lock(), Event()
+
+    def advance(size: int) -> None:
+        nonlocal done
+        if stopped.is_set():
+            raise CancelledError
+        with lock:
+            done += size
+            if on_progress is not None:
+                on_progress(done, total)
+
+    def check(name: str) -> None:
+        with fs.open(_join(root, name), "rb") as file:
+            found = _record(file, advance)
+        if found != records[name]:
+            saved = records[name].crc32
+            raise damaged(path, f"the checksum of {name} is {found.crc32} and was {saved} when it was saved")
+
+    largest_first = sorted(records, key=lambda name: -records[name].size)
+    with ThreadPoolExecutor(_READERS) as pool:
+        try:
+            for future in as_completed([pool.submit(check, name) for name in largest_first]):
+                future.result()
+        finally:  # after a fault, let go of the rest
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _record(file: IO[bytes], advance: Callable[[int], None] | None = None) -> FileRecord:
+    size = checksum = 0
+    while block := file.read(_BLOCK):
+        size, checksum = size + len(block), zlib.crc32(block, checksum)
+        if advance is not None:
+            advance(len(block))
+    return FileRecord(size, f"{checksum:08x}")
+
+
+def _flush(path: str) -> FileRecord:
+    record = record_file(path)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return record
+
+
+def _check_written(path: str, name: str, record: FileRecord, file: str) -> None:
+    size = os.stat(file).st_size if os.path.isfile(file) else None
+    if size != record.size:
+        found = "is not there" if size is None else f"has {size} bytes"
+        raise OSError(
+            f"{name} of {path} was written with {record.size} bytes and {found} when rank 0 looks; save to a disk that"
+            " all nodes share"
+        )
+
+
+def _local(path: str) -> str:
+    """Return a path without ``file://``."""
+    return str(url_to_fs(str(path))[1]) if "://" in str(path) else str(path)
+
+
+def _join(root: str, name: str) -> str:
+    return f"{root.rstrip('/')}/{name}"

@@ -1,0 +1,522 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Save and load checkpoints of models that no rank holds alone: Lightning's plugin for it.
+
+:class:`MCoreCheckpointIO` takes Lightning's dict. With a sharded state in it (the strategy puts it there), all ranks
+write a directory together; without one, rank 0 writes one file, as Lightning does. Loading comes in two steps, because
+Lightning reads its own state before the model is there: :meth:`~MCoreCheckpointIO.load_checkpoint` reads that,
+:meth:`~MCoreCheckpointIO.load_shards` fills the tensors of any layout.
+
+With ``async_save=True`` a save returns when the tensors are copied, and writes while training goes on. It becomes a
+checkpoint between two steps, when all ranks have written (:meth:`~MCoreCheckpointIO.poll`). Until then it is in no way
+visible, and what Lightning wants deleted meanwhile stays: if the new one fails, the old one is still there. The link of
+``ModelCheckpoint(save_last="link")`` is set when the checkpoint is whole, and the one that it led to is deleted after
+that, so it always leads to a whole one. If a rank dies, what was in flight is lost and nothing else: an unfinished save
+lies in a hidden folder, is never taken for a checkpoint, and is deleted by the next save there.
+"""
+
+import atexit
+import contextlib
+import io
+import logging
+import mmap
+import os
+import pickle
+import tempfile
+import warnings
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.types import _PATH
+
+from lightning_mcore.checkpoint import files as checkpoint_files
+from lightning_mcore.checkpoint import remote as checkpoint_staging
+from lightning_mcore.checkpoint.format import LIGHTNING_FILE, METADATA_FILE, RANKS_FILE, damaged
+from lightning_mcore.checkpoint.metadata import read_metadata
+from lightning_mcore.checkpoint.reader import ShardReader, load_shards
+from lightning_mcore.checkpoint.save import (
+    CONTENT_METADATA,
+    MANIFEST,
+    RANK_STATE,
+    SHARDED_STATE,
+    CheckpointSave,
+    save_file,
+)
+from lightning_mcore.checkpoint.save_plan import ShardPlanner
+from lightning_mcore.checkpoint.storage.torch_archive import check_archive
+from lightning_mcore.checkpoint.writer import Staging
+from lightning_mcore.config.sizes import require_flag, require_size
+from lightning_mcore.parallel.consensus import all_arrive, all_true, decide, on_all
+from lightning_mcore.parallel.groups import process_group
+from lightning_mcore.parallel.rank_watch import can_meet
+
+__all__ = ["CONTENT_METADATA", "MANIFEST", "RANK_STATE", "SHARDED_STATE", "MCoreCheckpointIO"]
+
+_LAST_TIMEOUT = 30.0  # seconds that ranks wait for each other at the end, when one of them may have died
+
+_log = logging.getLogger(__name__)
+_in_use: weakref.WeakSet["MCoreCheckpointIO"] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What is in a directory checkpoint.
+
+    Args:
+        manifest: What it says of itself; empty where Megatron wrote it.
+        shapes: Global shape of every tensor, by name.
+        objects: Names of what is no tensor.
+    """
+
+    manifest: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    objects: set[str]
+
+
+class MCoreCheckpointIO(TorchCheckpointIO):
+    """Saves and loads checkpoints of :class:`~lightning_mcore.MCoreStrategy`.
+
+    Args:
+        async_save: Let training go on while a sharded checkpoint is written. Takes memory on the host for one copy of
+            what each rank writes, for each save in flight.
+        max_in_flight: Saves that may be written at the same time; one more waits for the oldest.
+        verify: What is checked when a checkpoint is loaded: ``"sizes"`` of its files, or ``"checksums"`` too, of
+            everything that is read.
+    """
+
+    def __init__(
+        self,
+        *,
+        async_save: bool = False,
+        max_in_flight: int = 1,
+        verify: Literal["sizes", "checksums"] = "checksums",
+    ) -> None:
+        require_flag("async_save", async_save)
+        require_size("max_in_flight", max_in_flight)
+        if max_in_flight > 1 and not async_save:
+            raise ValueError(f"max_in_flight={max_in_flight} has an effect with async_save=True only; set both")
+        if verify not in ("sizes", "checksums"):
+            raise ValueError(f"verify={verify!r} is not known; choose 'sizes' or 'checksums'")
+        self.async_save = async_save
+        self.max_in_flight = max_in_flight
+        self.verify = verify
+        self._saves: list[CheckpointSave] = []
+        self._stagings: list[Staging] = []
+        self._lost: BaseException | None = None  # what became of the newest save, if its folder was deleted
+        self._links: set[str] = set()
+        self._unneeded: list[str] = []  # to be deleted when no link leads there any more
+        self._planner = ShardPlanner()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process: saves in flight, memory, and a plan that knows its groups."""
+        return {name: getattr(self, name) for name in ("async_save", "max_in_flight", "verify")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Begin anew with the options."""
+        self.__init__(**state)  # type: ignore[misc]
+
+    @property
+    def has_saves_in_flight(self) -> bool:
+        """Whether a save is not finished, or the newest was lost and that not raised; the same on every rank."""
+        return bool(self._saves) or self._lost is not None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+        """Write a directory together with all ranks, or one file where the state is not sharded.
+
+        Args:
+            checkpoint: Lightning's dict. With a sharded state in it the call is collective over the world.
+            path: Local, or anything that fsspec opens.
+            storage_options: Not supported, as in Lightning's own.
+
+        Raises:
+            OSError: The disk refused; what was there before is there still.
+            ValueError: Something that is no checkpoint stands at ``path``.
+        """
+        target = _absolute(path)
+        self._unneeded = [unneeded for unneeded in self._unneeded if _absolute(unneeded) != target]
+        if SHARDED_STATE not in checkpoint:
+            if storage_options is None and checkpoint_files.writes_directly(str(path)):
+                save_file(checkpoint, target)
+            else:
+                super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError("storage_options are not supported; configure fsspec instead")
+        while len(self._saves) >= self.max_in_flight or self._is_in_flight(target):
+            self._finish_oldest(another_follows=True)
+        _finish_before_exit(self)
+        staging = (self._stagings.pop() if self._stagings else Staging()) if self.async_save else None
+        with _without_advice_for_megatron():
+            save = CheckpointSave.start(target, checkpoint, process_group("dp_cp"), self._planner, staging)
+        self._saves.append(save)
+        self._lost = None
+        if not self.async_save:
+            self._finish_oldest()
+
+    def poll(self) -> None:
+        """Finish the oldest save if all ranks have written it; collective over the world, to be called between steps.
+
+        Costs nothing when nothing is in flight.
+
+        Raises:
+            OSError: The save failed, on some rank.
+        """
+        if self._saves and all_true(self._saves[0].is_done):
+            self._advance_oldest(another_follows=True)
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Wait for all saves; collective over the world.
+
+        Args:
+            timeout: Seconds to wait for the other ranks to come here, of which some may have died. If they do not come,
+                the saves in flight are given up, with a warning.
+
+        Raises:
+            OSError: A save failed, on some rank; the first one that did.
+        """
+        if not self.has_saves_in_flight:
+            return
+        if self._saves and timeout is not None and not _all_come(timeout):
+            paths = ", ".join(save.path for save in self._saves)
+            _log.warning("gave up saving %s, because not all ranks are there to finish it; use an older one", paths)
+            self._saves.clear()
+            return
+        failure: BaseException | None = None
+        while self._saves:
+            try:
+                self._finish_oldest()
+            except Exception as error:
+                failure = failure or error
+        lost, self._lost = self._lost, None
+        if timeout is None:  # else another error ends the run
+            failure = failure or lost
+        if failure is not None:
+            raise failure
+
+    def teardown(self) -> None:
+        """Finish what is in flight, as far as all ranks are there to do it, and let go of the memory."""
+        try:
+            self.drain(_LAST_TIMEOUT)
+        except Exception:
+            _log.exception("the last checkpoint was not saved")
+        self._stagings.clear()
+        self._planner = ShardPlanner()
+        super().teardown()
+
+    def remove_checkpoint(self, path: _PATH) -> None:
+        """Delete a checkpoint once what is in flight is whole and no link of this run leads to it; on rank 0.
+
+        What is no checkpoint stays, and what cannot be deleted; both are a warning, and training goes on.
+        """
+        if self._saves:
+            self._saves[-1].removals.append(str(path))
+        else:
+            self._remove_unneeded([str(path)])
+
+    def watch_links(self, links: Iterable[str]) -> None:
+        """Keep checkpoints that these links lead to; :meth:`link_checkpoint` adds those that it sets."""
+        self._links |= {_absolute(link) for link in links}
+
+    def link_checkpoint(self, path: _PATH, link: _PATH) -> None:
+        """Let another name lead to a checkpoint, as ``last.ckpt`` to the newest; collective over the world.
+
+        While the checkpoint is in flight the name leads to the one before.
+
+        Args:
+            path: A checkpoint that stands, or is being saved by this plugin.
+            link: The name, on a disk of this machine.
+
+        Raises:
+            OSError: The disk refused; the name leads to where it led before.
+        """
+        target, name = _absolute(path), _absolute(link)
+        if target == name:
+            return
+        self._links.add(name)
+        save = next((save for save in reversed(self._saves) if save.path == target), None)
+        if save is not None:
+            save.links.append(name)
+            return
+        decide(lambda: checkpoint_files.link(name, target))
+        self._remove_unneeded()
+
+    def load_checkpoint(
+        self,
+        path: _PATH,
+        map_location: Any | None = None,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read Lightning's state: a file, or that part of a directory, whose tensors :meth:`load_shards` reads.
+
+        Any rank may call it alone.
+
+        Args:
+            path: Local, or anything that fsspec opens.
+            map_location: As ``torch.load`` takes it; the CPU by default.
+            weights_only: As ``torch.load`` takes it; None, the default, is safe for directories.
+
+        Returns:
+            Lightning's dict; for a directory also the manifest and the list of all ranks' own states.
+
+        Raises:
+            FileNotFoundError: There is nothing at ``path``.
+            ValueError: It is no checkpoint, or damaged.
+        """
+        where = str(path)
+        if not self.is_directory(where):
+            location = map_location if map_location is not None else (lambda storage, _: storage)
+            with checked_file(where, self.verify == "checksums") as file:
+                try:
+                    content = super().load_checkpoint(file, location, weights_only)
+                except pickle.UnpicklingError as error:
+                    raise ValueError(
+                        f"{where} is not a checkpoint, or holds objects that could run code when they are read; give"
+                        " another path, or load it with weights_only=False if you trust who wrote it"
+                    ) from error
+            if not isinstance(content, dict):
+                raise ValueError(
+                    f"{where} is no checkpoint, for it holds a {type(content).__name__}; give another path"
+                )
+            return content
+        manifest = checkpoint_files.check_sizes(where)
+        lightning, ranks = (io.BytesIO(self._read(where, manifest, name)) for name in (LIGHTNING_FILE, RANKS_FILE))
+        safe = True if weights_only is None else weights_only
+        state: dict[str, Any] = torch.load(lightning, map_location or "cpu", weights_only=safe)
+        state[RANK_STATE] = torch.load(ranks, "cpu", weights_only=safe)
+        state[MANIFEST] = manifest
+        return state
+
+    @staticmethod
+    def is_directory(path: _PATH) -> bool:
+        """Whether ``path`` is a directory, as sharded checkpoints are."""
+        if str(path).startswith("http"):  # fsspec would read all of it to look for links
+            return False
+        fs, root = checkpoint_files.open_store(str(path))
+        return bool(fs.isdir(root))
+
+    def read_contents(self, path: _PATH) -> Contents:
+        """Return what is in a directory, ours or one that Megatron wrote, without reading a tensor.
+
+        Any rank may call it alone.
+
+        Raises:
+            FileNotFoundError: There is nothing at ``path``.
+            ValueError: It is no checkpoint, or damaged.
+        """
+        where, manifest = str(path), _manifest_of(str(path))
+        described = read_metadata(where, self._read(where, manifest, METADATA_FILE)).state_dict_metadata
+        return Contents(
+            manifest=manifest or {},
+            shapes={name: tuple(entry.size) for name, entry in described.items() if hasattr(entry, "size")},
+            objects={name for name, entry in described.items() if not hasattr(entry, "size")},
+        )
+
+    def load_shards(
+        self, path: _PATH, sharded_state: dict[str, Any], *, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read the tensors that ``sharded_state`` asks for; collective over the world.
+
+        Args:
+            path: A sharded checkpoint, ours or one that Megatron wrote; the same on every rank.
+            sharded_state: This rank's sharded tensors and objects; tensors with data are read into it.
+            weights_only: Whether objects must be plain, as ``torch.load`` has it; None is True.
+
+        Returns:
+            The state with tensors and objects in the places of their descriptions.
+
+        Raises:
+            FileNotFoundError: There is nothing at ``path``.
+            ValueError: It is no checkpoint, or damaged, or lacks some of what is asked for.
+        """
+        where = str(path)
+        manifest = decide(lambda: _manifest_of(where))
+        with contextlib.ExitStack() as stack, _without_advice_for_megatron():
+            locate = on_all(lambda: _locator(where, stack))
+            safe = True if weights_only is None else weights_only
+            check = self.verify == "checksums"
+
+            def open_reader() -> ShardReader:
+                content = self._read(where, manifest, METADATA_FILE)
+                return ShardReader(where, read_metadata(where, content), locate, check, safe)
+
+            return load_shards(on_all(open_reader), sharded_state, process_group("dp_cp"))
+
+    def _is_in_flight(self, target: str) -> bool:
+        """Return whether it is being written, under whatever name of its folder; collective over the world."""
+        return bool(self._saves) and decide(lambda: _place(target) in [_place(save.path) for save in self._saves])
+
+    def _finish_oldest(self, another_follows: bool = False) -> None:
+        while not self._advance_oldest(another_follows):
+            pass
+
+    def _advance_oldest(self, another_follows: bool = False) -> bool:
+        """Take the next step of the oldest save and return whether it is finished; collective over the world.
+
+        Args:
+            another_follows: Training goes on without a checkpoint whose folder was deleted: what is in memory may be
+                the only copy then, and the next save makes the folder anew. :meth:`drain` raises if there is none.
+        """
+        save = self._saves[0]
+        try:
+            finished = save.advance()
+        except BaseException as error:
+            self._saves.remove(save)
+            is_deleted = isinstance(error, FileNotFoundError) and checkpoint_files.writes_directly(save.path)
+            if not (another_follows and is_deleted):
+                raise
+            self._lost = error
+            if dist.get_rank() == 0:
+                _log.warning("%s; training goes on, and the next save makes the folder anew", error)
+            return True
+        if finished:
+            self._saves.remove(save)
+            self._lost = None
+            self._clean_up(save)
+        return finished
+
+    def _clean_up(self, save: CheckpointSave) -> None:
+        if save.staging is not None:
+            self._stagings.append(save.staging)
+        self._remove_unneeded(save.removals)
+
+    def _remove_unneeded(self, paths: Iterable[str] = ()) -> None:
+        """Delete what Lightning wants deleted, but what a link leads to; links first, to let go of where they lead."""
+        unneeded = sorted([*self._unneeded, *paths], key=lambda path: not os.path.islink(path))
+        self._unneeded = []
+        for path in unneeded:
+            if any(_leads_to(link, path) for link in self._links):
+                self._unneeded.append(path)
+                continue
+            _remove(path)
+
+    def _read(self, path: str, manifest: dict[str, Any] | None, name: str) -> bytes:
+        fs, root = checkpoint_files.open_store(path)
+        content: bytes = fs.cat_file(f"{root}/{name}")
+        record = manifest["files"].get(name) if manifest is not None else None
+        if self.verify == "checksums" and record is not None and f"{zlib.crc32(content):08x}" != record["crc32"]:
+            raise damaged(path, f"the checksum of {name} differs from the one that it was saved with")
+        return content
+
+
+def _finish_before_exit(plugin: MCoreCheckpointIO) -> None:
+    """See that saves in flight are finished when the process ends, before the process group is destroyed.
+
+    What was registered last runs first, and Lightning registers the end of the group when it opens one for NCCL.
+
+    Source: Lightning 2.6.6, ``fabric.utilities.distributed._init_dist_connection``.
+    """
+    _in_use.add(plugin)
+    atexit.unregister(_finish_at_exit)
+    atexit.register(_finish_at_exit)
+
+
+def _finish_at_exit() -> None:
+    for plugin in list(_in_use):
+        plugin.teardown()
+
+
+def _all_come(timeout: float) -> bool:
+    return dist.is_initialized() and can_meet(timeout) and all_arrive(timeout)
+
+
+@contextlib.contextmanager
+def _without_advice_for_megatron() -> Iterator[None]:
+    """Keep from users what torch tells the authors of Megatron: to use another class."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
+        yield
+
+
+def _manifest_of(path: str) -> dict[str, Any] | None:
+    """Return the manifest of a directory whose files have their sizes; None where Megatron wrote it."""
+    return None if checkpoint_files.is_megatron_checkpoint(path) else checkpoint_files.check_sizes(path)
+
+
+@contextlib.contextmanager
+def checked_file(path: str, checksums: bool = True) -> Iterator[str]:
+    """Return where a checkpoint in one file is to be read, when what ``torch.save`` recorded of it has been compared.
+
+    A remote one is fetched to be compared, for as long as the ``with`` statement lasts; but not by ``http``, where
+    Lightning keeps what it fetches in torch's cache.
+
+    Args:
+        path: Local, or anything that fsspec opens.
+        checksums: Whether to compare checksums, which reads all of it.
+
+    Raises:
+        ValueError: It is damaged, or not a file that ``torch.save`` wrote.
+    """
+    local = _absolute(path)
+    with contextlib.ExitStack() as stack:
+        if "://" in local and not local.startswith("http") and checksums:
+            fs, root = checkpoint_files.open_store(path)
+            if fs.isfile(root):
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="checkpoint_"))
+                local = os.path.join(folder, os.path.basename(root))
+                fs.get_file(root, local)
+        if os.path.isfile(local):  # else Lightning knows what to say, or how to fetch it
+            _check_file(path, local, checksums)
+        yield local
+
+
+def _check_file(path: str, local: str, checksums: bool) -> None:
+    """Refuse what ``torch.save`` cannot have written; unpickling it ends in whatever its first bytes happen to mean."""
+    with open(local, "rb") as stream:
+        begin = stream.read(2)
+        if begin != b"PK" and begin[:1] != b"\x80":
+            raise ValueError(f"{path} is no checkpoint, for torch.save did not write it; give the path of a checkpoint")
+        if begin == b"PK" and checksums:
+            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as archive:
+                try:
+                    check_archive(archive)
+                except ValueError as error:
+                    raise damaged(path, str(error)) from error
+
+
+def _absolute(path: _PATH) -> str:
+    local = str(path).removeprefix("file://").removeprefix("local://")
+    return local if "://" in local else os.path.abspath(local)
+
+
+def _place(path: str) -> str:
+    """Return an absolute path without links in its folder; a remote one as it is."""
+    if "://" in path:
+        return path
+    return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+
+
+def _remove(path: str) -> None:
+    try:
+        fs, root = checkpoint_files.open_store(path)
+        if fs.lexists(root) and not checkpoint_files.is_checkpoint(path):
+            _log.warning("%s was to be deleted as a checkpoint and is none, so it stays", path)
+        elif checkpoint_files.writes_directly(path):
+            checkpoint_files.remove(path)
+        else:
+            checkpoint_staging.remote_remove(path)
+    except (OSError, ValueError) as error:
+        _log.warning("%s is not needed any more and could not be deleted: %s", path, error)
+
+
+def _leads_to(link: str, path: str) -> bool:
+    return os.path.islink(link) and not os.path.islink(path) and os.path.realpath(link) == os.path.realpath(path)
+
+
+def _locator(path: str, stack: contextlib.ExitStack) -> Callable[[str], str]:
+    """Return a function that tells where a file of the checkpoint lies on this machine, and fetches it if need be."""
+    if checkpoint_files.writes_directly(path):
+        root = checkpoint_files.open_store(path)[1]
+        return lambda name: os.path.join(root, name)
+    local = stack.enter_context(tempfile.TemporaryDirectory(prefix="checkpoint_"))
+
+    def fetch(name: str) -> str:
+        if not os.path.exists(os.path.join(local, name)):
+            checkpoint_staging.download(path, local, [name])
+        return os.path.join(local, name)
+
+    return fetch

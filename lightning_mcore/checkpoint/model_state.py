@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a live model and its optimizer goes into a sharded checkpoint, and back into any other layout of them.
+
+Every tensor is described as a part of a global one under Megatron-LM's name, ``decoder.layers.mlp.linear_fc1.weight``,
+so a checkpoint does not know how it was cut: each rank that loads it asks for the parts it holds. Modules of Megatron
+say themselves where their parts belong (``sharded_state_dict``); a plain LightningModule is whole on every rank and
+keeps its names; a chunk that is neither is named after its place in the pipeline, ``chunk<n>.<name>``, which another
+number of stages does not have.
+
+``persistence.py`` calls :func:`collect` and :func:`load`; the optimizer's part is ``optimizer_shards.py``, what is on
+the disk is ``checkpoint_io.py``.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeVar
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+from torch import Tensor, nn
+
+from lightning_mcore.checkpoint.optimizer_state import (
+    MAIN_NAMES,
+    Numbers,
+    Share,
+    gather_numbers,
+    identity_of,
+    numbers_of,
+    pieces_of,
+    place_range,
+    place_share,
+    shares_of,
+)
+from lightning_mcore.checkpoint.stored_state import OPTIMIZER, STRICT_LOADING, Differences, StoredState
+from lightning_mcore.optimizer.megatron import MCoreOptimizer
+from lightning_mcore.parallel.chunks import ModelChunks
+from lightning_mcore.parallel.consensus import gather, on_all
+from lightning_mcore.parallel.groups import process_group
+from lightning_mcore.parallel.pipeline import Pipeline
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class CollectedState:
+    """What is saved of a model and its optimizers.
+
+    Args:
+        tensors: Megatron's sharded tensors, which share the memory of model and optimizers.
+        numbers: For each optimizer what of its state is not in the tensors; the same on every rank.
+        num_parameters: Parameters of the whole model.
+    """
+
+    tensors: dict[str, Any]
+    numbers: list[Numbers]
+    num_parameters: int
+
+
+# ---- saving
+
+
+def collect(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer]) -> CollectedState:
+    """Return the sharded state of a model and of its optimizers; collective over the world.
+
+    Args:
+        chunks: The wrapped model.
+        optimizers: The optimizers whose state is saved; empty for weights alone.
+    """
+    model_state, shares = on_all(lambda: _shares(chunks, optimizers))
+    state = dict(model_state)
+    numbers = []
+    for index, own in enumerate(shares):
+        without_state = dict.fromkeys(identity_of(entry) for entry in _untrained(own, model_state))
+        numbers.append(gather_numbers({**without_state, **numbers_of(own)}))
+        blocks = [*_state_blocks(index, own), *_blocks_of_untrained(index, own, model_state)]
+        state[f"{OPTIMIZER}{index}"] = {str(number): block for number, block in enumerate(blocks)}
+    return CollectedState(state, numbers, _count_parameters(model_state))
+
+
+def _shares(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer]) -> tuple[dict[str, Any], list[list[Share]]]:
+    """Return the sharded state of the chunks, and what this rank steps of each of their parameters."""
+    model_state = {key: sharded_chunk(chunks, index) for index, key in enumerate(_keys(chunks))}
+    for entry in _tensors_in(model_state):
+        pieces_of(entry)
+    return model_state, [shares_of(optimizer, model_state) for optimizer in optimizers]
+
+
+def _prefix(index: int, name: str) -> str:
+    return f"{OPTIMIZER}{index or ''}.state.{name}.{{}}"
+
+
+def _state_blocks(index: int, shares: Sequence[Share]) -> Iterator[ShardedTensor]:
+    for share in shares:
+        for name, tensor in share.tensors().items():
+            yield from place_share(_prefix(index, name), tensor, share)
+        if share.has_copy:
+            yield from place_share(_prefix(index, share.name_of_copy), share.copy(), share)
+
+
+def _blocks_of_untrained(index: int, shares: Sequence[Share], model_state: dict[str, Any]) -> Iterator[ShardedTensor]:
+    """Fill the global tensors of stacked layers where one of them has no state, such as a frozen one.
+
+    Moments are zeros there, as before the first step, and the copy is the weight.
+    """
+    own = {share.sharded.key: {n: t.dtype for n, t in share.tensors().items()} for share in shares}
+    copies = {share.sharded.key: {share.name_of_copy: share.copy().dtype} for share in shares if share.has_copy}
+    known = _merged([own, copies])
+    for share in shares:
+        for name in known.get(share.sharded.key, {}).keys() - share.tensors().keys() - {share.name_of_copy}:
+            zeros = torch.zeros_like(share.stepped, dtype=known[share.sharded.key][name])
+            yield from place_share(_prefix(index, name), zeros, share)
+    for entry in _untrained(shares, model_state):
+        for name, dtype in known.get(entry.key, {}).items():
+            weight = entry.data.detach().reshape(-1)
+            filled = weight.to(dtype) if name in MAIN_NAMES else torch.zeros_like(weight, dtype=dtype)
+            yield from place_range(_prefix(index, name), filled, entry, begin=0)
+
+
+def _untrained(shares: Sequence[Share], model_state: dict[str, Any]) -> list[ShardedTensor | ShardedTensorFactory]:
+    trained = {id(share.parameter) for share in shares}
+    return [
+        entry
+        for entry in _tensors_in(model_state)
+        if isinstance(entry.data, nn.Parameter) and not entry.data.requires_grad and id(entry.data) not in trained
+    ]
+
+
+def _merged(own: Sequence[dict[str, dict[str, torch.dtype]]]) -> dict[str, dict[str, torch.dtype]]:
+    """Merge what each rank knows of each parameter; collective over the world."""
+    known: dict[str, dict[str, torch.dtype]] = {}
+    for one in (dictionary for rank in gather(own) for dictionary in rank):
+        for key, names in one.items():
+            known.setdefault(key, {}).update(names)
+    return known
+
+
+def _count_parameters(model_state: dict[str, Any]) -> int:
+    shapes = {
+        piece.place.key: tuple(piece.place.global_shape)
+        for entry in _tensors_in(model_state)
+        if isinstance(entry.data, nn.Parameter)
+        for piece in pieces_of(entry)
+    }
+    return sum(prod(shape) for shape in _over_all_ranks(shapes).values())
+
+
+def _over_all_ranks(own: dict[str, _T]) -> dict[str, _T]:
+    return {key: value for found in gather(own) for key, value in found.items()}
+
+
+def _keys(chunks: ModelChunks) -> list[str]:
+    return [f"model{index}" for index in range(len(chunks.bare))]
+
+
+def _tensors_in(state: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
+    if isinstance(state, ShardedTensor | ShardedTensorFactory):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from _tensors_in(value)
+
+
+def sharded_chunk(chunks: ModelChunks, index: int) -> dict[str, Any]:
+    """Return the sharded state of one chunk, with its parameters themselves as data.
+
+    Args:
+        chunks: The wrapped model.
+        index: Which of the chunks of this rank.
+    """
+    chunk = chunks.bare[index]
+    method = getattr(type(chunk), "sharded_state_dict", None)
+    if method is not None and method is not MegatronModule.sharded_state_dict:
+        metadata = ensure_metadata_has_dp_cp_group(None)  # Megatron's own default fails with multi-token prediction
+        state: dict[str, Any] = chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+        return state
+    stages = process_group("pp")
+    prefix = f"chunk{index * stages.size() + stages.rank()}." if chunks.pipeline is not None else ""
+    replica = (0, process_group("tp").rank(), process_group("dp_cp").rank())
+    parameters = dict(chunk.named_parameters(remove_duplicate=False))
+    return {
+        name: _whole(prefix + name, parameters.get(name, value), replica) for name, value in chunk.state_dict().items()
+    }
+
+
+def _whole(key: str, value: Any, replica: tuple[int, int, int]) -> ShardedTensor | ShardedObject:
+    if isinstance(value, Tensor) and value.numel() > 0:
+        return ShardedTensor.from_rank_offsets(key, value, replica_id=replica)
+    return ShardedObject(key, value, (1,), (0,), replica_id=replica)  # such as what get_extra_state() returns
+
+
+def state_outside_chunks(module: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return what of a module's ``state_dict`` is in no shard: buffers and frozen parameters beside the pipeline."""
+    paths = [path for path, child in module.named_modules() if isinstance(child, Pipeline)]
+    if not paths:
+        return {}
+    return {name: value for name, value in state_dict.items() if not name.startswith(f"{paths[0]}.")}
+
+
+def load_outside_chunks(module: nn.Module, saved: Mapping[str, Any], path: str, strict: bool) -> None:
+    """Load what :func:`state_outside_chunks` returned.
+
+    Raises:
+        ValueError: With ``strict``, the names differ.
+    """
+    own = state_outside_chunks(module, module.state_dict())
+    missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
+    shapes = [
+        f"{name} ({list(saved[name].shape)} in it, {list(value.shape)} in the model)"
+        for name, value in own.items()
+        if isinstance(value, Tensor) and name in saved and saved[name].shape != value.shape
+    ]
+    Differences(missing, unexpected, shapes).check(path, strict, STRICT_LOADING)
+    module.load_state_dict(saved, strict=False)
+
+
+# ---- loading
+
+
+def load(
+    stored: StoredState,
+    chunks: ModelChunks,
+    optimizers: Sequence[MCoreOptimizer],
+    strict: bool,
+    advice: str = STRICT_LOADING,
+) -> None:
+    """Read weights and, where optimizers are given, their state into the running model; collective over the world.
+
+    Args:
+        stored: The checkpoint.
+        chunks: The wrapped model.
+        optimizers: The optimizers to read into; empty for weights alone.
+        strict: Refuse missing and unexpected names, instead of warning of them.
+        advice: How the user says so.
+
+    Raises:
+        ValueError: The checkpoint is of another model, or lacks the optimizer's state; the same on every rank.
+    """
+    model_state, _ = on_all(lambda: _shares(chunks, []))
+    differences = compare(stored, model_state)
+    differences.check(stored.path, strict, advice)
+    wanted = {key: _without(state, differences, stored) for key, state in model_state.items()}
+    loaded = stored.read(wanted)
+    for key, chunk in zip(_keys(chunks), chunks.bare, strict=True):
+        chunk.load_state_dict(loaded.get(key, {}), strict=len(wanted[key]) == len(model_state[key]))
+    if not optimizers:
+        return
+    # The state is built anew: loading has put the parameters in the place of the tensors of the first.
+    model_state, shares = on_all(lambda: _shares(chunks, optimizers))
+    for index, own in enumerate(shares):
+        _load_optimizer(stored, index, own, model_state)
+
+
+def compare(stored: StoredState, model_state: dict[str, Any]) -> Differences:
+    """Compare the names and shapes of a model, over all ranks, with those of a checkpoint; collective."""
+    own = {
+        piece.place.key: tuple(piece.place.global_shape)
+        for entry in _tensors_in(model_state)
+        for piece in pieces_of(entry)
+    }
+    model = _over_all_ranks(own)
+    weights = stored.weights()
+    return Differences(
+        missing=sorted(model.keys() - weights.keys()),
+        unexpected=sorted(weights.keys() - model.keys()),
+        shapes=[
+            f"{name} ({list(weights[name])} in it, {list(model[name])} in the model)"
+            for name in sorted(model.keys() & weights.keys())
+            if tuple(weights[name]) != model[name]
+        ],
+    )
+
+
+def _without(state: dict[str, Any], differences: Differences, stored: StoredState) -> dict[str, Any]:
+    """Leave out what the checkpoint lacks: it stays as it is in the model."""
+    absent = set(differences.missing)
+
+    def is_there(entry: Any) -> bool:
+        if isinstance(entry, ShardedObject):
+            return entry.unique_key in stored.contents.objects
+        return not any(piece.place.key in absent for piece in pieces_of(entry))
+
+    return {name: entry for name, entry in state.items() if is_there(entry)}
+
+
+def _load_optimizer(stored: StoredState, index: int, shares: Sequence[Share], model_state: dict[str, Any]) -> None:
+    assert stored.numbers is not None
+    numbers, names_of = stored.numbers[index], _stored_names(stored, index)
+    wanted: list[ShardedTensor] = []
+    read: list[tuple[Share, dict[str, Tensor]]] = []
+    for share in shares:
+        names = names_of(share.sharded)
+        # A parameter that the checkpoint knows nothing of begins as in a new run.
+        own = numbers["own"].get(identity_of(share.sharded), numbers["common"] if names else None)
+        targets = share.targets([name for name in names if name not in MAIN_NAMES] if own is not None else [])
+        share.set_numbers(own or {})
+        for name, tensor in targets.items():
+            wanted += place_range(_prefix(index, name), tensor.view(-1), share.sharded, share.begin)
+        if share.has_copy:
+            targets["param"] = share.target_of_copy()
+            copy = next((_prefix(index, name) for name in MAIN_NAMES if name in names), "{}")
+            wanted += place_range(copy, targets["param"].view(-1), share.sharded, share.begin)
+        read.append((share, targets))
+    for entry in _tensors_in(model_state):
+        names = [name for name in MAIN_NAMES if name in names_of(entry)]
+        # A parameter in fp32 has no copy here; where it had one, that is what it was, and the weight is rounded.
+        if names and isinstance(entry.data, nn.Parameter) and entry.data.dtype == torch.float32:
+            wanted += place_range(_prefix(index, names[0]), entry.data.detach().view(-1), entry, begin=0)
+    loaded = stored.read({str(number): block for number, block in enumerate(wanted)})
+    for number, block in enumerate(wanted):
+        if loaded[str(number)].data_ptr() != block.data.data_ptr():
+            block.data.copy_(loaded[str(number)])
+    for share, targets in read:
+        share.accept(targets)
+
+
+def _stored_names(stored: StoredState, index: int) -> Callable[[ShardedTensor | ShardedTensorFactory], list[str]]:
+    """Return what tells which tensors of an optimizer's state the checkpoint holds of a parameter."""
+    start = f"{OPTIMIZER}{index or ''}.state."
+    known: dict[str, set[str]] = {}
+    for stored_name in stored.contents.shapes:
+        if stored_name.startswith(start):
+            name, _, weight = stored_name.removeprefix(start).partition(".")
+            known.setdefault(weight, set()).add(name)
+
+    def names_of(sharded: ShardedTensor | ShardedTensorFactory) -> list[str]:
+        weights = [known.get(piece.place.key, set()) for piece in pieces_of(sharded)]
+        return sorted(set.intersection(*weights)) if weights else []
+
+    return names_of

@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of Megatron's optimizers under the names and places of the weights it belongs to.
+
+What an optimizer keeps of a parameter (``exp_avg``, a momentum, an fp32 copy) has the shape of the parameter, so it can
+be stored as the parameter is: as a part of one global tensor, ``optimizer.state.<name>.<name of the weight>``, from
+which every other layout can take the parts it needs. Megatron's optimizers hold it in three ways:
+
+* ``FP32Optimizer`` steps the parameters themselves,
+* ``Float16OptimizerWithFloat16Params`` steps whole fp32 copies,
+* ``DistributedOptimizer`` steps flat ranges of the parameters: this rank's share of each. A flat range of a matrix is
+  at most three rectangles (the rest of a row, whole rows, the beginning of a row), so each rank writes and reads its
+  own share as rectangles of the global tensor, in place. Megatron gathers them first and needs the memory for it.
+
+So one format serves all three, and each reads what another wrote. What is not a tensor of that shape, such as Adam's
+``step`` or the rows and columns of Adafactor, is kept apart: :func:`gather_numbers`. An optimizer with state of the
+second kind needs whole matrices, so it is refused where tensors are split.
+
+``sharded_state.py`` calls this with the sharded state of the model, in which the tensors are the parameters themselves.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
+from torch import Tensor
+
+from lightning_mcore.checkpoint.rectangles import rectangles
+from lightning_mcore.optimizer.megatron import MCoreOptimizer
+from lightning_mcore.optimizer.parts import optimizer_parts
+from lightning_mcore.parallel.consensus import gather
+
+Numbers = dict[str, Any]
+_STEP = "step"
+MAIN_NAMES = ("fp32_param", "param")  # of the copies of Megatron's unsharded and of its distributed optimizer
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A flat range of a parameter on this rank, and its place in the global tensor.
+
+    Args:
+        place: The sharded tensor of the weight, or of the part of it that Megatron stores by itself.
+        start: Where ``place`` begins in the parameter, in elements.
+    """
+
+    place: ShardedTensor
+    start: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this rank steps of one parameter.
+
+    Args:
+        part: The optimizer.
+        stepped: The tensor that it steps: the parameter, a copy, or a flat range of either.
+        parameter: The model's parameter.
+        group: The optimizer's group that it is in.
+        sharded: Its entry in the sharded state of the model.
+        begin: Where the range begins in the flattened parameter, in elements.
+    """
+
+    part: MegatronOptimizer
+    stepped: Tensor
+    parameter: Tensor
+    group: dict[str, Any]
+    sharded: ShardedTensor | ShardedTensorFactory
+    begin: int
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether the optimizer steps a copy instead of the parameter's own memory."""
+        own, parameter = self.stepped.untyped_storage(), self.parameter.untyped_storage()
+        return _is_aware_of_precision(self.part) or own.data_ptr() != parameter.data_ptr()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The optimizer's state of the parameter, as it lies in the optimizer."""
+        state: dict[str, Any] = self.part.optimizer.state[self.stepped]
+        return state
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The parts of the state that have the shape of what is stepped."""
+        if _is_aware_of_precision(self.part):
+            kept = self.part._get_main_param_and_optimizer_states(self.parameter)
+            return {name: value for name, value in kept.items() if name != "param" and value.dim() > 0}
+        return {name: value for name, value in self.state.items() if self._has_its_shape(name, value)}
+
+    def numbers(self) -> Numbers:
+        """The rest of the state, and the step where the optimizer counts it for a whole group."""
+        rest = {
+            name: value.detach().cpu() if isinstance(value, Tensor) else value
+            for name, value in self.state.items()
+            if value is not None and not self._has_its_shape(name, value)
+        }
+        return {_STEP: self.group[_STEP], **rest} if _counts_groups(self.part) and _STEP in self.group else rest
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the optimizer keeps anything of the parameter; most do from their first step on."""
+        return any(value is not None for value in self.state.values())
+
+    def set_numbers(self, numbers: Numbers) -> None:
+        """Put back what :meth:`numbers` returned, also of an optimizer that counts steps in another place."""
+        for name, value in numbers.items():
+            if name == _STEP and _counts_groups(self.part):
+                self.group[_STEP] = int(value)
+            elif name == _STEP:
+                on_device = self.group.get("capturable") or self.group.get("fused")  # as torch's optimizers have it
+                self.state[_STEP] = torch.tensor(float(value), device=self.stepped.device if on_device else "cpu")
+            else:
+                # Each parameter has its own. Arrays belong to its device; torch keeps counts on the CPU.
+                device = self.stepped.device if isinstance(value, Tensor) and value.dim() > 0 else "cpu"
+                self.state[name] = value.to(device, copy=True) if isinstance(value, Tensor) else copy(value)
+
+    def _has_its_shape(self, name: str, value: Any) -> bool:
+        return isinstance(value, Tensor) and name != _STEP and value.shape == self.stepped.shape
+
+    @property
+    def name_of_copy(self) -> str:
+        """Megatron's name for the copy."""
+        return MAIN_NAMES[isinstance(self.part, DistributedOptimizer)]
+
+    def copy(self) -> Tensor:
+        """Return the fp32 copy that is stepped."""
+        if _is_aware_of_precision(self.part):
+            kept: dict[str, Tensor] = self.part._get_main_param_and_optimizer_states(self.parameter)
+            return kept["param"]
+        return self.stepped.detach()
+
+    # ---- loading
+
+    def targets(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return tensors to read these parts of the state into, and forget what else is kept of the parameter."""
+        if _is_aware_of_precision(self.part):  # which keeps its state scaled, and the copy in it
+            return {name: torch.empty_like(self.stepped, dtype=torch.float32) for name in names}
+        for name in [name for name in self.state if name not in names]:
+            del self.state[name]
+        for name in names:
+            if not isinstance(self.state.get(name), Tensor):
+                self.state[name] = torch.empty_like(self.stepped)
+        return {name: self.state[name] for name in names}
+
+    def target_of_copy(self) -> Tensor:
+        """Return the tensor to read the copy into."""
+        if _is_aware_of_precision(self.part):
+            return torch.empty_like(self.stepped, dtype=torch.float32)
+        return self.stepped.detach()
+
+    def accept(self, tensors: dict[str, Tensor]) -> None:
+        """Hand over what was read into targets that are not the optimizer's own memory."""
+        if _is_aware_of_precision(self.part):
+            self.part._set_main_param_and_optimizer_states(self.parameter, tensors)
+
+
+def identity_of(sharded: ShardedTensor | ShardedTensorFactory) -> str:
+    """Return a name for a parameter that is the same on every layout; stacked layers share the name of their weight."""
+    place = pieces_of(sharded)[0].place
+    offset = place.global_offset[: place.prepend_axis_num]
+    return f"{sharded.key}@{','.join(map(str, offset))}" if offset else sharded.key
+
+
+def shares_of(optimizer: MCoreOptimizer, model_state: Mapping[str, Any]) -> list[Share]:
+    """Return what this rank steps of every parameter.
+
+    Args:
+        optimizer: The optimizer, over the chunks that ``model_state`` is of.
+        model_state: The sharded state of the chunks, with the parameters themselves as data.
+
+    Raises:
+        ValueError: A parameter is trained and not in the model's state.
+    """
+    entries = {id(entry.data): entry for entry in nested_values(model_state) if _is_tensor(entry)}
+    stepped_here = [
+        (part, *found)
+        for part in optimizer_parts(optimizer.megatron)
+        if not part.is_stub_optimizer
+        for found in _ranges(part)
+    ]
+    lost = [list(parameter.shape) for _, parameter, *_ in stepped_here if id(parameter) not in entries]
+    if lost:
+        raise ValueError(
+            f"{len(lost)} parameters are trained and not in state_dict(), the first of shape {lost[0]}, so their"
+            " optimizer's state cannot be saved; keep them in state_dict(), or save weights alone"
+        )
+    return [
+        Share(part, stepped, parameter, group, entries[id(parameter)], begin)
+        for part, parameter, stepped, group, begin in stepped_here
+    ]
+
+
+def _is_tensor(entry: Any) -> bool:
+    return isinstance(entry, ShardedTensor | ShardedTensorFactory)
+
+
+def _is_aware_of_precision(part: MegatronOptimizer) -> bool:
+    return isinstance(part, DistributedOptimizer) and bool(part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
+
+
+def _counts_groups(part: MegatronOptimizer) -> bool:
+    return type(part.optimizer).__name__ == "FusedAdam"  # TransformerEngine's and Apex's
+
+
+def _ranges(part: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor, dict[str, Any], int]]:
+    """Yield each parameter of an optimizer, what it steps of it, the group, and where in the parameter that begins."""
+    if isinstance(part, DistributedOptimizer):
+        for parameter, (index, position) in part.model_param_group_index_map.items():
+            group = part.optimizer.param_groups[index]
+            own = part._get_model_param_range_map(parameter)["param"]
+            yield parameter, group["params"][position], group, own.start
+        return
+    copied: dict[int, Tensor] = {}
+    if isinstance(part, Float16OptimizerWithFloat16Params):
+        for models, copies in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            copied |= {id(copy): model for model, copy in zip(models, copies, strict=True)}
+    for group in part.optimizer.param_groups:
+        for stepped in group["params"]:
+            yield copied.get(id(stepped), stepped), stepped, group, 0
+
+
+# ---- places
+
+
+def pieces_of(sharded: ShardedTensor | ShardedTensorFactory) -> list[Piece]:
+    """Return the stored tensors of a parameter and where each begins in it.
+
+    A factory stores a parameter in parts, such as the two halves of a gated MLP's first matrix. It is asked on a tensor
+    without memory, whose views tell where they lie.
+
+    Raises:
+        RuntimeError: A part is not a range of the parameter's elements.
+    """
+    if isinstance(sharded, ShardedTensor):
+        return [Piece(sharded, 0)]
+    template = torch.empty(sharded.data.shape, dtype=sharded.data.dtype, device="meta")
+    built = replace(sharded, data=template).build()
+    parts: list[ShardedTensor] = [built] if isinstance(built, ShardedTensor) else list(nested_values(built))
+    if any(part.data is None or part.data._base is not template or not part.data.is_contiguous() for part in parts):
+        raise RuntimeError(
+            f"{sharded.key} is stored in parts that are not ranges of its elements, which checkpoints of the optimizer"
+            " do not support; save weights alone (ModelCheckpoint(save_weights_only=True))"
+        )
+    return [Piece(part, part.data.storage_offset()) for part in parts]
+
+
+def place_range(
+    key: str, flat: Tensor, sharded: ShardedTensor | ShardedTensorFactory, begin: int
+) -> list[ShardedTensor]:
+    """Return a flat range of a parameter as blocks of global tensors, which share their memory with ``flat``.
+
+    Args:
+        key: Name of a global tensor, with ``{}`` for the name of the weight.
+        flat: The range of the flattened parameter, [n].
+        sharded: The parameter's entry in the sharded state of the model.
+        begin: Where the range begins, in elements.
+    """
+    blocks = []
+    for piece in pieces_of(sharded):
+        place = piece.place
+        first = max(begin, piece.start)
+        last = min(begin + flat.numel(), piece.start + prod(place.local_shape))
+        position = first - begin
+        for offsets, sizes in rectangles(place.local_shape, first - piece.start, last - piece.start):
+            block = flat[position : position + prod(sizes)]
+            blocks.append(_block(key.format(place.key), block, place, offsets, sizes))
+            position += prod(sizes)
+    return blocks
+
+
+def _block(
+    key: str, flat: Tensor, place: ShardedTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> ShardedTensor:
+    stacked = place.global_offset[: place.prepend_axis_num]
+    within = place.global_offset[place.prepend_axis_num :]
+    local_shape = (*(1,) * len(stacked), *sizes)
+    return ShardedTensor(
+        key=key,
+        data=flat.view(local_shape),
+        dtype=flat.dtype,
+        local_shape=local_shape,
+        global_shape=place.global_shape,
+        global_offset=(*stacked, *(o + p for o, p in zip(offsets, within, strict=True))),
+        axis_fragmentations=None,  # blocks of any size
+        replica_id=place.replica_id,
+        allow_shape_mismatch=place.allow_shape_mismatch,
+    )
+
+
+def place_share(key: str, tensor: Tensor, share: Share) -> list[ShardedTensor]:
+    """Return a tensor of the shape of what is stepped as blocks of global tensors."""
+    blocks = place_range(key, tensor.reshape(-1), share.sharded, share.begin)
+    if not isinstance(share.part, DistributedOptimizer):
+        return blocks
+    # Ranges of data-parallel ranks are no replicas of each other, except between instances of the optimizer.
+    instance = share.part.distributed_optimizer_instance_id
+    return [replace(block, replica_id=(*block.replica_id[:-1], instance)) for block in blocks]
+
+
+# ---- numbers
+
+
+def numbers_of(shares: Iterable[Share]) -> dict[str, Numbers | None]:
+    """Return what is not a tensor of a parameter's shape, by parameter; None where there is no state at all."""
+    return {identity_of(share.sharded): share.numbers() if share.has_state else None for share in shares}
+
+
+def gather_numbers(numbers: Mapping[str, Numbers | None]) -> dict[str, Any]:
+    """Put the numbers of every rank together, one for all parameters where they agree; collective over the world.
+
+    Returns:
+        ``{"common": {name: value}, "own": {parameter: {name: value}}}``, with in ``own`` only what differs.
+    """
+    merged = {name: value for found in gather(numbers) for name, value in found.items()}
+    common = _most_frequent(list(merged.values()))
+    return {"common": common, "own": {name: value for name, value in merged.items() if not _same(value, common)}}
+
+
+def _most_frequent(values: list[Numbers | None]) -> Numbers | None:
+    groups: list[tuple[Numbers | None, int]] = []
+    for value in values:
+        for index, (known, count) in enumerate(groups):
+            if _same(known, value):
+                groups[index] = (known, count + 1)
+                break
+        else:
+            groups.append((value, 1))
+    return max(groups, key=lambda group: group[1])[0] if groups else None
+
+
+def _same(one: Numbers | None, other: Numbers | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.keys() == other.keys() and all(_is_equal(one[name], other[name]) for name in one)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else bool(one == other)
+
+
+# ---- from a file
+
+
+def load_whole_state(optimizer: MCoreOptimizer, state: Mapping[str, Any]) -> None:
+    """Take this rank's share from the state of an optimizer that is not sharded, as a one-file checkpoint has it.
+
+    Args:
+        optimizer: The optimizer, of a module that is whole on every rank.
+        state: What ``torch.optim.Optimizer.state_dict()`` returned.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    saved = {id(parameter): state["state"].get(index) for parameter, index in zip(parameters, indices, strict=True)}
+    for part in optimizer_parts(optimizer.megatron):
+        for parameter, stepped, _, begin in () if part.is_stub_optimizer else _ranges(part):
+            own = {}
+            for name, value in (saved[id(parameter)] or {}).items():
+                is_whole = isinstance(value, Tensor) and value.shape == parameter.shape and name != _STEP
+                own[name] = (
+                    value.reshape(-1)[begin : begin + stepped.numel()].view_as(stepped).to(stepped, copy=True)
+                    if is_whole
+                    else value
+                )
+            part.optimizer.state[stepped] = own
+    for group, values in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        group.update({name: value for name, value in values.items() if name != "params"})

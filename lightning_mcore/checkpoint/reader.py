@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read the tensors of a checkpoint in Megatron's ``torch_dist`` format, for any layout, and run none of its code.
+
+Each rank asks for the pieces that its layout needs, in terms of whole tensors; the file ``.metadata`` says in which
+files they lie. Megatron shares the reading among data-parallel copies and lets them exchange what they read; this is
+its strategy (:class:`ShardLoadStrategy`) with a reader of our own, :class:`ShardReader`, because torch's
+
+* unpickles ``.metadata`` and objects of the checkpoint as they come, which runs whatever somebody has put there. Here
+  only the classes that belong there are accepted, and objects are tried with ``weights_only=True`` first;
+* reads a whole piece for each request that touches it, and copies it twice. Here the files are mapped, and what is
+  asked for is copied once, into its place;
+* does not see that a file is damaged. Here the checksum of each piece is compared.
+
+``checkpoint_io.py`` calls :func:`load_shards`.
+"""
+
+import io
+import mmap
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
+    TorchDistLoadShardedStrategy,
+    _replace_sharded_keys_with_state_dict_keys,
+    _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
+from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from lightning_mcore.checkpoint.format import METADATA_FILE, damaged, some_of
+from lightning_mcore.checkpoint.storage.torch_archive import find_tensor
+from lightning_mcore.parallel.consensus import collect, on_all
+
+_SHOWN = 5  # names in an error
+_AHEAD = 16 << 20  # bytes that the disk is asked for at once, instead of page by page
+
+
+class ShardReader(FileSystemReader):
+    """Reads pieces of tensors from mapped files.
+
+    Args:
+        path: The checkpoint, for messages.
+        metadata: What ``.metadata`` says, read safely.
+        locate: Returns where a file of the checkpoint lies on this machine, given its name.
+        check: Whether to compare checksums.
+        weights_only: Whether objects must be loadable with ``torch.load(weights_only=True)``.
+    """
+
+    def __init__(
+        self, path: str, metadata: Metadata, locate: Callable[[str], str], check: bool, weights_only: bool
+    ) -> None:
+        super().__init__(path)
+        self.checkpoint = path
+        self.metadata = metadata
+        self._locate = locate
+        self._check = check
+        self._weights_only = weights_only
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what is asked for into its place."""
+        requests: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            requests.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in requests.items():
+            with open(self._locate(_inside(self.checkpoint, name)), "rb") as file:
+                items.sort(key=lambda item: self.storage_data[item.storage_index].offset)
+                self._read_file(file.fileno(), items, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def read_piece(self, index: MetadataIndex) -> Tensor:
+        """Return a stored piece of a tensor, in the memory of its mapped file.
+
+        Raises:
+            ValueError: The checkpoint lacks it, or it is damaged.
+        """
+        info = (self.metadata.storage_data or {}).get(index)
+        if info is None:
+            raise damaged(self.checkpoint, f"{METADATA_FILE} does not say where {index.fqn} lies")
+        with open(self._locate(_inside(self.checkpoint, info.relative_path)), "rb") as file:
+            os.posix_fadvise(file.fileno(), info.offset, info.length, os.POSIX_FADV_WILLNEED)
+            return self._tensor(file.fileno(), info, index)
+
+    def _read_file(self, file: int, items: list[ReadItem], planner: LoadPlanner) -> None:
+        place, tensor, asked_for = None, None, 0
+        for item in items:
+            info: _StorageInfo = self.storage_data[item.storage_index]
+            if self._check and info.offset + info.length > asked_for:  # all of it is read, in this order
+                ahead = max(info.length, _AHEAD)
+                os.posix_fadvise(file, info.offset, ahead, os.POSIX_FADV_WILLNEED)
+                asked_for = info.offset + ahead
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, self._object(file, info, item.storage_index.fqn))
+                continue
+            if tensor is None or place != info:
+                place, tensor = info, self._tensor(file, info, item.storage_index)
+            source = tensor
+            for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                source = source.narrow(axis, start, length)
+            target = planner.resolve_tensor(item).detach()
+            if target.size() != source.size():
+                raise damaged(self.checkpoint, f"{item.storage_index.fqn} has another shape than {METADATA_FILE} says")
+            target.copy_(source)
+            planner.commit_tensor(item, target)
+
+    def _tensor(self, file: int, info: _StorageInfo, index: MetadataIndex) -> Tensor:
+        stored = self.metadata.state_dict_metadata[index.fqn]
+        assert isinstance(stored, TensorStorageMetadata)
+        shape = next((tuple(c.sizes) for c in stored.chunks if index.offset is None or c.offsets == index.offset), ())
+        archive = self._map(file, info)
+        try:
+            tensor = find_tensor(archive, stored.properties.dtype, shape, self._check)
+            if tensor is None:
+                tensor = torch.load(io.BytesIO(archive[-info.length :]), map_location="cpu", weights_only=True)
+        except (ValueError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+            raise self._broken(info, index.fqn, error) from error
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
+            raise damaged(self.checkpoint, f"{index.fqn} has another shape than {METADATA_FILE} says")
+        return tensor
+
+    def _object(self, file: int, info: _StorageInfo, name: str) -> io.BytesIO:
+        archive = self._map(file, info)
+        content = archive[-info.length :]
+        try:
+            if self._check and content.startswith(b"PK"):
+                find_tensor(archive, torch.uint8, (), True)
+            if self._weights_only:
+                torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"{self.checkpoint} holds {name}, an object that could run code when it is read; load with"
+                " weights_only=False if you trust who wrote it"
+            ) from error
+        except (ValueError, RuntimeError, EOFError) as error:
+            raise self._broken(info, name, error) from error
+        return io.BytesIO(content)
+
+    def _map(self, file: int, info: _StorageInfo) -> mmap.mmap:
+        """Map the pages of a piece; its archive ends where they end."""
+        if getattr(info, "transform_descriptors", None):  # since torch 2.7
+            raise ValueError(f"{self.checkpoint} was written with an extension of torch, {info.transform_descriptors}")
+        skipped = info.offset % mmap.ALLOCATIONGRANULARITY
+        try:
+            return mmap.mmap(file, info.length + skipped, access=mmap.ACCESS_COPY, offset=info.offset - skipped)
+        except (ValueError, OverflowError) as error:
+            raise damaged(self.checkpoint, f"{info.relative_path} is shorter than {METADATA_FILE} says") from error
+
+    def _broken(self, info: _StorageInfo, name: str, error: Exception) -> ValueError:
+        return damaged(self.checkpoint, f"{info.relative_path} cannot be read at {name}, for {error}")
+
+
+class ShardLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
+    """Megatron's strategy with our reader; what fails on one rank fails on all before they exchange tensors."""
+
+    def __init__(self, reader: ShardReader) -> None:
+        super().__init__()
+        self._reader = reader
+
+    def load(self, sharded_state_dict: dict[Any, Any], checkpoint_dir: Any, *_: Any) -> dict[Any, Any]:
+        """Load what this rank was given to read; collective over the world."""
+        return on_all(lambda: self._load(sharded_state_dict))
+
+    def _load(self, sharded_state: dict[Any, Any]) -> dict[Any, Any]:
+        """Load without other ranks.
+
+        Source: megatron-core 0.16.1 to 0.19.2, ``TorchDistLoadShardedStrategy.load``.
+        """
+        tensors = [piece for piece in nested_values(sharded_state) if isinstance(piece, ShardedTensor)]
+        flat, flat_mapping, renaming = _replace_state_dict_keys_with_sharded_keys(sharded_state)
+        state = mcore_to_pyt_state_dict(flat, True)
+        planner: Any = MCoreLoadPlanner(
+            shapes_validation_sharded_tensors=[piece for piece in tensors if not piece.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={p.key: p for p in tensors if p.allow_shape_mismatch},
+            flatten_state_dict=False,
+            flatten_sharded_tensors=False,
+        )
+        planner.set_up_planner(state, self._reader.metadata, is_coordinator=True)
+        self._reader.set_up_storage_reader(self._reader.metadata, True)
+        self._reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+        found = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
+        result: dict[Any, Any] = _replace_sharded_keys_with_state_dict_keys(found, flat_mapping, renaming)
+        _restore_dict_types(result, sharded_state)
+        return result
+
+
+def load_shards(reader: ShardReader, sharded_state: dict[str, Any], copies: dist.ProcessGroup) -> dict[str, Any]:
+    """Read what ``sharded_state`` asks for; collective over the world.
+
+    Source: megatron-core 0.16.1 to 0.19.2, ``dist_checkpointing.load``, without the file ``common.pt``.
+
+    Args:
+        reader: Reads the checkpoint.
+        sharded_state: What this rank needs; tensors with data are read into it.
+        copies: The ranks that share the reading of what more than one of them needs.
+
+    Returns:
+        The state with tensors and objects in the places of their descriptions.
+
+    Raises:
+        ValueError: The checkpoint lacks some of it, or holds it in another shape, or is damaged.
+    """
+
+    def prepare() -> tuple[Any, Any, Any]:
+        force_all_tensors_to_non_fp8(sharded_state)
+        wanted, local, factories = load_preprocess(sharded_state)
+        return extract_sharded_base(wanted)[0], local, factories
+
+    wanted, result, factories = on_all(prepare)
+    collect(lambda: _mismatches(reader.metadata, wanted), lambda found: _refuse(reader, found))
+    _, everything = determine_global_metadata(wanted)
+    on_all(lambda: validate_sharding_integrity(everything))
+    strategy = FullyParallelLoadStrategyWrapper(ShardLoadStrategy(reader), copies)
+    merge(result, strategy.load(wanted, reader.path))
+    merged: dict[str, Any] = apply_factory_merges(result, factories)
+    return merged
+
+
+def _mismatches(metadata: Metadata, wanted: Any) -> tuple[set[str], set[str]]:
+    """Return the names that the checkpoint lacks, and those it has in another shape, with both shapes."""
+    stored, missing, other = metadata.state_dict_metadata, set(), set()
+    for piece in nested_values(wanted):
+        name = piece.unique_key if isinstance(piece, ShardedObject) else piece.key
+        found = stored.get(name)
+        if found is None or isinstance(found, TensorStorageMetadata) != isinstance(piece, ShardedTensor):
+            missing.add(name)
+        elif isinstance(found, TensorStorageMetadata) and not piece.allow_shape_mismatch:
+            shapes = tuple(found.size), tuple(piece.global_shape)
+            if shapes[0] != shapes[1]:
+                other.add(f"{name} has {shapes[0]} and should have {shapes[1]}")
+    return missing, other
+
+
+def _refuse(reader: ShardReader, found: list[tuple[set[str], set[str]]]) -> None:
+    missing, other = (set().union(*sets) for sets in zip(*found, strict=True))
+    parts = []
+    if missing:
+        parts.append(f"it lacks {some_of(missing, _SHOWN)}")
+    if other:
+        parts.append(f"shapes differ: {some_of(other, _SHOWN)}")
+    if parts:
+        raise ValueError(
+            f"{reader.checkpoint} does not fit this model: {'; '.join(parts)}; load it into the model that wrote it"
+        )
+
+
+def _inside(path: str, name: str) -> str:
+    if os.path.isabs(name) or ".." in name.split("/"):
+        raise damaged(path, f"{METADATA_FILE} names {name}, which lies outside")
+    return name

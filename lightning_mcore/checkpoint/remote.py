@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints on remote stores (``s3://``, ``gs://``, ``memory://``): written to a local disk first, then uploaded.
+
+A store offers no rename, so nothing there is whole at once. What stands in for it is the manifest: it is uploaded last
+and deleted first, and a directory without it is no checkpoint. While a checkpoint is replaced there is none under that
+name; save under a new name where that matters (``ModelCheckpoint`` does, but for ``save_last=True``).
+
+A save by many ranks: each writes its files into a local directory of its own, rank 0 calls :func:`begin_upload`, then
+each calls :func:`upload_files`, and when all have, rank 0 calls :func:`finish_upload`. Whoever loads calls
+:func:`download`, with the names of the files it needs. Through fsspec, as Lightning's own checkpoints.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lightning_mcore.checkpoint.files import (
+    check_size,
+    files_below,
+    open_store,
+    read_manifest,
+    record_file,
+    require_replaceable,
+)
+from lightning_mcore.checkpoint.format import DELETED_FIRST, MANIFEST_FILE, METADATA_FILE, FileRecord, encode_manifest
+
+
+def begin_upload(path: str) -> None:
+    """Delete what stands under the name, its manifest first; on rank 0 only, when all is written locally.
+
+    Raises:
+        ValueError: A directory stands there that is no checkpoint.
+        OSError: The store refuses.
+    """
+    require_replaceable(path)
+    remote_remove(path)
+    fs, root = open_store(path)
+    fs.makedirs(root, exist_ok=True)
+
+
+def upload_files(local_dir: str, path: str) -> None:
+    """Upload the files of a local directory, except a manifest; on every rank that has one.
+
+    Raises:
+        OSError: The store refuses.
+    """
+    fs, root = open_store(path)
+    # The metadata last: without them, what an interrupted upload leaves is not taken for one of Megatron-LM.
+    names = {*files_below(local_dir)} - {MANIFEST_FILE}
+    for name in sorted(names, key=lambda name: (name == METADATA_FILE, name)):
+        fs.makedirs(os.path.dirname(f"{root}/{name}"), exist_ok=True)
+        fs.put_file(os.path.join(local_dir, name), f"{root}/{name}")
+
+
+def finish_upload(local_dir: str, path: str, manifest: dict[str, Any], files: Mapping[str, FileRecord]) -> None:
+    """Check that everything has arrived, and upload the manifest; on rank 0 only, when every rank has uploaded.
+
+    Args:
+        local_dir: The directory of rank 0, whose files are recorded here unless ``files`` has them.
+        path: The remote path.
+        manifest: As for :func:`~lightning_mcore.checkpoint.files.finish`.
+        files: What all ranks wrote, by name.
+
+    Raises:
+        ValueError: A file has not arrived, or not whole.
+        OSError: The store refuses.
+    """
+    own = {*files_below(local_dir)} - {MANIFEST_FILE} - {*files}
+    records = {**files, **{name: record_file(os.path.join(local_dir, name)) for name in own}}
+    fs, root = open_store(path)
+    for name, record in records.items():
+        check_size(fs, root, path, name, record.size)
+    fs.pipe_file(f"{root}/{MANIFEST_FILE}", encode_manifest(manifest, records))
+    fs.invalidate_cache()
+
+
+def upload(local_dir: str, path: str) -> None:
+    """Copy a whole local checkpoint to a store, in place of what stands there.
+
+    Raises:
+        FileNotFoundError: There is nothing at ``local_dir``.
+        ValueError: It is no whole checkpoint.
+        OSError: The store refuses.
+    """
+    manifest = read_manifest(local_dir)
+    begin_upload(path)
+    upload_files(local_dir, path)
+    finish_upload(local_dir, path, manifest, {n: FileRecord(**record) for n, record in manifest["files"].items()})
+
+
+def download(path: str, local_dir: str, names: Iterable[str] | None = None) -> str:
+    """Copy a checkpoint, or some files of it, into a local directory.
+
+    Args:
+        path: The remote path.
+        local_dir: Made if it is not there.
+        names: Files to fetch, from the manifest or, where there is none, as Megatron named them; None is all.
+
+    Returns:
+        ``local_dir``.
+
+    Raises:
+        FileNotFoundError: There is nothing at ``path``.
+        ValueError: A file is missing, or did not arrive whole.
+        OSError: The store or the disk refuses.
+    """
+    fs, root = open_store(path)
+    if not fs.exists(root):
+        raise FileNotFoundError(f"{path} does not exist; give the path of a checkpoint")
+    found = {name.removeprefix(root).lstrip("/"): info["size"] for name, info in fs.find(root, detail=True).items()}
+    if MANIFEST_FILE in found:
+        recorded = {name: record["size"] for name, record in read_manifest(path)["files"].items()}
+        found = {**recorded, MANIFEST_FILE: found[MANIFEST_FILE]}
+    for name in found if names is None else names:
+        target = os.path.join(local_dir, name)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        check_size(fs, root, path, name, found.get(name, 0))
+        fs.get_file(f"{root}/{name}", target)
+        if os.path.getsize(target) != found.get(name):
+            raise ValueError(f"{name} of {path} did not arrive whole; try again")
+    return local_dir
+
+
+def remote_remove(path: str) -> None:
+    """Delete a remote checkpoint, its manifest first; of nothing, nothing.
+
+    Raises:
+        OSError: The store refuses.
+    """
+    fs, root = open_store(path)
+    for name in DELETED_FIRST:
+        if fs.isfile(f"{root}/{name}"):
+            fs.rm_file(f"{root}/{name}")
+    if fs.exists(root):
+        fs.rm(root, recursive=True)
+    fs.invalidate_cache()

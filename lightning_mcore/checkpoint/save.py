@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One save of a sharded checkpoint, from the plan to the moment it stands under its name.
+
+:meth:`CheckpointSave.start` agrees with all ranks on who writes what and starts the writers; training may go on then,
+if it was given memory for a copy. :meth:`CheckpointSave.advance` waits for them, and rank 0 writes what belongs to all
+and puts the checkpoint in place. Whatever fails on one rank fails on all, and leaves nothing behind but the checkpoint
+that was there before. Both are collective over the world. ``checkpoint_io.py`` keeps the saves that are in flight.
+
+A checkpoint on a remote store is written to local disks and then uploaded, each rank its own files, in the background.
+"""
+
+import errno
+import io
+import json
+import os
+import pickle
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
+from torch.distributed.checkpoint.metadata import Metadata
+
+from lightning_mcore.checkpoint import files as checkpoint_files
+from lightning_mcore.checkpoint import remote as checkpoint_staging
+from lightning_mcore.checkpoint.background_task import BackgroundTask
+from lightning_mcore.checkpoint.format import LIGHTNING_FILE, METADATA_FILE, RANKS_FILE, FileRecord, unsaved
+from lightning_mcore.checkpoint.metadata import COMMON_FILE, tensors_of
+from lightning_mcore.checkpoint.save_plan import Piece, ShardPlanner
+from lightning_mcore.checkpoint.storage import atomic as atomic_directory
+from lightning_mcore.checkpoint.writer import Places, Staging, write_metadata, write_pieces
+from lightning_mcore.parallel.consensus import collect, decide, on_all
+
+SHARDED_STATE = "lightning_mcore/sharded_state"
+MANIFEST = "lightning_mcore/manifest"
+RANK_STATE = "lightning_mcore/rank_state"
+CONTENT_METADATA = "lightning_mcore/content_metadata"
+
+_MEGATRON_CHECKPOINT_VERSION = 3.0  # of Megatron-LM's checkpoints since 2020
+
+T = TypeVar("T")
+Written = tuple[Places, dict[str, FileRecord]]
+
+
+class CheckpointSave:
+    """A save in flight; made by :meth:`start`.
+
+    Attributes:
+        path: Where the checkpoint will stand.
+        links: Names that are to lead to this checkpoint once it is whole.
+        removals: Checkpoints to delete after that; on rank 0.
+        staging: The memory of the copy, free again when the checkpoint is in place.
+    """
+
+    def __init__(self, path: str, directory: str, manifest: dict[str, Any], metadata: Metadata | None) -> None:
+        self.path = path
+        self.links: list[str] = []
+        self.removals: list[str] = []
+        self._directory = directory
+        self._manifest = manifest
+        self._metadata = metadata
+        self.staging: Staging | None = None
+        self._writing: BackgroundTask[Written] | None = None
+        self._uploading: BackgroundTask[None] | None = None
+        self._records: dict[str, FileRecord] = {}
+
+    @classmethod
+    def start(
+        cls,
+        path: str,
+        checkpoint: dict[str, Any],
+        copies: dist.ProcessGroup,
+        planner: ShardPlanner,
+        staging: Staging | None = None,
+    ) -> Self:
+        """Start to write; collective over the world.
+
+        Args:
+            path: The same on every rank.
+            checkpoint: Lightning's dict with this rank's sharded state, manifest and rank state.
+            copies: The ranks that hold copies of each other's tensors.
+            planner: Agrees on who writes what.
+            staging: Memory for a copy of the tensors; without it they must not change until the end.
+
+        Raises:
+            OSError: The disk refused.
+            ValueError: The pieces of all ranks do not make whole tensors, or something else stands at ``path``.
+        """
+        directory = _begin(path)
+        try:
+            files = collect(
+                lambda: checkpoint.get(RANK_STATE), lambda rank_states: _files_of_all(checkpoint, rank_states)
+            )
+            plan = planner.plan(checkpoint[SHARDED_STATE], copies)
+            save = cls(path, directory, dict(checkpoint.get(MANIFEST) or {}), plan.metadata)
+            on_all(lambda: save._start_writing(plan.pieces, files or {}, staging))
+        except BaseException:
+            _abandon(path, directory)
+            raise
+        return save
+
+    def _start_writing(self, pieces: Sequence[Piece], files: dict[str, bytes], staging: Staging | None) -> None:
+        if staging is not None:
+            pieces = staging.copy(pieces)
+        prefix, path, directory = f"__{dist.get_rank()}_", self.path, self._directory
+        self.staging = staging
+        self._writing = BackgroundTask(
+            f"writer of {path}",
+            lambda: _refused(path, lambda: write_pieces(directory, prefix, pieces, files)),
+            gives_way=staging is not None,
+        )
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the next call of :meth:`advance` need not wait for this rank."""
+        task = self._uploading or self._writing
+        return task is None or task.is_done
+
+    def advance(self) -> bool:
+        """Wait for what all ranks do in the background and take the next step; collective over the world.
+
+        Returns:
+            Whether the checkpoint is in place now.
+
+        Raises:
+            FileNotFoundError: Somebody has deleted the folder that it is written in.
+            OSError: The disk or the store refused, on some rank.
+        """
+        try:
+            if self._uploading is None:
+                assert self._writing is not None
+                collect(
+                    partial(self._unless_deleted, self._writing.wait),
+                    lambda written: self._unless_deleted(partial(self._complete, written)),
+                )
+                if checkpoint_files.writes_directly(self.path):
+                    return True
+                decide(lambda: checkpoint_staging.begin_upload(self.path))
+                path, directory = self.path, self._directory
+                self._uploading = BackgroundTask(
+                    f"uploader of {path}", lambda: checkpoint_staging.upload_files(directory, path)
+                )
+                return False
+            on_all(self._uploading.wait)
+            decide(lambda: checkpoint_staging.finish_upload(self._directory, self.path, self._manifest, self._records))
+            shutil.rmtree(self._directory, ignore_errors=True)
+            return True
+        except BaseException:
+            _abandon(self.path, self._directory)
+            raise
+
+    def _unless_deleted(self, function: Callable[[], T]) -> T:
+        """Return what ``function`` returns, and say so where it fails because somebody has deleted what was written."""
+        try:
+            return function()
+        except OSError as error:
+            if os.path.isdir(self._directory):
+                raise
+            what = f"{self.path} was not saved, because {self._directory} was deleted while it was being written"
+            raise FileNotFoundError(errno.ENOENT, what) from error
+
+    def _complete(self, written: list[Written]) -> None:
+        """Write what belongs to all ranks, and put a local checkpoint in place; on rank 0."""
+        metadata = self._metadata
+        assert metadata is not None
+        places = [of_rank for of_rank, _ in written]
+        self._records = {name: record for _, records in written for name, record in records.items()}
+        self._records[METADATA_FILE] = _refused(self.path, lambda: write_metadata(self._directory, metadata, places))
+        self._manifest["tensors"] = tensors_of(metadata)
+        if checkpoint_files.writes_directly(self.path):
+            checkpoint_files.finish(self.path, self._manifest, self._records)
+            for name in self.links:
+                checkpoint_files.link(name, self.path)
+
+
+def save_file(content: Any, path: str) -> None:
+    """Write one file that stands under its name when it is whole; on one rank, to a disk of this machine.
+
+    Lightning writes it to the disk for temporary files and moves it, which copies it where that is another disk.
+
+    Args:
+        content: What ``torch.save`` takes.
+        path: Absolute; what stands there, a directory too, is replaced.
+
+    Raises:
+        OSError: The disk refuses; what stands there is left alone.
+        ValueError: A directory stands there that is no checkpoint, or as :func:`atomic_directory.begin`.
+        RuntimeError: Another process is writing it.
+    """
+    if not os.path.islink(path):
+        checkpoint_files.require_replaceable(path)
+    try:
+        name = os.path.basename(path)
+        directory = atomic_directory.begin(path)
+        try:
+            with open(os.path.join(directory, name), "wb") as file:
+                torch.save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            atomic_directory.publish_file(path, name)
+        except BaseException:
+            atomic_directory.abandon(path)
+            raise
+    except OSError as error:
+        raise unsaved(path, error) from error
+
+
+def _begin(path: str) -> str:
+    if checkpoint_files.writes_directly(path):
+        return decide(lambda: checkpoint_files.begin(path))
+    return on_all(lambda: tempfile.mkdtemp(prefix="checkpoint_"))
+
+
+def _abandon(path: str, directory: str) -> None:
+    if not checkpoint_files.writes_directly(path):
+        shutil.rmtree(directory, ignore_errors=True)
+    elif dist.get_rank() == 0:
+        checkpoint_files.abandon(path)
+
+
+def _files_of_all(checkpoint: dict[str, Any], rank_states: list[Any]) -> dict[str, bytes]:
+    """Return the files that rank 0 writes beside the tensors, as they are now."""
+    ours = (SHARDED_STATE, MANIFEST, RANK_STATE, CONTENT_METADATA)
+    common: dict[str, Any] = {
+        "iteration": int(checkpoint.get("global_step", 0)),
+        "checkpoint_version": _MEGATRON_CHECKPOINT_VERSION,
+    }
+    if CONTENT_METADATA in checkpoint:
+        common["content_metadata"] = checkpoint[CONTENT_METADATA]
+    return {
+        LIGHTNING_FILE: _saved({name: value for name, value in checkpoint.items() if name not in ours}),
+        RANKS_FILE: _saved(rank_states),
+        COMMON_FILE: _saved(common),
+        CONFIG_FNAME: json.dumps(asdict(CheckpointingConfig("torch_dist", 1))).encode(),
+    }
+
+
+def _saved(content: Any) -> bytes:
+    stream = io.BytesIO()
+    try:
+        torch.save(content, stream)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(f"the checkpoint holds an object that cannot be saved, {error}; take it out") from error
+    return stream.getvalue()
+
+
+def _refused(path: str, function: Callable[[], Any]) -> Any:
+    """Return what ``function`` returns; what the disk says against it becomes one sentence."""
+    try:
+        return function()
+    except OSError as error:
+        raise unsaved(path, error) from error

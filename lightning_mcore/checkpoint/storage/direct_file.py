@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A new file that is on the disk when it is closed, and knows its checksum without having been read again.
+
+What is written goes past the page cache of the system, where the disk allows it (``O_DIRECT``): a checkpoint is written
+once and seldom read soon, so pages for it would only cost memory that has to be found and cleared first, which can be
+slower than the disk, and push out pages of the training data. Such writes need memory and sizes in whole blocks of the
+disk, so everything passes through a buffer. Where the disk refuses (memory disks, some network disks), the same buffer
+is written in the ordinary way.
+
+``checkpoint_writer.py`` writes all files of a checkpoint with it.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import zlib
+from typing import Self
+
+from lightning_mcore.checkpoint.format import FileRecord
+from lightning_mcore.checkpoint.storage.torch_archive import combine_checksums
+
+_BUFFER = 8 << 20  # bytes; large enough that a thread that waits for Python's lock between two writes loses little
+_BLOCK = 4096  # bytes; a multiple of the block of any disk in use
+_COMBINED_FROM = 1 << 16  # bytes from which a second checksum costs more than combining two
+
+
+class ChecksummedFile:
+    """A file being written; to be used in a ``with`` statement, at whose end it is on the disk.
+
+    Args:
+        path: Where; what is there is replaced.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.size = 0
+        self._checksum = 0
+        self._filled = 0
+        self._buffer = mmap.mmap(-1, _BUFFER)
+        self._descriptor = _open(path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            os.close(self._descriptor)
+
+    def write(self, content: bytes | memoryview, checksum: int | None = None) -> None:
+        """Append ``content``.
+
+        Args:
+            content: What to write.
+            checksum: Its CRC32, if it is known already.
+
+        Raises:
+            OSError: The disk refuses.
+        """
+        length = len(content)
+        if checksum is None or length < _COMBINED_FROM:
+            self._checksum = zlib.crc32(content, self._checksum)
+        else:
+            self._checksum = combine_checksums(self._checksum, checksum, length)
+        self.size += length
+        done = 0
+        while done < length:
+            step = min(_BUFFER - self._filled, length - done)
+            self._buffer[self._filled : self._filled + step] = content[done : done + step]
+            self._filled += step
+            done += step
+            if self._filled == _BUFFER:
+                self._write(_BUFFER)
+                self._filled = 0
+
+    @property
+    def record(self) -> FileRecord:
+        """Size and checksum."""
+        return FileRecord(self.size, f"{self._checksum:08x}")
+
+    def _finish(self) -> None:
+        """Write the rest in a whole number of blocks, cut off what is too much, and wait for the disk."""
+        blocks = -(-self._filled // _BLOCK) * _BLOCK
+        self._buffer[self._filled : blocks] = bytes(blocks - self._filled)
+        self._write(blocks)
+        os.ftruncate(self._descriptor, self.size)
+        os.fsync(self._descriptor)
+
+    def _write(self, length: int) -> None:
+        done = 0
+        with memoryview(self._buffer) as buffer:
+            while done < length:
+                try:
+                    done += os.write(self._descriptor, buffer[done:length])
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not _leave_direct(self._descriptor):
+                        raise
+                if done % _BLOCK:  # a disk that is nearly full writes part of a block
+                    _leave_direct(self._descriptor)
+
+
+def _open(path: str) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags, 0o666)
+
+
+def _leave_direct(descriptor: int) -> bool:
+    """Write in the ordinary way from now on; return whether that is a change."""
+    flags, direct = fcntl.fcntl(descriptor, fcntl.F_GETFL), getattr(os, "O_DIRECT", 0)
+    if not flags & direct:
+        return False
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~direct)
+    return True

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights alone, from any checkpoint into any layout: to start a new run from them, or to look at the whole model.
+
+:func:`load_weights` fills the chunks that a rank has just built with the parts of the checkpoint that belong there, so
+no rank ever holds the whole model. :func:`build_from_checkpoint` makes a module from the hyper-parameters in a
+checkpoint, whole in this process. ``MCoreModule`` has both as methods.
+"""
+
+import sys
+import warnings
+import zipfile
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.core.saving import _load_state
+from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
+
+from lightning_mcore.checkpoint import manifest as checkpoint_manifest
+from lightning_mcore.checkpoint import model_state as sharded_state
+from lightning_mcore.checkpoint.io import MCoreCheckpointIO
+from lightning_mcore.checkpoint.stored_state import StoredState
+from lightning_mcore.config.fp8 import check_start
+from lightning_mcore.models.transformer_config import refuse_recorded_code
+from lightning_mcore.parallel.chunks import built_chunks
+from lightning_mcore.parallel.session import single_process
+
+_INSTANTIATORS = (None, "lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
+
+_M = TypeVar("_M", bound=pl.LightningModule)
+
+
+def load_weights(module: pl.LightningModule, path: str | Path, strict: bool = True) -> None:
+    """Read the weights of a checkpoint into the chunks that ``pipeline()`` has built; collective over the world.
+
+    Args:
+        module: A module whose model is built and not wrapped yet, as at the end of ``configure_model``.
+        path: A directory that ``MCoreStrategy`` or Megatron-LM wrote, on any layout.
+        strict: Refuse names that are missing or unexpected, instead of warning of them.
+
+    Raises:
+        FileNotFoundError: There is nothing at ``path``.
+        RuntimeError: The module has no model yet.
+        ValueError: It is no such checkpoint, or of another model; or the model keeps its weights in FP8.
+    """
+    where, io = str(path), MCoreCheckpointIO()
+    check_start(bool(getattr(built_chunks(module).config, "fp8_param", False)), f"the weights of {where}")
+    if not io.is_directory(where):
+        raise ValueError(
+            f"{where} is no directory, as MCoreStrategy and Megatron-LM write it; read a file of another strategy with"
+            " load_from_checkpoint"
+        )
+    _load(module, where, io, strict)
+
+
+def build_from_checkpoint(
+    cls: type[_M],
+    path: str | Path,
+    strict: bool | None = None,
+    weights_only: bool | None = None,
+    hyper_parameters: Mapping[str, Any] | None = None,
+) -> _M:
+    """Make a module from a sharded checkpoint, with the whole model in this process.
+
+    What Lightning's ``load_from_checkpoint`` does with a file, for a directory of any module: it is made from the
+    hyper-parameters in the checkpoint, and its weights are read in place, from whatever layout they were saved on.
+
+    Args:
+        cls: The module's class, a LightningModule or an ``MCoreModule``.
+        path: The checkpoint, a directory.
+        strict: Whether names must agree; the module's ``strict_loading`` by default.
+        weights_only: As ``torch.load`` takes it, for what Lightning keeps.
+        hyper_parameters: What to use instead of those in the checkpoint.
+
+    Raises:
+        FileNotFoundError: There is nothing at ``path``.
+        RuntimeError: This process is one of several connected ranks.
+        ValueError: It is no such checkpoint, or of another model.
+    """
+    with single_process():
+        return _build(cls, str(path), strict, weights_only, dict(hyper_parameters or {}))
+
+
+def hyper_parameters_of(path: str | Path, weights_only: bool | None, given: Collection[str] = ()) -> dict[str, Any]:
+    """Return the hyper-parameters in a file of Lightning's; no weights are read.
+
+    Args:
+        path: The file.
+        weights_only: As ``torch.load`` takes it.
+        given: Names of those that the user gives instead, which are left out.
+    """
+    state = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(path))
+    recorded = state.get(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY) if isinstance(state, Mapping) else None
+    return {name: value for name, value in dict(recorded or {}).items() if name not in given}
+
+
+def refuse_code(path: str | Path, hyper_parameters: Any) -> None:
+    """Refuse hyper-parameters of a file that name code to run: modules are imported where the user names them.
+
+    Args:
+        path: The file, for the message.
+        hyper_parameters: What stands in it, and is not given by the user instead.
+
+    Raises:
+        ValueError: They name a class that this process has not imported, or a function that is not Megatron's or
+            torch's.
+    """
+    if not isinstance(hyper_parameters, Mapping):
+        return
+    instantiator = hyper_parameters.get("_instantiator")
+    if instantiator not in _INSTANTIATORS:
+        raise ValueError(f"{path} asks for {instantiator!r} to make its module; only {_INSTANTIATORS[1]!r} may")
+    for class_path in _class_paths(hyper_parameters):
+        if not _is_imported(class_path):
+            raise ValueError(
+                f"{path} names the class {class_path!r}, and code is not imported because a file names it; import its"
+                " module yourself before, if it is your own"
+            )
+    fields = hyper_parameters.get("transformer")
+    if isinstance(fields, Mapping):
+        refuse_recorded_code(str(path), fields)
+
+
+def _class_paths(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if key in ("_class_path", "class_path"):
+                yield item
+            yield from _class_paths(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _class_paths(item)
+
+
+def _is_imported(class_path: Any) -> bool:
+    """Whether a class, or a method of one, is in a module that is imported; imports nothing."""
+    module, _, name = str(class_path).rpartition(".")
+    if module in sys.modules:
+        return hasattr(sys.modules[module], name)
+    above, _, owner = module.rpartition(".")
+    return hasattr(getattr(sys.modules.get(above), owner, None), name)
+
+
+def _build(cls: type[_M], path: str, strict: bool | None, weights_only: bool | None, arguments: dict[str, Any]) -> _M:
+    io = MCoreCheckpointIO()
+    state: dict[str, Any] = dict(_pl_migrate_checkpoint(io.load_checkpoint(path, weights_only=weights_only), path))
+    recorded = state.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
+    refuse_code(path, {name: value for name, value in recorded.items() if name not in arguments})
+    hyper_parameters = {**recorded, **arguments}
+    lightning_state = {**state, cls.CHECKPOINT_HYPER_PARAMS_KEY: hyper_parameters}
+    outside = lightning_state["state_dict"]
+    with warnings.catch_warnings():
+        # What Lightning does not find, for there is nothing in this dict, is read from the shards.
+        warnings.filterwarnings("ignore", message="Found keys that are in the model state dict but not in")
+        module = _load_state(cls, {**lightning_state, "state_dict": {}}, strict=False, **arguments)
+    assert isinstance(module, cls)
+    strictly = module.strict_loading if strict is None else strict
+    sharded_state.load_outside_chunks(module, outside, path, strictly)
+    _load(module, path, io, strictly)
+    return module
+
+
+def _load(module: pl.LightningModule, path: str, io: MCoreCheckpointIO, strict: bool) -> None:
+    stored = StoredState.open(io, path)
+    checkpoint_manifest.check_model(path, stored.contents.manifest, module)
+    sharded_state.load(stored, built_chunks(module), [], strict, advice="pass strict=False")

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``lightning-mcore``; ``python -m lightning_mcore.cli`` is the same.
+
+::
+
+    lightning-mcore fit --config run.yaml
+    lightning-mcore plan run.yaml
+    lightning-mcore preprocess 'corpus/*.jsonl' --output data/corpus --tokenizer gpt2
+    lightning-mcore import models/llama start.ckpt
+    lightning-mcore export runs/last.ckpt models/tuned
+
+Each command is a module with a function ``run(arguments) -> exit code``, and only the module of the command that is
+asked for is imported: torch, Lightning and megatron-core take seconds. Exit code 0 says that it was done, 1 that it
+could not be, 2 that an argument is wrong, 130 that Ctrl-C ended it. For ``import`` and ``export`` what cannot be done
+is a wrong argument: a folder, a family.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from lightning_mcore.cli.command_errors import DONE, is_of_transformer_engine, refused
+from lightning_mcore.config.spelling import unknown_name
+from lightning_mcore.config.without_torch import keep_torch_out
+
+__all__ = ["COMMANDS", "console", "main"]
+
+COMMANDS = {
+    "fit": ("lightning_mcore.cli.fit", "train a model as a YAML file says (LightningCLI)"),
+    "validate": ("lightning_mcore.cli.fit", "run its validation alone"),
+    "test": ("lightning_mcore.cli.fit", "run its test"),
+    "predict": ("lightning_mcore.cli.fit", "run its prediction"),
+    "llamafactory": ("lightning_mcore.cli.llamafactory", "train from a file of LLaMA-Factory's"),
+    "plan": ("lightning_mcore.cli.plan", "show what a run will do and need, without running it"),
+    "preprocess": (
+        "lightning_mcore.cli.preprocess",
+        "make Megatron's indexed datasets from text, jsonl or parquet files",
+    ),
+    "import": ("lightning_mcore.cli.import_", "make a sharded checkpoint from a Hugging Face model"),
+    "export": ("lightning_mcore.cli.export", "make a Hugging Face model from a sharded checkpoint"),
+    "checkpoint": ("lightning_mcore.checkpoint.commands", "check a checkpoint, or look into it"),
+}
+"""The module of each command, and what it does."""
+
+_NAMED = ("lightning_mcore.cli.fit",)  # modules of several commands, which are told which one is asked for
+
+
+def console() -> int:
+    """Run the command line, as the installed script does, and return the exit code."""
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["plan"] and "--check" not in arguments:
+        keep_torch_out()
+    try:
+        return main(arguments)
+    except BrokenPipeError:  # as under "| head"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a command and return the exit code.
+
+    Args:
+        arguments: What follows the name of the program.
+    """
+    name, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
+    if name in ("-h", "--help"):
+        print(overview())
+        return DONE
+    if name == "--version":
+        from lightning_mcore import __version__
+
+        print(f"lightning-mcore {__version__}")
+        return DONE
+    if name not in COMMANDS:
+        known = ", ".join(COMMANDS)
+        return refused(unknown_name("command", name, COMMANDS) if name else f"no command is given; choose from {known}")
+    module = COMMANDS[name][0]
+    try:
+        code: int = importlib.import_module(module).run([name, *rest] if module in _NAMED else rest)
+    except (RuntimeError, OSError) as error:
+        if not is_of_transformer_engine(error):
+            raise
+        return refused(error)
+    return code
+
+
+def overview() -> str:
+    """Return the text of ``--help``: the commands, one a line."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {line}" for name, (_, line) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: lightning-mcore COMMAND ...",
+            "",
+            "Train with Lightning and megatron-core, and the tools around it.",
+            "",
+            *lines,
+            "",
+            "lightning-mcore COMMAND --help says more.",
+        ]
+    )

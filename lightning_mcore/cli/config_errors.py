@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with a configuration that LightningCLI refuses, in one sentence.
+
+jsonargparse decides what is accepted. When it refuses, its own words are a page of usage and a list of the types that
+did not fit, so the configuration is walked once more, beside the signatures of the classes that it names, until the key
+or the value is found that is wrong: a misspelt key, a wrong type or choice, a class that does not exist, an argument
+that is missing. What is not found that way is jsonargparse's message, put on one line.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import os
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from lightning_mcore.config.field_values import accepts, choices_of
+from lightning_mcore.config.spelling import unknown_name
+
+_CONFIG = ("-c", "--config")
+_OF_A_CLASS = ("class_path", "init_args", "dict_kwargs")
+_CLASSES = ("model", "data", "optimizer", "lr_scheduler")  # keys of the top whose value is a class
+
+
+def explain(parser: Any, arguments: Sequence[str], message: str) -> str:
+    """Return what is wrong, as one sentence.
+
+    Args:
+        parser: That of the command, a ``LightningArgumentParser``.
+        arguments: What it was given.
+        message: What it says.
+    """
+    roots = {name.removeprefix("--").partition(".")[0]: name for name in parser._option_string_actions}
+    try:
+        settings = _read(parser, arguments)
+        fault = _fault_at_the_top(settings, roots)
+    except ValueError as error:
+        return str(error)
+    return fault or on_one_line(message)
+
+
+def _read(parser: Any, arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the files and arguments as one tree of plain data, as far as that can be told.
+
+    Raises:
+        ValueError: An option or a file is wrong.
+    """
+    settings: dict[str, Any] = {}
+    for name, value in _options(arguments):
+        if name in _CONFIG:
+            _merge(settings, _load(value))
+            continue
+        path = name.removeprefix("--").removesuffix("+").split(".")
+        if name not in parser._option_string_actions and not _is_below_a_class(path, parser):
+            raise ValueError(unknown_name("option", name, _spelled(parser)))
+        if not name.endswith("+"):
+            _put(settings, path, _plain(value))
+    return settings
+
+
+def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield options and their values, written ``--name value`` or ``--name=value``."""
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if not name.startswith("-"):
+            raise ValueError(f"{word!r} is no option; give --name=value")
+        if not equals:
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        yield name, value
+
+
+def _load(path: str) -> dict[str, Any]:
+    if not os.path.isfile(path):
+        raise ValueError(f"--config {path}: there is no such file; give the path of a YAML file")
+    with open(path, encoding="utf-8") as file:
+        try:
+            content = yaml.safe_load(file)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no keys; give a YAML file with trainer:, model: and data:")
+    return content
+
+
+def _is_below_a_class(path: list[str], parser: Any) -> bool:
+    """Whether an option names an argument of a class, such as ``--model.vocab_size``, or of a callback."""
+    above = [".".join(path[:count]) for count in range(1, len(path))]
+    return any(f"--{name}" in parser._option_string_actions for name in above if name != "trainer")
+
+
+def _spelled(parser: Any) -> list[str]:
+    return [name for name in parser._option_string_actions if name.startswith("--") and not name.endswith("+")]
+
+
+def _plain(value: str) -> Any:
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError:
+        return value
+
+
+def _merge(settings: dict[str, Any], other: Mapping[str, Any]) -> None:
+    for name, value in other.items():
+        if isinstance(value, Mapping) and isinstance(settings.get(name), dict):
+            _merge(settings[name], value)
+        else:
+            settings[name] = value
+
+
+def _put(settings: dict[str, Any], path: list[str], value: Any) -> None:
+    """Set a value at its place; an argument of a class stands under its ``init_args``."""
+    place = settings
+    for name in path[:-1]:
+        if isinstance(place.get(name), str):
+            place[name] = {"class_path": place[name]}
+        place = place.setdefault(name, {}) if isinstance(place.get(name, {}), dict) else {}
+        if "class_path" in place and "init_args" not in path:
+            place = place.setdefault("init_args", {})
+    place[path[-1]] = value
+
+
+def _fault_at_the_top(settings: Mapping[str, Any], roots: Mapping[str, Any]) -> str | None:
+    from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    kinds = {"model": LightningModule, "data": LightningDataModule, "optimizer": Optimizer, "lr_scheduler": LRScheduler}
+    for name, value in settings.items():
+        if name not in roots:
+            return unknown_name("key", name, roots)
+        fault = None
+        if name == "trainer":
+            fault = _fault_in_call(name, value, Trainer)
+        elif name in _CLASSES and value is not None:
+            fault = _fault_in_value(name, value, kinds[name])
+        if fault:
+            return fault
+    return None if settings.get("model") else "model is not given; give its class, such as --model=MCoreGPT"
+
+
+def _fault_in_call(path: str, given: Any, function: Any) -> str | None:
+    """Return what is wrong with the arguments of a class or function."""
+    if not isinstance(given, Mapping):
+        return f"{path}={given!r} does not fit; give its arguments by name"
+    parameters = inspect.signature(function).parameters
+    takes_any = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
+    known = [name for name, item in parameters.items() if item.kind in (item.KEYWORD_ONLY, item.POSITIONAL_OR_KEYWORD)]
+    hints = _hints(function)
+    for name, value in given.items():
+        if name not in known and not takes_any:
+            return unknown_name(f"key of {path}", name, known)
+        fault = _fault_in_value(f"{path}.{name}", value, hints.get(name, Any))
+        if fault:
+            return fault
+    missing = [name for name in known if parameters[name].default is inspect.Parameter.empty and name not in given]
+    if missing and isinstance(function, type) and not takes_any and path.partition(".")[0] not in _CLASSES[2:]:
+        return f"{path} lacks {' and '.join(missing)}; give {'it' if len(missing) == 1 else 'them'}"
+    return None
+
+
+def _fault_in_value(path: str, value: Any, hint: Any) -> str | None:
+    if isinstance(value, list):
+        faults = (_fault_in_value(f"{path}[{number}]", item, Any) for number, item in enumerate(value))
+        found = next((fault for fault in faults if fault), None)
+        if found:
+            return found
+    if isinstance(value, Mapping) and "class_path" in value:
+        return _fault_in_class(path, value)
+    kinds = _kinds(hint)
+    dataclass = next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
+    if isinstance(value, Mapping) and dataclass is not None:
+        return _fault_in_call(path, value, dataclass)
+    if any(kind is Any or not _is_plain(kind) for kind in kinds) and str not in kinds:
+        if isinstance(value, str) and path in _CLASSES:
+            return _fault_in_class(path, {"class_path": value})
+        return None
+    return None if accepts(hint, _number(value)) else f"{path}={value!r} does not fit; choose {choices_of(hint)}"
+
+
+def _fault_in_class(path: str, value: Mapping[str, Any]) -> str | None:
+    for name in value:
+        if name not in _OF_A_CLASS:
+            return unknown_name(f"key of {path} beside class_path", name, _OF_A_CLASS)
+    found = _find(path, str(value["class_path"]))
+    if isinstance(found, str):
+        return found
+    return _fault_in_call(path, value.get("init_args") or {}, found)
+
+
+def _find(path: str, class_path: str) -> Any:
+    """Return a class or function by its path or short name; a sentence where there is none."""
+    module, _, name = class_path.rpartition(".")
+    if not module:
+        known = {kind.__name__: kind for kind in _subclasses()}
+        return known.get(name) or f"{path}: {unknown_name('class', name, known)}"
+    owner: Any = None
+    with contextlib.suppress(ImportError, AttributeError, ValueError):
+        owner = importlib.import_module(module)
+    if owner is None:  # a method of a class, as lightning_mcore.MCoreGPT.from_pretrained
+        above, _, class_name = module.rpartition(".")
+        with contextlib.suppress(ImportError, AttributeError, ValueError):
+            owner = getattr(importlib.import_module(above), class_name)
+    if owner is None:
+        return f"{path}: module {module!r} of class_path {class_path!r} cannot be imported; give the path of a class"
+    if not hasattr(owner, name):
+        return f"{path}: {unknown_name(f'name in {module}', name, [key for key in dir(owner) if key[0] != '_'])}"
+    return getattr(owner, name)
+
+
+def _subclasses() -> Iterator[type]:
+    """Yield the classes that may be given by their short names."""
+    from lightning.pytorch import Callback, LightningDataModule, LightningModule
+    from lightning.pytorch.strategies import Strategy
+
+    left: list[type] = [Callback, LightningDataModule, LightningModule, Strategy]
+    while left:
+        kind = left.pop()
+        left += kind.__subclasses__()
+        yield kind
+
+
+def _hints(function: Any) -> dict[str, Any]:
+    constructor = "__init__"
+    with contextlib.suppress(NameError, TypeError, AttributeError):
+        return typing.get_type_hints(getattr(function, constructor) if isinstance(function, type) else function)
+    return {}
+
+
+def _kinds(hint: Any) -> list[Any]:
+    """Return the types that a value may have."""
+    arguments = typing.get_args(hint)
+    is_union = (arguments and type(None) in arguments) or str(typing.get_origin(hint)) in _UNIONS
+    return [kind for argument in arguments for kind in _kinds(argument)] if is_union else [hint]
+
+
+_UNIONS = ("typing.Union", "<class 'types.UnionType'>")
+
+
+def _is_plain(kind: Any) -> bool:
+    origin = typing.get_origin(kind) or kind
+    return origin in (bool, int, float, str, list, tuple, dict, type(None), typing.Literal)
+
+
+def _number(value: Any) -> Any:
+    """Return 1e-4 as a number, which YAML takes for text."""
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return float(value)
+    return value
+
+
+def on_one_line(message: str) -> str:
+    """Return a message of jsonargparse's without its lists of types.
+
+    Args:
+        message: Of several lines.
+    """
+    lines = [line.strip(" -") for line in message.splitlines() if line.strip(" -")]
+    dull = ("Does not validate against", "Subtypes:", "Errors:", "Given value", "Expected a <class ")
+    told = [line for line in lines if not line.startswith(dull)] or lines
+    return " ".join(told).replace("Parser key ", "")

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a command that trains ends: one sentence for what is wrong before it has begun, a traceback for what comes later.
+
+A file, a key, a value or a layout that does not fit is a sentence and exit code 2. An error in the middle of a run
+keeps its traceback; so does one in code of the user's, whom a sentence without a place would not help.
+``lightning-mcore fit`` and ``llamafactory`` train under :func:`guarded`.
+"""
+
+import signal
+import sys
+import sysconfig
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from lightning_mcore.cli.command_errors import DONE, EXPECTED, INTERRUPTED, WRONG, refused, sentence
+
+_NOT_THE_USERS = [
+    str(Path(__file__).resolve().parents[1]),
+    *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+]
+_OF_PACKAGES = (
+    ".*cuda_graph_scope.*",  # megatron-core warns of its own default
+    ".*grad attribute of a Tensor that is not a leaf.*",  # the fp32 shards of megatron-core's optimizer are views
+    ".*torch.distributed.*is deprecated.*",  # megatron-core 0.16 under a torch that renames collectives
+    ".*isinstance.treespec, LeafSpec.*",  # Lightning under the same torch
+    ".*You have overridden `on_before_batch_transfer`.*",  # of MCoreGPT, which is the one to use
+)
+"""Warnings that every rank would give, and that a user of a command can do nothing about."""
+_OF_PACKAGES_ON_A_CPU = (".*CUDA_DEVICE_MAX_CONNECTIONS.*",)
+_OTHER_RANKS_WAIT = 5.0  # seconds; rank 0 says the same and ends them first, unless an error is theirs alone
+
+
+class Beginning(pl.Callback):
+    """Knows whether a run has begun: what goes wrong from then on is no wrong setting."""
+
+    is_over = False
+    _trainer: pl.Trainer | None = None
+
+    def end_other_ranks(self) -> None:
+        """End the ranks that this process has started, which would say the same once more."""
+        launcher = self._trainer.strategy.launcher if self._trainer is not None else None
+        if isinstance(launcher, _SubprocessScriptLauncher):
+            launcher.kill(signal.SIGKILL)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Keep the trainer whose ranks may have to be ended."""
+        self._trainer = trainer
+
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note that batches are run."""
+        self.is_over = True
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note that batches are run."""
+        self.is_over = True
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note that batches are run."""
+        self.is_over = True
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note that batches are run."""
+        self.is_over = True
+
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note that batches are run."""
+        self.is_over = True
+
+
+def guarded(run: Callable[[Beginning], object]) -> int:
+    """Run a training, and return the exit code; what goes wrong before it has begun is one sentence.
+
+    Args:
+        run: What to do; it gives the trainer the callback, which learns that batches are run.
+    """
+    beginning = Beginning()
+    for message in (*_OF_PACKAGES, *(() if torch.cuda.is_available() else _OF_PACKAGES_ON_A_CPU)):
+        warnings.filterwarnings("ignore", message=message, append=True)  # behind what the user has asked for
+    try:
+        run(beginning)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except SystemExit as end:
+        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning has shut down the run
+            return INTERRUPTED
+        raise
+    except (*EXPECTED, MisconfigurationException) as error:
+        if beginning.is_over or _is_in_code_of_the_user(error):
+            raise
+        rank = getattr(rank_zero_only, "rank", 0)
+        if rank == 0:
+            beginning.end_other_ranks()
+            return refused(error)
+        time.sleep(_OTHER_RANKS_WAIT)
+        print(f"error on rank {rank}: {sentence(error)}", file=sys.stderr)
+        return WRONG
+    return DONE
+
+
+def _is_in_code_of_the_user(error: Exception) -> bool:
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return any(not file.startswith(("<", *_NOT_THE_USERS)) for file in files)

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``lightning-mcore llamafactory FILE [key=value ...]``: a training file of LLaMA-Factory, run as it is.
+
+::
+
+    lightning-mcore llamafactory examples/megatron/qwen3_moe_full.yaml output_dir=saves/mine --devices 8
+    torchrun --nnodes 2 --nproc-per-node 8 ... -m lightning_mcore.cli llamafactory file.yaml
+
+What the file says is checked as a whole before anything heavy is imported. Then the run: lines about layout and batch,
+training with checkpoints in ``output_dir``, the losses in ``trainer_log.jsonl``, and the model in Hugging Face form at
+the end, beside the checkpoints. Ranks are started here, one for each device, or by ``torchrun``.
+"""
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning_mcore.cli.command_errors import DONE, carried_out
+from lightning_mcore.cli.command_parser import CommandParser
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_mcore.arguments.llamafactory.loss_record import LossRecord
+    from lightning_mcore.arguments.llamafactory.run import FactoryRun
+    from lightning_mcore.cli.guard import Beginning
+
+_MOVE_SECONDS = 120.0  # for renaming and deleting files
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command, and return the exit code.
+
+    Args:
+        arguments: What follows its name.
+    """
+    pairs = [word for word in arguments if "=" in word and not word.startswith("-") and not os.path.isfile(word)]
+    options = _parser().read([word for word in arguments if word not in pairs])  # which may stand between the options
+    options["overrides"] += pairs
+    read: list[FactoryRun] = []
+    code = carried_out(lambda: read.append(_read(options)))  # before anything heavy is imported
+    if code != DONE:
+        return code
+    from lightning_mcore.cli.guard import guarded
+
+    return guarded(lambda beginning: _train(read[0], options, beginning))
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser("llamafactory", "Run a training file of LLaMA-Factory (stage pt or sft, full fine-tuning).")
+    parser.add_argument("file", metavar="FILE", help="the training file, YAML or JSON")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to have instead; values are YAML")
+    parser.add_argument(
+        "--devices",
+        type=int,
+        help="ranks on each machine; default: as torchrun says, all GPUs, or on a CPU as many as the layout needs",
+    )
+    parser.add_argument("--nodes", type=int, help="machines; default: as torchrun says, or 1")
+    parser.add_argument("--accelerator", choices=["auto", "cpu", "cuda"], default="auto", help="where; default: auto")
+    return parser
+
+
+def _read(options: dict[str, Any]) -> "FactoryRun":
+    from lightning_mcore.arguments.llamafactory.run import read_run
+
+    return read_run(options["file"], options["overrides"])
+
+
+def _train(asked: "FactoryRun", options: dict[str, Any], beginning: "Beginning") -> None:
+    from lightning_mcore.arguments.llamafactory.loss_record import LossRecord
+    from lightning_mcore.arguments.llamafactory.model_folder import move_in, unfinished
+    from lightning_mcore.hf.callback import SaveHFModel
+
+    arguments, folder = asked.arguments, str(asked.arguments.output_dir)
+    record = LossRecord(folder, asked.keys.plot_loss)
+    exports = asked.keys.export_hf_on_finish and bool(arguments.do_train)
+    callbacks: list[Any] = [beginning, record, *_early_stopping(asked)]
+    if exports:
+        callbacks.append(SaveHFModel(unfinished(folder)))
+    trainer = _trainer(asked, options, callbacks)
+    _finish_moving(folder, trainer)
+    resume = _resume(asked)
+    model = asked.model()
+    data = asked.data()
+    _say(trainer, "\n".join([*asked.notes, batch_line(asked, trainer)]))
+    if arguments.do_train:
+        trainer.fit(model, datamodule=data, ckpt_path=resume)
+        if exports and trainer.is_global_zero:
+            move_in(folder)
+    if arguments.do_eval and not (arguments.do_train and record.evaluation):
+        trainer.limit_val_batches = 1.0
+        trainer.validate(model, datamodule=data, ckpt_path=None if arguments.do_train else resume, verbose=False)
+    _say(trainer, _outcome(asked, record, exports))
+
+
+def _finish_moving(folder: str, trainer: "pl.Trainer") -> None:
+    """Put the model in its place that a run before left on its way there; the other ranks wait for rank 0."""
+    from lightning_mcore.arguments.llamafactory.model_folder import is_waiting, move_in
+
+    if trainer.is_global_zero:
+        move_in(folder)
+    deadline = time.monotonic() + _MOVE_SECONDS
+    while is_waiting(folder):
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"output_dir: rank 0 has not moved the model of the run before into {folder} within {_MOVE_SECONDS:.0f}"
+                " s; give a folder on a disk that all machines share"
+            )
+        time.sleep(0.1)
+
+
+def _resume(asked: "FactoryRun") -> str | None:
+    """Return the checkpoint to go on from; only training looks for one by itself."""
+    from lightning_mcore.arguments.llamafactory.model_folder import where_to_resume
+
+    arguments = asked.arguments
+    folder = str(arguments.output_dir)
+    given = arguments.ckpt_path
+    if given is not None:
+        if not os.path.exists(given):
+            raise FileNotFoundError(f"resume_from_checkpoint: {given!r} does not exist; give a checkpoint")
+        return given
+    if not arguments.do_train:  # to evaluate model_name_or_path itself
+        return None
+    found = where_to_resume(folder, asked.keys.overwrite_output_dir)
+    return found if arguments.resume_from_checkpoint is None else None  # "false"
+
+
+def _early_stopping(asked: "FactoryRun") -> list[Any]:
+    from lightning.pytorch.callbacks import EarlyStopping
+
+    from lightning_mcore.arguments.training_rules import METRICS
+
+    patience = asked.keys.early_stopping_steps
+    if patience is None:
+        return []
+    metric = METRICS[(asked.arguments.metric_for_best_model or "loss").removeprefix("eval_")]
+    mode = "max" if asked.arguments.greater_is_better else "min"
+    return [EarlyStopping(metric, patience=patience, mode=mode)]
+
+
+def _trainer(asked: "FactoryRun", options: dict[str, Any], callbacks: list[Any]) -> "pl.Trainer":
+    """Return the trainer, with a rank for each device."""
+    import torch
+
+    here, everywhere = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
+    devices, nodes, accelerator = options["devices"], options["nodes"], options["accelerator"]
+    if asked.arguments.use_cpu:
+        accelerator = "cpu"
+    if here is not None and everywhere is not None:  # as torchrun says it
+        devices = devices or int(here)
+        nodes = nodes or int(everywhere) // int(here)
+    if devices is None:
+        on_cpu = accelerator == "cpu" or not torch.cuda.is_available()
+        devices = smallest_world(asked) if on_cpu else -1
+    overrides: dict[str, Any] = {"callbacks": callbacks, "accelerator": accelerator}
+    if asked.keys.early_stopping_steps is None and not asked.evaluation and not asked.keys.val_size:
+        overrides["limit_val_batches"] = 0
+    if nodes is not None:
+        overrides["num_nodes"] = nodes
+    return asked.arguments.trainer(devices=devices, **overrides)
+
+
+def smallest_world(asked: "FactoryRun") -> int:
+    """Return how many ranks the layout of a file needs at least."""
+    layout = asked.arguments.strategy().layout
+    dense = layout.tensor_model_parallel_size * layout.context_parallel_size
+    experts = layout.expert_tensor_size * layout.expert_model_parallel_size
+    return math.lcm(dense, experts) * layout.pipeline_model_parallel_size
+
+
+def batch_line(asked: "FactoryRun", trainer: "pl.Trainer") -> str:
+    """Return two lines about a run: its layout, and how its batch comes about.
+
+    Args:
+        asked: The run.
+        trainer: That runs it.
+
+    Raises:
+        ValueError: The layout does not fit so many ranks.
+    """
+    strategy: Any = trainer.strategy
+    world = trainer.world_size
+    copies = strategy.layout.data_parallel_size(world)
+    rows, steps = asked.arguments.per_device_train_batch_size, asked.arguments.gradient_accumulation_steps
+    return (
+        f"layout: {strategy.layout.describe(world)}\n"
+        f"effective batch: per_device_train_batch_size {rows} * gradient_accumulation_steps {steps} * data-parallel"
+        f" size {copies} = {rows * steps * copies} rows of at most {asked.keys.cutoff_len} tokens (tensor, pipeline and"
+        " context parallel ranks share a row; expert parallel ranks do not, and so do not lower the batch)"
+    )
+
+
+def _outcome(asked: "FactoryRun", record: "LossRecord", exports: bool) -> str:
+    """Return what came out of a run, as lines."""
+    from lightning_mcore.arguments.llamafactory.loss_record import LOG, PICTURE
+
+    folder = str(asked.arguments.output_dir)
+    lines = []
+    for name, losses in (("training", record.training), ("evaluation", record.evaluation)):
+        if losses:
+            (first, before), (last, after) = losses[0], losses[-1]
+            lines.append(f"{name} loss: {before:.4f} at step {first}, {after:.4f} at step {last}")
+    lines.append(f"losses: {os.path.join(folder, LOG)}")
+    if asked.keys.plot_loss:
+        lines.append(f"picture: {os.path.join(folder, PICTURE)}")
+    if exports:
+        lines.append(f"model in Hugging Face form: {folder}")
+    return "\n".join(lines)
+
+
+def _say(trainer: "pl.Trainer", text: str) -> None:
+    if trainer.is_global_zero:
+        print(text, flush=True)

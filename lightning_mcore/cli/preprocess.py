@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""``lightning-mcore preprocess``: text, jsonl or parquet files become Megatron's indexed datasets.
+
+``cli.py`` calls :func:`run`; the work is that of ``data/preprocess.py``. What is done survives whatever ends it, so its
+errors say where it is kept, and their exit code is 1.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_mcore.cli.command_errors import DONE, EXPECTED, FAILED, INTERRUPTED, refused, sentence
+from lightning_mcore.cli.command_parser import CommandParser
+from lightning_mcore.data.preprocess.inputs import FORMATS, UNFINISHED
+from lightning_mcore.data.preprocess.run import Options, ProgressLine, preprocess
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command and return the exit code.
+
+    Args:
+        arguments: What follows its name.
+    """
+    options = _parser().read(arguments)
+    if options["separator"] is not None:
+        options["separator"] = options["separator"].replace(r"\n", "\n").replace(r"\t", "\t")
+    return _preprocess(options)
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "preprocess",
+        "Make OUTPUT.bin and OUTPUT.idx, an indexed dataset of Megatron's, from text, jsonl or parquet files."
+        " The same command goes on where an interrupted one stopped.",
+    )
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, a pattern in quotes, or a folder")
+    parser.add_argument(
+        "--output", "--output-prefix", required=True, metavar="PREFIX", help="what the names of the files begin with"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        "--tokenizer-model",
+        required=True,
+        help="a tokenizer.json, or a folder or name for AutoTokenizer of transformers",
+    )
+    _add_options_of_documents(parser)
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that tokenise (one for each core)")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace a dataset of that name, or unfinished work of another command"
+    )
+    return parser
+
+
+def _add_options_of_documents(parser: CommandParser) -> None:
+    parser.add_argument(
+        "--text-column",
+        "--json-keys",
+        default="text",
+        metavar="NAME",
+        help="the column of jsonl and parquet files that holds the text (text)",
+    )
+    parser.add_argument(
+        "--format",
+        choices=["auto", *FORMATS],
+        default="auto",
+        help="of all inputs; auto goes by suffixes: .txt, .jsonl, .ndjson, .json (one object a line), .parquet (auto)",
+    )
+    parser.add_argument(
+        "--separator", help=r"text between two documents of a text file, where \n is a new line (one document a file)"
+    )
+    parser.add_argument(
+        "--append-eod",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="end each document with the end-of-document token (yes)",
+    )
+    parser.add_argument("--eod-token", metavar="TOKEN", help="that token (the tokenizer's end of sequence)")
+    parser.add_argument(
+        "--add-special-tokens",
+        action="store_true",
+        help="let the tokenizer add what it adds to a sequence, such as a token at its beginning",
+    )
+
+
+def _preprocess(options: dict[str, Any]) -> int:
+    progress = ProgressLine()
+    try:
+        summary = preprocess(Options(**options), progress)
+    except KeyboardInterrupt:
+        progress.close()
+        print(f"interrupted{_what_is_kept(options['output'])}", file=sys.stderr)
+        return INTERRUPTED
+    except EXPECTED as error:
+        progress.close()
+        of_the_system = isinstance(error, OSError) and error.strerror
+        return refused(sentence(error) + (_what_is_kept(options["output"]) if of_the_system else ""), FAILED)
+    progress.close()
+    print(summary, flush=True)
+    return DONE
+
+
+def _what_is_kept(output: str) -> str:
+    """Return where unfinished work lies, as the end of a sentence; empty where there is none."""
+    place = output + UNFINISHED
+    return (
+        f"; what is done is kept in {place}, and the same command goes on from there" if os.path.exists(place) else ""
+    )

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Communication options that few runs need: how process groups are made and how pipeline stages talk to each other.
+
+They are one argument of the strategy, ``MCoreStrategy(communication=CommunicationOptions(...))``, so that the list of
+its arguments stays readable. Each field has Megatron's name and goes to the place that Megatron has for it:
+:meth:`CommunicationOptions.group_arguments` to ``initialize_model_parallel`` (through ``process_groups.py``),
+:meth:`CommunicationOptions.megatron_fields` into the model's ``TransformerConfig``. What needs NCCL is refused on the
+CPU when the trainer meets the model, before a group is opened.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.sizes import require_flag
+
+if TYPE_CHECKING:
+    import torch
+
+PipelineBackend = Literal["nccl", "ucc"]
+SharpGroup = Literal["dp", "dp_replica"]
+
+# The names under which initialize_model_parallel of 0.16.1 and of 0.19.2 looks up the options of a group.
+GROUP_NAMES = frozenset({"cp", "dp", "dp_cp", "embd", "ep", "ep_dp", "ep_tp", "hcp", "inter_ep_dp", "intra_dp_cp"}) | {
+    *("intra_dist_opt_instance", "intra_ep_dp", "mp", "pos_embd", "pp", "tp", "tp_cp", "tp_dp", "tp_dp_cp"),
+    *("tp_ep_mp", "tp_ep_pp"),
+}
+_FOR_NCCL = (
+    "pipeline_model_parallel_comm_backend",
+    "use_sharp",
+    "nccl_communicator_config_path",
+    "high_priority_stream_groups",
+)
+
+
+@dataclass(frozen=True)  # without slots, which jsonargparse cannot read
+class CommunicationOptions:
+    """Rarely used options of Megatron's process groups and of the traffic between pipeline stages.
+
+    Args:
+        pipeline_model_parallel_comm_backend: Backend of the pipeline's groups; None for that of all. NCCL only.
+        use_sharp: Let InfiniBand switches reduce (SHARP) for one kind of group. NCCL only.
+        sharp_enabled_group: Which: ``"dp"``, or ``"dp_replica"`` with several distributed-optimizer instances; None for
+            ``"dp"``.
+        nccl_communicator_config_path: A YAML file with ``min_ctas``, ``max_ctas`` and ``cga_cluster_size`` by group.
+        high_priority_stream_groups: Groups whose kernels go before others, such as ``["tp_dp_cp", "ep"]``. NCCL only.
+        create_gloo_process_groups: Open gloo groups beside the data-parallel ones, for code of your own that asks
+            ``parallel_state`` for them; nothing here needs them.
+        batch_p2p_comm: Send and receive of neighbouring stages as one batch; None for the opposite of overlapping.
+        overlap_p2p_comm_warmup_flush: Overlap sending in the warm-up and the flush of the interleaved schedule too.
+        deallocate_pipeline_outputs: Free a stage's output once it is sent; None for what Megatron-LM's training does,
+            which is yes, on CUDA, and no on the CPU: gloo still sends from memory that would then be used again.
+
+    Raises:
+        TypeError: A flag is not a bool.
+        ValueError: A value that Megatron does not know, or options that contradict each other.
+        FileNotFoundError: There is no such configuration file.
+    """
+
+    pipeline_model_parallel_comm_backend: PipelineBackend | None = None
+    use_sharp: bool = False
+    sharp_enabled_group: SharpGroup | None = None
+    nccl_communicator_config_path: str | None = None
+    high_priority_stream_groups: list[str] | None = None
+    create_gloo_process_groups: bool = False
+    batch_p2p_comm: bool | None = None
+    overlap_p2p_comm_warmup_flush: bool = False
+    deallocate_pipeline_outputs: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Check what needs neither layout nor device."""
+        self._check_flags()
+        backends = get_args(PipelineBackend)
+        if self.pipeline_model_parallel_comm_backend not in (None, *backends):
+            raise ValueError(
+                f"pipeline_model_parallel_comm_backend={self.pipeline_model_parallel_comm_backend!r} is not one of"
+                f" {backends}; leave it None for the backend of the other groups"
+            )
+        if self.sharp_enabled_group not in (None, *get_args(SharpGroup)):
+            raise ValueError(
+                f"sharp_enabled_group={self.sharp_enabled_group!r} is not one of {get_args(SharpGroup)}; choose one"
+            )
+        if self.sharp_enabled_group is not None and not self.use_sharp:
+            raise ValueError(f"sharp_enabled_group={self.sharp_enabled_group!r} needs use_sharp=True; set both")
+        if unknown := sorted(set(self.high_priority_stream_groups or []) - GROUP_NAMES):
+            raise ValueError(
+                f"high_priority_stream_groups names {unknown}, which Megatron does not know; choose from"
+                f" {' '.join(sorted(GROUP_NAMES))}"
+            )
+        path = self.nccl_communicator_config_path
+        if path is not None and not Path(path).is_file():
+            raise FileNotFoundError(
+                f"nccl_communicator_config_path={path!r} is not a file; give the path of one in YAML"
+            )
+
+    def _check_flags(self) -> None:
+        names = ("use_sharp", "create_gloo_process_groups", "overlap_p2p_comm_warmup_flush")
+        may_be_none = ("deallocate_pipeline_outputs", "batch_p2p_comm")
+        for name in (*names, *may_be_none):
+            require_flag(name, getattr(self, name), or_none=name in may_be_none)
+
+    def check_layout(self, layout: ParallelLayout, overlap_p2p_comm: bool, num_instances: int) -> None:
+        """Refuse options that contradict the strategy's own.
+
+        Args:
+            layout: The strategy's layout.
+            overlap_p2p_comm: Whether stages send while computing.
+            num_instances: ``num_distributed_optimizer_instances``.
+
+        Raises:
+            ValueError: As said.
+
+        Source: ``ModelParallelConfig.__post_init__``, ``initialize_model_parallel`` (0.16) and, for the interleaved
+        schedule without overlap, ``validate_args`` of Megatron-LM's training.
+        """
+        if overlap_p2p_comm and self.batch_p2p_comm:
+            raise ValueError("batch_p2p_comm=True contradicts overlap_p2p_comm=True; set one of them to False")
+        if self.overlap_p2p_comm_warmup_flush and not overlap_p2p_comm:
+            raise ValueError(
+                "overlap_p2p_comm_warmup_flush=True needs overlap_p2p_comm=True, which needs the interleaved schedule;"
+                " set virtual_pipeline_model_parallel_size=2 or more"
+            )
+        if self.sharp_enabled_group == "dp_replica" and num_instances == 1:
+            raise ValueError(
+                "sharp_enabled_group='dp_replica' needs several distributed-optimizer instances; set"
+                " ddp_config=DistributedDataParallelConfig(num_distributed_optimizer_instances=2) or more"
+            )
+        pp, interleaved = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size is not None
+        if self.pipeline_model_parallel_comm_backend is not None and pp == 1:
+            raise ValueError(
+                f"pipeline_model_parallel_comm_backend={self.pipeline_model_parallel_comm_backend!r} needs"
+                " pipeline_model_parallel_size of 2 or more, but it is 1; leave the backend None"
+            )
+        if interleaved and pp == 2 and not overlap_p2p_comm:
+            raise ValueError(
+                "overlap_p2p_comm=False with the interleaved schedule needs pipeline_model_parallel_size of 3 or more,"
+                " but it is 2, where the two ranks would send to each other twice in one batch; leave it None"
+            )
+
+    def check_device(self, device: "torch.device") -> None:
+        """Refuse on the CPU what NCCL alone can do; called before process groups form.
+
+        Raises:
+            ValueError: As said.
+        """
+        if device.type == "cuda":
+            return
+        for name in _FOR_NCCL:
+            if value := getattr(self, name):
+                raise ValueError(
+                    f"{name}={value!r} is an option of NCCL, but this run is on {device.type!r}, whose groups are gloo;"
+                    " leave it out"
+                )
+        if self.deallocate_pipeline_outputs:
+            raise ValueError(
+                "deallocate_pipeline_outputs=True frees memory from which gloo may still be sending, so that it is for"
+                f" CUDA, but this run is on {device.type!r}; leave it out"
+            )
+
+    def group_arguments(self) -> Mapping[str, Any]:
+        """Return the arguments of ``initialize_model_parallel`` that are options here."""
+        names = (*_FOR_NCCL, "sharp_enabled_group", "create_gloo_process_groups")
+        return {name: getattr(self, name) for name in names}
+
+    def megatron_fields(self, layout: ParallelLayout, overlap_p2p_comm: bool, device: "torch.device") -> dict[str, Any]:
+        """Return the ``TransformerConfig`` fields that are options here."""
+        batched = self.batch_p2p_comm if self.batch_p2p_comm is not None else not overlap_p2p_comm
+        freed = self.deallocate_pipeline_outputs
+        if freed is None:
+            freed = device.type == "cuda"
+        return {
+            "batch_p2p_comm": batched,
+            "overlap_p2p_comm_warmup_flush": self.overlap_p2p_comm_warmup_flush,
+            "deallocate_pipeline_outputs": freed and layout.pipeline_model_parallel_size > 1,
+        }

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where each field of Megatron's configs is set, so that a setting has one home.
+
+``TransformerConfig`` mixes what a model is with how it is run. A module takes the first kind as plain data
+(``transformer_fields.py``), the strategy and the precision own the second, and ``OptimizerConfig`` says things a second
+time that torch's optimizer, the Trainer or the precision say already (``optimizer_options.py``). The tables stand here,
+apart from the checks that need Megatron, so that ``lightning-mcore plan`` knows them without importing it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields as dataclass_fields
+from typing import Any
+
+from lightning_mcore.config.fp8 import TRANSFORMER_FIELDS as FP8_FIELDS
+from lightning_mcore.config.layout import ParallelLayout
+
+DEFAULTS: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "calculate_per_token_loss": True}
+"""Where we differ from Megatron: no dropout (Megatron: 0.1), and every token weighs the same, not every microbatch."""
+
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
+
+OF_EACH_LAYER = ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq")
+
+SHORT_NAMES = {
+    "gelu": "torch.nn.functional.gelu",
+    "silu": "torch.nn.functional.silu",
+    "relu": "torch.nn.functional.relu",
+    "quick_gelu": "megatron.core.activations.quick_gelu",
+    "squared_relu": "megatron.core.activations.squared_relu",
+}
+
+_OF_THE_STRATEGY = {field.name for field in dataclass_fields(ParallelLayout)} | {
+    "overlap_p2p_comm",
+    "overlap_p2p_comm_warmup_flush",
+    "deallocate_pipeline_outputs",
+    "microbatch_group_size_per_vp_stage",
+    "tp_comm_overlap",
+}
+_OF_THE_PRECISION = {"fp16", "bf16", "params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype"} | {
+    *FP8_FIELDS,
+    "fp4",
+    "fp4_recipe",
+    "fp4_param",
+}
+_OF_THE_SCHEDULE = {"batch_p2p_comm", "variable_seq_lengths", "timers", "finalize_model_grads_func"} | {
+    "grad_scale_func",
+    "no_sync_func",
+    "grad_sync_func",
+    "param_sync_func",
+}
+OF_THE_MODULE = {
+    "transformer_impl",
+    "rotary_base",
+    "rotary_percent",
+    "position_embedding_type",
+    "vocab_size",
+    "yarn",
+} | {
+    "rope_scaling",
+    "rope_scaling_factor",
+    "seq_len_interpolation_factor",
+    "seq_length",
+    "share_embeddings_and_output_weights",
+    "make_vocab_size_divisible_by",
+}
+
+OF_TORCH_OPTIMIZER = "the torch optimizer that configure_optimizers returns"
+_OF_PRECISION = "Trainer(precision=...) or plugins=MCorePrecision(...)"
+OPTIMIZER_HOMES: dict[str, str] = {
+    **dict.fromkeys(("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"), f"{OF_TORCH_OPTIMIZER} and its LR scheduler"),
+    **dict.fromkeys(("weight_decay", "decoupled_weight_decay", "optimizer"), OF_TORCH_OPTIMIZER),
+    "apply_wd_to_qk_layernorm": OF_TORCH_OPTIMIZER,
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"), OF_TORCH_OPTIMIZER),
+    **dict.fromkeys(("fp16", "bf16", "params_dtype", "fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"), _OF_PRECISION),
+    **dict.fromkeys(("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window"), _OF_PRECISION),
+    "hysteresis": _OF_PRECISION,
+    "clip_grad": "Trainer(gradient_clip_val=...)",
+    "overlap_param_gather": "MCoreStrategy(overlap_param_gather=...)",
+    "timers": "Lightning's profilers, Trainer(profiler=...)",
+}
+OPTIMIZER_NOT_AVAILABLE: dict[str, str] = {
+    "barrier_with_L1_time": "it acts on Megatron's timers, whose place Lightning's profilers take",
+    "overlap_param_gather_with_optimizer_step": "Megatron cannot write sharded checkpoints with it",
+    "use_layer_wise_distributed_optimizer": "it serves Megatron's Muon, which needs the package emerging_optimizers",
+    "grad_norm_skip_threshold": "stages without parameters would not see that the step was skipped",
+    "optimizer_cuda_graph": "Lightning's hooks run inside the step",
+}
+OF_OTHER_OPTIMIZERS = ("muon_", "lion_", "soap_", "adaptive_muon_")
+OF_OFFLOAD = (
+    "optimizer_offload_fraction",
+    "use_torch_optimizer_for_cpu_offload",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "pin_cpu_grads",
+    "pin_cpu_params",
+)
+
+FSDP = "it belongs to Megatron FSDP, which MCoreStrategy does not run yet"
+DDP_NOT_AVAILABLE = {
+    "use_megatron_fsdp": FSDP,
+    "use_custom_fsdp": FSDP,
+    "data_parallel_sharding_strategy": FSDP,
+    "outer_dp_sharding_strategy": FSDP,
+    "suggested_communication_unit_size": FSDP,
+    "preserve_fp32_weights": FSDP,
+    "keep_fp8_transpose_cache": FSDP,
+    "gradient_reduce_div_fusion": FSDP,
+    "check_for_large_grads": "Megatron's rerun machine judges them, and it cannot run steps of Lightning again",
+    "delay_wgrad_compute": "it needs a schedule that computes weight gradients apart, which MCoreStrategy has not yet",
+}
+
+
+def ddp_fields_of(precision: str) -> dict[str, Any]:
+    """Return the fields of ``DistributedDataParallelConfig`` that a number format decides, those of FP8 left out.
+
+    Args:
+        precision: Its name, such as ``"bf16-mixed"``.
+    """
+    fields: dict[str, Any] = {"grad_reduce_in_fp32": precision == "32-true" or precision.endswith("-mixed")}
+    if precision.startswith("16"):
+        fields["check_for_nan_in_grad"] = False  # an overflow skips a step, it does not end the run
+    return fields
+
+
+def check_owned_by_precision(given: Mapping[str, Any], owned: Mapping[str, Any]) -> None:
+    """Refuse a field of ``ddp_config`` that says something else than the precision.
+
+    Args:
+        given: The fields of ``ddp_config`` that do not have Megatron's default.
+        owned: The fields that the precision owns.
+
+    Raises:
+        ValueError: There is one.
+    """
+    for name, value in owned.items():
+        if name in given and given[name] != value:
+            raise ValueError(
+                f"ddp_config.{name}={given[name]} contradicts Trainer(precision=...), which means {name}={value};"
+                " set it through the precision"
+            )
+
+
+def check_home(name: str) -> None:
+    """Refuse a field of ``TransformerConfig`` that is set elsewhere than in ``transformer``.
+
+    Raises:
+        ValueError: The module, the strategy, the precision or the schedule sets it.
+    """
+    if name in OF_THE_MODULE:
+        raise ValueError(f"{name} is an argument of the module, not a field of transformer; move it one level up")
+    if name in _OF_THE_STRATEGY:
+        raise ValueError(f"{name} belongs to the strategy, not to the model; set it in MCoreStrategy({name}=...)")
+    if name in _OF_THE_PRECISION:
+        raise ValueError(f"{name} belongs to the precision, not to the model; set it through Trainer(precision=...)")
+    if name in _OF_THE_SCHEDULE or name.startswith("_"):
+        raise ValueError(f"{name} is filled in by the strategy while it runs the model; remove it from transformer")
+
+
+def check_lengths(fields: Mapping[str, Any]) -> None:
+    """Refuse a list with an entry for each layer that has more or fewer; Megatron finds out late, or not at all.
+
+    Raises:
+        ValueError: As said.
+    """
+    for name in OF_EACH_LAYER:
+        given = fields.get(name)
+        if isinstance(given, list | tuple) and len(given) != fields["num_layers"]:
+            raise ValueError(
+                f"{name} has {len(given)} entries and num_layers is {fields['num_layers']}; give one for each layer"
+            )

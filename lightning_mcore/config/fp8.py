@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 through TransformerEngine: what is asked for, and what Megatron is told.
+
+In FP8 the matrix products of TransformerEngine's linear layers run on 8-bit numbers; everything else stays in bf16, and
+the optimizer in fp32. A *recipe* says how numbers are scaled into 8 bits:
+
+=============  =========================================  ======================  ===================  =============
+recipe         scale                                      compute capability      TransformerEngine    alignment
+=============  =========================================  ======================  ===================  =============
+delayed        one a tensor, from the steps before        8.9 or more             1.0                  16
+tensorwise     one a tensor, from the tensor itself       8.9 or more             2.2                  16
+blockwise      one a block of 128 or 128 x 128 elements   9.0 or more, CUDA 12.9  2.3                  128
+mxfp8          one a block of 32 elements                 10.0 up to below 12.0   2.1                  32
+=============  =========================================  ======================  ===================  =============
+
+:class:`FP8Settings` holds the arguments of :class:`~lightning_mcore.MCorePrecision`, checked against each other, and
+the fields that they mean in each of Megatron's three configs. ``fp8_checks.py`` refuses what machine and shapes cannot
+do.
+
+Sources: ``TransformerConfig.__post_init__``, ``get_fp8_recipe`` and ``TEDelayedScaling`` of megatron-core (0.16.1 and
+0.19.2).
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias, get_args
+
+from lightning_mcore.config.sizes import require_flag, require_size
+
+FP8Format: TypeAlias = Literal["e4m3", "hybrid"]
+FP8Recipe: TypeAlias = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
+AmaxComputeAlgo: TypeAlias = Literal["most_recent", "max"]
+
+ALIGNMENT: dict[str, int] = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
+
+# Which recipes read an option; the others would ignore it.
+_READ_BY: dict[str, tuple[str, ...]] = {
+    "fp8_margin": ("delayed",),
+    "fp8_amax_history_len": ("delayed",),
+    "fp8_amax_compute_algo": ("delayed",),
+    "fp8_wgrad": ("delayed",),
+    "tp_only_amax_red": ("delayed",),
+    "fp8_dot_product_attention": ("delayed", "tensorwise"),
+    "fp8_multi_head_attention": ("delayed",),
+    "first_last_layers_bf16": ("tensorwise", "blockwise", "mxfp8"),
+    "reuse_grad_buf_for_mxfp8_param_ag": ("mxfp8",),
+}
+_COUNTS = ("fp8_amax_history_len", "fp8_margin", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+
+
+@dataclass(frozen=True)
+class FP8Settings:
+    """The FP8 arguments of ``MCorePrecision``, under Megatron's names and with its defaults.
+
+    What each means is said there, where the command line reads it.
+
+    Raises:
+        TypeError: A value of another type.
+        ValueError: A value that is not there, or that another setting contradicts or ignores.
+    """
+
+    fp8: FP8Format | None = None
+    fp8_recipe: FP8Recipe | None = None
+    fp8_param: bool = False
+    fp8_margin: int = 0
+    fp8_amax_history_len: int = 1
+    fp8_amax_compute_algo: AmaxComputeAlgo = "most_recent"
+    fp8_wgrad: bool = True
+    fp8_dot_product_attention: bool = False
+    fp8_multi_head_attention: bool = False
+    tp_only_amax_red: bool = False
+    first_last_layers_bf16: bool = False
+    num_layers_at_start_in_bf16: int = 1
+    num_layers_at_end_in_bf16: int = 1
+    reuse_grad_buf_for_mxfp8_param_ag: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the values, then the settings against each other."""
+        self._check_values()
+        changed = [field.name for field in fields(self)[2:] if getattr(self, field.name) != field.default]
+        if not self.is_on:
+            if changed:
+                raise ValueError(
+                    f"{changed[0]}={getattr(self, changed[0])!r} does nothing without FP8; "
+                    f"set fp8_recipe to one of {get_args(FP8Recipe)}, or leave it out"
+                )
+            return
+        for name in changed:
+            readers = _READ_BY.get(name, get_args(FP8Recipe))
+            if self.recipe not in readers:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not available with fp8_recipe={self.recipe!r}; "
+                    f"choose {' or '.join(map(repr, readers))}, or leave it out"
+                )
+        if not self.first_last_layers_bf16:
+            for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+                if name in changed:
+                    raise ValueError(f"{name} does nothing without first_last_layers_bf16=True; set both")
+        if self.recipe == "mxfp8" and self.fp8_param != self.reuse_grad_buf_for_mxfp8_param_ag:
+            raise ValueError(
+                f"fp8_param={self.fp8_param} with fp8_recipe='mxfp8' contradicts reuse_grad_buf_for_mxfp8_param_ag="
+                f"{self.reuse_grad_buf_for_mxfp8_param_ag}: MXFP8 weights are gathered in the buffer of the gradients;"
+                " set both or neither"
+            )
+
+    def _check_values(self) -> None:
+        choices = {"fp8": FP8Format, "fp8_recipe": FP8Recipe, "fp8_amax_compute_algo": AmaxComputeAlgo}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in choices:
+                allowed = get_args(choices[field.name])
+                if value not in allowed and not (value is None and field.default is None):
+                    raise ValueError(f"{field.name}={value!r} is unknown; choose one of {allowed}")
+            elif field.name in _COUNTS:
+                require_size(field.name, value, at_least=1 if field.name == "fp8_amax_history_len" else 0)
+            else:
+                require_flag(field.name, value)
+
+    def check_optimizer(self, distributed: bool, overlap_param_gather: bool, cpu_offload: bool) -> None:
+        """Refuse FP8 weights where the strategy's optimizer cannot keep them.
+
+        Args:
+            distributed: Whether the optimizer is sharded.
+            overlap_param_gather: Whether weights are gathered during the forward pass.
+            cpu_offload: Whether the optimizer's state is on the host.
+
+        Raises:
+            ValueError: The optimizer is not sharded, is offloaded to the host with another recipe than the delayed one,
+                or weights in blocks are to be gathered during the forward pass.
+
+        Source: ``validate_args`` in megatron/training/arguments.py (0.19).
+        """
+        if self.fp8_param and cpu_offload and self.recipe != "delayed":
+            raise ValueError(
+                f"fp8_param=True with fp8_recipe={self.recipe!r} is not available with"
+                " optimizer_config.optimizer_cpu_offload=True; choose fp8_recipe='delayed', or leave one of them out"
+            )
+        if self.fp8_param and not distributed:
+            raise ValueError(
+                "fp8_param=True needs the distributed optimizer, which keeps the fp32 copies of FP8 weights; set"
+                " MCoreStrategy(use_distributed_optimizer=True)"
+            )
+        if self.reuse_grad_buf_for_mxfp8_param_ag and overlap_param_gather:
+            raise ValueError(
+                "reuse_grad_buf_for_mxfp8_param_ag=True with overlap_param_gather=True is not available: the gradients"
+                " are zeroed while the weights still wait in their buffer; set overlap_param_gather=False"
+            )
+        if self.fp8_param and self.recipe == "blockwise" and overlap_param_gather:
+            raise ValueError(
+                "fp8_param=True with fp8_recipe='blockwise' and overlap_param_gather=True is not available: after a"
+                " checkpoint the next backward would read the weights of the step before; set"
+                " overlap_param_gather=False"
+            )
+
+    # ---- what it means
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a format or a recipe was given."""
+        return self.fp8 is not None or self.fp8_recipe is not None
+
+    @property
+    def format(self) -> FP8Format:
+        """The format, where FP8 is on."""
+        return self.fp8 or "hybrid"
+
+    @property
+    def recipe(self) -> FP8Recipe:
+        """The recipe, where FP8 is on."""
+        return self.fp8_recipe or "delayed"
+
+    @property
+    def alignment(self) -> int:
+        """What the sizes of matrices must be multiples of."""
+        return ALIGNMENT[self.recipe]
+
+    def transformer_fields(self) -> dict[str, Any]:
+        """Return the fields of ``TransformerConfig``; empty without FP8."""
+        if not self.is_on:
+            return {}
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        del own["reuse_grad_buf_for_mxfp8_param_ag"]
+        return {**own, "fp8": self.format, "fp8_recipe": self.recipe}
+
+    def ddp_fields(self) -> dict[str, Any]:
+        """Return the fields of ``DistributedDataParallelConfig``; empty without FP8."""
+        if not self.is_on:
+            return {}
+        return {
+            "fp8_param_gather": self.fp8_param,
+            "reuse_grad_buf_for_mxfp8_param_ag": self.reuse_grad_buf_for_mxfp8_param_ag,
+        }
+
+    def optimizer_fields(self) -> dict[str, Any]:
+        """Return the fields of ``OptimizerConfig``; empty without FP8."""
+        if not self.is_on:
+            return {}
+        return {
+            "fp8_recipe": self.recipe,
+            "reuse_grad_buf_for_mxfp8_param_ag": self.reuse_grad_buf_for_mxfp8_param_ag,
+        }
+
+
+def check_start(fp8_param: bool, source: str) -> None:
+    """Refuse FP8 weights for a model that does not start from its own random ones.
+
+    Megatron makes the fp32 copies that its optimizer works on of the values that TransformerEngine remembers from the
+    initialisation, or of the weights once they are rounded to FP8: never of those that were read.
+
+    Args:
+        fp8_param: Whether the weights are kept in FP8.
+        source: Where the weights come from, such as ``"the Hugging Face model models/llama"``.
+
+    Raises:
+        ValueError: They are.
+    """
+    if fp8_param:
+        raise ValueError(
+            f"fp8_param=True is not available for a model that starts from {source}: its optimizer would go on from"
+            " other values than these; set fp8_param=False, which keeps fp8_recipe"
+        )
+
+
+TRANSFORMER_FIELDS = tuple(f.name for f in fields(FP8Settings) if f.name != "reuse_grad_buf_for_mxfp8_param_ag")
+"""The fields of ``TransformerConfig`` that belong to FP8, and so to the precision."""

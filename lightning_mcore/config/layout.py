@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parallel layout: how many ranks share each axis of the model, and whether world and model can be cut that way.
+
+Megatron finds a size that does not fit late and in many places, some of them after process groups exist and some on
+one rank only, which hangs the others. Here every such size is refused first, on every rank, in one sentence: at
+construction, when the world size is known (:meth:`ParallelLayout.validate_world`), when the model's sizes are
+(:meth:`ParallelLayout.validate_model`) and when the number of microbatches is
+(:meth:`ParallelLayout.validate_microbatches`). The strategy and the process groups call it. The rules are those of
+megatron-core 0.16.1 and 0.19.2, which agree on all of them. Pure arithmetic: no torch, no megatron-core.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from lightning_mcore.config.model_shape import ModelShape
+from lightning_mcore.config.pipeline_stages import check_layers, check_stages, parse_stages
+from lightning_mcore.config.sizes import choices, divisors, neighbours, require_divides, require_flag, require_size
+
+__all__ = ["Coordinates", "ModelShape", "ParallelLayout"]
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Place of one rank on every axis, under the names of ``parallel_state``; prints as ``tp1.pp0.cp0.dp1``."""
+
+    tensor_model_parallel_rank: int
+    pipeline_model_parallel_rank: int
+    context_parallel_rank: int
+    data_parallel_rank: int
+    expert_tensor_parallel_rank: int
+    expert_model_parallel_rank: int
+    expert_data_parallel_rank: int
+
+    def __str__(self) -> str:
+        """Return the short form that logs and error messages carry."""
+        return (
+            f"tp{self.tensor_model_parallel_rank}.pp{self.pipeline_model_parallel_rank}"
+            f".cp{self.context_parallel_rank}.dp{self.data_parallel_rank}"
+        )
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Sizes of the parallel axes, in Megatron's names; what is left of the world is data parallel.
+
+    Args:
+        tensor_model_parallel_size: Ranks that share each layer's matrices.
+        pipeline_model_parallel_size: Ranks that share the layers.
+        virtual_pipeline_model_parallel_size: Chunks of layers each pipeline rank owns (interleaved schedule); None is
+            one chunk. Filled in from ``pipeline_model_parallel_layout`` where that names several stages per rank.
+        pipeline_model_parallel_layout: Layers of each stage as ``"E,t*3|t*4,L"`` or as lists of ``"embedding"``,
+            ``"decoder"``, ``"mtp"`` and ``"loss"``; None splits evenly.
+        context_parallel_size: Ranks that share each sequence.
+        expert_model_parallel_size: Ranks that share the experts, taken out of the tensor, context and data axes.
+        expert_tensor_parallel_size: Ranks that share each expert's matrices; None is ``tensor_model_parallel_size``.
+        sequence_parallel: Whether norms and dropout split the sequence over the tensor-parallel ranks.
+
+    Raises:
+        TypeError: A size is not an int, a flag not a bool, or the layout neither a string nor lists of strings.
+        ValueError: The sizes contradict each other.
+    """
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    pipeline_model_parallel_layout: str | list[list[str]] | None = None
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        """Validate what needs neither world nor model."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is int or (field.type == (int | None) and value is not None):
+                require_size(field.name, value)
+        require_flag("sequence_parallel", self.sequence_parallel)
+        self._check_combinations()
+        if self.pipeline_model_parallel_layout is not None:
+            pp, vp = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
+            check_stages(self.pipeline_model_parallel_layout, pp, vp)
+            if (chunks := len(self.pipeline_stages) // pp) > 1:
+                # As TransformerConfig.__post_init__ does, so that process groups and schedule see the same number.
+                object.__setattr__(self, "virtual_pipeline_model_parallel_size", chunks)
+
+    def _check_combinations(self) -> None:
+        tp, vp = self.tensor_model_parallel_size, self.virtual_pipeline_model_parallel_size
+        if vp == 1:
+            raise ValueError("virtual_pipeline_model_parallel_size=1 interleaves nothing; choose None, or 2 or more")
+        if vp is not None and self.pipeline_model_parallel_size == 1:
+            raise ValueError(
+                f"virtual_pipeline_model_parallel_size={vp} needs pipeline_model_parallel_size of 2 or more, but it is"
+                " 1; leave the virtual size None or raise the pipeline size"
+            )
+        if self.sequence_parallel and tp == 1:
+            raise ValueError(
+                "sequence_parallel=True needs tensor_model_parallel_size of 2 or more, but it is 1;"
+                " set sequence_parallel=False or raise the tensor size"
+            )
+        if self.expert_model_parallel_size > 1:
+            _check_moe_sequence_parallel(self, f"expert_model_parallel_size={self.expert_model_parallel_size}")
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model: tensor times pipeline times context."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def num_chunks(self) -> int:
+        """Model chunks each rank owns."""
+        return self.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Tensor-parallel ranks of an expert, Megatron's default filled in."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the length of a sequence is a multiple of, in tokens, so that ranks get equal shares."""
+        slices = 2 if self.context_parallel_size > 1 else 1
+        shares = self.tensor_model_parallel_size if self.sequence_parallel else 1
+        return self.context_parallel_size * math.lcm(slices, shares)
+
+    @property
+    def pipeline_stages(self) -> list[list[str]]:
+        """Stages that ``pipeline_model_parallel_layout`` names, in layer order; empty where it is None."""
+        layout = self.pipeline_model_parallel_layout
+        return [] if layout is None else parse_stages(layout)
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Return the number of replicas that see different batches; experts do not lower it.
+
+        Raises:
+            ValueError: The model-parallel ranks do not divide the world.
+        """
+        axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        return _share_of_world(world_size, {axis: getattr(self, axis) for axis in axes})
+
+    def expert_data_parallel_size(self, world_size: int) -> int:
+        """Return the number of replicas of each expert, over which its gradients are reduced.
+
+        Raises:
+            ValueError: The ranks of the experts do not divide the world.
+        """
+        axes = {axis: getattr(self, axis) for axis in ("expert_model_parallel_size", "pipeline_model_parallel_size")}
+        return _share_of_world(world_size, {_name_of_expert_tensor_size(self): self.expert_tensor_size, **axes})
+
+    def validate_world(self, world_size: int) -> None:
+        """Refuse a world that this layout does not divide.
+
+        Raises:
+            ValueError: As :meth:`data_parallel_size` and :meth:`expert_data_parallel_size`.
+        """
+        self.data_parallel_size(world_size)
+        self.expert_data_parallel_size(world_size)
+
+    def validate_model(self, shape: ModelShape) -> None:
+        """Refuse a model that this layout does not divide.
+
+        Args:
+            shape: The model's sizes; unknown ones are not checked.
+
+        Raises:
+            ValueError: Layers, heads, query groups, feed-forward width, vocabulary, experts or sequence do not fit.
+        """
+        pp, vp = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
+        check_layers(self.pipeline_model_parallel_layout, pp, vp, shape)
+        _check_tensor(self, shape)
+        _check_experts(self, shape)
+        _check_sequence(self, shape)
+
+    def validate_microbatches(self, num_microbatches: int, group_size: int | None = None) -> None:
+        """Refuse a number of microbatches the schedule cannot run, in training and in validation alike.
+
+        Args:
+            num_microbatches: Microbatches of one step.
+            group_size: ``TransformerConfig.microbatch_group_size_per_vp_stage``; None is the pipeline size.
+
+        Raises:
+            ValueError: The schedule is interleaved and the number does not fill its groups, which at the default
+                group size means that it is not a multiple of the pipeline size.
+
+        Source: ``forward_backward_pipelining_with_interleaving``. The other two schedules take any number.
+        """
+        require_size("num_microbatches", num_microbatches)
+        pp, vp = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
+        group = pp if group_size is None else group_size
+        if vp is None:
+            return
+        if group < pp:
+            raise ValueError(
+                f"microbatch_group_size_per_vp_stage={group} is less than pipeline_model_parallel_size={pp};"
+                f" choose {pp} or more"
+            )
+        if not _fills_groups(num_microbatches, group, pp):
+            near = range(max(1, num_microbatches - group), num_microbatches + 2 * group)
+            fitting = [count for count in near if _fills_groups(count, group, pp)]
+            below, above = [n for n in fitting if n < num_microbatches], [n for n in fitting if n > num_microbatches]
+            raise ValueError(
+                f"num_microbatches={num_microbatches} does not fill groups of {group}, as the interleaved schedule of"
+                f" pipeline_model_parallel_size={pp} needs; choose {choices(below[-1:] + above[:1])} through"
+                " Trainer(accumulate_grad_batches=...) or MCoreStrategy(micro_batch_size=...)"
+            )
+
+    def microbatch_group_size(self, num_microbatches: int, wanted: int) -> int:
+        """Return the group size that a run of the interleaved schedule can have: ``wanted``, or the pipeline size.
+
+        The number of microbatches may be too small for ``wanted`` at the end of an epoch and while evaluating.
+        """
+        pp = self.pipeline_model_parallel_size
+        return wanted if _fills_groups(num_microbatches, wanted, pp) else pp
+
+    def coordinates(self, rank: int, world_size: int) -> Coordinates:
+        """Return where ``rank`` stands on every axis.
+
+        Raises:
+            ValueError: The rank is outside the world, or the world does not fit the layout.
+
+        Source: ``parallel_state.RankGenerator`` with order ``tp-cp-ep-dp-pp``, the leftmost axis varying fastest.
+        """
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank} is outside world_size={world_size}; choose 0 to {world_size - 1}")
+        dp, edp = self.data_parallel_size(world_size), self.expert_data_parallel_size(world_size)
+        dense = _unravel(rank, (self.tensor_model_parallel_size, self.context_parallel_size, dp))
+        expert = _unravel(rank, (self.expert_tensor_size, self.expert_model_parallel_size, edp))
+        return Coordinates(
+            tensor_model_parallel_rank=dense[0],
+            pipeline_model_parallel_rank=dense[3],
+            context_parallel_rank=dense[1],
+            data_parallel_rank=dense[2],
+            expert_tensor_parallel_rank=expert[0],
+            expert_model_parallel_rank=expert[1],
+            expert_data_parallel_rank=expert[2],
+        )
+
+    def describe(self, world_size: int) -> str:
+        """Return one line for the start of a run, such as ``tp2 pp2 vp2 cp1 dp1 sp``; experts where they are split."""
+        virtual = f" vp{self.num_chunks}" if self.num_chunks > 1 else ""
+        experts = ""
+        if self.expert_model_parallel_size > 1 or self.expert_tensor_size != self.tensor_model_parallel_size:
+            edp = self.expert_data_parallel_size(world_size)
+            experts = f" ep{self.expert_model_parallel_size} etp{self.expert_tensor_size} edp{edp}"
+        return (
+            f"tp{self.tensor_model_parallel_size} pp{self.pipeline_model_parallel_size}{virtual}"
+            f" cp{self.context_parallel_size} dp{self.data_parallel_size(world_size)}{experts}"
+            f"{' sp' if self.sequence_parallel else ''}"
+        )
+
+
+def _fills_groups(num_microbatches: int, group: int, pp: int) -> bool:
+    """Whether every group is full, or the last at least as long as the pipeline."""
+    rest = num_microbatches % group
+    return num_microbatches >= group and (rest == 0 or rest >= pp)
+
+
+def _check_moe_sequence_parallel(layout: ParallelLayout, because: str) -> None:
+    """Refuse experts under tensor parallelism alone. Source: ``MoELayer.forward``, which raises in training."""
+    if layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
+        raise ValueError(
+            f"{because} with tensor_model_parallel_size={layout.tensor_model_parallel_size} needs"
+            " sequence_parallel=True; set it, or tensor_model_parallel_size=1"
+        )
+
+
+def _check_tensor(layout: ParallelLayout, shape: ModelShape) -> None:
+    """Refuse matrices that do not fall evenly onto tensor ranks. Source: ``Attention``, ``MLP``, ``VocabUtility``."""
+    tp = layout.tensor_model_parallel_size
+    for name, size in (
+        ("num_attention_heads", shape.num_attention_heads),
+        ("ffn_hidden_size", shape.feed_forward_size if shape.has_dense_layers else None),
+        ("moe_shared_expert_intermediate_size", shape.moe_shared_expert_intermediate_size),
+        ("padded vocab_size", shape.vocab_size),
+    ):
+        require_divides("tensor_model_parallel_size", tp, name, size)
+    heads, groups, width = shape.num_attention_heads, shape.num_query_groups, shape.head_size
+    if groups is None or heads is None:
+        return
+    require_divides("num_query_groups", groups, "num_attention_heads", heads)
+    allowed = [size for size in divisors(heads) if groups % size == 0 or size % groups == 0]
+    if tp not in allowed:
+        raise ValueError(
+            f"tensor_model_parallel_size={tp} neither divides num_query_groups={groups} nor is a multiple of it;"
+            f" choose {choices(allowed)}"
+        )
+    # With fewer groups than ranks Megatron splits the joint query, key and value matrix across its groups.
+    if width is not None:
+        require_divides("tensor_model_parallel_size", tp, "query, key and value rows", (heads + 2 * groups) * width)
+
+
+def _check_experts(layout: ParallelLayout, shape: ModelShape) -> None:
+    """Refuse experts that do not fall evenly onto ranks. Source: ``BaseMoELayer``, ``TransformerConfig``."""
+    ep, etp = layout.expert_model_parallel_size, layout.expert_tensor_size
+    etp_name = _name_of_expert_tensor_size(layout)
+    if shape.num_moe_experts is None:
+        if ep > 1:
+            raise ValueError(
+                f"expert_model_parallel_size={ep} needs a mixture of experts, but num_moe_experts is None;"
+                " choose expert_model_parallel_size=1 or give the model experts"
+            )
+        return
+    _check_moe_sequence_parallel(layout, f"num_moe_experts={shape.num_moe_experts}")
+    require_divides("expert_model_parallel_size", ep, "num_moe_experts", shape.num_moe_experts)
+    width = shape.moe_ffn_hidden_size or shape.feed_forward_size
+    require_divides(etp_name, etp, "moe_ffn_hidden_size", width)
+    if etp > 1 and shape.add_bias_linear:
+        raise ValueError(
+            f"{etp_name}={etp} needs experts without biases, but add_bias_linear=True;"
+            " choose expert_tensor_parallel_size=1 or add_bias_linear=False"
+        )
+
+
+def _check_sequence(layout: ParallelLayout, shape: ModelShape) -> None:
+    """Refuse a sequence that leaves ranks unequal shares. Source: ``get_batch_on_this_cp_rank``, ``mappings``."""
+    cp, tp = layout.context_parallel_size, layout.tensor_model_parallel_size
+    reasons = [f"context_parallel_size={cp} (two slices a rank)"] if cp > 1 else []
+    reasons += [f"sequence_parallel with tensor_model_parallel_size={tp}"] if layout.sequence_parallel else []
+    unit = layout.sequence_multiple
+    if shape.seq_length is not None and shape.seq_length % unit:
+        raise ValueError(
+            f"seq_length={shape.seq_length} is not a multiple of {unit}, which {' and '.join(reasons)} asks for;"
+            f" choose {neighbours(shape.seq_length, unit)}"
+        )
+
+
+def _name_of_expert_tensor_size(layout: ParallelLayout) -> str:
+    name = "expert_tensor_parallel_size"
+    return name if layout.expert_tensor_parallel_size is not None else f"{name}=tensor_model_parallel_size"
+
+
+def _share_of_world(world_size: int, axes: dict[str, int]) -> int:
+    require_size("world_size", world_size)
+    size = math.prod(axes.values())
+    if world_size % size:
+        named = " * ".join(f"{name}={value}" for name, value in axes.items())
+        raise ValueError(
+            f"world_size={world_size} is not a multiple of {named}, which makes {size}; choose sizes whose product is"
+            f" {choices(divisors(world_size))}, or start {neighbours(world_size, size)} ranks"
+        )
+    return world_size // size
+
+
+def _unravel(rank: int, sizes: Sequence[int]) -> list[int]:
+    """Return the place of ``rank`` on each axis, the first varying fastest, and on the one that is left over."""
+    places = []
+    for size in sizes:
+        rank, place = divmod(rank, size)
+        places.append(place)
+    return [*places, rank]

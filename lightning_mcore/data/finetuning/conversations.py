@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a fine-tuning dataset as conversations: a list of messages, each with a role and a text.
+
+Data sets for fine-tuning come in four forms, and each has columns of its own, so that the form can be told from them:
+
+* ``prompt_response``: two columns of text, by default ``prompt`` and ``response``;
+* ``alpaca``: ``instruction``, ``output`` and, optionally, ``input``, which follows the instruction after a blank line;
+* ``sharegpt``: ``conversations``, a list of ``{"from": "human", "value": "..."}``;
+* ``messages``: ``messages``, a list of ``{"role": "user", "content": "..."}`` as the OpenAI API has them.
+
+A text that is null counts as empty, and a row without an answer is left out and counted. Other columns, and other
+fields of a message, are left alone; a message that calls tools is refused, because its text alone would teach something
+else. ``chat_tokens.py`` makes tokens of the messages.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args
+
+from lightning_mcore.config.sizes import choices
+
+Format = Literal["auto", "prompt_response", "alpaca", "sharegpt", "messages"]
+LossOn = Literal["assistant", "last_assistant", "all"]
+Message = dict[str, str]
+Row = Mapping[str, Any]
+
+_ROLES = {name: name for name in ("system", "user", "assistant", "tool")}
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | _ROLES
+_TOOL_CALLS = ("tool_calls", "function_call")
+
+
+class ConversationReader:
+    """Turns rows of one form into conversations.
+
+    Args:
+        columns: Names of the columns that the data has.
+        format: The form of the rows; ``"auto"`` tells it from the columns.
+        prompt_column: Column of the prompt, of ``prompt_response``.
+        response_column: Column of the response, of ``prompt_response``.
+
+    Attributes:
+        needed: The columns that each row must have.
+
+    Raises:
+        ValueError: There is no such form, a column that it needs is missing, or the columns fit no form.
+    """
+
+    def __init__(
+        self,
+        columns: Iterable[str],
+        format: Format = "auto",
+        prompt_column: str = "prompt",
+        response_column: str = "response",
+    ) -> None:
+        require_choice("format", format, Format)
+        self.prompt_column = prompt_column
+        self.response_column = response_column
+        present = list(columns)
+        needed = {
+            "prompt_response": (prompt_column, response_column),
+            "messages": ("messages",),
+            "sharegpt": ("conversations",),
+            "alpaca": ("instruction", "output"),
+        }
+        if format == "auto":
+            found = [name for name, wanted in needed.items() if set(wanted) <= set(present)]
+            if not found:
+                forms = "; ".join(f"{name}: {', '.join(wanted)}" for name, wanted in needed.items())
+                raise ValueError(
+                    f"the columns {_listed(present)} fit none of the formats ({forms}); rename columns, or name those"
+                    " of your prompts and responses with prompt_column and response_column"
+                )
+            format = found[0]  # type: ignore[assignment]
+        missing = [name for name in needed[format] if name not in present]
+        if missing:
+            raise ValueError(
+                f"format={format!r} needs the column {_listed(missing)}, and the data has {_listed(present)}; choose"
+                " another format, or name the columns with prompt_column and response_column"
+            )
+        self.format: Format = format
+        self.needed = needed[format]
+
+    def messages(self, row: Row, name: str) -> list[Message]:
+        """Return the conversation of a row.
+
+        Args:
+            row: Its columns by name.
+            name: What to call it in an error, such as ``"row 3 of train.jsonl"``.
+
+        Returns:
+            Messages with ``role`` (system, user, assistant or tool) and ``content``.
+
+        Raises:
+            ValueError: A column is missing, a role is unknown, or a message has fields that its text does not stand
+                for.
+            TypeError: What should be text is something else.
+        """
+        missing = [column for column in self.needed if column not in row]
+        if missing:
+            raise ValueError(
+                f"{name} has the columns {_listed(row)}, and not {_listed(missing)}; give rows with the same columns"
+            )
+        if self.format == "prompt_response":
+            prompt, response = (_text(row[key], key, name) for key in (self.prompt_column, self.response_column))
+            return _exchange(prompt, response)
+        if self.format == "alpaca":
+            instruction, more, output = (_text(row.get(key), key, name) for key in ("instruction", "input", "output"))
+            return _exchange(f"{instruction}\n\n{more}" if more else instruction, output)
+        if self.format == "sharegpt":
+            return _conversation(row["conversations"], "from", "value", _SHAREGPT_ROLES, name)
+        return _conversation(row["messages"], "role", "content", _ROLES, name)
+
+
+def require_choice(name: str, value: object, kind: Any) -> None:
+    """Refuse a value that is none of those of a ``Literal``.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if value not in get_args(kind):
+        raise ValueError(f"{name}={value!r} is unknown; choose {choices(map(repr, get_args(kind)))}")
+
+
+def require_tokenizer(tokenizer: Any) -> None:
+    """Refuse what is no tokenizer of ``transformers``.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if not hasattr(tokenizer, "apply_chat_template"):
+        raise TypeError(
+            f"tokenizer is of type {type(tokenizer).__name__}; give one of transformers, or a folder that holds"
+            " one: a tokenizer of the tokenizers package goes into PreTrainedTokenizerFast(tokenizer_object=...)"
+        )
+
+
+def _exchange(prompt: str, response: str) -> list[Message]:
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+
+
+def _conversation(turns: Any, role_key: str, text_key: str, roles: Mapping[str, str], name: str) -> list[Message]:
+    if turns is None:
+        return []
+    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+        raise TypeError(f"{name} has no list of messages; give a list of objects with {role_key!r} and {text_key!r}")
+    messages = []
+    for number, turn in enumerate(turns):
+        place = f"message {number} of {name}"
+        if role_key not in turn or text_key not in turn:
+            raise ValueError(
+                f"{place} has the fields {_listed(turn)}; it needs {role_key!r} and {text_key!r}, or choose another"
+                " format"
+            )
+        if turn[role_key] not in roles:
+            raise ValueError(f"{place} has the role {turn[role_key]!r}; choose {choices(map(repr, roles))}")
+        calls = [key for key in _TOOL_CALLS if turn.get(key)]
+        if calls:
+            raise ValueError(
+                f"{place} has {calls[0]!r}, which is not supported; write the call into its text, or leave the row out"
+            )
+        messages.append({"role": roles[turn[role_key]], "content": _text(turn[text_key], text_key, place)})
+    return messages
+
+
+def _text(value: Any, key: str, name: str) -> str:
+    """Return text as it is, and parts of text joined; null is empty."""
+    if isinstance(value, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in value):
+        value = "".join(part.get("text") or "" for part in value)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise TypeError(f"{key!r} of {name} is of type {type(value).__name__}; give text, or a list of parts of text")
+    return value
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"

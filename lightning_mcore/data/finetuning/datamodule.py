@@ -1,0 +1,424 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``MCoreFinetuningData``: fine-tuning on jsonl or parquet files of prompts and responses, or of conversations.
+
+What happens to a file, and when:
+
+1. ``prepare_data``, on one process of each machine, reads the files with Hugging Face ``datasets``, makes a
+   conversation of each row (``conversations.py``) and tokens of each conversation (``chat_tokens.py``). The tokens are
+   kept in the cache of ``datasets``, named after the files, the tokenizer and the settings that decide them, so that
+   the next run finds them.
+2. ``setup``, on every rank, opens the cache, leaves out what teaches nothing, cuts or splits what is longer than a row,
+   and decides which samples share a row (``packed_dataset.py``). What became of the samples is one line in the log.
+   What is wrong with the files, or with a row, is the same sentence on every rank.
+3. The loaders read rows in an order that is the same on every layout (``sampling.py``).
+
+A checkpoint says what the training data was made of. A run that goes on in the middle of an epoch needs the same; one
+that goes on from the end of an epoch warns of what changed.
+
+With ``streaming`` nothing is prepared: training files are tokenised and packed while they are read (``streaming.py``).
+Batches are packed or dense ones, as ``packed_rows.py`` describes them, for ``MCoreModule.forward_step``.
+"""
+
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+
+from lightning_mcore.config.sizes import require_flag, require_size
+from lightning_mcore.data.finetuning.chat_templates import ChatTemplate, named_template
+from lightning_mcore.data.finetuning.conversations import Format, LossOn, require_choice
+from lightning_mcore.data.finetuning.files import find_files, load_rows, require_same_columns, with_rows
+from lightning_mcore.data.finetuning.stream import StreamSettings
+from lightning_mcore.data.finetuning.stream_loader import StreamLoader
+from lightning_mcore.data.finetuning.tokenized import (
+    Reading,
+    columns_of_stream,
+    compare_sources,
+    describe_sources,
+    sources_of,
+    tokenize_files,
+)
+from lightning_mcore.data.loop_position import Place
+from lightning_mcore.data.packing.best_fit import Overlong
+from lightning_mcore.data.packing.dataset import PackedDataset, TokenizedSamples
+from lightning_mcore.data.packing.multiples import PackingMultiples, packing_multiples
+from lightning_mcore.data.packing.rows import collate_padded, collate_rows
+from lightning_mcore.data.packing.statistics import PackingStatistics
+from lightning_mcore.data.preprocess.tokenizer import auto_tokenizer
+from lightning_mcore.data.sampling import data_parallel_place, evaluation_loader, training_loader
+from lightning_mcore.parallel.consensus import decide, together
+
+_SPLITS = {"train": "train_files", "validation": "validation_files", "test": "test_files"}
+_OF_STAGE = {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",), "predict": ()}
+
+
+class MCoreFinetuningData(pl.LightningDataModule):
+    """Prompts and responses, or conversations, from jsonl or parquet files, packed into rows or one in a row.
+
+    Args:
+        train_files: A file, a folder (all data files in it), a pattern such as ``data/*.jsonl``, or a list of these;
+            ``.jsonl``, ``.json`` and ``.parquet`` files are read.
+        tokenizer: A folder or name of a tokenizer of ``transformers``, or the tokenizer itself.
+        seq_length: Places in a row, tokens; no sample takes more.
+        batch_size: Rows of a data-parallel rank in a batch.
+        validation_files: Of validation, like ``train_files``.
+        test_files: Of testing, like ``train_files``.
+        validation_share: Validate on this share of the training samples, chosen by ``seed``, instead of on files; above
+            1, on so many samples.
+        format: What a row is: ``prompt_response``, ``alpaca``, ``sharegpt`` or ``messages``; ``auto`` tells it from the
+            columns.
+        prompt_column: Column of the prompt, of ``prompt_response``.
+        response_column: Column of the response, of ``prompt_response``.
+        loss_on: What is learnt: the turns of the ``assistant``, the ``last_assistant`` turn alone, or ``all`` tokens.
+        template: The way in which turns are written: the name of a template of LLaMA-Factory, as ``llama3``, or a
+            :class:`~lightning_mcore.data.finetuning.chat_templates.ChatTemplate`; None for the tokenizer's own.
+        packing: Put several samples into a row; otherwise each has a row of its own, as long as the longest of a batch.
+        overlong: A sample that is longer than a row is an ``error``, or it is ``cut`` or ``split``.
+        streaming: Read, tokenise and pack the training files while training; for files that are too many to prepare.
+            The order of the samples then depends on ``seed``, the number of data-parallel ranks and ``num_workers``,
+            and a resume in the middle of an epoch needs the same of each.
+        shuffle_buffer: With ``streaming``, how many samples are held back to draw the next one from; 1 keeps the order
+            of the files. Without it, samples are shuffled as a whole.
+        shuffle: Draw a new order of the rows in each epoch; without it they come as they are. Not of a stream.
+        seed: Of the order and of ``validation_share``.
+        num_workers: Processes of each rank that load ahead.
+        num_proc: Processes that tokenise in ``prepare_data``.
+        cache_dir: Where ``datasets`` keeps rows and tokens; None: its own place.
+        eval_batch_size: Rows of a data-parallel rank in a batch of validation and testing; None: ``batch_size``.
+        pad_to_seq_length: Without packing, pad every row to ``seq_length``, and not to the longest of its batch.
+
+    Attributes:
+        statistics: What became of the samples of each split, after ``setup``; not of a stream.
+
+    Raises:
+        ValueError: A setting is out of its range, or two contradict each other.
+        TypeError: A setting is of another type.
+    """
+
+    def __init__(
+        self,
+        train_files: str | list[str],
+        tokenizer: Any,
+        seq_length: int,
+        batch_size: int = 1,
+        validation_files: str | list[str] | None = None,
+        test_files: str | list[str] | None = None,
+        validation_share: float = 0.0,
+        format: Format = "auto",
+        prompt_column: str = "prompt",
+        response_column: str = "response",
+        loss_on: LossOn = "assistant",
+        template: str | ChatTemplate | None = None,
+        packing: bool = True,
+        overlong: Overlong = "error",
+        streaming: bool = False,
+        shuffle_buffer: int = 1000,
+        shuffle: bool = True,
+        seed: int = 1234,
+        num_workers: int = 0,
+        num_proc: int = 1,
+        cache_dir: str | None = None,
+        eval_batch_size: int | None = None,
+        pad_to_seq_length: bool = False,
+    ) -> None:
+        super().__init__()
+        evaluated = batch_size if eval_batch_size is None else eval_batch_size
+        _check_sizes(seq_length, batch_size, evaluated, shuffle_buffer, num_proc, num_workers)
+        require_choice("overlong", overlong, Overlong)
+        flags = {"packing": packing, "streaming": streaming, "shuffle": shuffle, "pad_to_seq_length": pad_to_seq_length}
+        for name, flag in flags.items():
+            require_flag(name, flag)
+        _check_validation(validation_share, validation_files, streaming)
+        self.train_files = train_files
+        self.validation_files = validation_files
+        self.test_files = test_files
+        self.seq_length = seq_length
+        self.batch_size = batch_size
+        self.eval_batch_size = evaluated
+        self.validation_share = validation_share
+        chosen = None if template is None else named_template(template)
+        self.reading = Reading(format, prompt_column, response_column, loss_on, chosen)
+        self.packing = packing
+        self.pad_to_seq_length = pad_to_seq_length
+        self.overlong: Overlong = overlong
+        self.streaming = streaming
+        self.shuffle_buffer = shuffle_buffer
+        self.shuffle = shuffle
+        self.seed = seed
+        self.num_workers = num_workers
+        self.num_proc = num_proc
+        self.cache_dir = cache_dir
+        self.statistics: dict[str, PackingStatistics] = {}
+        self._given_tokenizer = tokenizer
+        self._data: dict[str, TokenizedSamples | PackedDataset] = {}
+        self._packed_for: PackingMultiples | None = None
+        self._stream: StreamSettings | None = None
+        self._failure: Exception | None = None
+        self._sources: dict[str, Any] = {}
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer, loaded when it is first asked for."""
+        if not isinstance(self._given_tokenizer, str):
+            return self._given_tokenizer
+        try:
+            return auto_tokenizer(self._given_tokenizer)
+        except ValueError as error:
+            raise ValueError(
+                f"tokenizer={self._given_tokenizer!r} cannot be loaded: {error}; give the folder"
+                " or name of a tokenizer of transformers, or the tokenizer itself"
+            ) from error
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the tokenizer knows, added ones included."""
+        return len(self.tokenizer)
+
+    # ---- what Lightning calls
+
+    def prepare_data(self) -> None:
+        """Read and tokenise the files into the cache, on one process of a machine.
+
+        A failure waits for ``setup``, where every rank can hear of it.
+        """
+        try:
+            for split in self._prepared_splits(None):
+                self._tokenized(split)
+        except Exception as error:
+            self._failure = error
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open the cache and pack.
+
+        Args:
+            stage: Lightning's: fit, validate, test or predict; None for all.
+
+        Raises:
+            ValueError: Something is wrong with the files, with a row, or with ``seq_length`` on this layout; the same
+                sentence on every rank.
+            ModuleNotFoundError: ``datasets`` is not installed.
+        """
+        together(self._raise_failure)
+        multiples = together(self._multiples)
+        if multiples != self._packed_for:  # another trainer, with another layout
+            self._data, self._packed_for = {}, multiples
+        splits = [name for name in self._prepared_splits(stage) if name not in self._data]
+        together(lambda: self._open(splits, multiples))
+        if self.streaming and stage in ("fit", None):
+            self._stream = settings = together(self._stream_settings)
+            self._sources = self._sources_of_stream(settings)
+
+    def train_dataloader(self) -> Any:
+        """Rows of the training files, shuffled in each epoch."""
+        if self._stream is not None:
+            return StreamLoader(self.trainer, self._stream, *data_parallel_place(self.trainer), self.num_workers)
+        return training_loader(
+            self.trainer,
+            self._opened("train"),
+            self.batch_size,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            collate_fn=self._collate,
+            num_workers=self.num_workers,
+            of="rows" if self.packing else "samples",
+        )
+
+    def val_dataloader(self) -> Any:
+        """Rows of the validation data, in order; no loader where there is none."""
+        return self._evaluation_loader("validation") if self._has("validation") else []
+
+    def test_dataloader(self) -> Any:
+        """Rows of the test files, in order."""
+        return self._evaluation_loader("test") if self._has("test") else []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the training data was made of, and whether an epoch of it is under way."""
+        if self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
+            return {}
+        return {"sources": self._sources, "in_epoch": Place.of(self.trainer).in_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Compare the training data with that of a checkpoint.
+
+        Raises:
+            ValueError: It is other data, in the middle of an epoch.
+        """
+        if state_dict and self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            compare_sources(state_dict["sources"], self._sources, state_dict["in_epoch"])
+
+    # ---- how it is done
+
+    def _evaluation_loader(self, split: str) -> DataLoader[Any]:
+        return evaluation_loader(
+            self._opened(split), self.eval_batch_size, collate_fn=self._collate, num_workers=self.num_workers
+        )
+
+    @property
+    def _collate(self) -> Callable[[list[Any]], Any]:
+        if self.packing:
+            return collate_rows
+        return partial(collate_padded, multiple=self._multiples().row, row_length=self._padded_to)
+
+    @property
+    def _padded_to(self) -> int | None:
+        return self.seq_length if self.pad_to_seq_length else None
+
+    def _multiples(self) -> PackingMultiples:
+        multiples = packing_multiples(self.trainer)
+        multiples.check_row(self.seq_length)
+        return multiples
+
+    def _model_vocab_size(self) -> int | None:
+        size = getattr(self.trainer and self.trainer.lightning_module, "vocab_size", None)
+        return size if isinstance(size, int) else None
+
+    def _has(self, split: str) -> bool:
+        return getattr(self, _SPLITS[split]) is not None or (split == "validation" and self.validation_share > 0)
+
+    def _prepared_splits(self, stage: str | None) -> list[str]:
+        wanted = tuple(_SPLITS) if stage is None else _OF_STAGE[stage]
+        return [name for name in wanted if self._has(name) and not (self.streaming and name == "train")]
+
+    def _opened(self, split: str) -> TokenizedSamples | PackedDataset:
+        if split not in self._data:
+            raise RuntimeError(f"the {split} data is not there yet; call prepare_data() and setup() first")
+        return self._data[split]
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _open(self, splits: list[str], multiples: PackingMultiples) -> None:
+        for split in splits:
+            tokenized, indices = self._chosen(split)
+            self._check_vocabulary(tokenized, split)
+            if split == "train":
+                self._sources = _numbered(sources_of(tokenized))
+            name = f"{_SPLITS[split]}={getattr(self, _SPLITS[split]) or self.train_files!r}"
+            samples = self._samples(tokenized, indices, name)
+            self._data[split] = (
+                PackedDataset(samples, self.seq_length, multiples.sub_sequence) if self.packing else samples
+            )
+            self.statistics[split] = samples.statistics
+            rank_zero_info(f"{split} data: {_summary(samples, self.packing)}")
+
+    def _samples(self, tokenized: Any, indices: NDArray[np.int64], name: str) -> TokenizedSamples:
+        return TokenizedSamples(tokenized, indices, self.seq_length, self.overlong, name)
+
+    def _chosen(self, split: str) -> tuple[Any, NDArray[np.int64]]:
+        """Return a tokenised dataset and which of its rows belong to a split."""
+        tokenized = self._tokenized(split)
+        if not self.validation_share or split == "test":
+            return tokenized, np.arange(len(tokenized))
+        order = np.random.default_rng(self.seed).permutation(len(tokenized))
+        share = self.validation_share
+        count = round(len(tokenized) * share) if share < 1 else int(share)
+        if not 0 < count < len(tokenized):
+            raise ValueError(
+                f"validation_share={self.validation_share} of {len(tokenized)} samples leaves none to"
+                f" {'validate' if count == 0 else 'train'} on; choose another share, or give validation_files"
+            )
+        return tokenized, np.sort(order[:count] if split == "validation" else order[count:])
+
+    def _tokenized(self, split: str) -> Any:
+        """Return the rows of files as tokens, from the cache if they are there; a share of training is read with it."""
+        name = _SPLITS["train" if self.validation_share and split == "validation" else split]
+        files = with_rows(find_files(getattr(self, name), name))
+        return self._tokenized_files(files, name, self.reading)
+
+    def _tokenized_files(self, files: list[str], name: str, reading: Reading) -> Any:
+        checks = self.trainer is None or self.trainer.local_rank == 0
+        return tokenize_files(files, name, self.tokenizer, reading, self.cache_dir, self.num_proc, checks)
+
+    def _sources_of_stream(self, settings: StreamSettings) -> dict[str, Any]:
+        """Return what decides the rows of a stream; rank 0 looks into the files."""
+
+        def describe() -> dict[str, Any]:
+            return describe_sources(settings.files, self.tokenizer, self.reading)
+
+        return decide(describe) if dist.is_initialized() else describe()
+
+    def _check_vocabulary(self, tokenized: Any, split: str) -> None:
+        vocab_size = self._model_vocab_size()
+        if vocab_size is None or not len(tokenized):
+            return
+        largest = tokenized.data.column("largest").to_numpy()
+        if largest.max() >= vocab_size:
+            row = int(largest.argmax())
+            raise ValueError(
+                f"row {row} of {_SPLITS[split]} has the token {largest[row]}, and the model's vocab_size={vocab_size}"
+                f" ends at {vocab_size - 1}; use the model's own tokenizer, or a larger vocab_size"
+            )
+
+    def _stream_settings(self) -> StreamSettings:
+        files = with_rows(find_files(self.train_files, "train_files"))
+        reader = self.reading.reader(columns_of_stream(load_rows(files, streaming=True), files))
+        require_same_columns(files)
+        multiples = self._multiples()
+        return StreamSettings(
+            files=files,
+            reader=reader,
+            encoder=self.reading.encoder(self.tokenizer),
+            row_length=self.seq_length,
+            multiple=multiples.sub_sequence if self.packing else multiples.row,
+            batch_size=self.batch_size,
+            packing=self.packing,
+            overlong=self.overlong,
+            shuffle_buffer=self.shuffle_buffer,
+            seed=self.seed,
+            vocab_size=self._model_vocab_size(),
+            padded_to=self._padded_to,
+        )
+
+
+def _check_sizes(
+    seq_length: int, batch_size: int, eval_batch_size: int, shuffle_buffer: int, num_proc: int, num_workers: int
+) -> None:
+    require_size("seq_length", seq_length)
+    require_size("batch_size", batch_size)
+    require_size("eval_batch_size", eval_batch_size)
+    require_size("shuffle_buffer", shuffle_buffer)
+    require_size("num_proc", num_proc)
+    require_size("num_workers", num_workers, at_least=0)
+
+
+def _check_validation(share: float, files: Any, streaming: bool) -> None:
+    if share < 0 or share == 1 or (share > 1 and share != int(share)):
+        raise ValueError(
+            f"validation_share={share} is no share; choose 0 or more, and less than 1, or a number of samples above 1"
+        )
+    if share and files is not None:
+        raise ValueError(
+            f"validation_share={share} and validation_files={files!r} both say what to validate on; give one of them"
+        )
+    if share and streaming:
+        raise ValueError(
+            f"validation_share={share} with streaming=True: the share of a stream is not known; give validation_files"
+        )
+
+
+def _numbered(sources: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the sources of several datasets as one description."""
+    if len(sources) == 1:
+        return sources[0]
+    return {f"{name} of dataset {number}": value for number, part in enumerate(sources) for name, value in part.items()}
+
+
+def _summary(samples: TokenizedSamples, packing: bool) -> str:
+    """Return a line about what became of samples."""
+    if packing or samples.statistics.rows:
+        return str(samples.statistics)
+    lengths = samples.lengths
+    counts = str(samples.statistics).partition(";")
+    return (
+        f"{len(lengths):,} of {samples.statistics.samples:,} samples, one in a row, {lengths.sum():,} tokens,"
+        f" {lengths.mean():.1f} on average and {lengths.max()} at most{counts[1]}{counts[2]}"
+    )

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of a stream that one process reads: rows of files to batches, with states from which it goes on.
+
+A stream is dealt out to *readers*: each worker of each data-parallel rank is one. All of them read all files in the
+same order, which the seed and the epoch decide, and reader ``r`` of ``n`` takes the rows ``r``, ``r + n``, ``r + 2 n``
+and so on; only these are tokenised. So the readers' shares are alike, however the files are cut. What a reader does
+with its rows: tokenise, draw from a buffer in random order, pack online, put ``batch_size`` rows together.
+
+From time to time an item carries a *state*: how far the files are read, the samples in the buffer, the open rows, the
+random numbers. It is plain data. A reader that is given a state goes on with exactly the items that come after it.
+``streaming.py`` runs the readers and keeps their states.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from lightning_mcore.data.finetuning.conversations import Row
+from lightning_mcore.data.finetuning.files import explained, load_rows, name_of_row
+from lightning_mcore.data.finetuning.tokenized import Encoder, RowReader
+from lightning_mcore.data.packing.best_fit import Overlong, TokenSample, fit_sample
+from lightning_mcore.data.packing.online import OnlinePacker
+from lightning_mcore.data.packing.rows import collate_padded, collate_rows
+from lightning_mcore.data.packing.statistics import PackingStatistics
+
+Batch = dict[str, Tensor]
+State = dict[str, Any]
+BATCHES_BETWEEN_STATES = 16
+OPEN_ROWS = 64
+
+
+@dataclass(frozen=True)
+class StreamSettings:
+    """What a stream reads and makes of it.
+
+    Attributes:
+        files: In the order of the first epoch.
+        reader: Makes conversations of rows.
+        encoder: Makes tokens of conversations.
+        row_length: Places in a row, tokens.
+        multiple: Each sub-sequence is padded to a multiple of this; without packing each batch.
+        batch_size: Rows in a batch.
+        packing: Whether rows hold several samples.
+        overlong: What becomes of samples that are longer than a row.
+        shuffle_buffer: Samples to draw from; 1 keeps the order.
+        seed: Of the order.
+        vocab_size: Tokens that exist; None: not checked.
+        padded_to: Without packing, places of each row; None: as many as the longest of a batch takes.
+    """
+
+    files: list[str]
+    reader: RowReader
+    encoder: Encoder
+    row_length: int
+    multiple: int
+    batch_size: int
+    packing: bool
+    overlong: Overlong
+    shuffle_buffer: int
+    seed: int
+    vocab_size: int | None = None
+    padded_to: int | None = None
+
+
+@dataclass(frozen=True)
+class Item:
+    """What a reader gives.
+
+    Attributes:
+        batch: A batch; None where there is none any more.
+        state: From which the reader goes on after this batch; None where it was not taken.
+        failure: Why the reader cannot go on.
+        statistics: At the end, what became of its samples.
+        left_out: At the end, rows that fill no batch.
+    """
+
+    batch: Batch | None = None
+    state: State | None = None
+    failure: Exception | None = None
+    statistics: PackingStatistics | None = None
+    left_out: int = 0
+
+
+@dataclass(frozen=True)
+class ReaderPlace:
+    """Where a reader begins.
+
+    Attributes:
+        state: From which; None: at the beginning of the epoch.
+        skip: Batches that are made after it and thrown away.
+    """
+
+    state: State | None = None
+    skip: int = 0
+
+
+class ReaderStreams(IterableDataset[Item]):
+    """The readers of one data-parallel rank: in each worker of a DataLoader one of them.
+
+    Items never end: after its last batch a reader goes on giving items without one, so that a DataLoader, which asks
+    its workers in turns, does so in the same order whenever and however fast they come to their ends.
+
+    Args:
+        settings: What is read.
+        epoch: Of which the order is.
+        rank: The data-parallel rank.
+        ranks: How many there are.
+        places: Of each reader of this rank, where it begins.
+        first: The reader that is asked first.
+    """
+
+    def __init__(
+        self, settings: StreamSettings, epoch: int, rank: int, ranks: int, places: Sequence[ReaderPlace], first: int = 0
+    ) -> None:
+        self._settings = settings
+        self._epoch = epoch
+        self._rank = rank
+        self._ranks = ranks
+        self._places = places
+        self._first = first
+
+    def __iter__(self) -> Iterator[Item]:
+        worker = get_worker_info()
+        number = (self._first + (worker.id if worker is not None else 0)) % len(self._places)
+        share = self._rank * len(self._places) + number, self._ranks * len(self._places)
+        place = self._places[number]
+        last = Item()
+        try:
+            for count, item in enumerate(_Reader(self._settings, self._epoch, *share, place.state)):
+                if item.batch is None:
+                    last = item
+                elif count >= place.skip:
+                    yield item
+        except Exception as error:
+            last = Item(failure=error)
+        while True:
+            yield last
+
+
+class _Reader:
+    """One reader; see the module's docstring."""
+
+    def __init__(
+        self, settings: StreamSettings, epoch: int, share: int, shares: int, state: Mapping[str, Any] | None
+    ) -> None:
+        self._settings = settings
+        self._share = share
+        self._shares = shares
+        self._rng = np.random.default_rng([settings.seed, epoch, share])
+        self._files = _in_order(settings, epoch)
+        self._rows = load_rows(self._files, streaming=True)
+        self._passed = 0
+        self._buffer: list[TokenSample] = []
+        self._packer = _packer(settings)
+        if state is not None:
+            self._rows.load_state_dict(state["rows"])
+            self._passed = state["passed"]
+            self._rng.bit_generator.state = state["random"]
+            self._buffer = _samples(state["buffer"])
+            self._packer.load_state_dict(state["packer"])
+
+    def __iter__(self) -> Iterator[Item]:
+        """Yield batches, and at the end an item without one."""
+        settings = self._settings
+        waiting: list[Any] = []
+        since_state = 0
+        for sample in self._drawn():
+            waiting += self._packer.add(sample)
+            while len(waiting) >= settings.batch_size:
+                rows, waiting = waiting[: settings.batch_size], waiting[settings.batch_size :]
+                since_state += 1
+                takes_state = not waiting and since_state >= BATCHES_BETWEEN_STATES
+                since_state = 0 if takes_state else since_state
+                yield Item(self._collate(rows), self._state() if takes_state else None)
+        waiting += self._packer.flush()
+        whole = len(waiting) // settings.batch_size * settings.batch_size
+        for start in range(0, whole, settings.batch_size):
+            yield Item(self._collate(waiting[start : start + settings.batch_size]))
+        yield Item(statistics=self._packer.statistics, left_out=len(waiting) - whole)
+
+    def _drawn(self) -> Iterator[TokenSample]:
+        """Yield the samples in the order in which they are drawn; at each of them a state may be taken."""
+        size, buffer = self._settings.shuffle_buffer, self._buffer
+        for sample in self._samples():
+            if size == 1:
+                yield sample
+            elif len(buffer) < size:
+                buffer.append(sample)
+            else:
+                place = int(self._rng.integers(size))
+                drawn, buffer[place] = buffer[place], sample
+                yield drawn
+        while buffer:
+            place = int(self._rng.integers(len(buffer)))
+            buffer[place], buffer[-1] = buffer[-1], buffer[place]
+            yield buffer.pop()
+
+    def _samples(self) -> Iterator[TokenSample]:
+        """Yield the samples of this reader's share, as the files have them."""
+        settings = self._settings
+        turns = self._rows.iter(batch_size=self._shares)
+        while True:
+            with explained(settings.files):
+                turn = next(turns, None)
+            if turn is None:
+                return
+            rows, number = len(next(iter(turn.values()))), self._passed + self._share
+            self._passed += rows
+            if rows <= self._share:  # the last turn
+                continue
+            absent = dict.fromkeys(settings.reader.needed)  # in a stretch of rows without them
+            sample = self._sample(absent | {name: values[self._share] for name, values in turn.items()}, number)
+            if len(sample.tokens):
+                yield sample
+            else:
+                self._packer.statistics.leave_out_unanswered()
+
+    def _sample(self, row: Row, number: int) -> TokenSample:
+        """Return the sample of a row; where that fails, the file of the row is looked for."""
+        try:
+            return self._encode(row, number, f"row {number}")
+        except (ValueError, TypeError):
+            return self._encode(row, number, name_of_row(self._files, number))  # fails again, and says where
+
+    def _encode(self, row: Row, number: int, name: str) -> TokenSample:
+        settings = self._settings
+        sample = settings.encoder.encode(settings.reader.messages(row, name), number, name)
+        if settings.overlong == "error" and sample.length > settings.row_length:
+            raise ValueError(
+                f"{name} takes {sample.length} tokens, more than the seq_length={settings.row_length} of a row; choose"
+                " a larger seq_length, overlong='cut' or overlong='split'"
+            )
+        return sample
+
+    def _collate(self, rows: list[Any]) -> Batch:
+        settings = self._settings
+        if settings.packing:
+            return collate_rows(rows)
+        batch = collate_padded(rows, settings.multiple, settings.padded_to, vocab_size=settings.vocab_size)
+        self._packer.statistics.row_padding += batch["tokens"].numel() - int(batch["lengths"].sum())
+        return batch
+
+    def _state(self) -> State:
+        return {
+            "rows": self._rows.state_dict(),
+            "passed": self._passed,
+            "random": self._rng.bit_generator.state,
+            "buffer": _plain(self._buffer),
+            "packer": self._packer.state_dict(),
+        }
+
+
+class _OneInARow:
+    """Stands in for the packer where each sample has a row of its own."""
+
+    def __init__(self, row_length: int, overlong: Overlong) -> None:
+        self.statistics = PackingStatistics()
+        self._row_length = row_length
+        self._overlong: Overlong = overlong
+
+    def add(self, sample: TokenSample) -> list[TokenSample]:
+        """Return the sample, or what is left of it."""
+        pieces = fit_sample(sample, self._row_length, self.statistics, self._overlong, "drop")
+        self.statistics.rows += len(pieces)
+        self.statistics.tokens += sum(piece.length for piece in pieces)
+        return pieces
+
+    def flush(self) -> list[TokenSample]:
+        """Return nothing: no sample waits here."""
+        return []
+
+    def state_dict(self) -> State:
+        """Return the counts."""
+        return asdict(self.statistics)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting."""
+        self.statistics = replace(PackingStatistics(), **state)
+
+
+def _packer(settings: StreamSettings) -> OnlinePacker | _OneInARow:
+    if not settings.packing:
+        return _OneInARow(settings.row_length, settings.overlong)
+    return OnlinePacker(
+        settings.row_length,
+        settings.multiple,
+        OPEN_ROWS,
+        overlong=settings.overlong,
+        empty="drop",
+        vocab_size=settings.vocab_size,
+    )
+
+
+def _in_order(settings: StreamSettings, epoch: int) -> list[str]:
+    """Return the files in the order of an epoch, the same for every reader."""
+    if settings.shuffle_buffer == 1:
+        return settings.files
+    order = np.random.default_rng([settings.seed, epoch]).permutation(len(settings.files))
+    return [settings.files[place] for place in order]
+
+
+def _plain(samples: Sequence[TokenSample]) -> State:
+    """Return samples as tensors."""
+    tokens = [torch.as_tensor(sample.tokens.astype(np.int32)) for sample in samples]
+    masks = [torch.as_tensor(sample.loss_mask) for sample in samples]
+    return {
+        "ids": [sample.sample_id for sample in samples],
+        "sizes": [len(sample.tokens) for sample in samples],
+        "tokens": torch.cat([torch.zeros(0, dtype=torch.int32), *tokens]),
+        "learnt": torch.cat([torch.zeros(0, dtype=torch.bool), *masks]),
+    }
+
+
+def _samples(state: Mapping[str, Any]) -> list[TokenSample]:
+    """Return what :func:`_plain` was given."""
+    parts = zip(state["tokens"].split(state["sizes"]), state["learnt"].split(state["sizes"]), strict=True)
+    return [
+        TokenSample(tokens.numpy(), learnt.numpy(), number)
+        for (tokens, learnt), number in zip(parts, state["ids"], strict=True)
+    ]

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``StreamLoader``: batches of a stream for training, on every data-parallel rank alike, resumed exactly.
+
+Each data-parallel rank has one reader (``token_stream.py``) in its own process, or one in each worker. The batches of
+workers are taken in turns. What this loader adds:
+
+* **One end for all.** The shares of the ranks do not have exactly as many batches. Before a batch is handed out the
+  ranks agree that each has one; when one has none, the epoch ends for all of them, and what is left is counted in the
+  log. A failure of one rank, such as a broken line, is the failure of all, with the same words. So is an epoch without
+  any batch: nothing would be learnt, and a run that counts steps would never end.
+* **Its own state in the checkpoint.** Lightning saves the state of a loader that has ``state_dict``, and
+  ``exact_resume.py`` keeps one for each data-parallel rank. It says how many batches of the epoch count, which is not
+  how many were handed out: Lightning reads one batch ahead, and a checkpoint between two optimizer steps belongs to the
+  last of them. Readers send their states from time to time, so it holds of each reader a state and how many batches to
+  make again from there, without training on them.
+
+A state belongs to one place among the data-parallel ranks, and to one number of workers; in the middle of an epoch a
+run goes on with as many. ``MCoreFinetuningData(streaming=True)`` makes this loader.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch.utils.data import DataLoader
+
+from lightning_mcore.data.finetuning.stream import Batch, Item, ReaderPlace, ReaderStreams, StreamSettings
+from lightning_mcore.data.loop_position import Place
+from lightning_mcore.data.packing.statistics import PackingStatistics
+from lightning_mcore.parallel.consensus import all_true, gather, together
+
+T = TypeVar("T")
+_AHEAD = 2  # batches that Lightning may have read ahead, and one to be sure
+
+
+class StreamLoader:
+    """Iterates over one epoch of a stream each time it is asked to.
+
+    Args:
+        trainer: Of the run; None outside of one.
+        settings: What is read, and what is made of it.
+        rank: This data-parallel rank.
+        ranks: How many there are.
+        num_workers: Processes that read ahead; 0 reads in this one.
+    """
+
+    def __init__(
+        self, trainer: pl.Trainer | None, settings: StreamSettings, rank: int = 0, ranks: int = 1, num_workers: int = 0
+    ) -> None:
+        self._trainer = trainer
+        self._settings = settings
+        self._rank = rank
+        self._ranks = ranks
+        self._num_workers = num_workers
+        self._restored: dict[str, Any] | None = None
+        self._running: _Epoch | None = None
+        self.sampler = EpochNumber()
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Read an epoch, or what is left of one; nothing is read before the first batch is asked for.
+
+        Raises:
+            ValueError: The epoch has no batch, or a file or a row cannot be read.
+        """
+        restored, self._restored = self._restored, None
+        places, first, given = [ReaderPlace()] * max(1, self._num_workers), 0, 0
+        epoch = self.sampler.epoch
+        if restored is not None:
+            places = [ReaderPlace(reader["state"], reader["skip"]) for reader in restored["readers"]]
+            first, given, epoch = restored["next"], restored["batches"], restored["epoch"]
+        running = self._running = _Epoch(epoch, places, first, given, self._window)
+        streams = ReaderStreams(self._settings, epoch, self._rank, self._ranks, places, first)
+        loader = DataLoader(
+            streams,
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=self._num_workers,
+            generator=torch.Generator().manual_seed(self._settings.seed),  # leaves the common one alone
+        )
+        items = iter(loader)
+        try:
+            while True:
+                item = running.take(items)
+                if not _all(item is not None and item.failure is None):
+                    together(partial(_raise_failure, item))
+                    self._finish(running, items, item)
+                    return
+                assert item is not None
+                assert item.batch is not None
+                running.hand_out()
+                yield item.batch
+        finally:
+            del items  # ends the workers; an exception would keep them, and the garbage collector waits for each
+
+    # ---- its state, as Lightning asks for it
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the epoch goes on, as numbers and tensors."""
+        if self._restored is not None:
+            return self._restored
+        running, trainer = self._running, self._trainer
+        epoch, batches = self.sampler.epoch, running.batches if running is not None else 0
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            place = Place.of(trainer)
+            epoch, batches = place.epoch, place.batches if place.in_epoch else 0
+        if running is None or not batches:
+            return {"epoch": epoch, "batches": 0}
+        return {"epoch": running.epoch, "batches": batches, "stream": self._marks(), **running.state(batches)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next epoch be the rest of the one that the state is of.
+
+        Raises:
+            ValueError: It is of a stream with other settings, or of another rank.
+        """
+        self.sampler.set_epoch(state["epoch"])
+        self._restored = None
+        if not state["batches"]:
+            return
+        for name, value in self._marks().items():
+            then = state["stream"][name]
+            if then != value:
+                raise ValueError(
+                    f"the checkpoint was taken in the middle of an epoch of a stream with {name}={then}, and now"
+                    f" {name}={value}; resume with that value, or from the end of an epoch"
+                )
+        self._restored = dict(state)
+
+    def _marks(self) -> dict[str, Any]:
+        """Return what must be the same for a stream to go on."""
+        settings = self._settings
+        names = ("row_length", "multiple", "batch_size", "packing", "overlong", "shuffle_buffer", "seed")
+        return {
+            "files": [f"{Path(file).name} ({Path(file).stat().st_size} bytes)" for file in settings.files],
+            "data_parallel_rank": self._rank,
+            "data_parallel_size": self._ranks,
+            "num_workers": self._num_workers,
+            **{name: getattr(settings, name) for name in names},
+        }
+
+    @property
+    def _window(self) -> int:
+        """How many batches back a checkpoint may go."""
+        return _AHEAD + (self._trainer.accumulate_grad_batches if self._trainer is not None else 1)
+
+    def _finish(self, running: "_Epoch", items: Iterator[Item], item: Item | None) -> None:
+        """Read to the end, to count what is left out on any rank, and say it."""
+        dropped = 0
+        while item is not None and item.failure is None:
+            dropped += self._settings.batch_size
+            item = running.take(items)
+        together(partial(_raise_failure, item))
+        mine = (self._rank, running.statistics, running.left_out + dropped)
+        found = {rank: (counts, rows) for rank, counts, rows in (gather(mine) if _many() else [mine])}
+        statistics = sum((counts for counts, _ in found.values()), PackingStatistics())
+        rows = sum(rows for _, rows in found.values())
+        if not running.batches:
+            raise ValueError(self._why_no_batch(statistics, rows))
+        said = f"; rows that fill no batch of all ranks, left out: {rows}" if rows else ""
+        rank_zero_info(f"epoch {running.epoch} of the stream: {statistics}{said}")
+
+    def _why_no_batch(self, statistics: PackingStatistics, rows: int) -> str:
+        settings, readers = self._settings, max(1, self._num_workers)
+        files = (
+            settings.files[0] if len(settings.files) == 1 else f"{settings.files[0]} and {len(settings.files) - 1} more"
+        )
+        if not statistics.packed:
+            return f"nothing in {files} can be learnt ({statistics}); give rows with answers"
+        return (
+            f"the stream of {files} has {rows} rows, which fill no batch: each of {self._ranks} data-parallel ranks"
+            f" needs {settings.batch_size} rows from one of its {readers} readers, {settings.batch_size * self._ranks}"
+            f" on all of them ({statistics}); give more data, or lower batch_size, num_workers or the number of ranks"
+        )
+
+
+class EpochNumber:
+    """Where Lightning says which epoch begins, as it does to a distributed sampler.
+
+    Source: ``_set_sampler_epoch`` in lightning/fabric/utilities/data.py (2.6).
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the number of the epoch that begins."""
+        self.epoch = epoch
+
+
+class _Epoch:
+    """One epoch while it is read: which readers gave what, and their states."""
+
+    def __init__(self, epoch: int, places: list[ReaderPlace], first: int, given: int, window: int) -> None:
+        self.epoch = epoch
+        self.batches = given
+        self.statistics = PackingStatistics()
+        self.left_out = 0
+        self._window = window
+        self._next = first
+        self._ended: set[int] = set()
+        self._counts = [place.skip for place in places]  # batches of each reader since the state it began with
+        self._states = [deque([(0, place.state)]) for place in places]
+        self._recent: deque[int] = deque(maxlen=window)
+        self._taken: tuple[int, Item] | None = None
+
+    def take(self, items: Iterator[Item]) -> Item | None:
+        """Return the next batch, or a failure; None where every reader has come to its end."""
+        while len(self._ended) < len(self._counts):
+            item, reader = next(items), self._next
+            self._next = (reader + 1) % len(self._counts)
+            if item.batch is None and item.failure is None:
+                if reader not in self._ended and item.statistics is not None:
+                    self.statistics = self.statistics + item.statistics
+                    self.left_out += item.left_out
+                self._ended.add(reader)
+                continue
+            self._taken = reader, item
+            return item
+        return None
+
+    def hand_out(self) -> None:
+        """Count the batch that was taken."""
+        assert self._taken is not None
+        (reader, item), self._taken = self._taken, None
+        self.batches += 1
+        self._counts[reader] += 1
+        self._recent.append(reader)
+        states = self._states[reader]
+        if item.state is not None:
+            states.append((self._counts[reader], item.state))
+            while len(states) > 1 and states[1][0] <= self._counts[reader] - self._window:
+                states.popleft()
+
+    def state(self, batches: int) -> dict[str, Any]:
+        """Return how the epoch goes on behind its first ``batches`` batches.
+
+        Raises:
+            RuntimeError: They are more than were handed out, or so few that the states of then are gone.
+        """
+        back = self.batches - batches
+        if not 0 <= back <= len(self._recent):
+            raise RuntimeError(
+                f"{self.batches} batches of the stream were handed out, and a checkpoint after {batches} of them was"
+                f" asked for; take it after at least {self.batches - len(self._recent)}"
+            )
+        undone = list(self._recent)[len(self._recent) - back :]
+        readers = []
+        for reader, states in enumerate(self._states):
+            count = self._counts[reader] - undone.count(reader)
+            at, state = next((at, state) for at, state in reversed(states) if at <= count)
+            readers.append({"state": state, "skip": count - at})
+        return {"readers": readers, "next": undone[0] if undone else self._next}
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _raise_failure(item: Item | None) -> None:
+    if item is not None and item.failure is not None:
+        raise item.failure
+
+
+def _many() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _all(mine: bool) -> bool:
+    return all_true(mine) if _many() else mine

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which samples share a row: best-fit decreasing over the lengths of samples, in plain numpy.
+
+A row of fixed length holds several samples one after another, so that almost nothing of it is padding. Finding the
+fewest rows is bin packing; *best-fit decreasing* takes the samples from the longest to the shortest and puts each into
+the fullest row that still has room. :func:`pack_lengths` gives the result of that rule, without going from sample to
+sample: samples of one length are interchangeable, and so are rows with the same room. A row with room ``r`` that is
+the best fit for a sample of length ``l`` is so again for the next one, until less than ``l`` is left; it takes
+``r // l`` of them at once. So whole stretches of equal rows are filled in one step.
+
+A :class:`TokenSample` of ``l + 1`` tokens takes ``l`` places: each token but the last predicts the next. What does not
+fit into a row or teaches nothing is dealt with first, by :func:`fit_sample`, and counted.
+
+``packed_rows.py`` makes tensors of the rows, ``online_packing.py`` is the form for streams.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_mcore.config.sizes import require_size
+from lightning_mcore.data.packing.statistics import PackingStatistics
+
+Overlong = Literal["error", "cut", "split"]
+Empty = Literal["error", "drop"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenSample:
+    """A tokenised document, or a prompt with its response.
+
+    Args:
+        tokens: [l + 1] integers. The sample takes ``l`` places of a row: inputs are all tokens but the last, labels all
+            but the first.
+        loss_mask: [l + 1] bool, True where the token is a target; None: every one. The first token never is.
+        sample_id: The sample's number in its dataset, for messages and for ``sample_ids`` of a row.
+    """
+
+    tokens: NDArray[Any]
+    loss_mask: NDArray[np.bool_] | None = None
+    sample_id: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tokens.ndim != 1 or (self.tokens.dtype.kind not in "iu" and self.tokens.size):
+            raise TypeError(
+                f"sample {self.sample_id} has tokens of dtype {self.tokens.dtype} and shape {self.tokens.shape}; "
+                "give a flat list or array of ints"
+            )
+        if self.loss_mask is not None and self.loss_mask.shape != self.tokens.shape:
+            raise ValueError(
+                f"sample {self.sample_id} has a loss_mask of shape {self.loss_mask.shape} for tokens of shape "
+                f"{self.tokens.shape}; give one value for each token"
+            )
+
+    @property
+    def length(self) -> int:
+        """Places that the sample takes in a row, tokens."""
+        return max(len(self.tokens) - 1, 0)
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that are predicted and count in the loss."""
+        return self.length if self.loss_mask is None else int(np.count_nonzero(self.loss_mask[1:]))
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Which samples are in which row.
+
+    Args:
+        order: [samples] int64, numbers of samples, row after row; in a row the longest comes first.
+        offsets: [rows + 1] int64; row ``i`` is ``order[offsets[i] : offsets[i + 1]]``.
+    """
+
+    order: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> NDArray[np.int64]:
+        """Return the numbers of the samples in a row; a negative row counts from the end.
+
+        Raises:
+            IndexError: There is no such row.
+        """
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        row %= len(self)
+        return self.order[self.offsets[row] : self.offsets[row + 1]]
+
+
+def pack_lengths(lengths: NDArray[Any] | Sequence[int], row_length: int, multiple: int = 1) -> PackedRows:
+    """Put samples into as few rows as best-fit decreasing finds; equal input gives equal rows.
+
+    Args:
+        lengths: [samples] places that each sample takes, 1 to ``row_length``: its tokens less one.
+        row_length: Places in a row, tokens.
+        multiple: Each sample is padded to a multiple of this; it divides ``row_length``.
+
+    Raises:
+        TypeError: The lengths are no flat array of ints.
+        ValueError: A sample takes no place or more than a row has, or ``multiple`` does not divide the row.
+    """
+    require_multiple(row_length, multiple)
+    lengths = np.asarray(lengths)
+    if not lengths.size:
+        return PackedRows(np.zeros(0, np.int64), np.zeros(1, np.int64))
+    if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
+        raise TypeError(f"lengths of dtype {lengths.dtype} and shape {lengths.shape}; give a flat array of ints")
+    lengths = lengths.astype(np.int64)
+    refused = np.flatnonzero((lengths < 1) | (lengths > row_length))
+    if refused.size:
+        raise ValueError(
+            f"sample {refused[0]} takes {lengths[refused[0]]} places; choose 1 to row_length={row_length}, or let "
+            "fit_sample() cut, split or leave out what does not fit"
+        )
+    room = row_length // multiple
+    units = -(-lengths // multiple)
+    narrow = np.uint16 if room < 2**16 else np.int64  # numpy sorts 16 bits by radix
+    by_length = np.argsort((room - units).astype(narrow), kind="stable")
+    counts = np.bincount(units, minlength=room + 1)
+    distinct = np.flatnonzero(counts)[::-1]
+    first, rows, each, num_rows = _best_fit(distinct.tolist(), counts[distinct].tolist(), room)
+    row_of = _rows_of_samples(first, rows, each)
+    order = by_length[np.argsort(row_of, kind="stable")]
+    offsets = np.zeros(num_rows + 1, np.int64)
+    np.cumsum(np.bincount(row_of, minlength=num_rows), out=offsets[1:])
+    return PackedRows(order, offsets)
+
+
+def require_multiple(row_length: int, multiple: int) -> None:
+    """Refuse a row that does not divide into the multiples of its sub-sequences.
+
+    Raises:
+        TypeError: One of them is not an int.
+        ValueError: One of them is too small, or ``multiple`` does not divide ``row_length``.
+    """
+    require_size("row_length", row_length)
+    require_size("multiple", multiple)
+    if row_length % multiple:
+        raise ValueError(
+            f"row_length={row_length} is not a multiple of {multiple}, to which each sub-sequence is padded; "
+            f"choose {max(row_length // multiple, 1) * multiple} or {(row_length // multiple + 1) * multiple}"
+        )
+
+
+def _best_fit(lengths: list[int], counts: list[int], room: int) -> tuple[list[int], list[int], list[int], int]:
+    """Fill stretches of equal rows, for lengths from the longest to the shortest.
+
+    Args:
+        lengths: Distinct lengths, descending.
+        counts: Samples of each.
+        room: Places in a row.
+
+    Returns:
+        Of each filling its first row, how many rows from there on, and how many samples each of them takes; and how
+        many rows there are in all.
+    """
+    first, rows, each = [], [], []
+    free: dict[int, list[tuple[int, int]]] = {}  # room that is left: stretches of rows with it
+    rooms: list[int] = []  # the keys of ``free``, ascending
+    shortest = lengths[-1]
+    opened = 0
+
+    def put_back(left: int, start: int, stop: int) -> None:
+        if left < shortest or start == stop:
+            return
+        if left not in free:
+            free[left] = []
+            insort(rooms, left)
+        free[left].append((start, stop))
+
+    for length, count in zip(lengths, counts, strict=True):
+        while count:
+            place = bisect_left(rooms, length)
+            if place == len(rooms):
+                more = -(-count // (room // length))
+                put_back(room, opened, opened + more)
+                opened += more
+            left = rooms[place]
+            start, stop = free[left].pop()
+            if not free[left]:
+                del free[left], rooms[place]
+            most = left // length
+            full = min(stop - start, count // most)
+            if not full:  # the last samples of this length
+                full, most = 1, count
+            first.append(start)
+            rows.append(full)
+            each.append(most)
+            count -= full * most
+            put_back(left, start + full, stop)
+            put_back(left - most * length, start, start + full)
+    return first, rows, each, opened
+
+
+def _rows_of_samples(first: list[int], rows: list[int], each: list[int]) -> NDArray[np.int64]:
+    """Return the row of each sample, [samples], samples from the longest to the shortest; see :func:`_best_fit`."""
+    per_row = np.asarray(each)
+    placed = np.asarray(rows) * per_row
+    filling = np.repeat(np.arange(len(placed)), placed)
+    within = np.arange(len(filling)) - (np.cumsum(placed) - placed)[filling]
+    result: NDArray[np.int64] = np.asarray(first)[filling] + within // per_row[filling]
+    return result
+
+
+def as_samples(samples: Iterable[TokenSample | Sequence[int] | NDArray[Any]]) -> Iterable[TokenSample]:
+    """Yield samples; a list or array of tokens becomes one that is numbered by its place."""
+    for place, sample in enumerate(samples):
+        yield sample if isinstance(sample, TokenSample) else TokenSample(np.asarray(sample), sample_id=place)
+
+
+def fit_sample(
+    sample: TokenSample,
+    row_length: int,
+    statistics: PackingStatistics,
+    overlong: Overlong = "error",
+    empty: Empty = "error",
+) -> list[TokenSample]:
+    """Return what of a sample goes into rows, each piece no longer than a row, and count what happens to it.
+
+    Args:
+        sample: The sample.
+        row_length: Places in a row, tokens.
+        statistics: Counts; these are added to.
+        overlong: What becomes of a sample that takes more than a row. ``"error"``: it is refused. ``"cut"``: its
+            beginning is kept. ``"split"``: it becomes pieces that share one token, so that every target is trained
+            once; pieces without a target are left out.
+        empty: What becomes of a sample with fewer than two tokens or without a target, also after it was cut.
+            ``"error"``: it is refused. ``"drop"``: it is left out.
+
+    Returns:
+        The sample itself, its cut form, its pieces, or nothing.
+
+    Raises:
+        ValueError: The sample is refused, or there is no such policy.
+    """
+    _require_choice("overlong", overlong, ("error", "cut", "split"))
+    _require_choice("empty", empty, ("error", "drop"))
+    statistics.samples += 1
+    pieces = [sample]
+    if sample.length > row_length:
+        pieces = _shorten(sample, row_length, overlong)
+    kept = [piece for piece in pieces if piece.num_targets]
+    if not kept:
+        _leave_out(sample, statistics, empty)
+        return []
+    statistics.packed += 1
+    if overlong == "cut" and sample.length > row_length:
+        statistics.cut += 1
+        statistics.cut_tokens += sample.length - row_length
+    if len(pieces) > 1:
+        statistics.split += 1
+        statistics.pieces += len(pieces)
+        statistics.pieces_without_target += len(pieces) - len(kept)
+    return kept
+
+
+def fit_samples(
+    samples: Iterable[TokenSample | Sequence[int] | NDArray[Any]],
+    row_length: int,
+    overlong: Overlong = "error",
+    empty: Empty = "error",
+) -> tuple[list[TokenSample], PackingStatistics]:
+    """Return what goes into rows of all samples, and the counts; see :func:`fit_sample`."""
+    statistics = PackingStatistics()
+    fitting = [
+        piece for sample in as_samples(samples) for piece in fit_sample(sample, row_length, statistics, overlong, empty)
+    ]
+    return fitting, statistics
+
+
+def count_rows(
+    rows: PackedRows, lengths: NDArray[Any], row_length: int, multiple: int, into: PackingStatistics
+) -> None:
+    """Add rows that :func:`pack_lengths` made to the counts."""
+    lengths = np.asarray(lengths, np.int64)
+    tokens = int(lengths.sum())
+    padded = int((-(-lengths // multiple)).sum()) * multiple
+    into.add_rows(len(rows), row_length, tokens, padded - tokens)
+
+
+def _shorten(sample: TokenSample, row_length: int, overlong: Overlong) -> list[TokenSample]:
+    """Return a sample that is longer than a row cut or in pieces."""
+    if overlong == "error":
+        raise ValueError(
+            f"sample {sample.sample_id} takes {sample.length} places, more than row_length={row_length}; choose a "
+            "longer row, overlong='cut' or overlong='split'"
+        )
+    tokens, mask = sample.tokens, sample.loss_mask
+    starts = range(0, sample.length, row_length) if overlong == "split" else range(1)
+    return [
+        TokenSample(
+            tokens[start : start + row_length + 1],
+            None if mask is None else mask[start : start + row_length + 1],
+            sample.sample_id,
+        )
+        for start in starts
+    ]
+
+
+def _leave_out(sample: TokenSample, statistics: PackingStatistics, empty: Empty) -> None:
+    """Count or refuse a sample without targets."""
+    too_short = len(sample.tokens) < 2
+    if empty == "error":
+        what = "fewer than two tokens" if too_short else "no target in the part that fits into a row"
+        raise ValueError(
+            f"sample {sample.sample_id} has {what}, so that nothing could be learnt from it; leave it out of the data, "
+            "or choose empty='drop'"
+        )
+    if too_short:
+        statistics.too_short += 1
+    else:
+        statistics.without_target += 1
+
+
+def _require_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is unknown; choose {', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}")

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenised samples from disk as a map-style dataset: one sample a row, or packed rows.
+
+What is held in memory are three numbers for each sample (its length, its targets, its row); the tokens stay in the
+memory-mapped files of ``datasets`` until a row is asked for. Rows are packed once, before training, from all samples;
+loaders shuffle whole rows in each epoch. ``finetuning_data.py`` makes both.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_mcore.data.packing.best_fit import Overlong, TokenSample, count_rows, fit_sample, pack_lengths
+from lightning_mcore.data.packing.rows import build_row
+from lightning_mcore.data.packing.statistics import PackingStatistics
+
+
+class TokenizedSamples(Dataset[TokenSample]):
+    """Samples that fit into a row, or pieces of longer ones; empty ones are left out and counted.
+
+    Args:
+        tokenized: A ``datasets.Dataset`` with ``tokens`` (lists of ints), ``learnt`` (lists of bools), ``length`` and
+            ``num_targets``.
+        indices: [n] numbers of the rows of it that belong here; they become the samples' numbers.
+        row_length: Places in a row, tokens.
+        overlong: What becomes of a sample that takes more: refused, cut or split.
+        name: What the data is, for errors.
+
+    Attributes:
+        lengths: [samples] places that each takes.
+        statistics: What became of all samples.
+
+    Raises:
+        ValueError: A sample is longer than a row and to be refused, or none is left.
+    """
+
+    def __init__(
+        self, tokenized: Any, indices: NDArray[np.int64], row_length: int, overlong: Overlong, name: str
+    ) -> None:
+        self._tokenized = tokenized.with_format("numpy")
+        self._row_length = row_length
+        self._overlong: Overlong = overlong
+        self.statistics = PackingStatistics()
+        lengths = _column(tokenized, "length")[indices]
+        targets = _column(tokenized, "num_targets")[indices]
+        if overlong == "error" and (lengths > row_length).any():
+            count, longest = int((lengths > row_length).sum()), int(lengths.argmax())
+            raise ValueError(
+                f"{count} of {len(lengths)} samples of {name} take more than the {row_length} tokens of a row, the"
+                f" longest {lengths[longest]} (row {indices[longest]}); choose a larger seq_length, overlong='cut' or"
+                " overlong='split'"
+            )
+        whole = (lengths <= row_length) & (targets > 0)
+        plain = indices[whole]
+        self.statistics.samples = self.statistics.packed = len(plain)
+        found = [(plain, np.zeros_like(plain), lengths[whole])]
+        found += [self._pieces(index) for index in indices[~whole].tolist()]
+        self._source, self._piece, self.lengths = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        if not len(self.lengths):
+            raise ValueError(f"nothing in {name} can be learnt ({self.statistics}); give rows with answers")
+
+    def _pieces(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        [sample] = self._read([index])
+        if not len(sample.tokens):
+            self.statistics.leave_out_unanswered()
+            return (np.zeros(0, np.int64),) * 3
+        pieces = fit_sample(sample, self._row_length, self.statistics, self._overlong, "drop")
+        lengths = np.array([piece.length for piece in pieces], np.int64)
+        return np.full_like(lengths, index), np.arange(len(pieces)), lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> TokenSample:
+        """Return a sample."""
+        return self.take([index])[0]
+
+    def take(self, indices: Sequence[int] | NDArray[np.int64]) -> list[TokenSample]:
+        """Return several samples, read at once."""
+        samples = self._read(self._source[indices].tolist())
+        return [
+            sample if sample.length <= self._row_length and not piece else self._fitted(sample)[piece]
+            for sample, piece in zip(samples, self._piece[indices].tolist(), strict=True)
+        ]
+
+    def _fitted(self, sample: TokenSample) -> list[TokenSample]:
+        return fit_sample(sample, self._row_length, PackingStatistics(), self._overlong, "drop")
+
+    def _read(self, rows: list[int]) -> list[TokenSample]:
+        read = self._tokenized[rows]
+        return [
+            TokenSample(np.asarray(tokens, np.int64), np.asarray(learnt, np.bool_), row)
+            for tokens, learnt, row in zip(read["tokens"], read["learnt"], rows, strict=True)
+        ]
+
+
+class PackedDataset(Dataset[dict[str, Tensor]]):
+    """Packed rows of samples; which samples share a row is fixed.
+
+    Args:
+        samples: What is packed.
+        row_length: Places in a row, tokens.
+        multiple: Each sub-sequence is padded to a multiple of this.
+    """
+
+    def __init__(self, samples: TokenizedSamples, row_length: int, multiple: int) -> None:
+        self._samples = samples
+        self._row_length = row_length
+        self._multiple = multiple
+        self._rows = pack_lengths(samples.lengths, row_length, multiple)
+        count_rows(self._rows, samples.lengths, row_length, multiple, samples.statistics)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return a row; ``packed_rows.py`` says what is in it."""
+        return build_row(self._samples.take(self._rows[index]), self._row_length, self._multiple)
+
+
+def _column(tokenized: Any, name: str) -> NDArray[np.int64]:
+    """Return a column of numbers."""
+    column: NDArray[np.int64] = tokenized.data.column(name).to_numpy().astype(np.int64)
+    return column

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lightning-mcore preprocess``: text into Megatron's indexed datasets."""

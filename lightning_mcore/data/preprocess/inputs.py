@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The input of ``lightning-mcore preprocess``: which files it is, and how they are cut into pieces for the workers.
+
+The cut follows from the files and one size alone. So it is the same for any number of workers and after an
+interruption, and the tokens of piece 17 always follow those of piece 16. Nothing but the places of the cuts is read
+here: of a file of lines a few bytes at each cut, of a parquet file its directory.
+
+=============  ===============================================================  ============================
+``format``     a piece                                                          cut at
+=============  ===============================================================  ============================
+``jsonl``      a range of bytes                                                 the ends of lines
+``separated``  a range of bytes of a text file                                  separators
+``whole``      some text files, each of them one document                       files
+``parquet``    some rows of a row group                                         any row
+=============  ===============================================================  ============================
+"""
+
+import glob
+import importlib
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_mcore.data.preprocess.worker import Piece
+
+FORMATS = ("text", "jsonl", "parquet")
+UNFINISHED = ".unfinished"  # ending of the folder in which a dataset is made
+
+_BY_SUFFIX = {
+    ".txt": "text",
+    ".text": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+}
+_NOT_IN_FOLDERS = {".json"}  # there it is what describes the data, more often than data
+_PATHS_AT_ONCE = 16_000  # characters; a piece must fit into a pipe
+_ROWS_AT_LEAST = 256
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file to read.
+
+    Attributes:
+        path: As it was given, or found.
+        format: ``text``, ``jsonl`` or ``parquet``.
+        size: Bytes.
+        modified: When it was changed last, in ns.
+    """
+
+    path: str
+    format: str
+    size: int
+    modified: int
+
+
+def find_inputs(inputs: Sequence[str], format: str = "auto") -> tuple[list[InputFile], int]:
+    """Return the files that are meant, in the order in which they are read, and how many in folders are left out.
+
+    Args:
+        inputs: Files, patterns for :func:`glob.glob` and folders, which are searched to the bottom. What a pattern or
+            folder stands for is sorted by name.
+        format: Of all of them, or ``"auto"``: by the suffix of each.
+
+    Raises:
+        FileNotFoundError: There is no such file, or none with a known suffix in a folder.
+        ValueError: A format is unknown or cannot be told from the suffix, or a file is named twice.
+    """
+    if format not in ("auto", *FORMATS):
+        raise ValueError(f"format={format!r} is unknown; choose auto, {', '.join(FORMATS)}")
+    if not inputs:
+        raise ValueError("no input is given; name files, patterns or folders")
+    found: list[InputFile] = []
+    left_out = 0
+    for name in inputs:
+        if os.path.isdir(name):
+            paths, rest = _in_folder(name, format)
+            left_out += rest
+        else:
+            paths = [name] if os.path.isfile(name) else sorted(filter(os.path.isfile, glob.glob(name, recursive=True)))
+        if not paths:
+            what = "holds no file" if os.path.isdir(name) else "is neither a file nor a folder, nor a pattern that fits"
+            suffixes = f" with one of the suffixes {', '.join(_BY_SUFFIX)}" if os.path.isdir(name) else " a file"
+            raise FileNotFoundError(f"{name} {what}{suffixes}; name others, or say --format")
+        found += [_describe(path, format) for path in paths]
+    seen: set[str] = set()
+    for file in found:
+        if (place := os.path.realpath(file.path)) in seen:
+            raise ValueError(f"{file.path} is named twice, so its documents would be; name it once")
+        seen.add(place)
+    return found, left_out
+
+
+def _in_folder(folder: str, format: str) -> tuple[list[str], int]:
+    paths: list[str] = []
+    left_out = 0
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and not name.endswith(UNFINISHED))
+        for name in names:
+            suffix = os.path.splitext(name)[1].lower()
+            wanted = format != "auto" or (suffix in _BY_SUFFIX and suffix not in _NOT_IN_FOLDERS)
+            if wanted and not name.startswith("."):
+                paths.append(os.path.join(place, name))
+            else:
+                left_out += 1
+    return sorted(paths), left_out
+
+
+def _describe(path: str, format: str) -> InputFile:
+    suffix = os.path.splitext(path)[1].lower()
+    if format == "auto" and suffix not in _BY_SUFFIX:
+        raise ValueError(
+            f"the format of {path} cannot be told from its suffix; say --format {', '.join(FORMATS[:-1])} or"
+            f" {FORMATS[-1]}, and decompress it first if it is compressed"
+        )
+    status = os.stat(path)
+    return InputFile(path, _BY_SUFFIX[suffix] if format == "auto" else format, status.st_size, status.st_mtime_ns)
+
+
+def cut(files: Iterable[InputFile], separator: str | None, column: str, size: int) -> Iterator[Piece]:
+    """Yield the pieces of all files, in order.
+
+    Each says in ``input_bytes`` how much of the files it is, in ``files_done`` how many of them, empty ones before it
+    as well, end with it, and in ``empty_files`` how many empty ones stand before a file that does not end with it.
+
+    Args:
+        files: What :func:`find_inputs` found.
+        separator: Between the documents of a text file; None makes one document of each.
+        column: Which a parquet file must have.
+        size: Bytes of a piece, at least where documents or rows are not larger.
+
+    Raises:
+        ValueError: A parquet file cannot be read or has no such column.
+        OSError: A file cannot be read.
+    """
+    waiting = 0  # files without a piece
+    for group in _groups(files, separator, size):
+        file, last = group[0], None
+        if file.format == "text" and separator is None:
+            pieces: Iterable[Piece] = [_whole(group)]
+        elif file.format == "parquet":
+            pieces = _parquet_pieces(file, column, size)
+        elif file.format == "jsonl":
+            pieces = _ranges(file, "jsonl", b"\n", size)
+        else:
+            pieces = _ranges(file, "separated", (separator or "").encode(), size)
+        for piece in pieces:
+            if last is not None:
+                yield {**last, "files_done": 0, "empty_files": waiting}
+            last = piece
+        waiting += len(group)
+        if last is not None:
+            yield {**last, "files_done": waiting, "empty_files": 0}
+            waiting = 0
+
+
+def _groups(files: Iterable[InputFile], separator: str | None, size: int) -> Iterator[list[InputFile]]:
+    """Yield files that share a piece, which only text files do of which each is a document."""
+    group: list[InputFile] = []
+    for file in files:
+        shares = file.format == "text" and separator is None
+        if group and not shares:
+            yield group
+            group = []
+        group.append(file)
+        full = sum(one.size for one in group) >= size or sum(len(one.path) for one in group) >= _PATHS_AT_ONCE
+        if full or not shares:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _whole(files: list[InputFile]) -> Piece:
+    return {
+        "format": "whole",
+        "paths": [file.path for file in files],
+        "input_bytes": sum(file.size for file in files),
+    }
+
+
+def _ranges(file: InputFile, format: str, separator: bytes, size: int) -> Iterator[Piece]:
+    if file.size == 0:
+        return
+    with open(file.path, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        start = 0
+        while start < file.size:
+            end = _cut_after(content, separator, start, start + size)
+            yield {"format": format, "path": file.path, "start": start, "end": end, "input_bytes": end - start}
+            start = end
+
+
+def _cut_after(content: mmap.mmap, separator: bytes, start: int, least: int) -> int:
+    """Return where the first separator from ``least`` on ends, reading from ``start``.
+
+    Separators are found from left to right, and those that may overlap with themselves (as two empty lines do) only
+    by looking at all of them.
+    """
+    overlaps = any(separator.endswith(separator[:length]) for length in range(1, len(separator)))
+    place = start if overlaps else max(start, least - len(separator))
+    while (found := content.find(separator, place)) >= 0:
+        place = found + len(separator)
+        if place >= least:
+            return place
+    return len(content)
+
+
+def check_parquet(file: InputFile, column: str) -> Any:
+    """Return the metadata of a parquet file.
+
+    Raises:
+        ModuleNotFoundError: pyarrow is not installed.
+        ValueError: It cannot be read, or has no such column of text.
+    """
+    try:
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            f'{file.path} needs pyarrow to be read; pip install "lightning-mcore[data]"', name="pyarrow"
+        ) from None
+    try:
+        with parquet.ParquetFile(file.path) as opened:
+            schema, metadata = opened.schema_arrow, opened.metadata
+    except (OSError, ValueError, ArithmeticError) as error:  # pyarrow's own are among these
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(f"{file.path} cannot be read as parquet: {reason}; mend or leave out that file") from None
+    if column not in schema.names:
+        raise ValueError(
+            f"{file.path} has no column {column!r}; choose another of {', '.join(schema.names)} with --text-column"
+        )
+    kind = str(schema.field(column).type)
+    if kind not in ("string", "large_string", "string_view", "null"):
+        raise ValueError(
+            f"column {column!r} of {file.path} holds {kind}, not strings; choose another with --text-column"
+        )
+    return metadata
+
+
+def _parquet_pieces(file: InputFile, column: str, size: int) -> Iterator[Piece]:
+    metadata = check_parquet(file, column)
+    if metadata.num_rows == 0:
+        return
+    place = next(index for index in range(metadata.num_columns) if metadata.schema.column(index).path == column)
+    for group in range(metadata.num_row_groups):
+        part = metadata.row_group(group)
+        if part.num_rows == 0:
+            continue
+        text_bytes = part.column(place).total_uncompressed_size
+        rows = max(_ROWS_AT_LEAST, -(-part.num_rows * 4 * size // max(text_bytes, 1)))
+        for first in range(0, part.num_rows, rows):
+            count = min(rows, part.num_rows - first)
+            share = file.size * count // metadata.num_rows
+            yield {
+                "format": "parquet",
+                "path": file.path,
+                "group": group,
+                "first": first,
+                "rows": count,
+                "input_bytes": share,
+            }

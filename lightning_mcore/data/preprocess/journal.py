@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dataset that ``lightning-mcore preprocess`` is making: what is done survives whatever ends the process.
+
+It grows in the folder ``PREFIX.unfinished``:
+
+===========  =========================================================================================
+``tokens``   what becomes the .bin file
+``lengths``  the length of each document, i32
+``blocks``   the checksum of each whole block of ``tokens``, u32
+``journal``  how much of these counts, from how much of the input, and of which command; and its own checksum
+``lock``     locked by the process that writes; a lock ends with its process
+===========  =========================================================================================
+
+The journal is replaced, never changed, and only after the others are on the disk. What lies in them beyond its word is
+cut off when the command goes on, and what counts is compared with its checksums; reading it takes far less time than
+making it. The journal also remembers the end of the last file that is done as a whole: when a later one was mended, the
+command goes on from there. At the end the files get their names, the index last, for Megatron needs both.
+
+``preprocess.py`` is the only user.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import time
+import zlib
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_mcore.checkpoint.storage.atomic import sync_directory
+from lightning_mcore.data.file_checksums import BLOCK, BlockChecksums, checksums_of
+from lightning_mcore.data.preprocess.inputs import UNFINISHED
+from lightning_mcore.data.preprocess.pool import Tokens
+from lightning_mcore.data.preprocess.worker import Piece
+from lightning_mcore.data.pretraining.index import (
+    checksums_path,
+    facts_path,
+    token_type,
+    write_dataset_checksums,
+    write_index,
+)
+
+_SAVE_EVERY = 2.0  # seconds
+_FORMAT = 2
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far it has come.
+
+    Attributes:
+        files: Of the input that are done.
+        empty_files: Without a piece, between them and the file that is in work.
+        pieces: That are done of the latter.
+        input_bytes: Of the files that were read.
+        text_bytes: Of their documents in UTF-8.
+        documents: With tokens.
+        tokens: Of them.
+        empty: Documents without a token, which were left out.
+        last_block: CRC32 of the tokens that fill no block of checksums.
+        lengths_checksum: CRC32 of the lengths.
+        whole: Whether nothing is missing but the files' names.
+    """
+
+    files: int = 0
+    empty_files: int = 0
+    pieces: int = 0
+    input_bytes: int = 0
+    text_bytes: int = 0
+    documents: int = 0
+    tokens: int = 0
+    empty: int = 0
+    last_block: int = 0
+    lengths_checksum: int = 0
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """What a journal says: of which command it is, how far that came, and how far with the last file that is done."""
+
+    command: dict[str, Any]
+    progress: Progress
+    after_file: Progress
+
+
+class Journal:
+    """Writes the unfinished dataset of one prefix.
+
+    Args:
+        prefix: Of the dataset's files.
+        command: What decides its content, as plain data, each part under the words a user knows it by.
+        vocab_size: Of the tokenizer.
+        overwrite: Replace a finished dataset of that name, and unfinished work of another command.
+
+    Raises:
+        FileExistsError: The dataset is there already.
+        ValueError: The unfinished work is that of another command.
+        RuntimeError: Another process is writing it.
+        OSError: The disk refuses.
+    """
+
+    def __init__(self, prefix: str, command: dict[str, Any], vocab_size: int, overwrite: bool) -> None:
+        self.prefix = prefix
+        self.folder = Path(prefix + UNFINISHED)
+        self.progress = Progress()
+        self._after_file = Progress()
+        self._command = {**json.loads(json.dumps(command)), "format of the unfinished files": _FORMAT}
+        self._dtype = token_type(vocab_size)
+        self._saved = time.monotonic()
+        begun = self._read(overwrite)
+        if begun is None or not begun.progress.whole:
+            self._refuse_finished(overwrite)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._files: list[Any] = []
+        self._lock = self._take_lock()
+        try:
+            self._begin(begun, overwrite)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, begun: _Begun | None, overwrite: bool) -> None:
+        """Go on with what was begun, or start anew."""
+        if begun is not None:
+            other = _difference(begun.command, self._command)
+            kept, changed = _unchanged(begun, self._command["inputs"])
+            other = other or (changed if kept.documents == 0 else None)
+            if other is None and overwrite and self._damage(kept) is not None:
+                begun = None
+            elif other is None:
+                self._require_intact(kept)
+                self.progress, self._after_file = kept, begun.after_file
+            elif begun.progress.documents > 0 and not overwrite:
+                self.progress = begun.progress  # it stays
+                raise ValueError(
+                    f"{self.folder} was begun with {other}; give the same command to go on, or start anew with"
+                    " --overwrite"
+                )
+        if self.progress == Progress():
+            (self.folder / "journal").unlink(missing_ok=True)  # before what it speaks of is lost
+        if not self.progress.whole:  # then they may have their names already
+            sizes = self._sizes(self.progress)
+            self._files += [self._open(name, size) for name, size in sizes.items()]
+            self._blocks = BlockChecksums(sizes["tokens"], self.progress.last_block)
+
+    def _refuse_finished(self, overwrite: bool) -> None:
+        for name in (self.prefix + ".bin", self.prefix + ".idx"):
+            if os.path.lexists(name) and not overwrite:
+                raise FileExistsError(f"{name} is there already; give another --output, or replace it with --overwrite")
+
+    def _take_lock(self) -> Any:
+        lock = (self.folder / "lock").open("ab")
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                lock.close()
+                raise RuntimeError(
+                    f"{self.prefix} is being written by another process; wait for it, or give another --output"
+                ) from None
+        return lock  # on a disk without locks it stands for nothing
+
+    def _read(self, overwrite: bool) -> _Begun | None:
+        """Return what the journal says; None where there is none to go on from.
+
+        Raises:
+            ValueError: It is damaged.
+        """
+        try:
+            stored = json.loads((self.folder / "journal").read_text(encoding="utf-8"))
+            checksum = stored.pop("checksum", None)
+            begun = _Begun(stored["command"], Progress(**stored["progress"]), Progress(**stored["after_file"]))
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            stored, checksum, begun = {}, None, None
+        if begun is None or checksum != _checksum(stored):
+            if overwrite:
+                return None
+            raise ValueError(f"{self.folder / 'journal'} is not as it was written; start anew with --overwrite")
+        return begun
+
+    def _lengths(self, progress: Progress) -> Any:
+        """Return the lengths of the documents that count."""
+        return np.fromfile(self.folder / "lengths", "<i4", progress.documents)
+
+    def _sizes(self, progress: Progress) -> dict[str, int]:
+        """Return how many bytes of each file count."""
+        tokens = progress.tokens * np.dtype(self._dtype).itemsize
+        return {"tokens": tokens, "lengths": progress.documents * 4, "blocks": tokens // BLOCK * 4}
+
+    def _damage(self, progress: Progress) -> str | None:
+        """Return what is wrong with the files that a journal speaks of, in a few words."""
+        if progress.whole:
+            return None  # they may have their names already
+        for name, size in self._sizes(progress).items():
+            path = self.folder / name
+            if not path.is_file() or path.stat().st_size < size:
+                return f"{path} is shorter than its journal says"
+        if zlib.crc32(self._lengths(progress)) != progress.lengths_checksum:
+            return f"{self.folder / 'lengths'} is not as it was written"
+        size = self._sizes(progress)["tokens"]
+        found = checksums_of(str(self.folder / "tokens"), size)[1]
+        if not np.array_equal(found, self._checksums(size, progress.last_block)):
+            return f"{self.folder / 'tokens'} is not as it was written"
+        return None
+
+    def _checksums(self, size: int, last_block: int) -> Any:
+        """Return the checksums of the blocks of as many bytes of tokens."""
+        blocks = np.fromfile(self.folder / "blocks", "<u4", size // BLOCK)
+        return np.append(blocks, np.uint32(last_block)) if size % BLOCK else blocks
+
+    def _require_intact(self, progress: Progress) -> None:
+        damage = self._damage(progress)
+        if damage is not None:
+            self.progress = progress  # it stays
+            raise ValueError(f"{damage}; start anew with --overwrite")
+
+    def _open(self, name: str, size: int) -> Any:
+        path = self.folder / name
+        file = path.open("r+b" if path.exists() else "w+b")
+        file.truncate(size)
+        file.seek(size)
+        return file
+
+    def add(self, piece: Piece, result: Tokens) -> None:
+        """Take in what became of the next piece; saves from time to time."""
+        tokens, lengths, blocks = self._files
+        tokens.write(result.tokens)
+        lengths.write(result.lengths)
+        blocks.write(self._blocks.add(result.tokens))
+        done, files = self.progress, piece["files_done"]
+        self.progress = Progress(
+            files=done.files + files,
+            empty_files=piece["empty_files"],
+            pieces=0 if files else done.pieces + 1,
+            input_bytes=done.input_bytes + piece["input_bytes"],
+            text_bytes=done.text_bytes + result.text_bytes,
+            documents=done.documents + len(result.lengths) // 4,
+            tokens=done.tokens + len(result.tokens) // np.dtype(self._dtype).itemsize,
+            empty=done.empty + result.empty,
+            last_block=self._blocks.last,
+            lengths_checksum=zlib.crc32(result.lengths, done.lengths_checksum),
+        )
+        if files:
+            self._after_file = self.progress
+        if time.monotonic() - self._saved > _SAVE_EVERY:
+            self.save()
+
+    def save(self) -> None:
+        """Make all that was added count, whatever comes."""
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+        partial = self.folder / "journal.partial"
+        with partial.open("w", encoding="utf-8") as file:
+            stored = {"progress": asdict(self.progress), "after_file": asdict(self._after_file)}
+            whole = {"command": self._command, **stored}
+            json.dump({**whole, "checksum": _checksum(whole)}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, self.folder / "journal")
+        sync_directory(str(self.folder))
+        self._saved = time.monotonic()
+
+    def publish(self, facts: dict[str, Any]) -> None:
+        """Give the files their names, in place of what may stand there.
+
+        Args:
+            facts: For the file of our own.
+        """
+        if not self.progress.whole:
+            write_index(str(self.folder / "index"), self._lengths(self.progress), self._dtype)
+            self._write_facts(facts)
+            self._write_checksums()
+            self.progress = replace(self.progress, whole=True)
+            self.save()
+        ready = {
+            "facts": facts_path(self.prefix),
+            "checksums": checksums_path(self.prefix),
+            "tokens": self.prefix + ".bin",
+            "index": self.prefix + ".idx",
+        }
+        if (self.folder / "tokens").exists() and os.path.lexists(ready["index"]):
+            os.unlink(ready["index"])  # of the dataset before, which must not point into the new one
+        for name, final in ready.items():
+            if (self.folder / name).exists():
+                os.replace(self.folder / name, final)
+        sync_directory(os.path.dirname(os.path.abspath(self.prefix)))
+        self.close()
+        shutil.rmtree(self.folder)
+
+    def _write_facts(self, facts: dict[str, Any]) -> None:
+        with (self.folder / "facts").open("w", encoding="utf-8") as file:
+            file.write(json.dumps(facts, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _write_checksums(self) -> None:
+        blocks = self._checksums(self._blocks.size, self._blocks.last)
+        paths = [str(self.folder / name) for name in ("checksums", "index", "facts")]
+        write_dataset_checksums(paths[0], (self._blocks.size, blocks), *paths[1:])
+
+    def close(self) -> None:
+        """Let go of the files, and leave nothing behind where nothing was done."""
+        for file in self._files:
+            with contextlib.suppress(OSError):  # of a full disk, which was told already
+                file.close()
+        if self.progress.documents == 0 and not self._lock.closed:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
+
+
+def _checksum(stored: dict[str, Any]) -> int:
+    """Return the checksum of what a journal says."""
+    return zlib.crc32(json.dumps(stored, sort_keys=True).encode())
+
+
+def _difference(begun: dict[str, Any], command: dict[str, Any]) -> str | None:
+    """Return in a few words what differs but for the inputs, None where nothing does."""
+    for name in {**begun, **command}:
+        before, now = begun.get(name), command.get(name)
+        if before != now and name != "inputs":
+            return f"another {name}" if isinstance(now, list) else f"{name} {before!r}"
+    return None
+
+
+def _unchanged(begun: _Begun, now: list[list[Any]]) -> tuple[Progress, str]:
+    """Return how much of what is done comes from files that are the same still, and what is not in a few words."""
+    before = begun.command["inputs"]
+    same = next((number for number, (old, new) in enumerate(zip(before, now, strict=False)) if old != new), None)
+    if same is None and len(before) == len(now):
+        return begun.progress, ""
+    same = min(len(before), len(now)) if same is None else same
+    words = f"other inputs ({len(before)} files, now {len(now)})"
+    if same < len(now) and now[same][0] in [path for path, *_ in before]:
+        words = f"another content of {now[same][0]}"
+    if begun.progress.whole or same < begun.after_file.files:
+        return Progress(), words
+    in_work = begun.progress.files + begun.progress.empty_files
+    return begun.progress if same > in_work else begun.after_file, words

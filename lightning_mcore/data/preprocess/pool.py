@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The workers of ``lightning-mcore preprocess``, and their results in the order of the input.
+
+One thread hands out pieces and takes in tokens. A worker has a piece in hand and one in its pipe, so that it need not
+wait. Results that come early wait for their turn; how far the fastest worker may run ahead is limited, and so is the
+memory.
+
+``preprocess.py`` owns the workers; ``preprocess_worker.py`` is what they run.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any
+
+from lightning_mcore.data.preprocess import worker as preprocess_worker
+from lightning_mcore.data.preprocess.worker import Piece
+
+_IN_HAND = 2  # pieces of a worker: one to work on, one to go on with
+_AHEAD = 8  # pieces for each worker between the first that is missing and the last that was given out
+_STANDARD_ERROR = 2
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What became of a piece.
+
+    Attributes:
+        tokens: Of all documents, as they lie in the .bin file.
+        lengths: Tokens of each document, i32.
+        empty: Documents without a token, which are left out.
+        text_bytes: Of the text in UTF-8.
+    """
+
+    tokens: bytes
+    lengths: bytes
+    empty: int
+    text_bytes: int
+
+
+class Workers:
+    """Processes that tokenise; a context manager, which ends them.
+
+    Args:
+        count: How many.
+        settings: Of ``preprocess_worker.py``.
+    """
+
+    def __init__(self, count: int, settings: dict[str, Any]) -> None:
+        self._count = count
+        self._settings = settings
+        self._processes: dict[Connection, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> "Workers":
+        """Start them."""
+        try:
+            for _ in range(self._count):
+                self._start()
+            for pipe in self._processes:  # a large tokenizer waits in the pipe until its reader has started
+                self._send(pipe, self._settings)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """End them, whatever they are doing."""
+        self._end()
+
+    def _start(self) -> None:
+        ours, theirs = Pipe()
+        command = [sys.executable, "-P", preprocess_worker.__file__, str(theirs.fileno())]
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+        with theirs:
+            process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                process_group=0,  # Ctrl-C is for the parent
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=_STANDARD_ERROR,
+            )
+        self._processes[ours] = process
+
+    def _end(self) -> None:
+        for pipe, process in self._processes.items():
+            pipe.close()
+            process.kill()  # it holds nothing that would be lost
+            process.wait()
+        self._processes.clear()
+
+    def results(self, pieces: Iterator[Piece]) -> Iterator[tuple[Piece, Tokens]]:
+        """Yield each piece with its tokens, in order.
+
+        Raises:
+            ValueError: A document cannot be read; the pieces before it have been given out.
+            RuntimeError: A worker died or failed.
+        """
+        given: dict[int, Piece] = {}
+        answers: dict[int, Any] = {}
+        in_hand: dict[Connection, list[int]] = {pipe: [] for pipe in self._processes}
+        source = enumerate(pieces)
+        exhausted, turn = False, 0
+        while True:
+            for depth in range(_IN_HAND):
+                for pipe, numbers in in_hand.items():
+                    if exhausted or len(numbers) > depth or len(given) >= _AHEAD * self._count:
+                        continue
+                    if (following := next(source, None)) is None:
+                        exhausted = True
+                        continue
+                    number, given[following[0]] = following
+                    self._send(pipe, given[number])
+                    numbers.append(number)
+            if not given:
+                return
+            ready = wait([pipe for pipe, numbers in in_hand.items() if numbers])
+            for pipe in in_hand:
+                if pipe in ready:
+                    answers[in_hand[pipe].pop(0)] = self._receive(pipe)
+            while turn in answers:
+                yield given.pop(turn), _opened(answers.pop(turn))
+                turn += 1
+
+    def _send(self, pipe: Connection, what: dict[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died; reading from it tells
+            pipe.send(what)
+
+    def _receive(self, pipe: Connection) -> Any:
+        try:
+            return pipe.recv()
+        except (EOFError, ConnectionResetError):
+            code = self._processes[pipe].wait()
+        how = f"exit code {code}"
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                how = signal.Signals(-code).name
+        hint = ", as when memory runs out; take fewer --workers" if code == -signal.SIGKILL else ""
+        raise RuntimeError(f"a worker died with {how}{hint}; the same command goes on from what is done")
+
+
+def _opened(answer: tuple[Any, ...]) -> Tokens:
+    kind, *values = answer
+    if kind == "refused":
+        raise ValueError(values[0])
+    if kind == "failed":
+        raise RuntimeError(f"a worker failed; the same command goes on from what is done:\n{values[0]}")
+    return Tokens(*values)

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lightning-mcore preprocess``: Megatron's indexed datasets from text, jsonl and parquet files.
+
+The input is cut into pieces (``preprocess_inputs.py``), processes of their own tokenise these
+(``preprocess_workers.py``) and the tokens are written in the order of the input (``preprocess_journal.py``). So the
+dataset is the same, byte for byte, whatever the number of workers and however often the command was interrupted: it
+goes on where it stopped.
+
+:func:`preprocess` is the command as a function; ``cli.py`` gives it a command line. ``pretraining_data.py`` and
+Megatron-LM read what it makes.
+"""
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TextIO
+
+import numpy as np
+
+from lightning_mcore.data.preprocess.inputs import InputFile, check_parquet, cut, find_inputs
+from lightning_mcore.data.preprocess.journal import Journal, Progress
+from lightning_mcore.data.preprocess.pool import Workers
+from lightning_mcore.data.preprocess.tokenizer import TokenizerFacts, load_tokenizer
+from lightning_mcore.data.pretraining.index import token_type
+
+PIECE_BYTES = 1 << 20
+
+
+TEXT_COLUMN = "text"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to make of what.
+
+    Attributes:
+        inputs: Files, patterns and folders, in the order in which their documents are to stand.
+        output: What the names of the dataset's files begin with.
+        tokenizer: A ``tokenizer.json``, or a folder or name for AutoTokenizer.
+        text_column: Of jsonl and parquet files.
+        format: ``text``, ``jsonl``, ``parquet`` or ``auto``, by the suffix of each file.
+        separator: Between the documents of a text file; None makes one document of each.
+        append_eod: End each document with the end-of-document token.
+        eod_token: That token; None takes the tokenizer's end of sequence.
+        add_special_tokens: Let the tokenizer add the tokens that it adds to a sequence, such as one at the beginning.
+        workers: Processes that tokenise; None takes as many as this process may use cores.
+        overwrite: Replace a dataset of that name, and the unfinished work of another command.
+        piece_bytes: Text that a worker takes at once; it changes nothing in the result.
+    """
+
+    inputs: Sequence[str]
+    output: str
+    tokenizer: str
+    text_column: str = TEXT_COLUMN
+    format: str = "auto"
+    separator: str | None = None
+    append_eod: bool = True
+    eod_token: str | None = None
+    add_special_tokens: bool = False
+    workers: int | None = None
+    overwrite: bool = False
+    piece_bytes: int = PIECE_BYTES
+
+    def check(self) -> None:
+        """Check what can be checked without a file.
+
+        Raises:
+            ValueError: A value is wrong.
+        """
+        output = self.output
+        if output.endswith((".bin", ".idx")):
+            raise ValueError(f"--output {output} is a file; give what both files are to begin with, {output[:-4]}")
+        if not os.path.basename(output):
+            raise ValueError(f"--output {output!r} is a folder; add what the names of the files are to begin with")
+        if self.separator == "":
+            raise ValueError("--separator is empty; give the text between two documents, or leave it out")
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"--workers {self.workers} is not positive; choose 1 or more")
+
+    def check_formats(self, formats: set[str]) -> None:
+        """Refuse a setting that none of the inputs has a use for.
+
+        Raises:
+            ValueError: There is one.
+        """
+        if self.separator is not None and "text" not in formats:
+            raise ValueError("--separator is of text files, and there is none among the inputs; leave it out")
+        if self.text_column != TEXT_COLUMN and formats == {"text"}:
+            raise ValueError(
+                f"--text-column {self.text_column} is of jsonl and parquet files, and all inputs are text; leave it out"
+            )
+
+    def command(self, files: list[InputFile], facts: TokenizerFacts, eod: int | None) -> dict[str, Any]:
+        """Return what decides the dataset, part by part, as a user would call it."""
+        return {
+            "inputs": [[os.path.realpath(file.path), file.format, file.size, file.modified] for file in files],
+            "tokenizer": [facts.digest, facts.vocab_size],
+            "end-of-document token": eod,
+            "--add-special-tokens": self.add_special_tokens,
+            "--text-column": self.text_column,
+            "--separator": self.separator,
+            "size of pieces": self.piece_bytes,
+        }
+
+    def worker_settings(self, facts: TokenizerFacts, eod: int | None) -> dict[str, Any]:
+        """Return what a worker has to know."""
+        return {
+            "tokenizer_json": facts.json,
+            "tokenizer": self.tokenizer,
+            "add_special_tokens": self.add_special_tokens,
+            "eod": eod,
+            "text_column": self.text_column,
+            "separator": self.separator,
+            "token_bytes": np.dtype(token_type(facts.vocab_size)).itemsize,
+        }
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What was made.
+
+    Attributes:
+        prefix: Of the dataset's files.
+        documents: With tokens.
+        tokens: Of them, with those at their ends.
+        empty: Documents without a token, which were left out.
+        text_bytes: Of the text in UTF-8.
+        left_out: Files in folders whose suffix says that they are no input.
+        vocab_size: Of the tokenizer.
+        seconds: Of this run.
+        bytes_per_second: Of text, in this run.
+        went_on: Whether it continued an interrupted one.
+    """
+
+    prefix: str
+    documents: int
+    tokens: int
+    empty: int
+    text_bytes: int
+    left_out: int
+    vocab_size: int
+    seconds: float
+    bytes_per_second: float
+    went_on: bool
+
+    def __str__(self) -> str:
+        """Return it to read, with how to go on."""
+        left_out = f", {self.empty:,} empty ones left out" if self.empty else ", none empty"
+        files = f"; {self.left_out:,} files with other suffixes left out" if self.left_out else ""
+        return (
+            f"{self.prefix}.bin and .idx: {self.documents:,} documents{left_out}{files}\n"
+            f"{self.tokens:,} tokens of {self.text_bytes / 1e6:,.1f} MB of text, a vocabulary of {self.vocab_size:,};"
+            f" {self.bytes_per_second / 1e6:.2f} MB/s in {self.seconds:.0f} s"
+            f"{' since it went on' if self.went_on else ''}\n"
+            f'to train on it: MCorePretrainingData("{self.prefix}", seq_length=..., batch_size=...)'
+        )
+
+
+def preprocess(options: Options, on_progress: Callable[[Progress, int], None] | None = None) -> Summary:
+    """Make ``OUTPUT.bin`` and ``OUTPUT.idx``, or go on making them.
+
+    Args:
+        options: What to make of what.
+        on_progress: Called with how far it has come and the bytes of all input files.
+
+    Raises:
+        FileNotFoundError: An input or the tokenizer is not there.
+        FileExistsError: The dataset is there already.
+        ValueError: A setting is wrong, an input cannot be read, or unfinished work belongs to another command.
+        RuntimeError: Another process writes the dataset, or a worker died.
+        ModuleNotFoundError: A package that reads the input or the tokenizer is not installed.
+        OSError: The disk refuses.
+    """
+    options.check()
+    files, left_out = find_inputs(options.inputs, options.format)
+    options.check_formats({file.format for file in files})
+    for file in files:
+        if file.format == "parquet":
+            check_parquet(file, options.text_column)
+    facts = load_tokenizer(options.tokenizer, options.eod_token)
+    eod = _end_of_document(facts, options.append_eod)
+    command = options.command(files, facts, eod)
+    with closing(Journal(options.output, command, facts.vocab_size, options.overwrite)) as journal:
+        begun, clock = journal.progress, time.monotonic()
+        if not begun.whole:
+            workers = Workers(options.workers or len(os.sched_getaffinity(0)), options.worker_settings(facts, eod))
+            _tokenise(journal, workers, files, options, on_progress or _show_nothing)
+            _require_documents(journal, files)
+        done, seconds = journal.progress, time.monotonic() - clock
+        journal.publish(_about(facts, options.append_eod, done))
+    return Summary(
+        prefix=options.output,
+        documents=done.documents,
+        tokens=done.tokens,
+        empty=done.empty,
+        text_bytes=done.text_bytes,
+        left_out=left_out,
+        vocab_size=facts.vocab_size,
+        seconds=seconds,
+        bytes_per_second=(done.text_bytes - begun.text_bytes) / max(seconds, 1e-9),
+        went_on=begun != Progress(),
+    )
+
+
+def _show_nothing(progress: Progress, total: int) -> None:
+    """Stand in where nobody watches."""
+
+
+def _end_of_document(facts: TokenizerFacts, append_eod: bool) -> int | None:
+    if append_eod and facts.eod is None:
+        raise ValueError(
+            f"{facts.name} names no token for the end of a sequence; name one with --eod-token, or do without with"
+            " --no-append-eod"
+        )
+    return facts.eod if append_eod else None
+
+
+def _about(facts: TokenizerFacts, append_eod: bool, done: Progress) -> dict[str, Any]:
+    return {
+        "tokenizer": facts.name,
+        "vocab_size": facts.vocab_size,
+        "eod_token_id": facts.eod,
+        "eod_appended": append_eod,
+        "documents": done.documents,
+        "empty_documents": done.empty,
+        "tokens": done.tokens,
+        "text_bytes": done.text_bytes,
+    }
+
+
+def _tokenise(
+    journal: Journal,
+    workers: Workers,
+    files: list[InputFile],
+    options: Options,
+    on_progress: Callable[[Progress, int], None],
+) -> None:
+    """Write what is missing; what was written counts when this ends in an error, too."""
+    total, begun = sum(file.size for file in files), journal.progress
+    pieces = cut(files[begun.files :], options.separator, options.text_column, options.piece_bytes)
+    try:
+        on_progress(journal.progress, total)
+        with workers:
+            for piece, tokens in workers.results(islice(pieces, begun.pieces, None)):
+                journal.add(piece, tokens)
+                on_progress(journal.progress, total)
+    finally:
+        journal.save()
+
+
+def _require_documents(journal: Journal, files: list[InputFile]) -> None:
+    if journal.progress.documents == 0:
+        raise ValueError(
+            f"none of the {journal.progress.empty} documents in {len(files)} files holds any text; name other inputs,"
+            " or another --text-column"
+        )
+
+
+class ProgressLine:
+    """Shows how far the command has come: a bar on a terminal, elsewhere a line every ten seconds.
+
+    Args:
+        output: Where it is shown.
+    """
+
+    EVERY = 10.0  # seconds
+
+    def __init__(self, output: TextIO = sys.stderr) -> None:
+        self._output = output
+        self._bar: Any = None
+        self._begun: tuple[float, Progress] | None = None
+        self._last = time.monotonic()
+
+    def __call__(self, progress: Progress, total: int) -> None:
+        """Show it."""
+        now = time.monotonic()
+        if self._begun is None:
+            self._begun = (now, progress)
+            if self._output.isatty():
+                self._open(progress, total)
+        if self._bar is not None:
+            self._bar.update(progress.input_bytes - self._bar.n)
+            self._bar.set_postfix_str(f"{progress.tokens:,} tokens", refresh=False)
+        elif now - self._last >= self.EVERY:
+            self._last = now
+            speed = (progress.text_bytes - self._begun[1].text_bytes) / (now - self._begun[0])
+            share = progress.input_bytes / max(total, 1)
+            line = f"{share:4.0%}  {progress.documents:,} documents, {progress.tokens:,} tokens, {speed / 1e6:.1f} MB/s"
+            print(line, file=self._output, flush=True)
+
+    def _open(self, progress: Progress, total: int) -> None:
+        self._bar = importlib.import_module("tqdm").tqdm(
+            total=total,
+            initial=progress.input_bytes,
+            unit="B",
+            unit_scale=True,
+            file=self._output,
+            desc="tokenising",
+            dynamic_ncols=True,
+        )
+
+    def close(self) -> None:
+        """End the line, if there is one."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One split of a blend of indexed datasets, as Megatron's ``GPTDataset`` and ``BlendedDataset``.
+
+Megatron cuts documents into samples and shuffles them once, into index files that all ranks then map. Its
+``BlendedMegatronDatasetBuilder`` puts barriers between rank 0, which writes those files, and the others, which read
+them; when rank 0 fails the others wait for it until the process group's timeout. Its classes need no barriers. Here
+rank 0 builds, every rank hears how that went (``agreement.py``), and then all of them read. The samples are those of
+the builder; a test compares both.
+
+Index files stand in ``CACHE_DIR/<digest>``, which appears when they are whole, and is made anew when they are not as
+they were made (``checked_cache.py``). The digest covers the dataset's files, too: Megatron's own names do not, so that
+a dataset that was made anew would meet the index of the old one.
+
+Megatron reads index files with ``numpy.load(allow_pickle=True)``, which runs whatever somebody has put there. The two
+classes here write them as Megatron does and read them without. What is read of a .bin file that has checksums is
+compared with them, block by block.
+
+``pretraining_data.py`` is the only user.
+"""
+
+import copy
+import hashlib
+import importlib.util
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import megatron.core
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from lightning_mcore.data.checked_cache import is_made, stand
+from lightning_mcore.data.file_checksums import CheckedBlocks
+from lightning_mcore.data.pretraining.index import Index, checksums_path, read_index
+from lightning_mcore.data.pretraining.shares import SPLITS, Blend
+from lightning_mcore.parallel.consensus import decide, together
+
+_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+_SHARED_DISK_SECONDS = 30.0  # that a network disk may take to show what another machine wrote
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SplitRequest:
+    """What decides the samples of a split and their order.
+
+    Attributes:
+        blend: The datasets.
+        split: 0 for training, 1 for validation, 2 for test.
+        share: Of each dataset's documents, from where to where.
+        samples: Samples to draw; None takes the documents once.
+        seq_length: Tokens of a sample.
+        seed: Of the order.
+        reset_position_ids: Positions begin anew after each end-of-document token.
+        eod_mask_loss: Targets after it do not count.
+        eod: That token.
+    """
+
+    blend: Blend
+    split: int
+    share: tuple[float, float]
+    samples: int | None
+    seq_length: int
+    seed: int
+    reset_position_ids: bool
+    eod_mask_loss: bool
+    eod: int | None
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """The first samples of a split, as an MCoreModule takes them.
+
+    A copy in another process, such as a worker of a DataLoader, opens the files there.
+
+    Args:
+        request: What was built.
+        folder: Where its index files are.
+    """
+
+    def __init__(self, request: SplitRequest, folder: str) -> None:
+        self._request = request
+        self._folder = folder
+        self.dataset = _dataset(request, folder)
+        self.samples = len(self.dataset) if request.samples is None else request.samples
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self.samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Return tokens, labels, loss_mask and position_ids, each [s].
+
+        Raises:
+            ValueError: The tokens are not those that were written.
+        """
+        row = self.dataset[index]
+        return {key: row[key] for key in _KEYS}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel as what was asked for; arrays in mapped files would be copied."""
+        return type(self), (self._request, self._folder)
+
+
+def available(index: Index, share: tuple[float, float], seq_length: int) -> int:
+    """Return how many samples a split of a dataset holds.
+
+    Source: ``_build_megatron_dataset_splits`` and ``_build_document_sample_shuffle_indices`` in megatron.core.datasets
+    (0.16.1).
+    """
+    first, last = (round(part * float(len(index.lengths))) for part in share)
+    return max(0, (index.tokens(first, last) - 1) // seq_length)
+
+
+def require_samples(index: Index, request: SplitRequest) -> int:
+    """Return how many samples a split of a dataset holds.
+
+    Raises:
+        ValueError: It holds none, from which Megatron would make a row of samples without an end.
+    """
+    samples = available(index, request.share, request.seq_length)
+    if samples == 0:
+        first, last = (round(part * float(len(index.lengths))) for part in request.share)
+        raise ValueError(
+            f"the {SPLITS[request.split]} split of {index.prefix} has {index.tokens(first, last)} tokens in"
+            f" {last - first} of its {index.documents} documents, and a sample of seq_length={request.seq_length} needs"
+            f" {request.seq_length + 1}; give it more documents, a larger share in split, or a smaller seq_length"
+        )
+    return samples
+
+
+def require_helpers() -> None:
+    """Refuse a megatron-core whose compiled part does not fit this Python.
+
+    Raises:
+        ModuleNotFoundError: It is not there.
+    """
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+        raise ModuleNotFoundError(
+            "megatron.core.datasets.helpers_cpp, the compiled part of megatron-core's datasets, is not there for this"
+            " Python; install the wheel of megatron-core for it, or compile helpers.cpp, which lies beside it",
+            name="megatron.core.datasets.helpers_cpp",
+        )
+
+
+def at_first_rank(function: Callable[[], T]) -> T:
+    """Return on every rank what rank 0 finds, or raise on every rank what it raises; collective where ranks are."""
+    return decide(function) if dist.is_initialized() else function()
+
+
+def build(request: SplitRequest, cache_dir: str) -> Rows:
+    """Return the samples of a split, in the order in which all ranks together read them; collective where ranks are.
+
+    Args:
+        request: What to build.
+        cache_dir: Folder for Megatron's index files, which every machine sees.
+
+    Raises:
+        FileNotFoundError: A dataset is not there, or a machine does not see the folder.
+        ValueError: A dataset is damaged or too small.
+        OSError: The folder cannot be written.
+    """
+    folder = at_first_rank(lambda: _prepare(request, os.path.abspath(cache_dir)))
+    return together(lambda: _load(request, folder))
+
+
+def _prepare(request: SplitRequest, cache_dir: str) -> str:
+    """Write the index files, unless they are there, and return their folder."""
+    require_helpers()
+    for prefix in request.blend.prefixes:
+        require_samples(read_index(prefix), request)
+    folder = os.path.join(cache_dir, _digest(request))
+
+    def make(partial: str) -> None:
+        clock = time.monotonic()
+        count, seconds = len(_dataset(request, partial)), time.monotonic() - clock
+        _log.info("built the index of %d samples for %s in %.1f s", count, SPLITS[request.split], seconds)
+
+    stand(folder, make, "the index files of the dataset")
+    return folder
+
+
+def _load(request: SplitRequest, folder: str) -> Rows:
+    deadline = time.monotonic() + _SHARED_DISK_SECONDS
+    while not os.path.isdir(folder):
+        if time.monotonic() > deadline:
+            raise FileNotFoundError(
+                f"{folder}, which rank 0 wrote, is not seen on another machine; give a cache_dir on a disk that all"
+                " machines share"
+            )
+        time.sleep(0.2)
+    rows = Rows(request, folder)
+    held = len(rows.dataset)
+    if request.samples is not None and held < request.samples:
+        raise ValueError(
+            f"the {SPLITS[request.split]} split has {held} rows of seq_length={request.seq_length}, fewer than"
+            f" the {request.samples} that are asked for; give the datasets weights, so that they are repeated, or ask"
+            " for fewer"
+        )
+    return rows
+
+
+def _digest(request: SplitRequest) -> str:
+    files = []
+    for prefix in request.blend.prefixes:
+        for suffix in (".bin", ".idx"):
+            status = os.stat(prefix + suffix)
+            files.append([status.st_size, status.st_mtime_ns])
+    what = [asdict(request), files, megatron.core.__version__]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class _EndOfDocument:
+    """All that a GPTDataset asks of a tokenizer."""
+
+    eod: int | None
+    vocab_size: None = None
+
+    @property
+    def unique_identifiers(self) -> dict[str, Any]:
+        """Return what goes into the names of Megatron's index files."""
+        return {"eod": self.eod}
+
+
+class _Samples(GPTDataset):  # type: ignore[misc]
+    """Megatron's samples of one dataset."""
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:
+        """Return the indexed dataset; it checks what it reads, where there are checksums."""
+        dataset = GPTDataset.build_low_level_dataset(dataset_path, config)
+        checksums = checksums_path(dataset_path)
+        if os.path.lexists(checksums):
+            dataset.bin_reader = CheckedBlocks(f"{dataset_path}.bin", checksums, "bin")
+        return dataset
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[NDArray[Any], ...]:
+        names = ("document_index", "sample_index", "shuffle_index")
+        return _stored(self, self.index_split.name, names, super()._build_document_sample_shuffle_indices)
+
+
+class _Blended(BlendedDataset):  # type: ignore[misc]
+    """Megatron's samples of several of them."""
+
+    config: Any
+
+    def _build_indices(self) -> tuple[NDArray[Any], ...]:
+        return _stored(self, self.split.name, ("dataset_index", "dataset_sample_index"), self._blend)
+
+    def _blend(self) -> tuple[NDArray[Any], ...]:
+        """Return the indices as Megatron makes them; it would ask for its rank before it writes a file."""
+        config = self.config
+        self.config = copy.copy(config)
+        self.config.path_to_cache = None
+        logging.getLogger(BlendedDataset.__module__).addFilter(_not_about_files)
+        arrays: tuple[NDArray[Any], ...] = super()._build_indices()
+        self.config = config
+        return arrays
+
+
+def _not_about_files(record: logging.LogRecord) -> bool:
+    """Keep quiet that Megatron writes no file for a blend; it is written here."""
+    return "path_to_cache is None" not in record.getMessage()
+
+
+def _stored(
+    dataset: Any, split: str, names: tuple[str, ...], build: Callable[[], tuple[NDArray[Any], ...]]
+) -> tuple[NDArray[Any], ...]:
+    """Return the arrays in the index files of a dataset, or build them and write those that Megatron does not write.
+
+    Source: ``_build_document_sample_shuffle_indices`` and ``_build_indices`` in megatron.core.datasets (0.16.1 and
+    0.19.2), which name the files.
+    """
+    folder = dataset.config.path_to_cache
+    stem = f"{dataset.unique_description_hash}-{type(dataset).__name__}-{split}"
+    paths = [os.path.join(folder, f"{stem}-{name}.npy") for name in names]
+    if is_made(folder):
+        try:
+            return tuple(np.load(path, mmap_mode="r", allow_pickle=False) for path in paths)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{folder} changed since it was checked ({error}); run again") from None
+    arrays = build()
+    for path, array in zip(paths, arrays, strict=True):
+        if not os.path.exists(path):
+            np.save(path, array, allow_pickle=False)
+    return arrays
+
+
+def _dataset(request: SplitRequest, folder: str) -> Any:
+    """Return Megatron's dataset; on rank 0 it writes index files that are not there.
+
+    Source: ``BlendedMegatronDatasetBuilder._build_blended_dataset_splits`` (0.16.1 and 0.19.2), without its barriers.
+    """
+    blend, split = request.blend, request.split
+    config = _config(request, folder)
+    sizes = [request.samples if number == split else 0 for number in range(len(SPLITS))]
+    builder = BlendedMegatronDatasetBuilder(_Samples, sizes, lambda: True, config)
+
+    def one(prefix: str, samples: int | None) -> Any:
+        matrix = [request.share if number == split else None for number in range(len(SPLITS))]
+        counts = [samples if number == split else 0 for number in range(len(SPLITS))]
+        return builder._build_megatron_dataset_splits(prefix, matrix, counts, False)[split]
+
+    if len(blend.prefixes) == 1:
+        return one(blend.prefixes[0], request.samples)
+    if blend.weights is None:
+        parts = [one(prefix, None) for prefix in blend.prefixes]
+        total = sum(len(part) for part in parts)
+        size = None if request.samples is None else min(request.samples, total)
+        return _Blended(parts, [len(part) for part in parts], size, config)
+    assert request.samples is not None
+    shares = [weight / math.fsum(blend.weights) for weight in blend.weights]
+    targets = [math.ceil(request.samples * share) for share in shares]
+    surplus = 1 + config.mid_level_dataset_surplus
+    parts = [one(prefix, math.ceil(n * surplus)) for prefix, n in zip(blend.prefixes, targets, strict=True)]
+    return _Blended(parts, shares, sum(targets), config)
+
+
+def _config(request: SplitRequest, folder: str | None) -> GPTDatasetConfig:
+    blends: list[Any] = [None] * len(SPLITS)
+    weights = None if request.blend.weights is None or request.samples is None else list(request.blend.weights)
+    blends[request.split] = (list(request.blend.prefixes), weights)
+    return GPTDatasetConfig(
+        random_seed=request.seed,
+        sequence_length=request.seq_length,
+        blend_per_split=blends,
+        path_to_cache=folder,
+        tokenizer=_EndOfDocument(request.eod),
+        reset_position_ids=request.reset_position_ids,
+        reset_attention_mask=False,
+        eod_mask_loss=request.eod_mask_loss,
+        create_attention_mask=False,
+    )

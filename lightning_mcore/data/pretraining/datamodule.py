@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``MCorePretrainingData``: a LightningDataModule on Megatron's indexed datasets, blends and splits.
+
+``lightning-mcore preprocess`` or Megatron-LM makes the files. Megatron's ``GPTDataset`` cuts their documents into rows
+of ``seq_length`` tokens and shuffles them; ``indexed_blend.py`` builds it. Its order does not know of ranks, so the
+loaders of ``sampling.py`` read it as it stands: every step sees the same samples whatever the layout, and a resumed run
+goes on with the next.
+
+That order depends on the number of samples that are drawn, which follows from ``max_steps``: Megatron puts as many
+passes over the documents in a row as it takes, and shuffles over all of them. A run that is resumed with another number
+would read other samples, some of them twice. So the number is in the checkpoint and is kept, as long as it suffices.
+"""
+
+import logging
+from typing import Any
+
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader
+
+from lightning_mcore.config.sizes import require_flag, require_size
+from lightning_mcore.data.file_checksums import fingerprints
+from lightning_mcore.data.pretraining.blend import (
+    Rows,
+    SplitRequest,
+    at_first_rank,
+    build,
+    require_helpers,
+    require_samples,
+)
+from lightning_mcore.data.pretraining.index import read_facts, read_index
+from lightning_mcore.data.pretraining.shares import SPLITS, Blend, parse_paths, parse_split
+from lightning_mcore.data.sampling import data_parallel_place, evaluation_loader, training_loader
+
+DEFAULT_SPLIT = "969,30,1"
+
+_WHOLE = (0.0, 1.0)
+_log = logging.getLogger(__name__)
+
+
+class MCorePretrainingData(pl.LightningDataModule):
+    """Rows of ``seq_length`` tokens from Megatron's indexed datasets.
+
+    A batch is a dict of ``tokens``, ``labels``, ``loss_mask`` and ``position_ids``, each [b, s], as ``MCoreGPT`` takes
+    it. Datasets with weights, and a single one, are repeated as often as training asks for; several without weights are
+    read once. Documents stand one behind the other in a row, and attention sees all of it.
+
+    Args:
+        data_paths: What the names of a dataset's .bin and .idx begin with; or a list of such prefixes; or a dict of
+            prefixes and weights, which are the shares of the samples and need not sum to 1.
+        seq_length: Tokens of a row.
+        batch_size: Rows of one data-parallel rank in a batch.
+        split: Shares of the documents for training, validation and test; ``"969,30,1"`` when not given.
+        train_paths: Datasets for training alone, instead of ``data_paths`` and ``split``.
+        val_paths: Datasets for validation alone.
+        test_paths: Datasets for the test alone.
+        train_samples: Rows to train on; None takes as many as ``max_steps`` needs, or without ``max_steps`` those that
+            there are, in a new order in each epoch. A run that may be extended later should give it.
+        val_samples: Rows to validate on; None takes those that there are.
+        test_samples: Rows to test on; None takes those that there are.
+        seed: Of the order.
+        num_workers: Processes of each loader.
+        cache_dir: Folder for Megatron's index files, seen by all machines; None takes ``PREFIX.cache`` beside the first
+            dataset.
+        reset_position_ids: Let positions begin anew after each end-of-document token.
+        eod_mask_loss: Do not count the target that follows an end-of-document token.
+        eod_token_id: That token; None takes it from the file that ``lightning-mcore preprocess`` left.
+
+    Raises:
+        ValueError: A value is wrong or two of them disagree.
+        TypeError: A value is of the wrong kind.
+    """
+
+    def __init__(
+        self,
+        data_paths: str | list[str] | dict[str, float] | None = None,
+        *,
+        seq_length: int,
+        batch_size: int,
+        split: str | None = None,
+        train_paths: str | list[str] | dict[str, float] | None = None,
+        val_paths: str | list[str] | dict[str, float] | None = None,
+        test_paths: str | list[str] | dict[str, float] | None = None,
+        train_samples: int | None = None,
+        val_samples: int | None = None,
+        test_samples: int | None = None,
+        seed: int = 1234,
+        num_workers: int = 2,
+        cache_dir: str | None = None,
+        reset_position_ids: bool = False,
+        eod_mask_loss: bool = False,
+        eod_token_id: int | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {"seq_length": seq_length, "batch_size": batch_size}
+        given = {"train_samples": train_samples, "val_samples": val_samples, "test_samples": test_samples}
+        for name, value in (sizes | {name: value for name, value in given.items() if value is not None}).items():
+            require_size(name, value)
+        for name, value in {"seed": seed, "num_workers": num_workers}.items():
+            require_size(name, value, at_least=0)
+        require_flag("reset_position_ids", reset_position_ids)
+        require_flag("eod_mask_loss", eod_mask_loss)
+        self._blends, self._shares = _splits(data_paths, split, [train_paths, val_paths, test_paths])
+        self.seq_length = seq_length
+        self.batch_size = batch_size
+        self.seed = seed
+        self.num_workers = num_workers
+        self.cache_dir = cache_dir
+        self.reset_position_ids = reset_position_ids
+        self.eod_mask_loss = eod_mask_loss
+        self.eod_token_id = eod_token_id
+        self._samples = [train_samples, val_samples, test_samples]
+        self._rows: dict[tuple[int, int | None], Rows] = {}
+        self._eod: int | None = eod_token_id
+        self._held: dict[int, int] = {}
+        self._restored: dict[str, Any] | None = None
+        self._drawn: int | None = None
+        self._order: dict[str, Any] = {}
+
+    # ---- before training
+
+    def setup(self, stage: str | None = None) -> None:
+        """Check the files of the splits that the stage reads; rank 0 does, and every rank hears of it.
+
+        Raises:
+            FileNotFoundError: A dataset is not there.
+            ValueError: A dataset is damaged, too small, or of a larger vocabulary than the model.
+            ModuleNotFoundError: megatron-core's compiled part is not there.
+        """
+        stage = stage or "fit"
+        if stage == "fit":
+            self._restored, self._drawn, self._order = None, None, {}
+        numbers = {"fit": [0, 1], "validate": [1], "test": [2]}.get(stage, [])
+        if self.trainer is not None and stage == "fit" and not self.trainer.enable_validation:
+            numbers = [0]
+        module = self.trainer.lightning_module if self.trainer is not None else None
+        vocabulary, longest = getattr(module, "vocab_size", None), getattr(module, "seq_length", None)
+        if isinstance(longest, int) and longest < self.seq_length:
+            raise ValueError(
+                f"seq_length={self.seq_length} of the data is more than the {longest} of the model; choose"
+                f" {longest} or less, or a model of a longer seq_length"
+            )
+        held, self._eod = at_first_rank(lambda: self._check(numbers, vocabulary))
+        self._held.update(held)
+        for number, samples in held.items():
+            _log.info("%s: %d rows of %d tokens", SPLITS[number], samples, self.seq_length)
+
+    def _check(self, numbers: list[int], vocabulary: object) -> tuple[dict[int, int], int | None]:
+        """Return how many samples each split holds, and the end-of-document token."""
+        require_helpers()
+        held: dict[int, int] = {}
+        facts: list[tuple[str, dict[str, Any]]] = []
+        for number in numbers:
+            blend, share = self._blends[number], self._shares[number]
+            if blend is None or share is None:
+                continue
+            request = self._request(number, None)
+            held[number] = sum(require_samples(read_index(prefix), request) for prefix in blend.prefixes)
+            facts += [(prefix, read_facts(prefix)) for prefix in blend.prefixes]
+        if 0 in numbers and 0 not in held:
+            raise ValueError("there is no data to train on; give train_paths, or a split with a share for training")
+        for prefix, fact in facts:
+            size = fact.get("vocab_size")
+            if isinstance(vocabulary, int) and isinstance(size, int) and size > vocabulary:
+                raise ValueError(
+                    f"{prefix} was made with a vocabulary of {size} and the model has vocab_size={vocabulary}; choose"
+                    f" vocab_size={size} or more"
+                )
+        return held, self._end_of_document(facts)
+
+    def _end_of_document(self, facts: list[tuple[str, dict[str, Any]]]) -> int | None:
+        if not (self.reset_position_ids or self.eod_mask_loss) or self.eod_token_id is not None:
+            return self.eod_token_id
+        tokens = {fact.get("eod_token_id") for _, fact in facts}
+        if len(tokens) != 1 or None in tokens:
+            name = "reset_position_ids" if self.reset_position_ids else "eod_mask_loss"
+            raise ValueError(
+                f"{name}=True needs the end-of-document token, and the datasets name"
+                f" {'different ones' if len(tokens - {None}) > 1 else 'none'}; give eod_token_id"
+            )
+        return tokens.pop()
+
+    # ---- loaders
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return whole global batches in Megatron's order.
+
+        Raises:
+            ValueError: There are fewer rows than a global batch, or the checkpoint was taken with other data, or with
+                fewer samples than are needed now.
+        """
+        self._require_setup(0)
+        self._order = self._order_now()
+        self._drawn = self._train_samples()
+        rows = self._built(0, self._drawn)
+        if self._drawn is not None:
+            _log.info("training draws %d rows, %.2f passes over the data", self._drawn, self._drawn / self._held[0])
+        return training_loader(
+            self.trainer,
+            rows,
+            self.batch_size,
+            seed=self.seed,
+            shuffle=self._drawn is None,
+            num_workers=self.num_workers,
+        )
+
+    def val_dataloader(self) -> Any:
+        """Return the rows of the validation split in order; nothing where there is none."""
+        return self._evaluation(1)
+
+    def test_dataloader(self) -> Any:
+        """Return the rows of the test split in order; nothing where there is none."""
+        return self._evaluation(2)
+
+    def _evaluation(self, number: int) -> Any:
+        blend = self._blends[number]
+        if blend is None:
+            return []
+        self._require_setup(number)
+        held, wanted = self._held[number], self._samples[number]
+        if blend.weights is None and wanted is not None and wanted > held:
+            raise ValueError(
+                f"{SPLITS[number]}_samples={wanted} is more than the {held} rows that there are; choose {held} or less"
+            )
+        if blend.weights is not None and wanted is None:
+            wanted = held
+        return evaluation_loader(self._built(number, wanted), self.batch_size, num_workers=self.num_workers)
+
+    def _require_setup(self, number: int) -> None:
+        if number not in self._held:
+            raise RuntimeError(f"the {SPLITS[number]} data is not set up yet; call setup() before its loader")
+
+    def _request(self, number: int, samples: int | None) -> SplitRequest:
+        blend, share = self._blends[number], self._shares[number]
+        assert blend is not None
+        assert share is not None
+        sizes = (self.seq_length, self.seed, self.reset_position_ids, self.eod_mask_loss)
+        return SplitRequest(blend, number, share, samples, *sizes, self._eod)
+
+    def _built(self, number: int, samples: int | None) -> Rows:
+        key = (number, samples)
+        if key not in self._rows:
+            request = self._request(number, samples)
+            self._rows[key] = build(request, self.cache_dir or f"{request.blend.prefixes[0]}.cache")
+        return self._rows[key]
+
+    # ---- the number of training samples
+
+    def _train_samples(self) -> int | None:
+        """Return how many samples training draws: what was given, or a checkpoint says, or the steps need."""
+        needed, given = self._needed(), self._samples[0]
+        blend = self._blends[0]
+        assert blend is not None
+        if self._restored is not None:
+            return self._restored_samples(self._restored, needed, given)
+        if given is None and needed is None and blend.weights is not None:
+            raise ValueError(
+                "datasets with weights have no end of their own; give train_samples, or Trainer(max_steps=)"
+            )
+        return given if given is not None else needed
+
+    def _needed(self) -> int | None:
+        if self.trainer is None or self.trainer.max_steps < 0:
+            return None
+        _, ranks = data_parallel_place(self.trainer)
+        return self.trainer.max_steps * self.trainer.accumulate_grad_batches * self.batch_size * ranks
+
+    def _restored_samples(self, restored: dict[str, Any], needed: int | None, given: int | None) -> int | None:
+        now = self._order
+        changed = [name for name, value in now.items() if restored["order"].get(name, value) != value]
+        if changed:
+            name = changed[0]
+            raise ValueError(
+                f"the checkpoint was taken with other data: {name} was {restored['order'].get(name)} and is now"
+                f" {now[name]}; resume with the data of its run, or begin a new run with load_weights"
+            )
+        saved: int | None = restored["train_samples"]
+        if given is not None and given != saved:
+            raise ValueError(
+                f"train_samples={given}, and the checkpoint's run drew {saved}, on which the order of all samples"
+                f" depends; give train_samples={saved}, or begin a new run with load_weights"
+            )
+        if given is None and needed is not None and saved is not None and needed > saved:
+            raise ValueError(
+                f"the run now needs {needed} training samples, and the checkpoint's run drew {saved}, on which the"
+                f" order of all samples depends; give train_samples={saved} to read these again when they are used up,"
+                " or begin a new run with load_weights"
+            )
+        if needed != saved and given is None:
+            _log.info("training draws %s rows, as the run of the checkpoint did, and not %s", saved, needed)
+        return saved
+
+    def _order_now(self) -> dict[str, Any]:
+        """Return what else the order of the samples depends on, without the names of files, which may move."""
+        blend, share = self._blends[0], self._shares[0]
+        assert blend is not None
+        assert share is not None
+        indexes = at_first_rank(
+            lambda: [(index.documents, index.tokens()) for index in map(read_index, blend.prefixes)]
+        )
+        contents = at_first_rank(lambda: fingerprints([f"{prefix}.bin" for prefix in blend.prefixes]))
+        return {
+            "seq_length": self.seq_length,
+            "seed": self.seed,
+            "the share of the documents": list(share),
+            "the (documents, tokens) of the datasets": [list(counts) for counts in indexes],
+            "the content of the datasets": contents,
+            "the weights": None if blend.weights is None else list(blend.weights),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of training samples and what else their order depends on."""
+        if not self._order:  # nothing was trained
+            return dict(self._restored or {})
+        return {"train_samples": self._drawn, "order": self._order}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep what :meth:`state_dict` returned, for the training loader.
+
+        Raises:
+            ValueError: The loader was made already, of other samples, as under strategies that read checkpoints late.
+        """
+        if self._order and state_dict and state_dict["train_samples"] != self._drawn:
+            raise ValueError(
+                f"the training loader of {self._drawn} samples was made before the checkpoint was read, whose run drew"
+                f" {state_dict['train_samples']}; give train_samples={state_dict['train_samples']}"
+            )
+        self._restored = state_dict or None
+
+
+def _splits(
+    data_paths: object, split: str | None, apart: list[Any]
+) -> tuple[list[Blend | None], list[tuple[float, float] | None]]:
+    """Return the datasets of training, validation and test, and the share of their documents."""
+    names = ("train_paths", "val_paths", "test_paths")
+    if data_paths is not None and any(paths is not None for paths in apart):
+        name = next(name for name, paths in zip(names, apart, strict=True) if paths is not None)
+        raise ValueError(f"data_paths and {name} are both given; give one blend to split, or one for each split")
+    if data_paths is None:
+        if split is not None:
+            raise ValueError(f"split={split!r} divides data_paths, which is not given; give data_paths or no split")
+        if all(paths is None for paths in apart):
+            raise ValueError("no data is given; give data_paths, or train_paths, val_paths and test_paths")
+        blends = [
+            parse_paths(name, paths) if paths is not None else None for name, paths in zip(names, apart, strict=True)
+        ]
+        return blends, [_WHOLE] * len(SPLITS)
+    blend = parse_paths("data_paths", data_paths)
+    shares = parse_split(DEFAULT_SPLIT if split is None else split)
+    return [blend if share is not None else None for share in shares], shares

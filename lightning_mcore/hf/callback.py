@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``SaveHFModel``: a run that leaves its model in Hugging Face form, at its end or beside every checkpoint.
+
+The weights that are written are those of the running model, from memory, so a checkpoint that is saved asynchronously
+may still be on its way when its Hugging Face form is there already. What a checkpoint is called, and which are kept, is
+for ModelCheckpoint to say: this callback looks after each of its hooks what has been saved and what is gone, before the
+weights change. Lightning calls ModelCheckpoint's hook at the end of an epoch after that of all other callbacks, so what
+was saved there is seen when the next epoch starts, or when training ends.
+"""
+
+import logging
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from lightning_mcore.checkpoint import files as checkpoint_files
+from lightning_mcore.checkpoint.storage import atomic as atomic_directory
+from lightning_mcore.hf.export import check_export, export_model, require_free
+from lightning_mcore.hf.export_plan import MAX_SHARD_SIZE, parse_dtype, parse_size
+from lightning_mcore.parallel.consensus import decide
+
+SUFFIX = "-hf"
+
+_log = logging.getLogger(__name__)
+
+
+class SaveHFModel(Callback):
+    """Write the model in Hugging Face form at the end of ``fit``, or beside every checkpoint of a ModelCheckpoint.
+
+    ::
+
+        callbacks = [ModelCheckpoint("runs/gpt", save_top_k=2, monitor="val_loss"), SaveHFModel("runs/gpt/final")]
+
+    With ``every_checkpoint=True``, ``runs/gpt/epoch=1-step=200.ckpt`` gets ``runs/gpt/epoch=1-step=200.ckpt-hf`` beside
+    it, with the same weights, and loses it when ModelCheckpoint deletes the checkpoint. A checkpoint saved again under
+    its name, as ``last.ckpt``, has its Hugging Face form replaced; a link, as ``save_last="link"`` makes it, has none.
+    Nor have checkpoints of ``PreemptionCheckpoint``, which is short of time, and of your own calls: export those with
+    ``lightning-mcore export``.
+
+    What cannot be exported is refused when training begins. A run that ends by an exception writes nothing more.
+
+    Args:
+        folder: Where the model is written at the end of ``fit``; must not exist, or be empty. None for nowhere.
+        every_checkpoint: Whether to write beside every checkpoint, too.
+        like: Hugging Face folder that gives config, generation config and tokenizer; None for the one that the model
+            was made from.
+        family: What kind of model to write: a ``model_type``, or ``"package.module:FAMILY"`` for one of your own; None
+            for what the model was made from, or else for the first that has a place for it.
+        dtype: ``"bfloat16"``, ``"float16"``, ``"float32"``, or ``"auto"`` for that of the weights in the model.
+        max_shard_size: Bytes in a file, or a text such as ``"5GB"``.
+
+    Raises:
+        ValueError: Nothing is to be written, or an argument is not known.
+    """
+
+    def __init__(
+        self,
+        folder: str | None = None,
+        every_checkpoint: bool = False,
+        like: str | None = None,
+        family: str | None = None,
+        dtype: str = "auto",
+        max_shard_size: str | int = MAX_SHARD_SIZE,
+    ) -> None:
+        super().__init__()
+        if folder is None and not every_checkpoint:
+            raise ValueError(
+                f"{type(self).__name__}() writes nothing; give a folder, or every_checkpoint=True, or both"
+            )
+        parse_dtype(dtype)
+        parse_size(max_shard_size)
+        self.folder = None if folder is None else os.path.abspath(folder)
+        self.every_checkpoint = every_checkpoint
+        self._options: dict[str, Any] = {
+            "like": like,
+            "family": family,
+            "dtype": dtype,
+            "max_shard_size": max_shard_size,
+        }
+        self._looks: list[_Look] = []
+        self._beside: set[str] = set()  # checkpoints that have, or soon will have, their Hugging Face form beside them
+        self._there: set[str] = set()  # those of them that have been seen
+        self._wrote_folder = False
+
+    @property
+    def state_key(self) -> str:
+        """Tells several of them in one trainer apart."""
+        return self._generate_state_key(folder=self.folder, every_checkpoint=self.every_checkpoint)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run has to know: which checkpoints have a Hugging Face form."""
+        return {"beside": sorted(self._beside)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned, where it is still there."""
+        self._beside = {path for path in state_dict["beside"] if os.path.isdir(path + SUFFIX)}
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Move behind the other callbacks, to see what ModelCheckpoint has saved.
+
+        Raises:
+            ValueError: There is no ModelCheckpoint to write beside.
+        """
+        if self.every_checkpoint and stage == "fit" and self._is_active(trainer) and not _model_checkpoints(trainer):
+            raise ValueError(
+                f"{type(self).__name__}(every_checkpoint=True) writes beside a ModelCheckpoint, and the trainer has"
+                " none; add ModelCheckpoint(dirpath) to its callbacks, or give folder"
+            )
+        others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
+        trainer.callbacks = [*others, self]  # type: ignore[attr-defined] # a new list: Lightning is going through it
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse now what could not be written later.
+
+        Raises:
+            ValueError: The model is of no known family, the folder is taken, or checkpoints go to another machine.
+        """
+        if not self._is_active(trainer):
+            return
+        folder, replace = self.folder, self._wrote_folder
+        if folder is not None:
+            decide(lambda: require_free(folder, replace))
+        for checkpoint in _model_checkpoints(trainer) if self.every_checkpoint else []:
+            if not checkpoint_files.writes_directly(str(checkpoint.dirpath)):
+                raise ValueError(
+                    f"{type(self).__name__}(every_checkpoint=True) writes to a disk of this machine, and"
+                    f" {checkpoint.dirpath} is not on one; give folder, or export the checkpoints afterwards"
+                )
+        check_export(pl_module, **self._options)
+        self._looks = [_Look(checkpoint) for checkpoint in _model_checkpoints(trainer)]
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        """Write beside what was saved after this batch."""
+        self._follow(trainer, pl_module)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write beside what was saved after the validation."""
+        self._follow(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write beside what was saved at the end of the epoch before, where ModelCheckpoint came after all others.
+
+        Source: ``_FitLoop.on_advance_end`` (Lightning 2.6.6).
+        """
+        self._follow(trainer, pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write beside what was saved last, and into the folder."""
+        self._follow(trainer, pl_module)
+        if self.folder is not None and self._is_active(trainer):
+            export_model(pl_module, self.folder, **self._options, replace=self._wrote_folder)
+            self._wrote_folder = True
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Delete what belongs to checkpoints that are gone; those of asynchronous saves go at the very end."""
+        self._clear_away(trainer)
+        self._looks = []
+
+    def _follow(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Write beside what has been saved since the last look; collective over the world if there is anything."""
+        if not self.every_checkpoint or not self._looks or trainer.sanity_checking:
+            return
+        saved = sorted({path for look in self._looks for path in look.saved_since()})
+        if not saved:
+            return
+        for path in decide(lambda: [found for found in saved if not os.path.islink(found)]):
+            export_model(module, path + SUFFIX, **self._options, replace=True)
+            self._beside.add(path)
+        self._clear_away(trainer)
+
+    def _clear_away(self, trainer: pl.Trainer) -> None:
+        """Delete, on rank 0, what belongs to checkpoints that are gone; what cannot be deleted is no reason to fail."""
+        if not trainer.is_global_zero:
+            return
+        self._there |= {path for path in self._beside if os.path.lexists(path)}
+        for path in {path for path in self._there if not os.path.lexists(path)}:
+            beside = path + SUFFIX
+            try:
+                if _is_beside(beside, trainer):
+                    atomic_directory.remove(beside)
+                elif os.path.lexists(beside):
+                    _log.warning(
+                        "%s was to be deleted and is no model beside a checkpoint of this run, so it stays", beside
+                    )
+            except (OSError, ValueError) as error:
+                _log.warning("%s is not needed any more and could not be deleted: %s", beside, error)
+            self._there.remove(path)
+            self._beside.remove(path)
+
+    def _is_active(self, trainer: pl.Trainer) -> bool:
+        return not trainer.fast_dev_run  # type: ignore[attr-defined]
+
+
+class _Look:
+    """What a ModelCheckpoint has saved, seen from outside; the same on every rank.
+
+    A hook of it saves two checkpoints at most: one that it ranks, and then ``last``.
+
+    Source: ``ModelCheckpoint._save_topk_checkpoint`` and ``_save_last_checkpoint`` (Lightning 2.6.6).
+    """
+
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
+        self._checkpoint = checkpoint
+        self._step, self._scores = self._now()
+
+    def saved_since(self) -> set[str]:
+        """Return the paths that were saved since the last call, links among them."""
+        step, scores = self._now()
+        if (step, scores) == (self._step, self._scores):
+            return set()
+        ranked = {path for path, score in scores.items() if self._scores.get(path) != score}
+        if self._checkpoint.monitor is None and self._checkpoint.save_top_k != 0:
+            ranked.add(self._checkpoint.best_model_path)
+        self._step, self._scores = step, scores
+        found = {*ranked, step[1]} - {""}
+        folder = str(self._checkpoint.dirpath)  # the best path may come from the checkpoint of another run
+        return {os.path.abspath(path) for path in found if checkpoint_files.lies_in(path, folder)}
+
+    def _now(self) -> tuple[tuple[int, str], dict[str, float]]:
+        own = self._checkpoint
+        scores = {path: float(score) for path, score in own.best_k_models.items()}
+        return (own._last_global_step_saved, own._last_checkpoint_saved), scores
+
+
+def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+
+
+def _is_beside(path: str, trainer: pl.Trainer) -> bool:
+    """Return whether a Hugging Face model stands there, beside the checkpoints of this trainer."""
+    folders = [str(checkpoint.dirpath) for checkpoint in _model_checkpoints(trainer)]
+    in_folder = any(checkpoint_files.lies_in(path, folder) for folder in folders)
+    return in_folder and os.path.isfile(os.path.join(path, "config.json"))

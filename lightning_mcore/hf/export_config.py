@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an exported model says of itself: its family, ``config.json``, generation config and tokenizer files.
+
+A model that was made from a Hugging Face model remembers its config (``MCoreGPT(hf=...)``), and that is handed back as
+it was where it still holds; a model made from scratch is described by the rules of its family. Either way the result is
+read again, and must mean the model that is exported: a config that is nearly right would load, and compute other
+numbers.
+"""
+
+import fnmatch
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_mcore.config.field_homes import OF_THE_MODULE
+from lightning_mcore.hf.config import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    complete_config,
+    read_generation_config,
+    read_json,
+)
+from lightning_mcore.hf.family import Family, complete_fields
+from lightning_mcore.hf.known_families import family_names, find_family, recorded_family
+from lightning_mcore.hf.source import HFSource
+from lightning_mcore.hf.training_fields import TRAINING_ONLY
+from lightning_mcore.hf.weight_rules import Shape
+
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "*.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "*.jinja",
+)
+_CODE_FILES = ("*.py",)  # of a config with auto_map
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_NOT_OF_THE_MODEL = {"transformer_impl", "seq_length", "make_vocab_size_divisible_by"}
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model to be exported, in plain data.
+
+    Args:
+        family: Name or path of its family.
+        fields: All its fields, by Megatron's and ``MCoreGPT``'s names.
+        config: Content of ``config.json``, but for the type of the weights.
+        generation_config: Content of ``generation_config.json``; None for none.
+        source: Hugging Face folder with its tokenizer; None for none.
+    """
+
+    family: str
+    fields: dict[str, Any]
+    config: dict[str, Any]
+    generation_config: dict[str, Any] | None
+    source: str | None
+
+
+def describe(
+    what: str,
+    settings: Mapping[str, Any],
+    shapes: Mapping[str, Shape],
+    like: str | None = None,
+    family: str | None = None,
+) -> Description:
+    """Find out what is to be said of a model.
+
+    Args:
+        what: The model, for messages: a path, or the name of a class.
+        settings: Arguments of its ``MCoreGPT``; others are passed over, and there may be none.
+        shapes: Shapes of its tensors, by whole name.
+        like: Hugging Face folder whose config, generation config and tokenizer to use.
+        family: Name or path of its family; None to find out.
+
+    Raises:
+        FileNotFoundError: ``like`` is no folder of a model.
+        ValueError: The family has no place for such a model, no family has, or nothing says what the model is.
+    """
+    origin: dict[str, Any] = dict(settings.get("hf") or {})
+    source = HFSource.open(like, family) if like is not None else None
+    if source is not None:
+        origin = {
+            "path": source.folder,
+            "family": source.family.model_type,
+            "config": read_json(source.folder, CONFIG_FILE),
+            "generation_config": read_generation_config(source.folder),
+        }
+    if "transformer" in settings:
+        fields = _fields_of(settings)
+    elif source is not None:
+        fields = dict(source.fields)
+    else:
+        raise ValueError(
+            f"{what} does not say what its model is, as MCoreGPT's checkpoints do; give a Hugging Face model of the"
+            " same shape with like (--like FOLDER)"
+        )
+    _check_layers(what, fields, shapes)  # what follows goes through as many as there are
+    fields = complete_fields({**fields, "mtp_num_layers": _count_layers("mtp", shapes) or None})
+    name = family or origin.get("family") or _guess(what, fields)
+    known = find_family(name) if family else recorded_family(name)
+    config = _config(known, fields, origin.get("config"), settings.get("seq_length"))
+    return Description(name, fields, config, origin.get("generation_config"), _folder_of(origin.get("path")))
+
+
+def write_files(description: Description, dtype: torch.dtype, folder: str) -> None:
+    """Write all that is no weight into a folder.
+
+    Args:
+        description: Of the model.
+        dtype: The type of most of its weights.
+        folder: Where to.
+    """
+    config = {**description.config, "dtype": str(dtype).removeprefix("torch.")}
+    config.pop("torch_dtype", None)
+    copied = _copy(description.source, (*_TOKENIZER_FILES, *(_CODE_FILES if "auto_map" in config else ())), folder)
+    if not any(name.endswith(".py") for name in copied):
+        config.pop("auto_map", None)  # it names code that is not there
+    write_json(os.path.join(folder, CONFIG_FILE), config)
+    if description.generation_config is not None:
+        write_json(os.path.join(folder, GENERATION_FILE), description.generation_config)
+
+
+def write_json(path: str, content: Mapping[str, Any]) -> None:
+    """Write a file as transformers does, to the disk."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def warn_of_what_is_lost(description: Description, settings: Mapping[str, Any], like: str | None) -> None:
+    """Say what the exported model will not have, though nothing forbids to export it.
+
+    Args:
+        description: Of the model.
+        settings: Arguments of its ``MCoreGPT``, as far as they are known.
+        like: Hugging Face folder that is told to give the tokenizer.
+    """
+    path = (settings.get("hf") or {}).get("path")
+    if like is None and path is not None and _folder_of(path) is None:
+        rank_zero_warn(
+            f"{path}, which the model was made from, is not there any more, so no tokenizer is exported; give a folder"
+            " that has it with like (--like FOLDER)"
+        )
+    capacity = description.fields.get("moe_expert_capacity_factor")
+    if capacity is not None and capacity >= 0:  # Megatron takes a negative one for none
+        rank_zero_warn(
+            f"the model was trained with moe_expert_capacity_factor={capacity}, so that full experts dropped tokens;"
+            " transformers drops none, and will compute other numbers where that happened"
+        )
+
+
+def _fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    of_the_module = OF_THE_MODULE - _NOT_OF_THE_MODEL
+    return {**{name: settings[name] for name in of_the_module if name in settings}, **settings["transformer"]}
+
+
+def _config(
+    family: Family, fields: Mapping[str, Any], given: Mapping[str, Any] | None, seq_length: int | None
+) -> dict[str, Any]:
+    """Return the content of ``config.json``, which means the same as ``fields``."""
+    if given is not None and given.get("model_type") == family.model_type:
+        content = _adapted(family, fields, given)
+    else:
+        ids = {name: (given or {}).get(name) for name in _TOKENS}
+        length = {} if seq_length is None else {"max_position_embeddings": seq_length}
+        content = {"model_type": family.model_type, **ids, **length, **family.write_config(fields)}
+        content["transformers_version"] = version("transformers")
+    content["architectures"] = [family.architecture]
+    again = _read(family, content)
+    wrong = next((name for name in _differences(again, fields)), None)
+    if wrong is not None:
+        raise ValueError(
+            f"the model is not one of {family.model_type!r}: {wrong}={fields[wrong]!r} has no place in it, which would"
+            f" have {again[wrong]!r}; give another family"
+        )
+    return content
+
+
+def _adapted(family: Family, fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with those keys changed that say something else of the model than is true."""
+    before = _read(family, given)
+    if not _differences(before, fields):
+        return dict(given)
+    told = family.write_config(before)
+    changed = {key: value for key, value in family.write_config(fields).items() if told.get(key, value) != value}
+    base = dict(given) if changed.keys() <= given.keys() else complete_config(family, given)
+    return {**base, **changed}
+
+
+def _read(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    return complete_fields(family.read_config(complete_config(family, config)))
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in other.items() if name not in TRAINING_ONLY and one.get(name, value) != value]
+
+
+def _guess(what: str, fields: Mapping[str, Any]) -> str:
+    reasons: dict[str, list[str]] = {}
+    for name in family_names():
+        try:
+            find_family(name).write_config(fields)
+        except ValueError as error:
+            reason = str(error).removeprefix(f"the model is not one of {name!r}: ")
+            reasons.setdefault(reason, []).append(name)
+        else:
+            return name
+    told = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+    raise ValueError(f"{what} is a model of no known family ({told}); give one of your own with family")
+
+
+def _check_layers(what: str, fields: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:
+    embedding = shapes.get("embedding.word_embeddings.weight")
+    found = {"num_layers": _count_layers("decoder", shapes), "hidden_size": embedding[-1] if embedding else None}
+    for name, value in found.items():
+        if value is not None and value != fields.get(name):
+            raise ValueError(
+                f"{what} has {name}={value} in its weights and {fields.get(name)} in its config; give another"
+            )
+
+
+def _count_layers(stem: str, shapes: Mapping[str, Shape]) -> int:
+    start = f"{stem}.layers."
+    return len({name.removeprefix(start).partition(".")[0] for name in shapes if name.startswith(start)})
+
+
+def _folder_of(path: str | None) -> str | None:
+    """Return the folder of a model that is on this machine, also of a name on the hub that was downloaded once."""
+    if path is None or os.path.isdir(path):
+        return path
+    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return str(snapshot_download(path, local_files_only=True))
+    except (LocalEntryNotFoundError, OSError, ValueError):
+        return None
+
+
+def _copy(source: str | None, patterns: tuple[str, ...], folder: str) -> list[str]:
+    if source is None:
+        return []
+    names = [
+        name
+        for name in sorted(os.listdir(source))
+        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns) and os.path.isfile(os.path.join(source, name))
+    ]
+    for name in names:
+        shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
+    return names

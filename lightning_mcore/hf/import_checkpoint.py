@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lightning-mcore import``: a sharded checkpoint of a Hugging Face model, made by one process without a GPU.
+
+The model is built without memory for its weights, which says how they are named, shaped and stored. Each tensor is read
+while the one before it is written, so two of them are all that is ever in memory. What comes out is a checkpoint of
+``MCoreGPT`` like any other, of weights alone: every layout loads it (``self.load_weights(out)``,
+``MCoreGPT.from_pretrained(out)``, ``MCoreGPT.load_from_checkpoint(out)``), and it knows the Hugging Face model that it
+was made from.
+"""
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from typing import Any, Literal, overload
+
+import lightning
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from tqdm import tqdm
+
+from lightning_mcore.checkpoint import files as checkpoint_files
+from lightning_mcore.checkpoint import manifest as checkpoint_manifest
+from lightning_mcore.checkpoint import model_state as sharded_state
+from lightning_mcore.checkpoint.save import MANIFEST, SHARDED_STATE, CheckpointSave
+from lightning_mcore.checkpoint.save_plan import Piece, ShardPlan, ShardPlanner
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.hf.model_pieces import pieces_of_module
+from lightning_mcore.hf.pretrained import check_downloads, running_fields
+from lightning_mcore.hf.safetensors_folder import SafetensorsFolder
+from lightning_mcore.hf.source import HFSource, refuse_megatron_checkpoint, settings_of_source
+from lightning_mcore.hf.weight_map import whole_name
+from lightning_mcore.hf.weights import HFWeights
+from lightning_mcore.models.gpt import MCoreGPT
+from lightning_mcore.parallel.chunks import built_chunks
+from lightning_mcore.parallel.groups import process_group
+from lightning_mcore.parallel.session import single_process
+
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+
+PRECISIONS = {torch.bfloat16: "bf16-true", torch.float16: "16-true", torch.float32: "32-true"}
+_SILENT_SECONDS = 2.0  # an import that takes no longer shows no progress
+
+
+def import_checkpoint(path: str, out: str, *, family: str | None = None, dtype: Dtype = "auto") -> None:
+    """Make a sharded checkpoint of a Hugging Face model.
+
+    Args:
+        path: Folder of the model, in safetensors, or its name on the Hugging Face hub.
+        out: The checkpoint, a directory that does not exist yet, or an empty one.
+        family: Name or path of its family; None for what its config says.
+        dtype: Type of the weights in the checkpoint; ``"auto"`` keeps that of most of the model's.
+
+    Raises:
+        FileNotFoundError: There is no such model, or a file of it is missing.
+        OSError: The disk refuses.
+        ValueError: It is of no known family, its config or weights are not supported, or ``out`` is not empty.
+    """
+    path, out = os.fspath(path), os.fspath(out)
+    if os.path.islink(out):
+        out = os.path.realpath(out)
+    if dtype not in ("auto", "bfloat16", "float16", "float32"):
+        raise ValueError(f"dtype={dtype!r} is not known; choose 'auto', 'bfloat16', 'float16' or 'float32'")
+    if checkpoint_files.names_in(*checkpoint_files.open_store(out)) or os.path.isfile(out):
+        raise ValueError(f"{out} is there already; give the name of a checkpoint that does not exist yet")
+    if checkpoint_files.is_checkpoint_directory(path):
+        raise ValueError(f"{path} is a checkpoint already; give the folder of a Hugging Face model")
+    refuse_megatron_checkpoint(path)
+    source = HFSource.open(path, family)
+    folder = source.open_tensors()
+    settings = settings_of_source(source, folder.shapes, path, family)
+    kept = _type_of_most(folder) if dtype == "auto" else getattr(torch, dtype)
+    with single_process():
+        module = MCoreGPT(**settings)
+        _build_without_memory(module, kept)
+        fields, shapes = running_fields(source, module), pieces_of_module(module).shapes
+        weights = HFWeights(folder, source.family, fields, shapes, source.fields.get("mtp_num_layers") or 0)
+        check_downloads(source.folder, {folder.file_of(name) for name in folder.shapes})
+        _write(module, weights, out, kept)
+
+
+def _type_of_most(folder: SafetensorsFolder) -> torch.dtype:
+    count: Counter[torch.dtype] = Counter()
+    for name, dtype in folder.dtypes.items():
+        count[dtype] += prod(folder.shapes[name])
+    most = max(count, key=lambda dtype: count[dtype], default=torch.float32)
+    return most if most in PRECISIONS else torch.float32
+
+
+class _OnMeta(TorchFunctionMode):
+    """Makes tensors without memory, also where Megatron names a device."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = {"device": torch.device("meta")} if kwargs and kwargs.get("device") is not None else {}
+        return func(*args, **{**(kwargs or {}), **named})
+
+
+def _build_without_memory(module: MCoreGPT, dtype: torch.dtype) -> None:
+    with torch.device("meta"), _OnMeta():
+        module.configure_model()
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)  # what Megatron keeps in fp32, as a router's bias, is a buffer
+
+
+def _write(module: MCoreGPT, weights: HFWeights, out: str, dtype: torch.dtype) -> None:
+    chunks = built_chunks(module)
+    chunks.config.params_dtype = dtype  # as the manifest says
+    state = sharded_state.collect(chunks, [])
+    manifest = checkpoint_manifest.describe(
+        module,
+        ParallelLayout(),
+        1,
+        PRECISIONS[dtype],
+        use_distributed_optimizer=False,
+        config=chunks.config,
+        optimizers=[],
+    )
+    checkpoint = {
+        "epoch": 0,
+        "global_step": 0,
+        "pytorch-lightning_version": lightning.__version__,
+        "state_dict": sharded_state.state_outside_chunks(module, module.state_dict()),
+        module.CHECKPOINT_HYPER_PARAMS_NAME: module._hparams_name,
+        module.CHECKPOINT_HYPER_PARAMS_KEY: dict(module.hparams),
+        SHARDED_STATE: state.tensors,
+        MANIFEST: {**manifest, "parameters": state.num_parameters},
+    }
+    planner = _ReadingPlanner(weights)
+    try:
+        save = CheckpointSave.start(os.path.abspath(out), checkpoint, process_group("dp_cp"), planner)
+        while not save.advance():
+            pass
+    except BaseException:
+        planner.stop()
+        raise
+
+
+class _ReadingPlanner(ShardPlanner):
+    """Plans pieces that are read from a Hugging Face model when they are asked for.
+
+    Args:
+        weights: The model's.
+    """
+
+    def __init__(self, weights: HFWeights) -> None:
+        super().__init__()
+        self._weights = weights
+        self._pieces: _PiecesToRead | None = None
+
+    def stop(self) -> None:
+        """End the reading and wait for it: a thread that is in torch while Python ends takes the process down."""
+        if self._pieces is not None:
+            self._pieces.stop()
+
+    def plan(self, sharded_state: dict[str, Any], copies: Any) -> ShardPlan:
+        """Plan as always, for tensors without memory."""
+        plan = super().plan(sharded_state, copies)
+        self._pieces = _PiecesToRead(plan.pieces, self._weights)
+        return ShardPlan(self._pieces, plan.metadata)
+
+
+class _PiecesToRead(Sequence[Piece]):
+    """Pieces that are read when they are asked for, into memory that the one after the next is read into.
+
+    Memory that is touched for the first time is slower than a good disk, so the same is used again and again.
+
+    Args:
+        planned: The same, of tensors without memory.
+        weights: What they are read from.
+    """
+
+    def __init__(self, planned: Sequence[Piece], weights: HFWeights) -> None:
+        self._planned = planned
+        self._weights = weights
+        largest = max((piece.content.nbytes for piece in planned if isinstance(piece.content, Tensor)), default=0)
+        self._memory = torch.empty((2, largest), dtype=torch.uint8, device="cpu")
+        self._stopped = threading.Event()
+        self._writer: threading.Thread | None = None
+
+    def stop(self) -> None:
+        """End the iteration at the next piece, and wait for the thread that iterates."""
+        self._stopped.set()
+        if self._writer is not None:
+            self._writer.join()
+
+    def __len__(self) -> int:
+        return len(self._planned)
+
+    @overload
+    def __getitem__(self, index: int) -> Piece: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Piece]: ...
+
+    def __getitem__(self, index: int | slice) -> Piece | Sequence[Piece]:
+        if isinstance(index, slice):
+            return _PiecesToRead(self._planned[index], self._weights)
+        piece = self._planned[index]
+        if not isinstance(piece.content, Tensor):
+            return piece
+        memory = self._memory[index % 2, : piece.content.nbytes]
+        values = memory.view(piece.content.dtype).view(piece.content.shape)
+        name, start, shape = whole_name(piece.index.fqn, tuple(piece.index.offset or ()), tuple(values.shape))
+        self._weights.fill(values, name, start, shape)
+        return Piece(piece.index, values)
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Read each piece while the one before it is written.
+
+        Raises:
+            RuntimeError: It was stopped.
+        """
+        self._writer = threading.current_thread()
+        size = sum(piece.content.nbytes for piece in self._planned if isinstance(piece.content, Tensor))
+        progress = tqdm(total=size, desc="importing", unit="B", unit_scale=True, delay=_SILENT_SECONDS, leave=False)
+        with progress, ThreadPoolExecutor(1) as reader:
+            coming = [reader.submit(self.__getitem__, 0)] if self._planned else []
+            for place in range(len(self)):
+                piece = coming.pop().result()
+                if self._stopped.is_set():
+                    raise RuntimeError("the import was stopped")
+                if place + 1 < len(self):
+                    coming.append(reader.submit(self.__getitem__, place + 1))
+                yield piece
+                progress.update(piece.content.nbytes if isinstance(piece.content, Tensor) else 0)

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Hugging Face model as a source: its config, and the arguments of ``MCoreGPT`` that follow from it.
+
+:func:`pretrained_settings` makes them before there are ranks: what is wrong with config or files is found there.
+``MCoreGPT.from_pretrained`` calls it, and ``lightning-mcore plan``; so neither Lightning nor megatron-core is imported
+here to read a ``config.json``. A checkpoint directory of ours has the settings in it, and takes Lightning to be read.
+"""
+
+import contextlib
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from lightning_mcore.checkpoint import files as checkpoint_files
+from lightning_mcore.config.field_homes import OF_THE_MODULE
+from lightning_mcore.config.without_torch import let_torch_in
+from lightning_mcore.hf.config import (
+    complete_config,
+    family_of,
+    local_folder,
+    read_config,
+    read_generation_config,
+    read_header,
+    read_json,
+)
+from lightning_mcore.hf.config_rules import LONGEST_SEQUENCE, refuse_outside
+from lightning_mcore.hf.family import Family, split_fields
+from lightning_mcore.hf.known_families import find_family
+
+if TYPE_CHECKING:
+    from lightning_mcore.hf.safetensors_folder import SafetensorsFolder
+
+_KEPT = sorted(OF_THE_MODULE - {"make_vocab_size_divisible_by", "transformer_impl"})  # what a model is, not how it runs
+
+_TIMES = 2  # what is off by less is compared tensor by tensor once the model is built
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HFSource:
+    """The Hugging Face model that a model was made from.
+
+    Args:
+        folder: Where it lies.
+        family: What is known of its kind.
+        config: Its config with all defaults.
+        fields: The same as settings of Megatron and of ``MCoreGPT``.
+    """
+
+    folder: str
+    family: Family
+    config: dict[str, Any]
+    fields: dict[str, Any]
+
+    @classmethod
+    def open(cls, path: str, family: str | None = None, weights: bool = True) -> "HFSource":
+        """Read the config of a model.
+
+        Args:
+            path: Its folder, or its name on the Hugging Face hub.
+            family: Name or path of its family; None for what its config says.
+            weights: Whether to download those of a name on the hub.
+
+        Raises:
+            FileNotFoundError: There is no such model.
+            ValueError: It is of no known family, or its config asks for something that is not supported.
+        """
+        folder = local_folder(path, weights)
+        content = read_config(folder)
+        known = family_of(content, family)
+        try:
+            config = complete_config(known, content)
+            refuse_outside("max_position_embeddings", config.get("max_position_embeddings"), 1, LONGEST_SEQUENCE)
+            fields = known.read_config(config)
+        except ValueError as error:
+            raise ValueError(f"{folder}/config.json: {error}") from error
+        return cls(folder, known, config, fields)
+
+    def open_tensors(self) -> "SafetensorsFolder":
+        """Read the headers of its weights.
+
+        Raises:
+            FileNotFoundError: A file is missing.
+            ValueError: A file is damaged, the weights are quantised, or they are those of a far smaller model.
+        """
+        from lightning_mcore.hf.safetensors_folder import SafetensorsFolder
+
+        tensors = SafetensorsFolder(self.folder, self.family.unread)
+        there, least = sum(map(prod, tensors.shapes.values())), _least_weights(self.fields)
+        if least > _TIMES * there:  # nobody is to build this model, only to find that
+            raise ValueError(
+                f"{self.folder}/config.json describes a model of {least} weights or more, and its files hold {there};"
+                " give config and weights of one model"
+            )
+        return tensors
+
+
+def pretrained_settings(
+    path: str,
+    family: str | None = None,
+    seq_length: int | None = None,
+    transformer: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the arguments of ``MCoreGPT`` that a Hugging Face model is made with.
+
+    Args:
+        path: Its folder, its name on the Hugging Face hub, or a checkpoint of a model made from one.
+        family: Name or path of its family; None for what its config says.
+        seq_length: Tokens of a sequence in training; None for as many as the model was made for.
+        transformer: Fields of ``TransformerConfig`` to use instead of those that follow from the config.
+
+    Returns:
+        ``vocab_size``, ``seq_length``, ``transformer`` and the settings of positions; ``hf`` says where they come from,
+        as plain data.
+
+    Raises:
+        FileNotFoundError: There is no such model, or a file of it is missing.
+        ValueError: It is of no known family, its config asks for something that is not supported, or a file is damaged.
+    """
+    if is_own_checkpoint(path):
+        settings = _settings_of_checkpoint(path, family, transformer or {})
+    else:
+        settings = _settings_of_model(path, family)
+    return _with_choices(settings, seq_length, transformer)
+
+
+def _with_choices(
+    settings: dict[str, Any], seq_length: int | None, transformer: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    settings["transformer"] = {**settings["transformer"], **(transformer or {})}
+    return {**settings, "seq_length": settings["seq_length"] if seq_length is None else seq_length}
+
+
+def planned_settings(
+    path: str,
+    family: str | None = None,
+    seq_length: int | None = None,
+    transformer: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return what :func:`pretrained_settings` does, of a config alone: no weights are downloaded, and none are needed.
+
+    Layers of multi-token prediction are left out where the weights are there and have none; else they count.
+
+    Args:
+        path: As in :func:`pretrained_settings`; so are those that follow.
+        family: See there.
+        seq_length: See there.
+        transformer: See there.
+
+    Raises:
+        FileNotFoundError: There is no such model.
+        ValueError: As there.
+    """
+    if is_own_checkpoint(path):
+        let_torch_in()
+        return pretrained_settings(path, family, seq_length, transformer)
+    refuse_megatron_checkpoint(path)
+    source = HFSource.open(path, family, weights=False)
+    return _with_choices(settings_of_source(source, _names_there(source), path, family), seq_length, transformer)
+
+
+def _names_there(source: HFSource) -> Collection[str] | None:
+    """Return the names of the tensors that an index or the only file lists; None where there is neither."""
+    names: Any = None
+    with contextlib.suppress(FileNotFoundError, ValueError):  # absent, or damaged: the run will say how
+        if os.path.exists(os.path.join(source.folder, "model.safetensors.index.json")):
+            names = read_json(source.folder, "model.safetensors.index.json").get("weight_map")
+        else:
+            names, _ = read_header(os.path.join(source.folder, "model.safetensors"))
+    return names if isinstance(names, dict) else None
+
+
+def absolute(path: str) -> str:
+    """Return the absolute path of a folder; a name on the hub as it is."""
+    return os.path.abspath(path) if os.path.isdir(path) else path
+
+
+def _settings_of_model(path: str, family: str | None) -> dict[str, Any]:
+    refuse_megatron_checkpoint(path)
+    source = HFSource.open(path, family)
+    return settings_of_source(source, source.open_tensors().shapes, path, family)
+
+
+def refuse_megatron_checkpoint(path: str) -> None:
+    """Refuse a checkpoint that does not say what model it is of.
+
+    Raises:
+        ValueError: It is one of Megatron-LM, or of another program.
+    """
+    if os.path.isdir(path) and checkpoint_files.is_megatron_checkpoint(path):
+        raise ValueError(
+            f"{path} is a checkpoint of Megatron-LM or another program, which does not say what model it is of; start"
+            f" from its weights with self.load_weights({path!r}) in configure_model"
+        )
+
+
+def settings_of_source(
+    source: HFSource, tensors: Collection[str] | None, path: str, family: str | None
+) -> dict[str, Any]:
+    """Return the arguments of ``MCoreGPT`` for a model whose config and headers are read.
+
+    Args:
+        source: The model.
+        tensors: Names of its weights; None where they are not known.
+        path: As the user has given it.
+        family: As the user has given it.
+    """
+    module, fields = split_fields(source.fields)
+    [behind] = source.family.multi_token_prefixes(source.fields["num_layers"], 1)
+    unpredicted = tensors is not None and not any(name.startswith(behind) for name in tensors)
+    if fields.get("mtp_num_layers") and unpredicted:
+        _log.info("%s has no weights for multi-token prediction, so the model is made without", source.folder)
+        del fields["mtp_num_layers"]
+    return {
+        **module,
+        "seq_length": source.config["max_position_embeddings"],
+        "transformer": fields,
+        "hf": {
+            "path": absolute(path),
+            "family": family or source.family.model_type,
+            "config": read_json(source.folder, "config.json"),
+            "generation_config": read_generation_config(source.folder),
+        },
+    }
+
+
+def _least_weights(fields: Mapping[str, Any]) -> int:
+    """Return how many weights a model has at least: its embedding, and the larger matrices of its layers.
+
+    Args:
+        fields: Settings of Megatron, as a family reads them.
+    """
+    sizes = defaultdict(int, {name: value for name, value in fields.items() if isinstance(value, int)})
+    layers, narrow = sizes["num_layers"], sizes["ffn_hidden_size"]
+    head = sizes["v_head_dim"] or sizes["kv_channels"]
+    attention = sizes["num_attention_heads"] * head if head else sizes["hidden_size"]
+    flags = fields.get("moe_layer_freq")
+    sparse = sum(flags) if isinstance(flags, list) else layers if sizes["num_moe_experts"] else 0
+    experts = sizes["num_moe_experts"] * (sizes["moe_ffn_hidden_size"] or narrow)
+    mlps = sparse * (experts + sizes["moe_shared_expert_intermediate_size"]) + (layers - sparse) * narrow
+    return sizes["hidden_size"] * (sizes["vocab_size"] + layers * attention + 2 * mlps)
+
+
+def is_own_checkpoint(path: str) -> bool:
+    """Return whether a path is a checkpoint directory of ours, which has its own settings.
+
+    Args:
+        path: Of a model or a checkpoint.
+    """
+    return checkpoint_files.is_checkpoint_directory(path)
+
+
+def _settings_of_checkpoint(path: str, family: str | None, chosen: Collection[str]) -> dict[str, Any]:
+    """Return the settings of the model in a checkpoint directory, without those of its training.
+
+    Args:
+        path: The directory.
+        family: As the user has given it.
+        chosen: Names of fields that the user gives instead.
+    """
+    from lightning.pytorch import LightningModule
+
+    from lightning_mcore.checkpoint.io import MCoreCheckpointIO
+    from lightning_mcore.models.transformer_config import refuse_recorded_code
+
+    saved = MCoreCheckpointIO().load_checkpoint(path).get(LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, {})
+    hf = saved.get("hf")
+    if not hf:
+        raise ValueError(
+            f"{path} is a checkpoint of a model that was not made from a Hugging Face model; start from it with"
+            f" self.load_weights({path!r}) in configure_model"
+        )
+    if family not in (None, hf["family"]):
+        raise ValueError(
+            f"family={family!r} is given for {path}, a checkpoint of family {hf['family']!r}, whose weights are"
+            " Megatron's already; leave it out"
+        )
+    if family is not None:
+        find_family(family)  # imported now, by its own name, for an export of this run
+    recorded = {name: value for name, value in saved["transformer"].items() if name not in chosen}
+    refuse_recorded_code(path, recorded)
+    return {name: saved[name] for name in (*_KEPT, "transformer", "hf") if name in saved}

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of a Hugging Face model as those of Megatron's: checked as a whole, then read rectangle by rectangle.
+
+Whoever fills a model, or writes a checkpoint of it, says which rectangle of which of Megatron's tensors it wants
+(:meth:`HFWeights.fill`) and gets exactly that. ``pretrained.py`` asks for what a rank holds, ``folder_import.py``
+for one tensor after the other.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mcore.checkpoint.format import some_of
+from lightning_mcore.hf.family import Family
+from lightning_mcore.hf.safetensors_folder import SafetensorsFolder
+from lightning_mcore.hf.value_range import require_finite, require_fits
+from lightning_mcore.hf.weight_map import WeightMap
+from lightning_mcore.hf.weight_rules import Block, Shape
+
+_SHOWN = 5  # names in an error
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+class HFWeights:
+    """The weights of a Hugging Face model for one model of Megatron's.
+
+    Args:
+        folder: Where they lie.
+        family: Their rules.
+        fields: Settings of Megatron's model.
+        shapes: Shapes of all of its tensors, by whole name.
+        multi_token_layers: Layers for multi-token prediction that the config announces, which the model may lack.
+
+    Raises:
+        ValueError: The weights are not those of this model: some are missing, or not known, or of another shape.
+    """
+
+    def __init__(
+        self,
+        folder: SafetensorsFolder,
+        family: Family,
+        fields: Mapping[str, Any],
+        shapes: Mapping[str, Shape],
+        multi_token_layers: int,
+    ) -> None:
+        self._folder = folder
+        self._family = family
+        self._fields = fields
+        self._shapes = shapes
+        self._map = WeightMap(family, fields, shapes)
+        self._aliases: dict[str, list[str]] = {}
+        for alias, name in self._map.repeated.items():
+            if alias in folder.shapes:
+                self._aliases.setdefault(name, []).append(alias)
+        self._tied = self._blocks_of_tied_output()
+        self._left_out = self._layers_left_out(multi_token_layers)
+        self._check()
+
+    def fill(self, target: Tensor, name: str, start: Shape, shape: Shape) -> None:
+        """Read a rectangle of one of Megatron's tensors; what stands for no token becomes zero.
+
+        Args:
+            target: Where to; as many values as the rectangle has.
+            name: Whole name of the tensor.
+            start: Where the rectangle begins.
+            shape: Its shape.
+
+        Raises:
+            ValueError: Two tensors differ of which Megatron has one, a value is not finite, or does not fit into
+                ``target``'s type.
+        """
+        parts = [part for block in self._near(name, start, shape) if (part := block.within(start, shape))]
+        place = target.view(shape) if target.shape != shape else target
+        if sum(prod(part.shape) for part in parts) < place.numel():
+            place.zero_()
+        for part in parts:
+            values = self._folder.read(part.hf, part.hf_start, part.hf_shape)
+            for alias in self._aliases.get(part.hf, ()):
+                self._check_equal(part, values, alias)
+            if name == _EMBEDDING:
+                self._check_tied(part)
+            require_finite(part.hf, values)
+            require_fits(part.hf, values, place.dtype)
+            first = tuple(a - b for a, b in zip(part.start, start, strict=True))
+            inside = place[tuple(slice(a, a + n) for a, n in zip(first, part.shape, strict=True))]
+            inside.copy_((values.t() if part.transposed else values).view_as(inside))
+
+    def files(self, name: str, start: Shape, shape: Shape) -> set[str]:
+        """Return the paths of the files that :meth:`fill` reads for a rectangle."""
+        near = (block.hf for block in self._near(name, start, shape) if block.within(start, shape))
+        return {self._folder.file_of(each) for hf in near for each in (hf, *self._aliases.get(hf, ()))}
+
+    def _near(self, name: str, start: Shape, shape: Shape) -> list[Block]:
+        """Return the blocks that overlap a rectangle on its first axis; where experts are stacked, few of hundreds."""
+        if not start:
+            return self._map.blocks[name]
+        first, last = start[0], start[0] + shape[0]
+        return [
+            block
+            for block in self._map.blocks[name]
+            if block.start[0] < last and first < block.start[0] + block.shape[0]
+        ]
+
+    def _check_equal(self, part: Block, values: Tensor, alias: str) -> None:
+        if not _are_the_same(values, self._folder.read(alias, part.hf_start, part.hf_shape)):
+            raise ValueError(
+                f"{alias} in {self._folder.folder} differs from {part.hf}, and Megatron's model has one of them for"
+                " both; set mtp_num_layers=None in transformer to leave multi-token prediction out"
+            )
+
+    def _check_tied(self, part: Block) -> None:
+        """Refuse an output layer that is another than the embedding, where the model has one matrix for both."""
+        for block in self._tied:
+            output = block.within(part.start, part.shape)
+            if output is None:
+                continue
+            rows = part.within(output.start, output.shape)
+            assert rows is not None
+            first, second = (self._folder.read(each.hf, each.hf_start, each.hf_shape) for each in (rows, output))
+            if not _are_the_same(first.t() if rows.transposed else first, second.t() if output.transposed else second):
+                raise ValueError(
+                    f"{output.hf} in {self._folder.folder} differs from {rows.hf}, and its config ties the two"
+                    " (tie_word_embeddings=True); set that to false to have both, or remove the one that is not meant"
+                )
+
+    def _blocks_of_tied_output(self) -> list[Block]:
+        """Return what the files have of an output layer, where the model uses its embedding for that."""
+        if _OUTPUT in self._shapes or _EMBEDDING not in self._shapes:
+            return []
+        rules = (rule for rule in self._family.outside if rule.megatron == _OUTPUT)
+        blocks = (block for rule in rules for block in rule.blocks(self._shapes[_EMBEDDING], self._fields))
+        return [block for block in blocks if block.hf in self._folder.shapes and block.hf not in self._map.shapes]
+
+    def _layers_left_out(self, multi_token_layers: int) -> tuple[str, ...]:
+        """Return the prefixes of layers for multi-token prediction in the files, where the model has none."""
+        if any(name.startswith("mtp.") for name in self._shapes):
+            return ()
+        prefixes = self._family.multi_token_prefixes(int(self._fields["num_layers"]), multi_token_layers)
+        return tuple(prefix for prefix in prefixes if self._is_multi_token(prefix))
+
+    def _is_multi_token(self, prefix: str) -> bool:
+        """Whether a layer has what only such layers have."""
+        size = int(self._fields["hidden_size"])
+        rules = self._family.multi_token
+        return any(
+            prefix + b.hf in self._folder.shapes for rule in rules for b in rule.blocks((size, size), self._fields)
+        )
+
+    # ---- checks
+
+    def _check(self) -> None:
+        wanted, found = self._map.shapes, self._folder.shapes
+        missing = wanted.keys() - found.keys() - self._map.repeated.keys()
+        extra = [name for name in found.keys() - wanted.keys() if not self._is_left_out(name)]
+        extra += sorted({block.hf for block in self._tied} - self._whole_tied())
+        other = sorted(name for name in wanted.keys() & found.keys() if wanted[name] != found[name])
+        parts = []
+        if missing:
+            parts.append(f"it lacks {some_of(missing, _SHOWN)}")
+        if extra:
+            parts.append(f"it has {some_of(extra, _SHOWN)}, which the model has no place for")
+        if other:
+            shapes = [f"{name} ({list(found[name])} in it, {list(wanted[name])} in the model)" for name in other]
+            parts.append(f"shapes differ: {some_of(shapes, _SHOWN)}")
+        if not parts:
+            parts = self._too_small()
+        if parts:
+            raise ValueError(
+                f"the weights in {self._folder.folder} are not those of this model: {'; '.join(parts)}; give config and"
+                " weights of one model, and leave its sizes as they are"
+            )
+
+    def _too_small(self) -> list[str]:
+        """Return a sentence where one of Megatron's tensors has no room for all that belongs there."""
+        for name, blocks in self._map.blocks.items():
+            size = self._shapes[name]
+            for block in blocks:
+                if any(a + n > m for a, n, m in zip(block.start, block.shape, size, strict=True)):
+                    return [f"{name} of the model ({list(size)}) has no room for {block.hf} ({list(block.hf_shape)})"]
+        return []
+
+    def _whole_tied(self) -> set[str]:
+        """Return the tensors of a tied output layer that have as many values as the rules say."""
+        sizes: Counter[str] = Counter()
+        for block in self._tied:
+            sizes[block.hf] += prod(block.shape)
+        return {name for name, size in sizes.items() if size == prod(self._folder.shapes[name])}
+
+    def _is_left_out(self, name: str) -> bool:
+        """Whether a tensor has no place in the model for a good reason: it repeats another one, or is not wanted."""
+        return name.startswith(self._left_out) or any(name == block.hf for block in self._tied)
+
+
+def _are_the_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal bit for bit, of one type too."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of some queries over the keys of whole sequences, without a mask of the size of the scores.
+
+Pure PyTorch: nothing here knows Megatron or communicates. ``core_attention.py`` gathers the keys and calls
+:func:`attend`. Two small values say all there is to say about who sees whom:
+
+* A :class:`QueryRun` is a stretch of neighbouring queries and the keys of the sequence they belong to: the whole
+  sequence without context parallelism, each of a rank's two slices with it (``context_split.py``). A row of packed
+  sequences is a run, or two, for each of them, and one without keys for the padding behind it.
+* A :class:`Reach` says how far a query sees back and ahead: causal attention, a sliding window, or everything.
+
+A run that starts with its sequence is what PyTorch's kernels call causal, and needs no mask. On CUDA in half precision
+the flash kernel also knows causal attention that ends at the last key. Any other run is cut into blocks of queries that
+meet only the keys within reach. Whether a query sees a key depends on their distance alone, so one small mask serves
+every block of every run, and every layer: a block's mask is a stretch of its columns.
+
+Queries, keys and values are split into their runs at once. A slice for each run would cost a gradient of the size of
+the whole tensor for each of them.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.bias import CausalBias, causal_lower_right
+
+from lightning_mcore.parallel.context import slices_of_rank
+
+_LARGEST_BLOCK = 1024  # queries that share a mask: larger blocks read fewer keys twice, smaller ones have smaller masks
+_SMALLEST_BLOCK = 128  # queries; below it the calls cost more than the keys out of reach
+_LARGEST_MASK = 2**21  # queries times keys, unless a smallest block needs more: 8 MiB in fp32
+_FLASH_HEAD_SIZE = 256  # largest head of the flash kernel
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far a query sees, in tokens; None: to the end of its sequence.
+
+    Args:
+        back: Keys before its own that a query sees.
+        ahead: Keys after its own that a query sees; 0 is causal.
+    """
+
+    back: int | None = None
+    ahead: int | None = None
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether every query sees every key of its sequence."""
+        return self.back is None and self.ahead is None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a query sees every key up to its own."""
+        return self.back is None and self.ahead == 0
+
+
+@dataclass(frozen=True)
+class QueryRun:
+    """Neighbouring queries of one sequence, and the keys of that sequence.
+
+    Args:
+        rows: Where the queries are among the queries of this rank.
+        position: The key that belongs to the first query, counted among all keys.
+        keys: Where the keys of the sequence are among all keys. Without keys the queries are padding.
+    """
+
+    rows: range
+    position: int
+    keys: range
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """What the softmax does besides masking.
+
+    Args:
+        scale: Factor of the scores.
+        dropout: Probability that a weight is dropped.
+    """
+
+    scale: float
+    dropout: float = 0.0
+
+
+def sequence_runs(num_queries: int, num_keys: int, rank: int = 0, size: int = 1) -> list[QueryRun]:
+    """Return the runs of sequences that are not packed: one, or the two slices of a context-parallel rank.
+
+    Args:
+        num_queries: Queries of a sequence on this rank, [s / cp].
+        num_keys: Keys of the whole sequence; more than queries while decoding: the queries are then its last.
+        rank: Rank in the context-parallel group.
+        size: Ranks of that group.
+    """
+    keys = range(num_keys)
+    if size == 1:
+        return [QueryRun(range(num_queries), num_keys - num_queries, keys)]
+    length = num_queries // 2
+    return [
+        QueryRun(range(half * length, (half + 1) * length), index * length, keys)
+        for half, index in enumerate(slices_of_rank(rank, size))
+    ]
+
+
+@functools.lru_cache(maxsize=64)
+def packed_runs(offsets: tuple[int, ...], lengths: tuple[int, ...], rank: int = 0, size: int = 1) -> list[QueryRun]:
+    """Return the runs of a row of packed sequences; their padding neither sees nor is seen.
+
+    Args:
+        offsets: Where the sequences begin, padding included, and where the last one ends.
+        lengths: How many of their tokens are real.
+        rank: Rank in the context-parallel group.
+        size: Ranks of that group, each of which holds two slices of every sequence.
+    """
+    runs = []
+    row = 0
+    for (start, end), length in zip(itertools.pairwise(offsets), lengths, strict=True):
+        tokens, parts = (end - start, (0,)) if size == 1 else ((end - start) // (2 * size), slices_of_rank(rank, size))
+        for part in parts:
+            first = start + part * tokens
+            real = min(max(start + length - first, 0), tokens)
+            for count, keys in ((real, range(start, start + length)), (tokens - real, range(0))):
+                if count > 0:
+                    runs.append(QueryRun(range(row, row + count), first, keys))
+                    row += count
+    return runs
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, runs: list[QueryRun], reach: Reach, softmax: Softmax) -> Tensor:
+    """Compute attention, run by run.
+
+    Args:
+        query: [b, h, queries, d].
+        key: [b, groups, keys, d], in the order of the sequence; ``groups`` divides ``h``.
+        value: [b, groups, keys, d_v].
+        runs: The queries, in order and without gaps. Two runs have the same keys, or none in common.
+        reach: How far a query sees within its sequence.
+        softmax: Scale and dropout.
+
+    Returns:
+        [b, h, queries, d_v]; zero where a run has no keys.
+    """
+    width = value.size(-1)
+    value = _widen(value, key.size(-1))
+    mask = _SharedMask(runs, reach)
+    queries = torch.split(query, [len(run.rows) for run in runs], dim=2)
+    keys, values = _pieces(key, runs), _pieces(value, runs)
+    parts: list[Tensor] = []
+    for run, rows in zip(runs, queries, strict=True):
+        if len(run.keys) > 0:
+            parts += _attend_run(rows, keys[run.keys.start], values[run.keys.start], run, reach, softmax, mask)
+        else:
+            parts.append(_Silence.apply(rows, value.size(-1)))  # type: ignore[no-untyped-call]
+    return _joined(parts)[..., :width]
+
+
+class _Silence(torch.autograd.Function):
+    """The output of queries that see nothing: zeros, and zero gradients, so that no parameter is left without one."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, width: int) -> Tensor:
+        ctx.shape = rows.shape
+        return rows.new_zeros(*rows.shape[:-1], width)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].new_zeros(ctx.shape), None
+
+
+def _widen(value: Tensor, width: int) -> Tensor:
+    """Return values with columns of zeros up to ``width``, which the fused kernels want and which change nothing."""
+    missing = width - value.size(-1)
+    return functional.pad(value, (0, missing)) if missing > 0 else value
+
+
+def _pieces(tensor: Tensor, runs: list[QueryRun]) -> dict[int, Tensor]:
+    """Return the keys (or values) of each sequence, by where they begin."""
+    ends = {run.keys.start: run.keys.stop for run in runs if len(run.keys) > 0}
+    cuts = sorted({0, tensor.size(2), *ends, *ends.values()})
+    pieces = torch.split(tensor, [end - start for start, end in itertools.pairwise(cuts)], dim=2)
+    return dict(zip(cuts, pieces, strict=False))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Put outputs behind one another, [b, h, queries, d]; in memory [queries, b, h, d], which is how they go on."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([part.permute(2, 0, 1, 3) for part in parts]).permute(1, 2, 0, 3)
+
+
+def visible(run: QueryRun, reach: Reach, device: torch.device) -> Tensor:
+    """Return which keys the queries of a run see, as a whole: for a caller who has a mask of that size anyway.
+
+    Returns:
+        [queries, keys] bool, True where a query sees a key.
+    """
+    queries = run.position + torch.arange(len(run.rows), device=device)[:, None]
+    keys = run.keys.start + torch.arange(len(run.keys), device=device)[None]
+    return _within(keys - queries, reach)
+
+
+def _attend_run(
+    rows: Tensor, key: Tensor, value: Tensor, run: QueryRun, reach: Reach, softmax: Softmax, shared: "_SharedMask"
+) -> Iterator[Tensor]:
+    """Yield the outputs of a run in order, [b, h, block, d] each; keys and values are those of its sequence."""
+    reach = _within_sequence(run, reach)
+    count, position = len(run.rows), run.position - run.keys.start  # places are counted within the sequence
+    if reach.is_everything:
+        yield attend_once(rows, key, value, softmax)
+    elif reach.is_causal and position == 0:
+        yield attend_once(rows, key[:, :, :count], value[:, :, :count], softmax, is_causal=True)
+    elif reach.is_causal and _flash_ends_at_the_last_key(rows, value):
+        last = position + count
+        yield attend_once(rows, key[:, :, :last], value[:, :, :last], softmax, causal_lower_right(count, last))
+    else:
+        size = shared.block_size(run, reach)
+        mask, nearest = shared.take(rows.dtype, rows.device)
+        for start in range(0, count, size):
+            block = rows[:, :, start : start + size]
+            first, last = _keys_in_reach(len(run.keys), position + start, block.size(2), reach)
+            columns = mask[: block.size(2), first - position - start - nearest : last - position - start - nearest]
+            yield attend_once(block, key[:, :, first:last], value[:, :, first:last], softmax, columns)
+
+
+def _within_sequence(run: QueryRun, reach: Reach) -> Reach:
+    """Return a reach without the sides that do not end within the sequence of a run."""
+    farthest = len(run.keys) - 1
+    back, ahead = (None if side is None or side >= farthest else side for side in (reach.back, reach.ahead))
+    return Reach(back, ahead)
+
+
+def _block_size(count: int, reach: Reach, longest: int) -> int:
+    """Return how many of ``count`` queries share a mask over at most ``longest`` keys.
+
+    About as many as a window is wide; without one, fewer the more keys there are, for the mask has as many columns.
+    """
+    sides = [side for side in (reach.back, reach.ahead) if side is not None]
+    wanted = sum(sides) if len(sides) == 2 else _LARGEST_MASK // longest
+    return min(count, _LARGEST_BLOCK, max(_SMALLEST_BLOCK, wanted))
+
+
+def _keys_in_reach(num_keys: int, position: int, count: int, reach: Reach) -> tuple[int, int]:
+    """Return the first key, and the one after the last, that ``count`` queries from ``position`` on can see."""
+    first = 0 if reach.back is None else max(0, position - reach.back)
+    last = num_keys if reach.ahead is None else min(num_keys, position + count + reach.ahead)
+    return first, last
+
+
+class _SharedMask:
+    """The mask that the blocks of all runs share, made when the first of them asks for it."""
+
+    def __init__(self, runs: list[QueryRun], reach: Reach) -> None:
+        self._runs, self._reach = runs, reach
+        self._longest = 1 << max(len(run.keys) - 1 for run in runs).bit_length()  # other rows then have the same mask
+        self._made: tuple[Tensor, int] | None = None
+
+    def block_size(self, run: QueryRun, reach: Reach) -> int:
+        """Return how many queries of a run share the mask."""
+        return _block_size(len(run.rows), reach, self._longest)
+
+    def take(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, int]:
+        """Return the mask, and the distance from a block's first query to the key of the first column."""
+        if self._made is None:
+            self._made = self._make(dtype, device)
+        return self._made
+
+    def _make(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, int]:
+        reach, longest = self._reach, self._longest
+        size = max(self.block_size(run, _within_sequence(run, reach)) for run in self._runs if len(run.keys) > 0)
+        nearest = -longest if reach.back is None else -min(reach.back, longest)
+        farthest = longest if reach.ahead is None else size + min(reach.ahead, longest)
+        return _distance_mask(size, nearest, farthest, reach, dtype, device), nearest
+
+
+@functools.lru_cache(maxsize=4)
+def _distance_mask(
+    size: int, nearest: int, farthest: int, reach: Reach, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return the mask that all blocks share, to be added to the scores.
+
+    Returns:
+        [size, farthest - nearest], 0 where a query sees a key and -inf elsewhere; column ``x`` is the key
+        ``nearest + x`` places after the block's first query.
+    """
+    with torch.inference_mode(False):  # a mask first made in validation is kept for backward in training
+        columns = torch.arange(nearest, farthest, dtype=torch.int32, device=device)
+        distance = columns[None] - torch.arange(size, dtype=torch.int32, device=device)[:, None]
+        mask = torch.zeros(distance.shape, dtype=dtype, device=device)
+        return mask.masked_fill_(~_within(distance, reach), float("-inf"))
+
+
+def _within(distance: Tensor, reach: Reach) -> Tensor:
+    """Return where a distance from query to key, in tokens, is within reach."""
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if reach.back is not None:
+        seen &= distance >= -reach.back
+    if reach.ahead is not None:
+        seen &= distance <= reach.ahead
+    return seen
+
+
+def _flash_ends_at_the_last_key(query: Tensor, value: Tensor) -> bool:
+    """Whether the flash kernel takes fewer queries than keys under causal attention; elsewhere it makes a full mask."""
+    head_size = query.size(-1)
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.is_cuda and half and head_size == value.size(-1) and head_size <= _FLASH_HEAD_SIZE
+
+
+def attend_once(
+    query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, mask: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
+    """Call PyTorch's attention.
+
+    Args:
+        query: [b, h, queries, d].
+        key: [b, groups, keys, d].
+        value: [b, groups, keys, d_v].
+        softmax: Scale and dropout.
+        mask: Broadcastable to [b, h, queries, keys]: added to the scores or, if boolean, True where a query sees a key.
+        is_causal: Whether query ``i`` sees the keys up to ``i``.
+
+    Returns:
+        [b, h, queries, d_v].
+    """
+    grouped = key.size(1) != query.size(1)
+    if mask is not None and query.is_cuda and not isinstance(mask, CausalBias):
+        mask = mask.contiguous()  # CUDA's kernel for masks reads them from an aligned address ...
+        if grouped:  # ... and has no grouped heads
+            heads = query.size(1) // key.size(1)
+            key, value, grouped = key.repeat_interleave(heads, 1), value.repeat_interleave(heads, 1), False
+    return functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=softmax.dropout,
+        is_causal=is_causal,
+        scale=softmax.scale,
+        enable_gqa=grouped,
+    )

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The core attention of the torch backend: what Megatron's attention layers call between their projections.
+
+Megatron's own ``DotProductAttention`` holds the whole ``[s, s]`` matrix of scores and refuses context parallelism; the
+other one is TransformerEngine's, which needs CUDA. :class:`TorchAttention` takes their place
+(``backend.gpt_block_spec`` puts it there). It turns what Megatron passes into the terms of ``attention.py``.
+
+Packed sequences come as one row, with ``PackedSeqParams`` that say where each of them lies (``packed_sequences.py``).
+They are computed one by one, so that no memory grows with the square of the row, and no bit of one depends on another.
+
+Under context parallelism a rank holds two slices of each sequence (``context_split.py``). Its queries stay where they
+are; the keys and values of all ranks are gathered (``gathered_keys.py``).
+
+Multi-latent attention rotates one key head that all heads share, those of other tensor-parallel ranks too. Megatron's
+local layers leave its gradient a partial sum on each rank; here it is completed (``_CompleteSharedGradient``).
+
+Source: ``DotProductAttention`` (megatron.core.transformer.dot_product_attention, 0.16.1 and 0.19.2).
+"""
+
+import contextlib
+import logging
+import math
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+from lightning_mcore.config.field_support import check_attention
+from lightning_mcore.layers.attention import Reach, Softmax, attend, attend_once, packed_runs, sequence_runs, visible
+from lightning_mcore.layers.context_attention import over_whole_sequences
+from lightning_mcore.layers.packed_sequences import Boundaries, boundaries_of
+
+logger = logging.getLogger(__name__)
+
+_CAUSAL = {AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right}
+
+
+class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no type information
+    """Softmax attention with grouped heads, context parallelism and sliding windows, in plain PyTorch.
+
+    The signature is the one Megatron's attention layers build their core attention with. It has no parameters.
+
+    Args:
+        config: Reads ``kv_channels``, ``attention_dropout``, ``window_size``, ``window_attn_skip_freq``,
+            ``softmax_type``, ``sequence_parallel`` and ``context_parallel_size``. ``apply_query_key_layer_scaling``
+            guards fp16 scores against overflow and cancels out; here scores are fp32, and nothing need be done.
+        layer_number: Number of the layer in the whole model, from 1.
+        attn_mask_type: Who sees whom, unless a call says otherwise.
+        attention_type: ``"self"`` or ``"cross"``.
+        attention_dropout: Probability that a weight is dropped in training; None for the config's.
+        softmax_scale: Factor of the scores; None for ``1 / sqrt(head size)``.
+        k_channels: Head size of queries and keys where it is not ``kv_channels`` (multi-latent attention).
+        v_channels: Head size of values; taken from the tensors.
+        cp_comm_type: How TransformerEngine moves keys and values. Here they are always gathered.
+        pg_collection: Process groups of the model; None for Megatron's global ones.
+
+    Raises:
+        ValueError: The config asks for attention that this backend does not have.
+    """
+
+    boundaries_on_host = True  # what Megatron does with them before attention would wait for the device in every layer
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number = max(1, layer_number)
+        self.attn_mask_type = attn_mask_type
+        self.attention_type = attention_type
+        self.attention_dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.softmax_scale = 1 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
+        self.window_size = _window_of_layer(config, self.layer_number)
+        check_attention(config, attn_mask_type in _CAUSAL)
+        self.cp_group = _context_parallel_group(config, pg_collection)
+        self.shared_key_group = _shared_key_group(config, pg_collection)
+        if self.cp_group is not None and cp_comm_type not in (None, "all_gather") and self.layer_number == 1:
+            logger.warning(
+                "cp_comm_type=%r is TransformerEngine's; the torch backend gathers keys and values", cp_comm_type
+            )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Compute attention of this rank's queries over whole sequences.
+
+        Args:
+            query: [s / cp, b, h / tp, d].
+            key: [s / cp, b, groups / tp, d].
+            value: [s / cp, b, groups / tp, d_v].
+            attention_mask: Bool, broadcastable to [b, 1, s, s], True where a query must not look. What is hidden by it
+                is hidden in addition to what the mask type and the window hide. None under context parallelism.
+            attn_mask_type: Overrides the layer's, as Megatron does while it decodes.
+            attention_bias: Must be None.
+            packed_seq_params: Where packed sequences lie in a row of t tokens. The tensors then have no dimension b:
+                query is [t / cp, h / tp, d]. Each sequence sees itself alone, and padding is not seen.
+
+        Returns:
+            [s / cp, b, h / tp * d_v]; for packed sequences [t / cp, h / tp * d_v], zero for padding.
+
+        Raises:
+            ValueError: Something is given that this layout or backend cannot honour.
+        """
+        mask_type = attn_mask_type or self.attn_mask_type
+        self._check_call(query, key, mask_type, attention_mask, attention_bias)
+        if packed_seq_params is None:
+            return self._attend(query, key, value, mask_type, attention_mask, None)
+        boundaries = self._check_packed(query, attention_mask, packed_seq_params)
+        query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
+        return self._attend(query, key, value, mask_type, None, boundaries).squeeze(1)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask_type: AttnMaskType,
+        attention_mask: Tensor | None,
+        boundaries: Boundaries | None,
+    ) -> Tensor:
+        """Compute attention of [s / cp, b, ...]; with boundaries, b is 1 and the row holds packed sequences."""
+        if self.shared_key_group is not None:
+            width = self.config.qk_pos_emb_head_dim
+            key = _CompleteSharedGradient.apply(key, width, self.shared_key_group)  # type: ignore[no-untyped-call]
+        rank, size = (0, 1) if self.cp_group is None else (self.cp_group.rank(), self.cp_group.size())
+        if boundaries is None:
+            offsets: tuple[int, ...] = (0, key.size(0) * size)
+            runs = sequence_runs(query.size(0), offsets[-1], rank, size)
+        else:
+            offsets = boundaries.offsets
+            runs = packed_runs(offsets, boundaries.lengths, rank, size)
+        reach = self._reach(mask_type)
+        softmax = Softmax(self.softmax_scale, self.attention_dropout if self.training else 0.0)
+
+        def over(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+            if attention_mask is None:
+                context = attend(query, key, value, runs, reach, softmax)
+            else:
+                seen = visible(runs[0], reach, query.device) & ~attention_mask
+                context = attend_once(query, key, value, softmax, seen)
+            return context.permute(2, 0, 1, 3)
+
+        with self._dropout_state(softmax.dropout):
+            if self.cp_group is None:
+                return over(query, key, value).flatten(2)
+            return over_whole_sequences(query, key, value, over, offsets, self.cp_group).flatten(2)
+
+    def _reach(self, mask_type: AttnMaskType) -> Reach:
+        back, ahead = (None if side < 0 else side for side in self.window_size)
+        return Reach(back, 0 if mask_type in _CAUSAL else ahead)
+
+    def _dropout_state(self, dropout: float) -> AbstractContextManager[None]:
+        """Return the context in which weights are dropped: another random stream on each tensor-parallel rank.
+
+        With sequence parallelism the whole block runs in that stream already.
+        """
+        if dropout == 0.0 or self.config.sequence_parallel:
+            return contextlib.nullcontext()
+        fork: AbstractContextManager[None] = tensor_parallel.get_cuda_rng_tracker().fork()
+        return fork
+
+    def _check_call(
+        self,
+        query: Tensor,
+        key: Tensor,
+        mask_type: AttnMaskType,
+        attention_mask: Tensor | None,
+        attention_bias: Tensor | None,
+    ) -> None:
+        if attention_bias is not None:
+            raise ValueError("attention_bias is given, and the torch backend takes none; pass None")
+        if attention_mask is not None and self.cp_group is not None:
+            raise ValueError(
+                f"attention_mask is given with context_parallel_size={self.cp_group.size()}, where a rank holds only "
+                "parts of it; pass None, and let attn_mask_type and window_size say who sees whom"
+            )
+        if attention_mask is not None and attention_mask.dtype != torch.bool:
+            raise ValueError(f"attention_mask is {attention_mask.dtype}; give torch.bool, True where nothing is seen")
+        if mask_type in _CAUSAL - {AttnMaskType.causal_bottom_right} and query.size(0) != key.size(0):
+            raise ValueError(
+                f"causal attention has {query.size(0)} queries and {key.size(0)} keys; give as many of each, or "
+                "attn_mask_type=AttnMaskType.causal_bottom_right where the queries are the last of the sequence"
+            )
+
+    def _check_packed(self, query: Tensor, attention_mask: Tensor | None, params: PackedSeqParams) -> Boundaries:
+        """Return the boundaries of packed sequences; refuse what does not go with them."""
+        boundaries = boundaries_of(params)
+        if query.dim() != 3:
+            raise ValueError(
+                f"packed_seq_params is given with queries of shape {list(query.shape)}; give [tokens, heads, head size]"
+            )
+        if attention_mask is not None:
+            raise ValueError(
+                "attention_mask is given with packed sequences, whose boundaries say who sees whom; pass None"
+            )
+        if params.cp_group is not None or params.local_cp_size is not None:
+            raise ValueError(
+                "packed_seq_params has a context-parallel group of its own, and the torch backend has one for all "
+                "batches; leave out cp_group and local_cp_size"
+            )
+        size = 1 if self.cp_group is None else self.cp_group.size()
+        if query.size(0) * size != boundaries.offsets[-1]:
+            raise ValueError(
+                f"packed sequences of {boundaries.offsets[-1]} tokens, padding included, do not make up a row of "
+                f"{query.size(0) * size}; let cu_seqlens_q_padded end with the row"
+            )
+        return boundaries
+
+
+class _CompleteSharedGradient(torch.autograd.Function):
+    """Passes keys on; in backward sums the gradient of what their heads share over all heads of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, key: Tensor, width: int, group: dist.ProcessGroup) -> Tensor:
+        """Take keys, [s, b, h / tp, d], whose last ``width`` columns are one head, repeated."""
+        ctx.width, ctx.group = width, group
+        return key.view_as(key)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """Give the whole sum to the first head and nothing to the others, which Megatron then adds to it."""
+        gradient = gradients[0].clone()
+        shared = gradient[..., -ctx.width :].sum(dim=-2)
+        dist.all_reduce(shared, group=ctx.group)
+        gradient[..., -ctx.width :] = 0
+        gradient[..., 0, -ctx.width :] = shared
+        return gradient, None, None
+
+
+def _window_of_layer(config: TransformerConfig, layer_number: int) -> tuple[int, int]:
+    """Return how many tokens a layer sees back and ahead; -1 for no end, as Megatron and TransformerEngine write it."""
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return -1, -1
+    back, ahead = config.window_size
+    return back, ahead
+
+
+def _context_parallel_group(
+    config: TransformerConfig, pg_collection: ProcessGroupCollection | None
+) -> dist.ProcessGroup | None:
+    """Return the context-parallel ranks, or None where there is only one."""
+    if config.context_parallel_size == 1:
+        return None
+    group: dist.ProcessGroup
+    group = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
+    return group
+
+
+def _shared_key_group(
+    config: TransformerConfig, pg_collection: ProcessGroupCollection | None
+) -> dist.ProcessGroup | None:
+    """Return the ranks that share the rotated key of multi-latent attention, or None where no other rank does."""
+    if not config.multi_latent_attention or config.tensor_model_parallel_size == 1:
+        return None
+    group: dist.ProcessGroup
+    group = parallel_state.get_tensor_model_parallel_group() if pg_collection is None else pg_collection.tp
+    return group

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward step of a language model: a batch, dense or packed, as the model takes it, and the loss that it gives.
+
+``MCoreModule.forward_step`` is made of the two halves here:
+
+* :class:`ModelInputs` is a rank's share of a batch as the arguments of Megatron's ``GPTModel``. A packed batch becomes
+  one long sequence in the ``thd`` format, with its boundaries; what the layers must know of padding goes with it.
+* :func:`token_mean` and :func:`sample_mean` turn the loss of each token into a loss and a count. Summed over
+  microbatches, data- and context-parallel ranks and divided by the summed counts they are exact on every layout: the
+  mean over tokens, or over samples of the mean within each.
+
+A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted; -100 where there is no target), and
+optionally ``loss_mask`` (1 where a token counts, 0 elsewhere), ``position_ids``, and ``lengths`` [b], the tokens of
+each row that are no padding. A packed one, as ``data/packed_rows.py`` makes it, has the boundaries of its sub-sequences
+too, ``cu_seqlens`` and ``cu_seqlens_padded``, [b, n + 1].
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from lightning_mcore.config.sizes import neighbours
+from lightning_mcore.layers.packed_sequences import (
+    OF_ROWS,
+    PackedSequences,
+    all_real,
+    packed_sequences,
+    split_packed_rows,
+)
+from lightning_mcore.parallel.context import sequence_of_tokens, split_for_context_parallel
+
+_OF_SEQUENCES = (*OF_ROWS, "sample_ids")
+IGNORED_LABEL = -100
+"""What Hugging Face and torch write where there is no target."""
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """A rank's share of a batch, as the model takes it.
+
+    Attributes:
+        tokens: [b, s / cp], packed [1, b * s / cp].
+        position_ids: Of the same shape, as all that follow.
+        labels: None where there are none.
+        loss_mask: 1 where a token counts, in fp32; None without labels.
+        samples: To which sample of the microbatch each token belongs: a row, or a sub-sequence of one.
+        num_samples: How many samples there may be; of some no token may count.
+        padding: True on padding; None where nothing is known of padding.
+        packed: The boundaries of a packed batch.
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    labels: Tensor | None
+    loss_mask: Tensor | None
+    samples: Tensor
+    num_samples: int
+    padding: Tensor | None
+    packed: PackedSequences | None
+
+    @classmethod
+    def of(cls, batch: dict[str, Tensor], cp_rank: int = 0, cp_size: int = 1) -> "ModelInputs":
+        """Read a batch that has been cut for this context-parallel rank.
+
+        Raises:
+            ValueError: The boundaries of a packed batch contradict each other or its length, or the ranks cannot share
+                a sub-sequence.
+        """
+        tokens, labels = batch["tokens"], batch.get("labels")
+        loss_mask = batch.get("loss_mask")
+        if labels is not None:
+            ignored = labels == IGNORED_LABEL
+            counts = (~ignored).float()
+            loss_mask = counts if loss_mask is None else loss_mask * counts
+            labels = labels.masked_fill(ignored, 0)
+        if is_packed(batch):
+            return cls._packed(batch, labels, loss_mask, cp_rank, cp_size)
+        places = split_for_context_parallel(_arange(tokens, tokens.size(1) * cp_size), cp_rank, cp_size)
+        samples = torch.arange(tokens.size(0), device=tokens.device)[:, None].expand_as(tokens)
+        padding = places >= batch["lengths"][:, None] if "lengths" in batch else None
+        positions = batch.get("position_ids", places)
+        return cls(tokens, positions, labels, loss_mask, samples, tokens.size(0), padding, None)
+
+    @classmethod
+    def _packed(
+        cls, batch: dict[str, Tensor], labels: Tensor | None, loss_mask: Tensor | None, cp_rank: int, cp_size: int
+    ) -> "ModelInputs":
+        real, padded = batch["cu_seqlens"], batch["cu_seqlens_padded"]
+        tokens = batch["tokens"]
+        rows, row_length = tokens.size(0), tokens.size(1) * cp_size
+        packed = packed_sequences(real, padded, row_length, cp_size)
+        index = sequence_of_tokens(padded, row_length, cp_size)  # within the row
+        place = split_packed_rows(_arange(tokens, row_length), padded, cp_rank, cp_size) - padded.gather(1, index)
+        num_sequences = real.size(1) - 1
+        row = torch.arange(rows, device=tokens.device)[:, None]
+        return cls(
+            tokens=tokens.reshape(1, -1),
+            position_ids=batch.get("position_ids", place).reshape(1, -1),
+            labels=None if labels is None else labels.reshape(1, -1),
+            loss_mask=None if loss_mask is None else loss_mask.reshape(1, -1),
+            samples=(row * num_sequences + index).reshape(1, -1),
+            num_samples=rows * num_sequences,
+            padding=(place >= real.diff(dim=1).gather(1, index)).reshape(1, -1),
+            packed=packed,
+        )
+
+    def arguments(self, config: TransformerConfig, boundaries_on_host: bool = False) -> dict[str, Any]:
+        """Return what ``GPTModel`` takes besides tokens, positions, mask and labels; only what says something.
+
+        Args:
+            config: The model's.
+            boundaries_on_host: Whether its layers want the boundaries of packed sequences in tensors of the host.
+        """
+        arguments: dict[str, Any] = {}
+        if self.packed is not None:
+            # Multi-token prediction of a plain GPTModel looks for boundaries in cu_seqlens_q alone, padded or not.
+            packed = all_real(self.packed) if config.mtp_num_layers else self.packed
+            arguments["packed_seq_params"] = packed if boundaries_on_host else packed.on(self.tokens.device)
+        if self.padding is not None and config.num_moe_experts is not None:
+            arguments["padding_mask"] = self.padding
+        if self.loss_mask is not None and config.mtp_num_layers:
+            arguments["loss_mask"] = self.loss_mask
+        return arguments
+
+
+def is_packed(batch: Any) -> bool:
+    """Whether the rows of a batch hold several sequences each.
+
+    Raises:
+        ValueError: It has one kind of boundaries without the other.
+    """
+    if not isinstance(batch, dict) or not any(name in batch for name in OF_ROWS):
+        return False
+    missing = [name for name in OF_ROWS if name not in batch]
+    if missing:
+        raise ValueError(f"a packed batch has no {missing[0]}; give both cu_seqlens and cu_seqlens_padded")
+    return True
+
+
+def microbatch_shape(batch: dict[str, Tensor]) -> tuple[int, int]:
+    """Return (sequence length, rows) of a microbatch as the layers see it; the rows of a packed one are joined."""
+    rows, length = batch["tokens"].shape
+    return (rows * length, 1) if is_packed(batch) else (length, rows)
+
+
+def num_tokens(batch: dict[str, Tensor]) -> int | Tensor:
+    """Return the tokens of a batch, without those that are known to be padding; does not wait for the device."""
+    if is_packed(batch):
+        return batch["cu_seqlens"][:, -1].sum()
+    return batch["lengths"].sum() if "lengths" in batch else batch["tokens"].numel()
+
+
+def split_packed_batch(batch: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
+    """Return a context-parallel rank's share of a packed batch: two slices of each sub-sequence.
+
+    Args:
+        batch: Whole rows, [b, s].
+        rank: Rank in the context-parallel group.
+        size: Ranks of that group.
+
+    Returns:
+        The tensors of the shape of ``tokens``, [b, s / size]; all others, the boundaries among them, as they are.
+
+    Raises:
+        ValueError: The rows do not divide into ``2 * size`` slices.
+    """
+    length = batch["tokens"].size(1)
+    if size > 1 and length % (2 * size):
+        raise ValueError(
+            f"a packed row of {length} tokens does not divide into 2 * context_parallel_size={2 * size} slices; choose"
+            f" {neighbours(length, 2 * size)} tokens"
+        )
+    whole, padded = batch["tokens"].shape, batch["cu_seqlens_padded"]
+    return {
+        name: split_packed_rows(value, padded, rank, size) if _is_of_tokens(name, value, whole) else value
+        for name, value in batch.items()
+    }
+
+
+def token_mean(losses: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean over the tokens that count and how many these are.
+
+    Args:
+        losses: A loss for each token of this rank.
+        loss_mask: 1 where a token counts, 0 elsewhere; a fraction lets a token that counts weigh less.
+
+    Returns:
+        A scalar, to be differentiated, and its weight.
+    """
+    count = (loss_mask != 0).sum()
+    return (losses * loss_mask.to(losses.dtype)).sum() / count.clamp(min=1), count.int()
+
+
+def sample_mean(losses: Tensor, inputs: ModelInputs, cp_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Return the mean over samples of the mean over the tokens that count in each, and the number of samples.
+
+    A context-parallel rank has some tokens of each sample, so the ranks add up their counts first. Each of them returns
+    all samples as its weight and its own part as many times: weighted and divided, that is the mean again.
+
+    Args:
+        losses: A loss for each token of this rank.
+        inputs: Whose losses they are.
+        cp_group: The ranks that share the sequences; None for this one alone.
+
+    Returns:
+        A scalar, to be differentiated, and the number of samples that have tokens which count.
+    """
+    weights, num_samples = sample_weights(inputs, cp_group)
+    size = 1 if cp_group is None else cp_group.size()
+    return (losses * weights).sum() * size / num_samples.clamp(min=1), num_samples
+
+
+def sample_weights(inputs: ModelInputs, cp_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Return the share of each token in its sample, 0 where it does not count, and the number of samples that count."""
+    assert inputs.loss_mask is not None
+    mask = inputs.loss_mask
+    counting = (mask != 0).to(mask.dtype).reshape(-1)
+    counts = mask.new_zeros(inputs.num_samples).index_add_(0, inputs.samples.reshape(-1), counting)
+    if cp_group is not None and cp_group.size() > 1:
+        dist.all_reduce(counts, group=cp_group)
+    weights: Tensor = mask / counts.clamp(min=1)[inputs.samples]
+    return weights, (counts > 0).sum().int()
+
+
+def check_vocabulary(batch: dict[str, Tensor], vocab_size: int) -> None:
+    """Refuse tokens and labels that do not exist.
+
+    Looks at batches on the host alone; reading one from a device would wait for it.
+
+    Args:
+        batch: Dense or packed.
+        vocab_size: Tokens that exist.
+
+    Raises:
+        ValueError: There is one; it is named.
+    """
+    for name in ("tokens", "labels"):
+        ids = batch.get(name) if isinstance(batch, dict) else None
+        if not isinstance(ids, Tensor) or ids.is_cuda or ids.numel() == 0:
+            continue
+        wrong = (ids < 0) | (ids >= vocab_size)
+        if name == "labels":
+            wrong &= ids != IGNORED_LABEL
+        if wrong.any():
+            place = wrong.nonzero()[0].tolist()
+            allowed = f"0 to {vocab_size - 1}" + (f", or {IGNORED_LABEL} for no target" if name == "labels" else "")
+            raise ValueError(
+                f"{name} hold {ids[tuple(place)].item()} at row {place[0]}, position {place[-1]}, outside the"
+                f" vocabulary of vocab_size={vocab_size}; choose {allowed}"
+            )
+
+
+def check_places(batch: dict[str, Tensor], seq_length: int) -> None:
+    """Refuse sequences that are longer than the learned positions of a model.
+
+    Args:
+        batch: Dense or packed, on the host; on another device it is not read.
+        seq_length: Positions that there are, tokens.
+
+    Raises:
+        ValueError: A row, or a sub-sequence of a packed one with its padding, is longer.
+    """
+    if batch["tokens"].is_cuda:
+        return
+    packed = is_packed(batch)
+    longest = int(batch["cu_seqlens_padded"].diff(dim=1).max()) if packed else batch["tokens"].size(1)
+    if longest > seq_length:
+        raise ValueError(
+            f"a sequence takes {longest} places, and seq_length={seq_length} of the model are all that"
+            f" position_embedding_type='learned_absolute' has; choose shorter ones, or a model of a longer seq_length"
+        )
+
+
+def _is_of_tokens(name: str, value: Any, whole: torch.Size) -> bool:
+    """Whether a value of a batch has one element, or one vector, for each token."""
+    return isinstance(value, Tensor) and name not in _OF_SEQUENCES and value.shape[:2] == whole
+
+
+def _arange(tokens: Tensor, length: int) -> Tensor:
+    return torch.arange(length, device=tokens.device).expand(tokens.size(0), -1)

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of language models: torchmetrics objects that count each token once, whatever the layout.
+
+Make them attributes of the module, update them in a step, and hand them to ``self.log``::
+
+    losses, inputs = self.token_losses(batch)
+    self.perplexity.update(losses, inputs.loss_mask)
+    self.log("perplexity", self.perplexity, on_step=False, on_epoch=True)
+
+Who has what decides what is counted. The ranks of a tensor-parallel group hold the same tokens; those of a data- or
+context-parallel group hold different ones, so the strategy lets every metric ask the ranks of these two
+(``process_group``). What runs behind the model in a step runs on the last pipeline stage, and ``step_logs.py`` gives
+the other stages its state. What a batch says of whole rows, such as ``cu_seqlens``, is there on each context-parallel
+rank; ratios are not changed by that, and :class:`TokensSeen` counts it on the first of them.
+
+Sums are kept in fp64 and counts in int64, also where the module is cast to another precision. Without tokens a mean is
+nan.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_mcore.layers.language_step import IGNORED_LABEL
+from lightning_mcore.models.generation import vocab_parallel_argmax
+from lightning_mcore.parallel.groups import process_group, process_groups_are_open
+
+logger = logging.getLogger(__name__)
+Batch = Mapping[str, Any]
+
+
+class _ExactMetric(Metric):
+    """Sums that start at zero and stay in the precision they have."""
+
+    is_differentiable = False
+    full_state_update = False
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Any = "") -> nn.Module:
+        """Move the state to another device, but not to another precision, as ``module.to(torch.bfloat16)`` would."""
+        exact = {name: value for name, value in self.metric_state.items() if isinstance(value, Tensor)}
+        super()._apply(fn, exclude_state)
+        for name, value in exact.items():
+            device = getattr(self, name).device
+            setattr(self, name, value.to(device))
+            self._defaults[name] = torch.zeros_like(value, device=device)
+        return self
+
+
+class TokenLoss(_ExactMetric):
+    """Mean of the loss over the tokens that count, of all batches and ranks."""
+
+    higher_is_better = False
+    loss: Tensor
+    tokens: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("loss", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("tokens", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, losses: Tensor, weights: Tensor | float | None = None) -> None:
+        """Add the losses of some tokens.
+
+        Args:
+            losses: Of each token of this rank, in any shape, or a mean over some of them.
+            weights: The loss mask, of the shape of ``losses``, or how many tokens a mean is over: ``num_tokens`` of
+                what ``forward_step`` returns. None: every loss counts once.
+
+        Raises:
+            ValueError: The shapes differ.
+        """
+        losses = losses.detach().double()
+        weighed = torch.ones_like(losses) if weights is None else torch.as_tensor(weights).to(losses)
+        if weighed.shape != losses.shape:
+            raise ValueError(
+                f"losses of shape {tuple(losses.shape)} with weights of shape {tuple(weighed.shape)}; give one weight "
+                "for each loss"
+            )
+        self.loss = self.loss + torch.where(weighed > 0, losses * weighed, 0.0).sum()  # a loss in padding may be nan
+        self.tokens = self.tokens + weighed.sum()
+
+    def compute(self) -> Tensor:
+        """Return the mean, fp32."""
+        return self._mean().float()
+
+    def _mean(self) -> Tensor:
+        return self.loss / self.tokens
+
+
+class TokenPerplexity(TokenLoss):
+    """Exponential of the mean loss over the tokens that count, of all batches and ranks."""
+
+    def compute(self) -> Tensor:
+        """Return the perplexity, fp32."""
+        return self._mean().exp().float()
+
+
+class TokenAccuracy(_ExactMetric):
+    """Share of the tokens that count whose label is the most probable one; logits stay where they are.
+
+    Args:
+        vocab_size: Tokens that exist; the padding of the vocabulary is never predicted.
+    """
+
+    higher_is_better = True
+    correct: Tensor
+    tokens: Tensor
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.add_state("correct", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("tokens", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> None:
+        """Compare predictions with labels; collective over the tensor-parallel ranks.
+
+        Args:
+            logits: [b, s, v / tp] or in any shape that ends so, this rank's slice of the padded vocabulary.
+            labels: [b, s], already shifted; -100 where there is no target.
+            loss_mask: [b, s], 1 where a token counts; None: all that have a target.
+
+        Raises:
+            ValueError: There is not one label for each position.
+        """
+        if labels.numel() != logits.numel() // logits.size(-1):
+            raise ValueError(
+                f"logits of shape {tuple(logits.shape)} with labels of shape {tuple(labels.shape)}; give one label for "
+                "each position of this rank"
+            )
+        predicted = self._predict(logits.detach()).reshape(-1)
+        counts = labels.reshape(-1) != IGNORED_LABEL
+        if loss_mask is not None:
+            counts = counts & (loss_mask.reshape(-1) > 0)
+        self.correct = self.correct + ((predicted == labels.reshape(-1)) & counts).sum()
+        self.tokens = self.tokens + counts.sum()
+
+    def compute(self) -> Tensor:
+        """Return the share, 0 to 1, fp32."""
+        return (self.correct.double() / self.tokens).float()
+
+    def _predict(self, logits: Tensor) -> Tensor:
+        if process_groups_are_open():
+            return vocab_parallel_argmax(logits, self.vocab_size, process_group("tp"))
+        return logits[..., : self.vocab_size].argmax(dim=-1)
+
+
+class PackingEfficiency(_ExactMetric):
+    """Share of the places of rows that hold a token and no padding, of all batches and ranks.
+
+    Args:
+        pad_token: What stands in the padding of batches that do not say where it is; None: those are refused.
+    """
+
+    higher_is_better: bool | None = True
+    tokens: Tensor
+    places: Tensor
+
+    def __init__(self, pad_token: int | None = None) -> None:
+        super().__init__()
+        self.pad_token = pad_token
+        self.add_state("tokens", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("places", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, batch: Batch) -> None:
+        """Count the places of a batch; in a step, so that it is cut for context parallelism already.
+
+        Args:
+            batch: Packed, with ``cu_seqlens``, or dense with ``lengths``, the tokens of each row that are no padding.
+
+        Raises:
+            ValueError: The batch says nothing of padding, and there is no ``pad_token``.
+        """
+        tokens, places = self._count(batch)
+        self.tokens = self.tokens + tokens
+        self.places = self.places + places
+
+    def compute(self) -> Tensor:
+        """Return the share, 0 to 1, fp32."""
+        return (self.tokens.double() / self.places).float()
+
+    def _count(self, batch: Batch) -> tuple[Tensor, Tensor | int]:
+        if "cu_seqlens" in batch:
+            return _real_tokens(batch), batch["cu_seqlens_padded"][:, -1].sum()
+        if "lengths" in batch:
+            return _real_tokens(batch), batch["tokens"].numel() * _context_place()[1]
+        if self.pad_token is None:
+            raise ValueError(
+                f"a batch with {', '.join(sorted(batch))} does not say where its padding is; give it lengths, [b], as "
+                f"collate_padded() does, or {type(self).__name__}(pad_token=...)"
+            )
+        return (batch["tokens"] != self.pad_token).sum(), batch["tokens"].numel()
+
+
+class PaddingShare(PackingEfficiency):
+    """Share of the places of rows that are padding, of all batches and ranks.
+
+    Args:
+        pad_token: What stands in the padding of batches that do not say where it is; None: those are refused.
+    """
+
+    higher_is_better = False
+
+    def compute(self) -> Tensor:
+        """Return the share, 0 to 1, fp32."""
+        return (1 - self.tokens.double() / self.places).float()
+
+
+class TokensSeen(_ExactMetric):
+    """Tokens that a run has read, padding left out; it goes on over epochs and resumes.
+
+    ``reset()``, which Lightning calls at the end of each epoch, leaves the count as it is. ``MCoreStrategy`` calls
+    :meth:`settle` before it saves a checkpoint; under another strategy with several ranks, call it yourself.
+    """
+
+    higher_is_better = None
+    before: Tensor
+    since: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        zero = torch.zeros((), dtype=torch.int64)
+        self.add_state("before", zero, dist_reduce_fx="max", persistent=True)  # of all ranks, the same on each
+        self.add_state("since", zero.clone(), dist_reduce_fx="sum")  # of this rank
+
+    def update(self, batch: Batch | Tensor | int) -> None:
+        """Count the tokens of a batch; in a step, so that it is cut for context parallelism already.
+
+        Args:
+            batch: Packed, with ``cu_seqlens``; dense with ``lengths``, the tokens of each row that are no padding, or
+                without any. Or a number of tokens of this rank, such as the sum of its loss mask.
+        """
+        self.since = self.since + self._number(batch)
+
+    def forward(self, batch: Batch | Tensor | int) -> Tensor:
+        """Count the tokens of a batch and return what this rank knows of the count so far."""
+        self.update(batch)
+        known = self.before + self.since
+        self._forward_cache = known  # type: ignore[assignment]
+        return known
+
+    def compute(self) -> Tensor:
+        """Return the count of all ranks, int64."""
+        return self.before + self.since
+
+    def settle(self) -> None:
+        """Let every rank know the count of all; collective over the ranks that share it."""
+        total = self.since.clone()
+        if self._num_ranks() > 1:
+            dist.all_reduce(total, group=self.process_group)
+        self.before = self.before + total
+        self.since = torch.zeros_like(total)
+        self._computed = None
+
+    def reset(self) -> None:
+        """Forget nothing: the count is about the whole run."""
+        self._computed = self._forward_cache = None
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the count as of the last :meth:`settle`; on a single rank as of now."""
+        if self._num_ranks() == 1:
+            self.settle()
+        elif self.since.any():
+            logger.warning(
+                "a state of TokensSeen leaves out %d tokens that this rank has read since settle(); call that on every "
+                "rank before a checkpoint is saved",
+                int(self.since),
+            )
+        return super().state_dict(*args, **kwargs)
+
+    def _num_ranks(self) -> int:
+        return dist.get_world_size(self.process_group) if dist.is_available() and dist.is_initialized() else 1
+
+    @staticmethod
+    def _number(batch: Batch | Tensor | int) -> Tensor | int:
+        if not isinstance(batch, Mapping):
+            return batch.detach().sum().long() if isinstance(batch, Tensor) else batch
+        if "cu_seqlens" in batch or "lengths" in batch:
+            return _real_tokens(batch) if _context_place()[0] == 0 else 0
+        return int(batch["tokens"].numel())
+
+
+def settle_tokens_seen(module: nn.Module) -> None:
+    """Let every rank know the counts of all :class:`TokensSeen` of a module; collective over the world."""
+    for child in module.modules():
+        if isinstance(child, TokensSeen):
+            child.settle()
+
+
+def _real_tokens(batch: Batch) -> Tensor:
+    """Return the tokens of whole rows that are no padding."""
+    real: Tensor = batch["cu_seqlens"][:, -1] if "cu_seqlens" in batch else batch["lengths"]
+    return real.sum(dtype=torch.int64)
+
+
+def _context_place() -> tuple[int, int]:
+    """Return this rank's place among those that share its sequences, and how many these are."""
+    if not process_groups_are_open():
+        return 0, 1
+    group = process_group("cp")
+    return group.rank(), group.size()

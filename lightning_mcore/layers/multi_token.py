@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-token prediction: layers after the last one that guess the tokens behind the next one.
+
+Megatron builds them from a spec of their own and computes their losses inside ``GPTModel``, with the loss mask that it
+is called with. They live on the last pipeline stage, which then has a copy of the embedding. :func:`gpt_mtp_block_spec`
+is Megatron's spec with our norms in it, as ``backend.gpt_block_spec`` is for the layers before;
+:class:`MultiTokenGPT` is ``GPTModel`` that also runs without labels. ``MCoreGPT`` uses both, and a module of your own
+may. Their losses are logged by ``auxiliary_logs.py``.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import __version__, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import multi_token_prediction
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    roll_tensor,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from lightning_mcore.layers.packed_sequences import all_real
+from lightning_mcore.layers.spec import TorchNorm, last_layer_spec
+
+_MEGATRON = __version__.partition("+")[0]  # 0.19 adds the commit of the folder that it runs in
+_RECORDED = "loss_values" if hasattr(multi_token_prediction, "process_mtp_loss") else "values"  # its name since 0.17
+_SAVES_ALL_ARGUMENTS = "forward_func" in inspect.signature(MultiTokenPredictionLayer._checkpointed_forward).parameters
+
+
+class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no type information
+    """``GPTModel`` that leaves multi-token prediction out where there are no labels, so that it also predicts.
+
+    With packed sequences those layers are told that padding is real. Megatron shifts tokens, labels and the loss mask
+    by the boundaries of the real tokens, as if they stood there without the padding in between. Shifted by the padded
+    boundaries, the last real token of a sequence meets the padding behind it, which the loss mask hides.
+
+    The rows that pad the vocabulary stand for no token, and have no part in a loss. So it is the same whatever the
+    padding, which parallel sizes ask for, and the same as that of a model without padding.
+
+    Attributes:
+        existing_tokens: Size of the vocabulary without padding; None where all rows stand for tokens.
+
+    Source: ``GPTModel._postprocess`` (0.16.1 needs labels with ``mtp_num_layers``; 0.19.2 makes some up);
+    ``_roll_tensor_packed_seq`` (megatron.core.transformer.multi_token_prediction, both) reads ``cu_seqlens_q``.
+    """
+
+    existing_tokens: int | None = None
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Return the loss of each token, [b, s], of logits, [s, b, v / tp], whose padding is overwritten."""
+        if self.existing_tokens is not None and self.existing_tokens < self.vocab_size:
+            first = logits.size(-1) * self.pg_collection.tp.rank() if self.parallel_output else 0
+            padding = logits.detach()[..., max(0, self.existing_tokens - first) :]
+            padding.fill_(torch.finfo(logits.dtype).min)  # their gradients are then zero, with no need of autograd
+        losses: Tensor = super().compute_language_model_loss(labels, logits)
+        return losses
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Tensor:
+        if labels is not None or not self.config.mtp_num_layers or not self.post_process:
+            if self.config.mtp_num_layers and kwargs.get("packed_seq_params") is not None:
+                kwargs["packed_seq_params"] = all_real(kwargs["packed_seq_params"])
+            padding = kwargs.get("padding_mask")
+            if padding is not None and padding.size(1) != kwargs["input_ids"].size(1):
+                kwargs["padding_mask"] = self._whole_padding(padding)
+            before = mtp_tracker().pop(_RECORDED, None)
+            result: Tensor = super()._postprocess(hidden_states, *args, labels=labels, **kwargs)
+            if _RECORDED in mtp_tracker():
+                self._weigh_recorded(before, kwargs.get("loss_mask"), kwargs.get("packed_seq_params"))
+            return result
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _ = self.output_layer(hidden_states, weight=weight)  # [s, b, v / tp]
+        transposed: Tensor = logits.transpose(0, 1).contiguous()
+        return transposed
+
+    def _whole_padding(self, share: Tensor) -> Tensor:
+        """Return the mask of padding, [b, s / cp], from the shares, [b, s / cp / tp], of sequence parallelism.
+
+        Megatron 0.19.2 would shift a share by the boundaries of the whole. The router takes its part of a whole one.
+        """
+        tokens_first = share.t().contiguous().to(torch.uint8)
+        whole = tensor_parallel.gather_from_sequence_parallel_region(tokens_first, group=self.pg_collection.tp)
+        padding: Tensor = whole.t().contiguous().bool()
+        return padding
+
+    def _weigh_recorded(self, before: Tensor | None, mask: Tensor | None, packed: PackedSeqParams | None) -> None:
+        """Let what was just recorded for the logs be the means over the tokens of all ranks that share a sequence.
+
+        Megatron records the mean over the tokens of this rank, which is not a number where it has none (0.16.1).
+
+        Args:
+            before: What was recorded for earlier microbatches, [layers].
+            mask: [b, s / cp], 1 where a token counts; None where all do.
+            packed: The boundaries of a packed batch.
+        """
+        recorded = mtp_tracker()[_RECORDED]
+        if mask is not None:
+            counts = []
+            for _ in range(self.config.mtp_num_layers):
+                mask, count = roll_tensor(mask, cp_group=self.cp_group, packed_seq_params=packed)
+                counts.append(count)
+            own = torch.stack(counts)
+            total = own.clone()
+            if self.cp_group.size() > 1:
+                dist.all_reduce(total, group=self.cp_group)
+            recorded = torch.where(own > 0, recorded * (own * self.cp_group.size() / total), 0)
+        mtp_tracker()[_RECORDED] = recorded if before is None else before + recorded
+
+
+class PackedMultiTokenLayer(MultiTokenPredictionLayer):  # type: ignore[misc]  # megatron-core has no type information
+    """Megatron's layer, whose recomputation also takes packed sequences.
+
+    Source: ``MultiTokenPredictionLayer._checkpointed_forward`` (0.16.1 saves every argument as if it were a tensor).
+    """
+
+    def _checkpointed_forward(self, forward_func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
+        packed, names = kwargs["packed_seq_params"], list(kwargs)
+
+        def forward(*values: Any, **named: Any) -> Tensor:
+            given = {**dict(zip(names, values, strict=False)), **named}  # by place, or by name if it is not recomputed
+            return forward_func(**{**given, "packed_seq_params": packed})
+
+        return super()._checkpointed_forward(forward, *args, **{**kwargs, "packed_seq_params": None})
+
+
+def mtp_tracker() -> dict[str, Any]:
+    """Return where Megatron records the losses of multi-token prediction, in training, for the logs."""
+    tracker: dict[str, Any] = multi_token_prediction.MTPLossLoggingHelper.tracker
+    return tracker
+
+
+def recorded_mtp_losses() -> Tensor | None:
+    """Return the sums over microbatches, [layers], None where there are none on this rank."""
+    return mtp_tracker().get(_RECORDED)
+
+
+def gpt_mtp_block_spec(
+    config: TransformerConfig,
+    transformer_impl: Literal["local", "transformer_engine"],
+    vp_stage: int | None = None,
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """Return the layers of multi-token prediction in one chunk, for ``GPTModel(mtp_block_spec=...)``.
+
+    Each of them is a layer like the last one of the model.
+
+    Args:
+        config: The transformer's config.
+        transformer_impl: Whose modules, as in ``gpt_block_spec``.
+        vp_stage: Which of this rank's virtual stages; None without an interleaved pipeline.
+
+    Returns:
+        None where the config has no such layers, or this chunk does not hold them.
+
+    Raises:
+        ValueError: The gradients would not be those of the whole batch; see :func:`check_multi_token`.
+    """
+    if not config.mtp_num_layers:
+        return None
+    check_multi_token(config)
+    block = get_gpt_mtp_block_spec(
+        config,
+        last_layer_spec(config, transformer_impl),
+        use_transformer_engine=transformer_impl == "transformer_engine",
+        vp_stage=vp_stage,
+    )
+    for layer in block.layer_specs if block is not None else ():
+        if _SAVES_ALL_ARGUMENTS:
+            layer.module = PackedMultiTokenLayer
+        for name in ("enorm", "hnorm", "layer_norm") if transformer_impl == "local" else ():
+            setattr(layer.submodules, name, TorchNorm)
+    return block
+
+
+def check_multi_token(config: TransformerConfig, tied: bool = False) -> None:
+    """Refuse layouts on which Megatron's losses of multi-token prediction are not those of the whole batch.
+
+    Args:
+        config: The transformer's config.
+        tied: Whether the output layer is the embedding's transpose.
+
+    Raises:
+        ValueError: A rank would divide by tokens of its own, which differ between the ranks that share a sequence, or
+            by zero.
+    """
+    layers = config.mtp_num_layers
+    if not layers:
+        return
+    counts_own_tokens = hasattr(multi_token_prediction, "process_mtp_loss")  # since 0.17
+    if config.context_parallel_size > 1 and (counts_own_tokens or not config.calculate_per_token_loss):
+        raise ValueError(
+            f"mtp_num_layers={layers} with context_parallel_size={config.context_parallel_size}: in megatron-core "
+            f"{_MEGATRON} each rank divides that loss by its own tokens; choose context_parallel_size=1"
+        )
+    if not counts_own_tokens and not config.calculate_per_token_loss:
+        raise ValueError(
+            f"mtp_num_layers={layers} with calculate_per_token_loss=False: megatron-core {_MEGATRON} divides by "
+            "zero where a mask leaves a microbatch no tokens; set calculate_per_token_loss=True"
+        )
+    for name in ("no_rope_freq", "window_attn_skip_freq"):
+        if isinstance(getattr(config, name), list):
+            raise ValueError(
+                f"mtp_num_layers={layers} with {name}: megatron-core looks up the layers of multi-token prediction in "
+                "that pattern too, which ends with num_layers; leave out one of the two"
+            )
+    if tied and config.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            f"share_embeddings_and_output_weights=True with mtp_num_layers={layers} and "
+            f"pipeline_model_parallel_size={config.pipeline_model_parallel_size}: megatron-core {_MEGATRON} "
+            "gives the last stage an output weight that it neither uses nor saves; choose one of the three"
+        )

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed sequences as Megatron's layers take them: which tokens of a row belong together.
+
+A packed batch has b rows of s tokens and says with ``cu_seqlens`` and ``cu_seqlens_padded`` where the sequences of each
+row lie (``data/packed_rows.py`` makes such rows). To a model it is one row of b * s tokens, ``[1, b * s]``, in
+Megatron's format ``thd``: :func:`packed_sequences` turns the boundaries into the ``PackedSeqParams`` of that row.
+
+The torch backend and the checks here want boundaries as plain numbers, and so do Megatron's rotary embeddings and its
+multi-token prediction, in every layer. Reading them from a GPU waits for all that it has to do. So the strategy keeps
+the numbers beside the tensors that it moves to the device (:func:`keep_numbers`), a :class:`PackedSequences` holds
+numbers and tensors of the host, and the layers of the torch backend are handed these. TransformerEngine's kernels take
+tensors of the device, :meth:`PackedSequences.on`. A description that somebody else made is read when the first layer
+meets it (:func:`boundaries_of`).
+
+The function on rows, :func:`split_packed_rows`, prepares the batch for context parallelism. It stays on the device and
+reads nothing, so what is wrong with boundaries is said by :func:`packed_sequences`.
+
+Source: ``PackedSeqParams`` (megatron.core.packed_seq_params, 0.16.1 and 0.19.2); TransformerEngine's meaning of
+``cu_seqlens_q_padded``: sequence ``i`` starts at ``padded[i]``, and its first ``cu[i + 1] - cu[i]`` tokens are real.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from lightning_mcore.parallel.context import check_packed_offsets, packed_positions
+
+_BOUNDARIES = "_boundaries_on_the_host"  # where boundaries_of keeps what it read
+_NUMBERS = "_numbers_on_the_host"  # where keep_numbers keeps what a tensor holds, and the version that held it
+OF_ROWS = ("cu_seqlens", "cu_seqlens_padded")
+"""The boundaries in a packed batch."""
+_HAS_PAD_BETWEEN_SEQS = "pad_between_seqs" in {field.name for field in fields(PackedSeqParams)}  # 0.16 lacks it
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """Where the packed sequences of a row lie, in tokens.
+
+    Args:
+        offsets: Where they begin, padding included, and where the last one ends: one more than there are sequences.
+        lengths: How many of their tokens are real; the rest of each is padding.
+    """
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def padded_lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence, padding included."""
+        return tuple(end - start for start, end in pairwise(self.offsets))
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether any token is padding."""
+        return sum(self.lengths) != self.offsets[-1]
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no type information
+    """Megatron's description of packed sequences, and the same numbers on the host.
+
+    The other fields are Megatron's; :func:`packed_sequences` fills them in.
+
+    Args:
+        boundaries: What the tensors say.
+    """
+
+    boundaries: Boundaries | None = None
+
+    def on(self, device: torch.device) -> "PackedSequences":
+        """Return the same with tensors on a device."""
+        assert self.boundaries is not None
+        return _described(self.boundaries, device)
+
+
+def keep_numbers(moved: Any, on_host: Any) -> None:
+    """Keep the boundaries of a packed batch on the host, beside the tensors that were moved to the device.
+
+    Args:
+        moved: The batch on the device; whatever is not a packed batch is left alone.
+        on_host: The same batch, before it was moved.
+    """
+    if not isinstance(moved, Mapping) or not isinstance(on_host, Mapping):
+        return
+    for name in OF_ROWS:
+        source, target = on_host.get(name), moved.get(name)
+        if isinstance(source, Tensor) and isinstance(target, Tensor) and source.device.type == "cpu":
+            setattr(target, _NUMBERS, (_version(target), source.tolist()))
+
+
+def rows_between(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """Return some rows of a tensor, and keep the numbers of these rows where those of the whole are kept."""
+    rows = tensor[start:stop]
+    numbers = _kept_numbers(tensor)
+    if numbers is not None:
+        setattr(rows, _NUMBERS, (_version(rows), numbers[start:stop]))
+    return rows
+
+
+def packed_sequences(
+    cu_seqlens: Tensor, cu_seqlens_padded: Tensor, row_length: int, context_parallel_size: int = 1
+) -> PackedSequences:
+    """Describe the sequences of a packed batch, its rows one behind the other, to Megatron's layers.
+
+    Waits for the device to read the boundaries, unless their numbers are kept on the host.
+
+    Args:
+        cu_seqlens: [b, n + 1] integers: in each row, how many real tokens the sequences before have together.
+        cu_seqlens_padded: [b, n + 1] integers: where the sequences of each row begin, padding included; the last entry
+            is ``row_length``. A row with fewer sequences repeats its last values.
+        row_length: Tokens of a row, s.
+        context_parallel_size: Ranks that share a row.
+
+    Returns:
+        The description of one row of b * s tokens, its tensors on the host. Entries without tokens are left out.
+        ``max_seqlen_q`` and ``max_seqlen_kv`` count padding: rotary embeddings are as long, and padded tokens are
+        rotated too.
+
+    Raises:
+        ValueError: The two do not fit together, do not fill the row, or the ranks cannot share a sequence.
+    """
+    if cu_seqlens.dim() != 2 or cu_seqlens.shape != cu_seqlens_padded.shape or cu_seqlens.size(1) < 2:
+        raise ValueError(
+            f"cu_seqlens has shape {list(cu_seqlens.shape)} and cu_seqlens_padded {list(cu_seqlens_padded.shape)}; "
+            "give both as [rows, sequences + 1]"
+        )
+    real_rows, padded_rows = _kept_numbers(cu_seqlens), _kept_numbers(cu_seqlens_padded)
+    if real_rows is None or padded_rows is None:
+        real_rows, padded_rows = torch.stack((cu_seqlens, cu_seqlens_padded)).tolist()
+    offsets, lengths = [0], []
+    for row, (real, padded) in enumerate(zip(real_rows, padded_rows, strict=True)):
+        _check_row(row, real, padded, row_length, context_parallel_size)
+        for index, end in enumerate(padded[1:]):
+            if end > padded[index]:
+                offsets.append(row * row_length + end)
+                lengths.append(real[index + 1] - real[index])
+    return _described(Boundaries(tuple(offsets), tuple(lengths)), torch.device("cpu"))
+
+
+def all_real(params: PackedSeqParams) -> PackedSequences:
+    """Return a description in which padding counts as real tokens, for code that looks at ``cu_seqlens_q`` alone.
+
+    Args:
+        params: Packed sequences, described by anybody.
+
+    Raises:
+        ValueError: The tensors do not fit together.
+    """
+    boundaries = boundaries_of(params)
+    tensor = params.cu_seqlens_q if params.cu_seqlens_q is not None else params.cu_seqlens_q_padded
+    return _described(Boundaries(boundaries.offsets, boundaries.padded_lengths), tensor.device)
+
+
+def boundaries_of(params: PackedSeqParams) -> Boundaries:
+    """Return the boundaries as numbers, read from the device at most once.
+
+    Args:
+        params: Packed sequences, described by anybody: padded boundaries may be absent, which means no padding, and so
+            may real ones, which means the same.
+
+    Raises:
+        ValueError: The format is not ``thd``, keys and queries differ, or the tensors do not fit together.
+    """
+    if isinstance(params, PackedSequences) and params.boundaries is not None:
+        return params.boundaries
+    known: Boundaries | None = getattr(params, _BOUNDARIES, None)
+    if known is None:
+        known = _read(params)
+        setattr(params, _BOUNDARIES, known)
+    return known
+
+
+def split_packed_rows(tensor: Tensor, cu_seqlens_padded: Tensor, rank: int, size: int) -> Tensor:
+    """Return the slices of each packed sequence that a context-parallel rank holds, row by row.
+
+    Reads nothing from the device; :func:`packed_sequences` is what checks that the ranks can share the sequences.
+
+    Args:
+        tensor: [b, s] or [b, s, ...].
+        cu_seqlens_padded: [b, n + 1] integers, where the sequences of each row begin; the last entry is s.
+        rank: Rank in the context-parallel group.
+        size: Ranks of that group.
+
+    Returns:
+        [b, s / size] or [b, s / size, ...]; the tensor itself where ``size`` is 1.
+    """
+    if size == 1:
+        return tensor
+    positions = packed_positions(cu_seqlens_padded, tensor.size(1), rank, size).clamp(0, tensor.size(1) - 1)
+    index = positions.view(*positions.shape, *[1] * (tensor.dim() - 2)).expand(-1, -1, *tensor.shape[2:])
+    return tensor.gather(1, index)
+
+
+def _described(boundaries: Boundaries, device: torch.device) -> PackedSequences:
+    """Return Megatron's form of boundaries; its tensors on ``device``, int32."""
+    real = list(accumulate(boundaries.lengths, initial=0))
+    both = torch.tensor([real, list(boundaries.offsets)], dtype=torch.int32).to(device, non_blocking=True)
+    longest = max(boundaries.padded_lengths, default=0)
+    packed = PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=both[0],
+        cu_seqlens_kv=both[0],
+        cu_seqlens_q_padded=both[1],
+        cu_seqlens_kv_padded=both[1],
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        boundaries=boundaries,
+    )
+    if _HAS_PAD_BETWEEN_SEQS:  # else TransformerEngine compares the tensors, and waits for them, in each layer
+        packed.pad_between_seqs = boundaries.has_padding
+    return packed
+
+
+def _kept_numbers(tensor: Tensor) -> list[list[int]] | None:
+    """Return what :func:`keep_numbers` kept of a tensor that has not been changed since."""
+    version, numbers = getattr(tensor, _NUMBERS, (None, None))
+    return numbers if version == _version(tensor) else None
+
+
+def _version(tensor: Tensor) -> int:
+    """Return a number that rises when the tensor is changed in place; -1 where torch does not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _check_row(row: int, real: list[int], padded: list[int], row_length: int, context_parallel_size: int) -> None:
+    try:
+        check_packed_offsets(padded, row_length, context_parallel_size)
+        _check_lengths(real, padded)
+    except ValueError as error:
+        raise ValueError(f"row {row} of the packed batch: {error}") from None
+
+
+def _check_lengths(real: list[int], padded: list[int]) -> None:
+    """Refuse real lengths that are negative or exceed the padded ones."""
+    if real[0] != 0:
+        raise ValueError(f"the real tokens are counted from {real[0]} on; let cu_seqlens begin with 0")
+    for index in range(len(real) - 1):
+        length, space = real[index + 1] - real[index], padded[index + 1] - padded[index]
+        if not 0 <= length <= space:
+            raise ValueError(
+                f"packed sequence {index} has {length} real tokens in a space of {space}; "
+                "let cu_seqlens rise, and not faster than cu_seqlens_padded"
+            )
+
+
+def _read(params: PackedSeqParams) -> Boundaries:
+    """Read and check the tensors of a description."""
+    if params.qkv_format != "thd":
+        raise ValueError(f"packed_seq_params has qkv_format={params.qkv_format!r}; the torch backend takes 'thd'")
+    real, padded = _of_queries_or_keys(params.cu_seqlens_q, params.cu_seqlens_q_padded)
+    if params.cu_seqlens_kv is not params.cu_seqlens_q or params.cu_seqlens_kv_padded is not params.cu_seqlens_q_padded:
+        keys = _of_queries_or_keys(params.cu_seqlens_kv, params.cu_seqlens_kv_padded)
+        if keys != (real, padded):
+            raise ValueError(
+                "packed_seq_params has other boundaries for keys than for queries; the torch backend has "
+                "self-attention only for packed sequences: give cu_seqlens_kv equal to cu_seqlens_q"
+            )
+    check_packed_offsets(padded, padded[-1], 1)
+    _check_lengths(real, padded)
+    return Boundaries(tuple(padded), tuple(end - start for start, end in pairwise(real)))
+
+
+def _of_queries_or_keys(real: Tensor | None, padded: Tensor | None) -> tuple[list[int], list[int]]:
+    """Return real and padded boundaries; one stands for the other where it is absent."""
+    real, padded = (padded if real is None else real), (real if padded is None else padded)
+    if real is None or padded is None:
+        raise ValueError("packed_seq_params has neither cu_seqlens nor padded ones; give where the sequences lie")
+    if real.dim() != 1 or real.shape != padded.shape or len(real) < 2:
+        raise ValueError(
+            f"cu_seqlens has shape {list(real.shape)} and its padded form {list(padded.shape)}; "
+            "give both as [sequences + 1]"
+        )
+    if real is padded:
+        numbers: list[int] = real.tolist()
+        return numbers, numbers
+    both: tuple[list[int], list[int]] = tuple(torch.stack((real, padded)).tolist())
+    return both

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which modules Megatron's layers are built from: TransformerEngine's, or the torch backend's.
+
+Megatron describes a model by a *spec*, a tree of classes. Its local spec, for machines without TransformerEngine, has a
+norm that refuses sequence parallelism and a core attention that refuses context parallelism. :func:`gpt_block_spec`
+takes that spec and puts :class:`TorchNorm` and :class:`~lightning_mcore.layers.core_attention.TorchAttention` in their
+places; every projection and expert stays Megatron's. Where TransformerEngine is chosen, its spec is returned. In both, experts
+get the router of ``moe_router.py``.
+
+Weights are named in checkpoints as TransformerEngine names them, so that what one backend saved the other loads.
+
+``MCoreGPT`` calls this, and so does any module that builds a Megatron ``GPTModel`` itself.
+"""
+
+import contextlib
+import functools
+import importlib.metadata
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import L2Norm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_mcore.config.field_support import check_fields, check_without_transformer_engine
+from lightning_mcore.layers.core_attention import TorchAttention
+from lightning_mcore.layers.router import ExactRouter, scale_gradient
+
+__all__ = ["TorchAttention", "TorchNorm", "TransformerImpl", "gpt_block_spec", "resolve_transformer_impl"]
+
+TransformerImpl: TypeAlias = Literal["auto", "local", "transformer_engine"]
+
+logger = logging.getLogger(__name__)
+
+_CHOICE_OF_ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+_NORMS = ("LayerNorm", "RMSNorm")
+
+TESTED_TRANSFORMER_ENGINE: Mapping[str, str] = {"<0.17": ">=2.9,<2.12", ">=0.17": ">=2.14,<2.21"}
+"""Versions of TransformerEngine by those of megatron-core, as in the extra ``te`` of this package."""
+
+
+@contextlib.contextmanager
+def choice_of_attention_restored() -> Iterator[None]:
+    """Put back at the end the variables by which Megatron tells TransformerEngine of ``attention_backend``.
+
+    Megatron sets them when a model is built, and refuses to build one for which they have other values.
+
+    Source: ``LanguageModule._set_attention_backend`` (0.16.1 and 0.19.2).
+    """
+    before = {name: os.environ.get(name) for name in _CHOICE_OF_ATTENTION}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def choose_attention(chunk: nn.Module) -> None:
+    """Set these variables for a model that may have been built in an earlier run."""
+    if isinstance(chunk, LanguageModule):
+        chunk._set_attention_backend()
+
+
+class TorchNorm(nn.Module):
+    """LayerNorm or RMSNorm, as the config says, that works under sequence parallelism.
+
+    There each tensor-parallel rank normalises its own tokens, so the gradients of the weights are partial sums.
+    ``sequence_parallel`` on a parameter asks Megatron's ``finalize_model_grads`` to add them up. The norms of queries
+    and keys see some heads rather than some tokens; Megatron finds those by name, with or without sequence parallelism.
+
+    Source: ``TENorm`` (megatron.core.extensions.transformer_engine, 0.16.1 and 0.19.2).
+
+    Args:
+        config: Reads ``normalization``, ``layernorm_zero_centered_gamma``, ``params_dtype`` and ``sequence_parallel``.
+        hidden_size: Size of the last dimension.
+        eps: Added to the variance.
+
+    Raises:
+        ValueError: ``normalization`` is neither LayerNorm nor RMSNorm.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        _check_norm(config)
+        self.config = config
+        self.hidden_size = hidden_size
+        self.eps = eps
+        start = 0.0 if config.layernorm_zero_centered_gamma else 1.0
+        self.weight = nn.Parameter(torch.full((hidden_size,), start, dtype=config.params_dtype))
+        self.bias: nn.Parameter | None = None
+        if config.normalization == "LayerNorm":
+            self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalise the last dimension.
+
+        Args:
+            hidden_states: [..., hidden_size].
+
+        Returns:
+            The same shape, in the dtype of the weights; with ``fp32_residual_connection`` the input has another.
+        """
+        weight, bias = self._weights()
+        dtype, computed = weight.dtype, hidden_states.dtype
+        if self.config.layernorm_zero_centered_gamma:
+            weight = weight + 1
+        weight = weight.to(computed)
+        if bias is None:
+            return functional.rms_norm(hidden_states, (self.hidden_size,), weight, self.eps).to(dtype)
+        return functional.layer_norm(hidden_states, (self.hidden_size,), weight, bias.to(computed), self.eps).to(dtype)
+
+    def _weights(self) -> tuple[Tensor, Tensor | None]:
+        return self.weight, self.bias
+
+    def extra_repr(self) -> str:
+        """Describe the norm in ``print(model)``."""
+        kind = "RMSNorm" if self.bias is None else "LayerNorm"
+        return f"{kind}, {self.hidden_size}, eps={self.eps}"
+
+
+class _LatentQueryNorm(TorchNorm):
+    """The norm of the compressed queries of multi-latent attention.
+
+    Without sequence parallelism every tensor-parallel rank sees the same tokens here, and has the whole gradient of the
+    weights. ``finalize_model_grads`` takes the norm, by its name, for one that sees some heads only, and sums over the
+    ranks: each of them contributes its share.
+    """
+
+    def _weights(self) -> tuple[Tensor, Tensor | None]:
+        ranks = self.config.tensor_model_parallel_size
+        if ranks == 1 or self.config.sequence_parallel:
+            return super()._weights()
+        bias = self.bias if self.bias is None else scale_gradient(self.bias, 1 / ranks)
+        return scale_gradient(self.weight, 1 / ranks), bias
+
+
+def resolve_transformer_impl(choice: TransformerImpl, device_type: str) -> Literal["local", "transformer_engine"]:
+    """Decide whose modules a model is built from.
+
+    Args:
+        choice: ``"auto"`` takes TransformerEngine where it is installed and the device is CUDA.
+        device_type: ``torch.device.type`` of the device the model trains on.
+
+    Returns:
+        ``"local"`` for the torch backend, or ``"transformer_engine"``.
+
+    Raises:
+        ValueError: An unknown choice, or TransformerEngine on another device than CUDA.
+        ModuleNotFoundError: TransformerEngine is asked for and not installed.
+    """
+    if choice == "auto":
+        if not HAVE_TE or device_type != "cuda":
+            return "local"
+        _warn_of_versions()
+        return "transformer_engine"
+    if choice == "local":
+        return "local"
+    if choice != "transformer_engine":
+        raise ValueError(f"transformer_impl={choice!r} is unknown; choose 'auto', 'local' or 'transformer_engine'")
+    if device_type != "cuda":
+        raise ValueError(
+            f"transformer_impl='transformer_engine' needs a CUDA device and this run is on {device_type!r}; "
+            "choose 'auto' or 'local'"
+        )
+    if not HAVE_TE:
+        raise ModuleNotFoundError(
+            "transformer_impl='transformer_engine' needs TransformerEngine, which is not installed; "
+            "install lightning-mcore[te], or choose 'auto' or 'local'"
+        )
+    _warn_of_versions()
+    return "transformer_engine"
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of a package, None where it is not installed as one."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def untested_versions(megatron_core: str, transformer_engine: str) -> str | None:
+    """Return a sentence about two versions that have not been tested together; None where they have.
+
+    Args:
+        megatron_core: Version of megatron-core.
+        transformer_engine: Version of TransformerEngine.
+    """
+    for of_megatron, tested in TESTED_TRANSFORMER_ENGINE.items():
+        if SpecifierSet(of_megatron).contains(Version(megatron_core).base_version):
+            if SpecifierSet(tested).contains(Version(transformer_engine).base_version):
+                return None
+            return (
+                f"TransformerEngine {transformer_engine} with megatron-core {megatron_core} is outside of what was"
+                f" tested ({tested}); install one of these, as lightning-mcore[te] does"
+            )
+    return None
+
+
+@functools.cache
+def _warn_of_versions() -> None:
+    """Log such a sentence, once in a process."""
+    megatron_core, transformer_engine = installed_version("megatron-core"), installed_version("transformer-engine")
+    if megatron_core is None or transformer_engine is None:
+        return
+    sentence = untested_versions(megatron_core, transformer_engine)
+    if sentence is not None:
+        logger.warning(sentence)
+
+
+def gpt_block_spec(
+    config: TransformerConfig,
+    transformer_impl: Literal["local", "transformer_engine"],
+    vp_stage: int | None = None,
+) -> TransformerBlockSubmodules:
+    """Return the layers of one chunk, for ``GPTModel(transformer_layer_spec=...)``.
+
+    Dense layers, experts and any mixture of both (``moe_layer_freq``), multi-latent attention, norms of queries and
+    keys, uneven pipelines and ``pipeline_model_parallel_layout`` are as the config says.
+
+    Args:
+        config: The transformer's config; the layers of this pipeline rank follow from its pipeline fields.
+        transformer_impl: Whose modules; :func:`resolve_transformer_impl` turns ``"auto"`` into one of these.
+        vp_stage: Which of this rank's virtual stages; None without an interleaved pipeline.
+
+    Raises:
+        ValueError: The config asks for what these layers do not have.
+    """
+    check_backend(config, transformer_impl)
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=transformer_impl == "transformer_engine",
+        qk_l2_norm=getattr(config, "qk_l2_norm", False),  # a field since 0.17
+        vp_stage=vp_stage,
+    )
+    if transformer_impl == "local":
+        block.layer_norm = TorchNorm
+    for layer in block.layer_specs:
+        _use_our_modules(layer, config, transformer_impl)
+    return block
+
+
+def last_layer_spec(
+    config: TransformerConfig, transformer_impl: Literal["local", "transformer_engine"]
+) -> TransformerBlockSubmodules:
+    """Return the last layer of the whole model, wherever in a pipeline it is, as a block of one layer."""
+    layers = get_gpt_decoder_layer_specs(
+        config,
+        use_transformer_engine=transformer_impl == "transformer_engine",
+        qk_l2_norm=getattr(config, "qk_l2_norm", False),
+    )
+    _use_our_modules(layers[-1], config, transformer_impl)
+    return TransformerBlockSubmodules(layer_specs=[layers[-1]])
+
+
+def check_backend(
+    config: TransformerConfig, transformer_impl: Literal["local", "transformer_engine"], device_type: str | None = None
+) -> None:
+    """Refuse what these layers cannot honour, before a module is built.
+
+    Args:
+        config: The transformer's config.
+        transformer_impl: Whose modules.
+        device_type: ``torch.device.type`` of the device the model trains on; None for unknown.
+
+    Raises:
+        ValueError: The config asks for something that would be ignored, or would fail later.
+    """
+    check_fields(config, transformer_impl, device_type)
+    if transformer_impl == "transformer_engine":
+        return
+    if config.multi_latent_attention:
+        _check_latent(config, device_type)
+    if not HAVE_TE:
+        check_without_transformer_engine(config)
+    _check_norm(config)
+
+
+def _check_norm(config: TransformerConfig) -> None:
+    if config.normalization not in _NORMS:
+        raise ValueError(f"normalization={config.normalization!r} is unknown; choose {' or '.join(_NORMS)}")
+
+
+def _check_latent(config: TransformerConfig, device_type: str | None) -> None:
+    """Refuse multi-latent attention that the installed megatron-core cannot build from its local layers."""
+    # 0.16 takes its stand-in for TransformerEngine for the real one. Where a run builds the model, the CPU runtime or
+    # absent_names_bound() has put that right; before the run, a device type is given.
+    if device_type is None and multi_latent_attention.HAVE_TE and not HAVE_TE:
+        raise ValueError(
+            "multi_latent_attention=True needs TransformerEngine in megatron-core 0.16; install lightning-mcore[te], "
+            "or a later megatron-core"
+        )
+    fuses_query_norm = importlib.util.find_spec("megatron.core.transformer.mla_qk_norm_config") is not None
+    if config.qk_layernorm and config.q_lora_rank is None and fuses_query_norm:
+        raise ValueError(
+            "qk_layernorm=True with q_lora_rank=None needs TransformerEngine in this version of megatron-core; "
+            "set q_lora_rank, or qk_layernorm=False"
+        )
+
+
+def _use_our_modules(
+    layer: ModuleSpec, config: TransformerConfig, transformer_impl: Literal["local", "transformer_engine"]
+) -> None:
+    """Put our router, norms and core attention into Megatron's spec, in place; a second time changes nothing."""
+    submodules = layer.submodules
+    experts = _submodules_of_experts(submodules.mlp)
+    if experts is not None and experts.router is TopKRouter:
+        experts.router = ExactRouter
+    if transformer_impl == "transformer_engine":
+        return
+    attention = submodules.self_attention.submodules
+    attention.core_attention = TorchAttention
+    _replace_norm(submodules, "input_layernorm", TorchNorm)
+    _replace_norm(submodules, "pre_mlp_layernorm", TorchNorm)
+    if config.multi_latent_attention:
+        # Megatron's spec names a norm of compressed queries even where queries are not compressed.
+        _replace_norm(attention, "q_layernorm", IdentityOp if config.q_lora_rank is None else _LatentQueryNorm)
+        _replace_norm(attention, "kv_layernorm", TorchNorm)
+    else:
+        _replace_norm(attention, "q_layernorm", TorchNorm)
+        _replace_norm(attention, "k_layernorm", TorchNorm)
+    submodules.sharded_state_dict_keys_map = _names_in_checkpoints(layer, config)
+
+
+def _replace_norm(submodules: Any, name: str, norm: type[nn.Module]) -> None:
+    if getattr(submodules, name) not in (None, IdentityOp, L2Norm):
+        setattr(submodules, name, norm)
+
+
+def _names_in_checkpoints(layer: ModuleSpec, config: TransformerConfig) -> dict[str, str]:
+    """Return TransformerEngine's names for the norms that it fuses with the projection behind them, by prefix."""
+    if config.multi_latent_attention:
+        names = {
+            "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+            "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+        }
+    else:
+        names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if _submodules_of_experts(layer.submodules.mlp) is None:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return names
+
+
+def _submodules_of_experts(mlp: Any) -> MoESubmodules | None:
+    """Return what a layer with experts is built from, None for a dense one."""
+    if isinstance(mlp, ModuleSpec):  # in 0.16; a partial constructor in 0.19
+        return mlp.submodules if mlp.module is MoELayer else None
+    return mlp.keywords["submodules"] if mlp.func is MoELayer else None

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ready-made LightningModules: ``MCoreGPT`` and its recipe."""

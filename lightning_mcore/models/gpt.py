@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``MCoreGPT``: a GPT, dense or with experts, ready to train on every layout.
+
+A LightningModule on megatron-core's ``GPTModel``. What the model is comes as plain data, ``transformer={...}`` with the
+fields of Megatron's ``TransformerConfig``; how it is cut and in which numbers it computes belongs to the strategy and
+to ``Trainer(precision=...)``. The steps below say nothing about ranks or stages, and they are the example to follow for
+a module of your own: build in ``configure_model``, call ``self.model(...)`` once in each step.
+
+A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted: ``labels[i]`` is to be predicted at
+``tokens[i]``; -100 for no target) and, optionally, ``loss_mask`` (1 where a token counts, 0 elsewhere) and
+``position_ids`` (of learned positions; rotary ones count from the start of the row). Rows may be packed
+(``data/packing.py``): each sub-sequence then sees itself alone.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from lightning_mcore.config.fp8 import check_start
+from lightning_mcore.config.loss_normalization import LossNormalization, check_normalization
+from lightning_mcore.config.model_shape import ModelShape
+from lightning_mcore.config.positions import PositionEmbedding, check_positions, gpt_arguments, set_yarn
+from lightning_mcore.config.sizes import require_size
+from lightning_mcore.hf.pretrained import load_pretrained
+from lightning_mcore.hf.source import absolute, pretrained_settings
+from lightning_mcore.layers.language_step import (
+    ModelInputs,
+    check_places,
+    check_vocabulary,
+    microbatch_shape,
+    token_mean,
+)
+from lightning_mcore.layers.metrics import TokenAccuracy, TokenPerplexity
+from lightning_mcore.layers.multi_token import MultiTokenGPT, check_multi_token, gpt_mtp_block_spec
+from lightning_mcore.layers.spec import TransformerImpl, check_backend, gpt_block_spec, resolve_transformer_impl
+from lightning_mcore.models import generation
+from lightning_mcore.models.recipe import RECIPE, OptimizerName, SchedulerName, build_recipe, check_recipe
+from lightning_mcore.models.speed import SpeedLogs
+from lightning_mcore.models.transformer_config import build_transformer_config, check_transformer_fields
+from lightning_mcore.parallel.groups import process_group
+
+Batch = dict[str, Tensor]
+
+
+class MCoreGPT(SpeedLogs):
+    """A GPT language model with its training recipe: AdamW, linear warm-up and cosine decay unless asked otherwise.
+
+    Logs ``train_loss``, ``val_loss`` and ``test_loss`` (means over tokens), ``val_perplexity`` and ``val_accuracy`` (of
+    the next token; also ``test_``), and at each optimizer step ``grad_norm`` (before clipping), ``tokens_per_second``
+    (of all ranks together, known padding and validation time left out) and ``model_tflops`` (of one device, in TFLOP/s;
+    see ``throughput.py`` for what is counted). The strategy adds the losses of routers and of multi-token prediction
+    (``auxiliary_logs.py``).
+
+    Args:
+        vocab_size: Tokens that exist. The embedding is padded, see ``make_vocab_size_divisible_by``.
+        seq_length: Tokens of a sequence.
+        transformer: Fields of Megatron's ``TransformerConfig`` (``MLATransformerConfig`` with
+            ``multi_latent_attention``); ``num_layers``, ``hidden_size`` and ``num_attention_heads`` at least. Plain
+            data: an activation as ``"silu"``, a function as its import path. Defaults are Megatron's but for
+            ``hidden_dropout=0.0``, ``attention_dropout=0.0`` and ``calculate_per_token_loss=True``.
+        learning_rate: Its peak, reached after the warm-up.
+        min_learning_rate: What the cosine decays to at the last step.
+        weight_decay: Of matrices; biases and norms, which have one dimension, have none.
+        betas: AdamW's.
+        eps: AdamW's.
+        optimizer: ``"adamw"`` or ``"sgd"``.
+        sgd_momentum: Of SGD.
+        warmup_steps: Optimizer steps over which the learning rate rises; a number below 1 is a share of all steps.
+        lr_scheduler_type: A course of transformers by its name there, such as ``"linear"``; None for a linear warm-up
+            that already moves the weights in its first step, and a cosine.
+        lr_scheduler_kwargs: What else that course takes, such as ``min_lr``.
+        position_embedding_type: Rotary, rotary stretched as in YaRN, a learned embedding for each position, or none.
+        rotary_percent: Share of a head's channels that is rotated.
+        rotary_base: Base of the rotary wavelengths.
+        rope_scaling: Stretch long wavelengths as Llama 3 does, from 8192 positions.
+        rope_scaling_factor: By how much.
+        seq_len_interpolation_factor: Divides all positions; None for 1.
+        yarn: With ``position_embedding_type="yarn"``: ``rotary_scaling_factor``, and what is to differ from
+            ``positions.YARN_DEFAULTS``.
+        share_embeddings_and_output_weights: Whether the output layer is the embedding's transpose.
+        make_vocab_size_divisible_by: The embedding has a multiple of this many rows, whatever the layout, so that the
+            numbers are the same on all of them. ``tensor_model_parallel_size`` must divide the padded size.
+        transformer_impl: Whose layers: ``"local"`` (plain PyTorch), ``"transformer_engine"``, or ``"auto"``, which
+            takes the second where it is installed and the device is a GPU.
+        loss_normalization: Mean of the loss over ``"tokens"``, or over ``"samples"`` (rows, or the sub-sequences of
+            packed ones) of the mean over the tokens of each.
+        hf: The Hugging Face model it was made from, as :meth:`from_pretrained` fills it in.
+
+    Raises:
+        ValueError: A value does not fit, or a field of ``transformer`` is unknown or has another home.
+        TypeError: A size is not an int.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        seq_length: int,
+        transformer: dict[str, Any],
+        learning_rate: float = 3e-4,
+        min_learning_rate: float = 0.0,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        warmup_steps: float = 0,
+        eps: float = 1e-8,
+        optimizer: OptimizerName = "adamw",
+        sgd_momentum: float = 0.9,
+        lr_scheduler_type: SchedulerName | None = None,
+        lr_scheduler_kwargs: dict[str, Any] | None = None,
+        position_embedding_type: PositionEmbedding = "rope",
+        rotary_percent: float = 1.0,
+        rotary_base: int = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        seq_len_interpolation_factor: float | None = None,
+        yarn: dict[str, Any] | None = None,
+        share_embeddings_and_output_weights: bool = False,
+        make_vocab_size_divisible_by: int = 128,
+        transformer_impl: TransformerImpl = "auto",
+        loss_normalization: LossNormalization = "tokens",
+        hf: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        for name in ("vocab_size", "seq_length", "make_vocab_size_divisible_by"):
+            require_size(name, self.hparams[name])
+        check_recipe(self.hparams)
+        self.vocab_size = vocab_size
+        self.seq_length = seq_length
+        self.loss_normalization = loss_normalization
+        self.transformer = check_transformer_fields(transformer)
+        check_positions(self.hparams, self.transformer)
+        self.padded_vocab_size = -(-vocab_size // make_vocab_size_divisible_by) * make_vocab_size_divisible_by
+        self.metrics = nn.ModuleDict()
+        for stage in ("val", "test"):
+            self.metrics[f"{stage}_perplexity"] = TokenPerplexity()
+            self.metrics[f"{stage}_accuracy"] = TokenAccuracy(vocab_size)
+        self._config: TransformerConfig | None = None
+        self._starts_from: str | None = None
+        self._given_family: str | None = None  # what a file calls it, in hparams, is not imported
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str,
+        seq_length: int | None = None,
+        transformer: dict[str, Any] | None = None,
+        learning_rate: float = 3e-4,
+        min_learning_rate: float = 0.0,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        warmup_steps: float = 0,
+        eps: float = 1e-8,
+        optimizer: OptimizerName = "adamw",
+        sgd_momentum: float = 0.9,
+        lr_scheduler_type: SchedulerName | None = None,
+        lr_scheduler_kwargs: dict[str, Any] | None = None,
+        make_vocab_size_divisible_by: int = 128,
+        transformer_impl: TransformerImpl = "auto",
+        loss_normalization: LossNormalization = "tokens",
+        family: str | None = None,
+    ) -> "MCoreGPT":  # not Self, which LightningCLI cannot resolve
+        """Make a module from a Hugging Face model, and start from its weights on whatever layout it runs.
+
+        The weights are read when the model is built, each rank what it holds; not where a run goes on from a
+        checkpoint of its own. A subclass takes all arguments of the constructor.
+
+        Args:
+            path: Folder of the model, in safetensors, its name on the Hugging Face hub, or a checkpoint that
+                ``lightning-mcore import`` or a run of this class made.
+            seq_length: Tokens of a sequence; None for as many as the model was made for.
+            transformer: Fields of ``TransformerConfig`` to use instead of those that follow from its config.
+            learning_rate: As in the constructor; so are those that follow.
+            min_learning_rate: See there.
+            weight_decay: See there.
+            betas: See there.
+            warmup_steps: See there.
+            eps: See there.
+            optimizer: See there.
+            sgd_momentum: See there.
+            lr_scheduler_type: See there.
+            lr_scheduler_kwargs: See there.
+            make_vocab_size_divisible_by: See there.
+            transformer_impl: See there.
+            loss_normalization: See there.
+            family: What kind of model it is: a ``model_type``, or ``"package.module:FAMILY"`` for one of your own;
+                None for what its config says.
+
+        Raises:
+            FileNotFoundError: There is no such model.
+            ValueError: It is of no known family, or its config asks for something that is not supported.
+        """
+        given = locals()
+        module = cls(
+            **pretrained_settings(path, family, seq_length, transformer),
+            **{name: given[name] for name in RECIPE},
+            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+            transformer_impl=transformer_impl,
+            loss_normalization=loss_normalization,
+        )
+        module._starts_from = absolute(path)  # the run may go on in another folder
+        module._given_family = family
+        return module
+
+    @property
+    def config(self) -> TransformerConfig:
+        """Megatron's config: the fields of ``transformer`` and what the strategy of this run owns."""
+        if self._config is None:
+            self._config = self._build_config()
+        return self._config
+
+    def check_settings(self) -> None:
+        """Refuse what Megatron or the machine cannot do; builds no parameter and needs no process group.
+
+        Raises:
+            ValueError: Megatron finds that the model's fields and the strategy's contradict each other, or a field asks
+                for what these layers or this device do not have.
+            ModuleNotFoundError: TransformerEngine is asked for and absent.
+        """
+        config = self._build_config()
+        if self._starts_from is not None and not self._resumes:
+            check_start(config.fp8_param, f"the weights of {self._starts_from}")
+        device_type = self._device_type()
+        check_backend(config, resolve_transformer_impl(self.hparams["transformer_impl"], device_type), device_type)
+        check_multi_token(config, self.hparams["share_embeddings_and_output_weights"])
+        check_normalization(self.loss_normalization, config)
+
+    def configure_model(self) -> None:
+        """Build the chunks that this rank owns."""
+        if not hasattr(self, "model"):
+            self._config = None  # of a run that ended before a model was built
+        self.model = self.pipeline(self.build_chunk)
+        if self._starts_from is not None and not self._resumes:
+            load_pretrained(self, self._starts_from, self._given_family)
+            self._starts_from = None  # the weights that a run has trained stay in the next one
+
+    @property
+    def _resumes(self) -> bool:
+        """Whether the weights come from a checkpoint of a run."""
+        return self._trainer is not None and self._trainer.ckpt_path is not None
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Leave the weights to the checkpoint."""
+        self._starts_from = None
+
+    def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
+        """Build one chunk: the embedding where ``pre_process``, the output layer where ``post_process``."""
+        impl = resolve_transformer_impl(self.hparams["transformer_impl"], self._device_type())
+        chunk = MultiTokenGPT(
+            self.config,
+            gpt_block_spec(self.config, impl, vp_stage),
+            vocab_size=self.padded_vocab_size,
+            max_sequence_length=self.seq_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            parallel_output=True,
+            share_embeddings_and_output_weights=self.hparams["share_embeddings_and_output_weights"],
+            mtp_block_spec=gpt_mtp_block_spec(self.config, impl, vp_stage),
+            vp_stage=vp_stage,
+            **gpt_arguments(self.hparams),
+        )
+        chunk.existing_tokens = self.vocab_size
+        return chunk
+
+    def model_shape(self) -> ModelShape:
+        """Return the sizes that the layout must divide; builds nothing."""
+        fields = SimpleNamespace(**self.transformer)
+        return ModelShape.from_config(fields, seq_length=self.seq_length, vocab_size=self.padded_vocab_size)
+
+    def microbatch_shape(self, batch: Batch) -> tuple[int, int]:
+        """Return ``(sequence length, rows)`` of a microbatch; the rows of a packed one are joined."""
+        return microbatch_shape(batch)
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Refuse tokens and labels that do not exist, and sequences without positions, while they are on the host.
+
+        Raises:
+            ValueError: There is one; a label outside the vocabulary would count as nothing. A rank that reads other
+                data learns of it when this one ends.
+        """
+        check_vocabulary(batch, self.vocab_size)
+        if self.hparams["position_embedding_type"] == "learned_absolute":
+            check_places(batch, self.seq_length)
+        return batch
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        """Return the mean loss of a microbatch and, unless ``calculate_per_token_loss=False``, its weight."""
+        losses, inputs = self.token_losses(batch)
+        return self._log_loss("train_loss", self.learned_losses(losses), inputs)
+
+    def learned_losses(self, losses: Tensor) -> Tensor:
+        """Return the losses that training and evaluation take the mean of; for a subclass that changes them.
+
+        Args:
+            losses: The cross entropy of each token of this rank.
+        """
+        return losses
+
+    def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Measure each of several dataloaders by itself."""
+        self._forget_last_loader("val", batch_idx, dataloader_idx)
+
+    def on_test_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Measure each of several dataloaders by itself."""
+        self._forget_last_loader("test", batch_idx, dataloader_idx)
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log ``val_loss``, ``val_perplexity`` and ``val_accuracy``, of each dataloader."""
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log ``test_loss``, ``test_perplexity`` and ``test_accuracy``, of each dataloader."""
+        self._evaluate("test", batch)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the most probable next token after each position, [b, s]."""
+        logits, _ = self.token_logits(batch)  # [b, s / cp, v / tp]
+        best = generation.vocab_parallel_argmax(logits, self.vocab_size, process_group("tp"))
+        best = best.view(len(batch["tokens"]), -1)
+        return generation.gather_sequence(best, process_group("cp"), batch.get("cu_seqlens_padded"))
+
+    def next_logits(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the logits after the position ``batch["last"]`` of each sequence, [b, vocab_size] in fp32."""
+        logits, inputs = self.token_logits(batch)
+        groups = process_group("tp"), process_group("cp")
+        return generation.logits_at(logits, inputs.position_ids, batch["last"], self.vocab_size, *groups)
+
+    def generate(
+        self, prompt: list[int], max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
+    ) -> list[int]:
+        """Continue a prompt, one token at a time; each one runs the whole model over the last ``seq_length`` tokens.
+
+        Collective: every rank calls it with the same arguments while the trainer runs, for example in a callback's
+        ``on_train_end``. The sequence is padded to what the layout can cut; the padding stands after the tokens, where
+        causal attention does not see it.
+
+        Args:
+            prompt: Tokens to continue, at least one.
+            max_new_tokens: Tokens to add.
+            temperature: Divides the logits; 0 takes the most probable token each time.
+            top_k: Draw among this many of the most probable tokens only.
+            seed: Of the draws.
+
+        Returns:
+            The prompt and the new tokens, the same on every rank.
+
+        Raises:
+            ValueError: The prompt is empty or not of this vocabulary, or a number is out of its range.
+        """
+        host = self._host()
+        multiple = host.layout.sequence_multiple if host is not None else 1
+        continued = generation.continue_prompt(self, prompt, max_new_tokens, multiple, temperature, top_k, seed)
+        whole: list[int] = self.trainer.strategy.broadcast(continued)  # data-parallel copies may round differently
+        return whole
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """Return the optimizer, with weight decay on matrices only, and the course of its learning rate.
+
+        Raises:
+            ValueError: The number of steps is unknown, and the learning rate is to decay.
+        """
+        trained = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
+        return build_recipe(trained, self.hparams, self.trainer)
+
+    def _log_loss(self, name: str, losses: Tensor, inputs: ModelInputs) -> Any:
+        """Return the loss of a step; log it with its weight, over tokens where it has none."""
+        assert inputs.loss_mask is not None
+        loss = self.normalized_loss(losses, inputs, self.loss_normalization)
+        mean, weight = (
+            (loss["loss"], loss["num_tokens"]) if isinstance(loss, dict) else token_mean(losses, inputs.loss_mask)
+        )
+        self.log(name, mean.detach(), batch_size=weight, sync_dist=True, prog_bar=True)  # type: ignore[arg-type]
+        return loss
+
+    def _forget_last_loader(self, stage: str, batch_idx: int, dataloader_idx: int) -> None:
+        """Empty the metrics between two dataloaders; Lightning has computed them, and resets them after the last."""
+        if batch_idx == 0 and dataloader_idx > 0:
+            for name in ("perplexity", "accuracy"):
+                metric: Any = self.metrics[f"{stage}_{name}"]
+                metric.reset()
+
+    def _evaluate(self, stage: str, batch: Batch) -> None:
+        logits, inputs = self.token_logits(batch)
+        losses = self.losses_of_logits(logits, inputs)
+        self._log_loss(f"{stage}_loss", self.learned_losses(losses), inputs)
+        metrics: Any = self.metrics
+        metrics[f"{stage}_perplexity"].update(losses, inputs.loss_mask)
+        metrics[f"{stage}_accuracy"].update(logits, inputs.labels, inputs.loss_mask)
+        for name in (f"{stage}_perplexity", f"{stage}_accuracy"):
+            self.log(name, metrics[name], on_step=False, on_epoch=True)
+
+    def _build_config(self) -> TransformerConfig:
+        owned = self.megatron_fields()
+        if self.transformer.get("multi_latent_attention"):  # its attention rotates by itself
+            owned |= {name: self.hparams[name] for name in ("rotary_base", "rotary_percent")}
+        config = build_transformer_config(self.transformer, owned)
+        set_yarn(config, self.hparams["yarn"])
+        return config
+
+    def _device_type(self) -> str:
+        if self._trainer is not None:
+            device_type: str = self._trainer.strategy.root_device.type
+            return device_type
+        return "cuda" if torch.cuda.is_available() else "cpu"

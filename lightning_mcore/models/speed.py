@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast a language model trains, and the norm of its gradients: logged at each optimizer step.
+
+:class:`SpeedLogs` is what ``MCoreGPT`` derives from; a module of your own may, too. What is counted is in
+``throughput.py``.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_mcore.config.throughput import StepClock, model_copies, training_flops_per_token
+from lightning_mcore.layers.language_step import num_tokens
+from lightning_mcore.strategy.module import MCoreModule
+
+
+class SpeedLogs(MCoreModule):
+    """An ``MCoreModule`` that logs ``tokens_per_second``, ``model_tflops`` and ``grad_norm``.
+
+    Attributes:
+        transformer: Fields of ``TransformerConfig``, which the module has to set; so are the two that follow.
+        padded_vocab_size: Rows of the embedding.
+        seq_length: Tokens of a sequence.
+    """
+
+    transformer: dict[str, Any]
+    padded_vocab_size: int
+    seq_length: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._clock = StepClock()
+        self._stepped = 0
+        self._local_grad_norm: Tensor | None = None
+
+    def on_train_start(self) -> None:
+        """Begin to measure."""
+        self._clock = StepClock()
+        self._stepped = self.trainer.global_step
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Go on measuring after validation."""
+        self._clock.start()
+
+    def on_validation_start(self) -> None:
+        """Leave validation out of the measurement."""
+        self._clock.pause()
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Measure the gradients where no MCoreStrategy does."""
+        if self._host() is None:
+            grads = [p.grad for p in self.parameters() if p.grad is not None]
+            self._local_grad_norm = torch.nn.utils.get_total_norm(grads)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log the gradient norm and the speed, once for each optimizer step."""
+        self._clock.add(num_tokens(batch))
+        if self.trainer.global_step == self._stepped:
+            return
+        self._stepped = self.trainer.global_step
+        tokens_per_second = self._clock.step(self._over_copies)
+        flops = tokens_per_second * self._flops_per_token / self.trainer.world_size
+        self.log("tokens_per_second", tokens_per_second, prog_bar=True)
+        self.log("model_tflops", flops / 1e12)
+        grad_norm = getattr(self.trainer.optimizers[0], "grad_norm", self._local_grad_norm)  # Megatron's own, or ours
+        if grad_norm is not None:
+            self.log("grad_norm", grad_norm)
+
+    def _over_copies(self, tokens: Any) -> Tensor:
+        """Return the tokens of all copies of the model, which read different numbers of them; collective."""
+        counted = tokens if isinstance(tokens, Tensor) else torch.full((), tokens, device=self.device)
+        mean: Tensor = self.trainer.strategy.reduce(counted.float(), reduce_op="mean")
+        return mean * model_copies(self.trainer.strategy)
+
+    @functools.cached_property
+    def _flops_per_token(self) -> float:
+        return training_flops_per_token(self.transformer, self.padded_vocab_size, self.seq_length)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model's part of ``TransformerConfig`` as plain data: what a user may write, checked, and the config made of it.
+
+``TransformerConfig`` mixes what a model is (layers, heads, experts) with how it is run (parallel sizes, number
+formats, schedule callbacks). A module takes the first kind as a dict of plain values, so that YAML,
+``save_hyperparameters`` and safe checkpoint loading work; the second kind belongs to the strategy and to
+``Trainer(precision=...)`` and is refused here, so that a setting has one home. :func:`check_transformer_fields` runs in
+the module's constructor, before anything is allocated; :func:`build_transformer_config` when the model is made.
+``MCoreGPT`` calls both; a module of your own may too.
+"""
+
+import difflib
+import enum
+import importlib
+import typing
+import warnings
+from collections.abc import Callable, Mapping
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+from megatron.core import __version__
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from lightning_mcore.config.field_homes import DEFAULTS, OF_THE_MODULE, REQUIRED, SHORT_NAMES, check_home, check_lengths
+from lightning_mcore.config.field_values import accepts, choices_of, is_callable
+
+__all__ = ["DEFAULTS", "OF_THE_MODULE", "build_transformer_config", "check_transformer_fields"]
+
+_MEGATRON = __version__.partition("+")[0]  # 0.19 adds the commit of the folder that it runs in
+
+_ACTIVATIONS = ("torch.nn.functional", "megatron.core.activations")
+_INIT_METHODS = ("torch.nn.init",)
+
+
+def check_transformer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the model's fields of ``TransformerConfig``, by name and by value, and return them as a dict.
+
+    Args:
+        fields: Plain values by field name. Functions are given as an import path such as
+            ``"torch.nn.functional.silu"``, activations also as ``"gelu"``, ``"silu"``, ``"relu"``, ``"quick_gelu"`` or
+            ``"squared_relu"``; members of an enum by name.
+
+    Returns:
+        The same names and values.
+
+    Raises:
+        TypeError: It is not a mapping from names.
+        ValueError: A field is unknown, has another home, has a value of the wrong kind, or a required one is absent.
+    """
+    if not isinstance(fields, Mapping):
+        raise TypeError(f"transformer={fields!r} is not a dict of TransformerConfig fields")
+    hints = _hints(fields)
+    for name, value in fields.items():
+        check_home(name)
+        if name not in hints:
+            raise ValueError(_unknown(name, hints))
+        _check_value(name, value, hints[name])
+    missing = [name for name in REQUIRED if name not in fields]
+    if missing:
+        raise ValueError(f"transformer lacks {' and '.join(missing)}; give {', '.join(REQUIRED)} at least")
+    check_lengths(fields)
+    return dict(fields)
+
+
+def refuse_recorded_code(path: str, fields: Mapping[str, Any]) -> None:
+    """Refuse fields that a file names functions in, other than activations and init methods of torch and Megatron.
+
+    A user's own fields may name any function, and its module is imported; a checkpoint's may not.
+
+    Args:
+        path: The file, for the message.
+        fields: Those of ``TransformerConfig`` that come from it.
+
+    Raises:
+        ValueError: One names something else.
+    """
+    hints = _hints(fields)
+    for name, value in fields.items():
+        if value is None or not is_callable(hints.get(name)):
+            continue
+        allowed = _INIT_METHODS if "init_method" in name else _ACTIVATIONS
+        if not isinstance(value, str) or not _is_function_of(allowed, SHORT_NAMES.get(value, value)):
+            raise ValueError(
+                f"{path} has {name}={value!r}, and code is not imported because a file names it; only functions of"
+                f" {' and '.join(allowed)} are. If it is your own, give transformer={{{name!r}: {value!r}}} yourself"
+            )
+
+
+def _is_function_of(modules: tuple[str, ...], path: str) -> bool:
+    module, _, name = path.rpartition(".")
+    if module not in modules:
+        return False
+    function = getattr(importlib.import_module(module), name, None)
+    is_own = isinstance(function, FunctionType) and function.__module__ == module  # not what the module imports
+    return not name.startswith("_") and (is_own or isinstance(function, BuiltinFunctionType))
+
+
+def build_transformer_config(fields: Mapping[str, Any], owned: Mapping[str, Any]) -> TransformerConfig:
+    """Make Megatron's config of the model's fields, our :data:`DEFAULTS` and what strategy and precision own.
+
+    Args:
+        fields: What :func:`check_transformer_fields` returned; with ``multi_latent_attention`` the fields of
+            ``MLATransformerConfig`` too.
+        owned: ``MCoreModule.megatron_fields()`` and other values from outside the dict.
+
+    Returns:
+        A ``TransformerConfig``, or an ``MLATransformerConfig``.
+
+    Raises:
+        ValueError: A field is in both, or Megatron finds that the values contradict each other.
+    """
+    if doubled := sorted(fields.keys() & owned.keys()):
+        raise ValueError(f"{doubled[0]} is given in transformer and by the strategy; remove it from transformer")
+    hints = _hints(fields)
+    given = {name: _resolve(name, value, hints[name]) for name, value in fields.items()}
+    config_class = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="full scope is deprecated")  # Megatron's own default causes it
+        try:
+            return config_class(**{**DEFAULTS, **given, **owned})
+        except (AssertionError, NotImplementedError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"megatron-core {_MEGATRON} refuses this model: {reason}") from error
+
+
+def _hints(fields: Mapping[str, Any]) -> dict[str, Any]:
+    hints = typing.get_type_hints(TransformerConfig)
+    if fields.get("multi_latent_attention"):
+        hints = {**typing.get_type_hints(MLATransformerConfig), **hints}
+    return hints
+
+
+def _unknown(name: str, hints: Mapping[str, Any]) -> str:
+    if name in typing.get_type_hints(MLATransformerConfig):
+        return f"{name} is a field of multi-latent attention; set multi_latent_attention=True or remove it"
+    close = difflib.get_close_matches(name, hints, n=1)
+    suggestion = f"did you mean {close[0]}?" if close else "see TransformerConfig for those there are"
+    return f"TransformerConfig of megatron-core {_MEGATRON} has no field {name}; {suggestion}"
+
+
+def _check_value(name: str, value: Any, hint: Any) -> None:
+    if value is None or accepts(hint, value):
+        if is_callable(hint) and value is not None:
+            _import(name, value)
+        return
+    raise ValueError(f"{name}={value!r} does not fit; choose {choices_of(hint)}")
+
+
+def _resolve(name: str, value: Any, hint: Any) -> Any:
+    """Turn plain data into what Megatron wants: a function, a member of an enum, a tuple, a float."""
+    if value is None:
+        return None
+    if is_callable(hint):
+        return _import(name, value)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return hint[value]
+    if any(typing.get_origin(choice) is tuple for choice in (hint, *typing.get_args(hint))):
+        return tuple(value)
+    return value
+
+
+def _import(name: str, path: str) -> Callable[..., Any]:
+    module, _, attribute = SHORT_NAMES.get(path, path).rpartition(".")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError):
+        function = None
+    if not callable(function):
+        short = ", ".join(SHORT_NAMES)
+        raise ValueError(f"{name}={path!r} names no function; give an import path, or for an activation one of {short}")
+    return typing.cast(Callable[..., Any], function)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the optimizers of ``optimizer.py``: rebuilds the user's optimizer as Megatron's, or wraps it.
+
+The strategy calls :func:`make_optimizer` in ``setup`` for each optimizer that ``configure_optimizers`` returned.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
+from torch.optim import Optimizer
+
+from lightning_mcore.optimizer.kinds import check_kind, megatron_fields
+from lightning_mcore.optimizer.loss_scale import LossScaler
+from lightning_mcore.optimizer.megatron import GROUP_INDEX, MCoreOptimizer
+from lightning_mcore.optimizer.options import check_options
+from lightning_mcore.optimizer.parts import optimizer_parts
+from lightning_mcore.parallel.groups import process_group
+
+
+@dataclass(frozen=True)
+class OptimizerSetting:
+    """How Megatron runs the optimizer.
+
+    Args:
+        inline: Lightning's own loop runs backward (plain modules), not Megatron's schedule.
+        precision: The fields of Megatron's ``OptimizerConfig`` that the precision owns.
+        distributed: Shard optimizer state and fp32 copies over the data-parallel ranks.
+        overlap_param_gather: The sharded step leaves gathering the parameters to the next forward.
+        tensor_parallel_size: Ranks that share each matrix, those of experts included.
+        expert_model_parallel_size: Ranks that share the experts, whose gradients then have a norm group of their own.
+        config: Megatron's config for everything else, None for its defaults.
+        scaler: The loss scale of the run under fp16, None in other precisions.
+    """
+
+    inline: bool
+    precision: Mapping[str, Any]
+    distributed: bool
+    overlap_param_gather: bool
+    tensor_parallel_size: int
+    expert_model_parallel_size: int
+    config: OptimizerConfig | None = None
+    scaler: LossScaler | None = None
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether the optimizer works on fp32 copies of the parameters."""
+        return bool(self.precision["params_dtype"] != torch.float32)
+
+
+def configure_optimizers(module: pl.LightningModule) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
+    """Return what the module's ``configure_optimizers`` returned, as Lightning reads it.
+
+    Raises:
+        ValueError: An optimizer was given no parameters, as by a pipeline stage that is frozen as a whole.
+    """
+    try:
+        return _init_optimizers_and_lr_schedulers(module)
+    except ValueError as error:
+        if "empty parameter list" in str(error):
+            raise ValueError(
+                f"{error} in configure_optimizers; give it all parameters of the stage, frozen ones too, for some"
+                " stages may have none that are trained"
+            ) from error
+        raise
+
+
+def make_optimizer(
+    user: Optimizer, chunks: Sequence[DistributedDataParallel], setting: OptimizerSetting
+) -> MCoreOptimizer:
+    """Put Megatron's step behind a torch optimizer.
+
+    Collective over the world.
+
+    Args:
+        user: A torch optimizer over parameters of the chunks.
+        chunks: The model chunks, wrapped in Megatron's DistributedDataParallel.
+        setting: How Megatron runs it.
+
+    Returns:
+        An optimizer of the user's class.
+
+    Raises:
+        TypeError: The optimizer cannot be rebuilt where it must be.
+        ValueError: ``setting.config`` asks for what this optimizer has not, or a parameter of the model needs
+            gradients but is in no group.
+    """
+    check_kind(
+        user,
+        inline=setting.inline,
+        distributed=setting.distributed,
+        tensor_parallel_size=setting.tensor_parallel_size,
+        expert_model_parallel_size=setting.expert_model_parallel_size,
+        may_skip_steps=setting.scaler is not None,
+    )
+    rebuilt = setting.distributed or (megatron_fields(user) is not None and not setting.inline)
+    check_options(setting.config, megatron_fields(user) if rebuilt else None, type(user).__name__)
+    parameters = [parameter for group in user.param_groups for parameter in group["params"]]
+    megatron = _rebuild(user, chunks, setting) if rebuilt else _wrap(user, setting)
+    scaler = setting.scaler.attach(megatron) if setting.scaler is not None else None
+    return MCoreOptimizer(user, megatron, parameters, chunks, rebuilt=rebuilt, inline=setting.inline, scaler=scaler)
+
+
+def _config(fields: dict[str, Any], setting: OptimizerSetting) -> OptimizerConfig:
+    return dataclasses.replace(
+        setting.config or OptimizerConfig(),
+        use_distributed_optimizer=setting.distributed,
+        overlap_param_gather=setting.overlap_param_gather,
+        clip_grad=0.0,
+        **setting.precision,
+        **fields,
+    )
+
+
+def _rebuild(
+    user: Optimizer, chunks: Sequence[DistributedDataParallel], setting: OptimizerSetting
+) -> MegatronOptimizer:
+    fields = megatron_fields(user)
+    assert fields is not None
+    _check_every_parameter_is_grouped(user, chunks)
+    own = ("betas", "eps") if fields["optimizer"] == "adam" else ("momentum",)
+    hyperparameters = ("lr", "weight_decay", *own)
+    overrides = {}
+    for index, group in enumerate(user.param_groups, start=1):
+        key = ParamKey(with_name_predicate=_MemberOf(index, group["params"]).predicate())
+        values = {name: group[name] for name in hyperparameters}
+        overrides[key] = {GROUP_INDEX: index, **values, "lr": float(group["lr"])}
+    megatron = get_megatron_optimizer(
+        _config(fields, setting), list(chunks), config_overrides=overrides, use_gloo_process_groups=False
+    )
+    for part in optimizer_parts(megatron):
+        if getattr(part, "init_state_fn", _no_initial_state) is None:  # SGD's; Megatron calls it to load a checkpoint
+            part.init_state_fn = _no_initial_state
+    return megatron
+
+
+class _MemberOf:
+    """Tells Megatron which parameters belong to a user's group."""
+
+    def __init__(self, index: int, parameters: list[torch.nn.Parameter]) -> None:
+        self._index = index
+        self._members = {id(parameter) for parameter in parameters}
+
+    def predicate(self) -> ParamWithNamePredicate:
+        return ParamWithNamePredicate(
+            name=f"group_{self._index}", fn=lambda parameter, name: id(parameter) in self._members
+        )
+
+
+def _check_every_parameter_is_grouped(user: Optimizer, chunks: Sequence[DistributedDataParallel]) -> None:
+    grouped = {id(parameter) for group in user.param_groups for parameter in group["params"]}
+    named = (pair for chunk in chunks for pair in chunk.module.named_parameters())
+    missing = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in grouped]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} parameters need gradients but are in no group of the optimizer, the first is "
+            f"{missing[0]!r}; add them in configure_optimizers or freeze them with requires_grad_(False)"
+        )
+
+
+def _wrap(user: Optimizer, setting: OptimizerSetting) -> MegatronOptimizer:
+    config = _config({"optimizer": "sgd", "lr": 0.0}, setting)
+    if not setting.inline:
+        for index, group in enumerate(user.param_groups, start=1):  # what Megatron tells groups apart by on loading
+            group |= {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, GROUP_INDEX: index}
+    if setting.low_precision:
+        scaler = setting.scaler.megatron if setting.scaler is not None else None
+        megatron: MegatronOptimizer = Float16OptimizerWithFloat16Params(user, config, scaler, _no_initial_state)
+    else:
+        megatron = FP32Optimizer(user, config, _no_initial_state)
+    megatron.grad_stats_parallel_group = process_group("model")
+    megatron.tp_group = process_group("tp")
+    return megatron
+
+
+def _no_initial_state(optimizer: Optimizer, config: OptimizerConfig | None = None) -> None:
+    """Leave the state to the user's optimizer, which makes it at its first step."""

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loss scaling for fp16: how large the scale is, who agrees on it, and what happens to a step that overflows.
+
+The smallest gradient that fp16 can hold is 6e-8, so the loss is multiplied by a scale before backward and the gradients
+are divided by it before the step. If one of them is inf or nan, the step is skipped on every rank, and after
+``hysteresis`` such steps the scale is halved; after ``loss_scale_window`` steps without, it is doubled. All of that is
+Megatron's ``DynamicGradScaler``, with the settings of ``fp16.py``; this file adds what it lacks:
+
+* :class:`LossScaler` is the one scale of a run, whatever the number of optimizers, with a state that a checkpoint can
+  hold;
+* :class:`AgreedGradScaler` is the scaler of one optimizer. Megatron gives dense and expert parameters a scaler each and
+  scales the loss by the first; an overflow in one of them alone would drive the two apart, and leave the gradients of
+  the other wrong by the factor between them. Here the parts share one scale, which moves when all have reported;
+* :class:`SkippableSchedule` is a learning-rate schedule that is not due after a skipped step.
+
+``precision.py`` makes the scaler, ``optimizer_factory.py`` attaches it to the optimizers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from lightning_mcore.config.fp16 import LossScaling
+from lightning_mcore.optimizer.parts import optimizer_parts
+
+_NEVER = 2**62  # batches
+
+
+class LossScaler:
+    """The loss scale of a run, which all of its optimizers share.
+
+    Args:
+        settings: How it moves.
+
+    Source: ``get_megatron_optimizer`` in megatron/core/optimizer, which makes the scaler (0.16).
+    """
+
+    def __init__(self, settings: LossScaling) -> None:
+        self.megatron: MegatronGradScaler
+        if settings.loss_scale is not None:
+            self.megatron = ConstantGradScaler(settings.loss_scale)
+        else:
+            self.megatron = DynamicGradScaler(
+                initial_scale=settings.initial_loss_scale,
+                min_scale=settings.min_loss_scale,
+                growth_factor=2.0,
+                backoff_factor=0.5,
+                growth_interval=settings.loss_scale_window,
+                hysteresis=settings.hysteresis,
+            )
+        self.attached: list[AgreedGradScaler] = []
+
+    @property
+    def scale(self) -> Tensor:
+        """What the loss is multiplied by, [1] in fp32 on the device."""
+        scale: Tensor = self.megatron.scale
+        return scale
+
+    def update(self, found_inf: bool) -> None:
+        """Move the scale after a step."""
+        self.megatron.update(found_inf)
+
+    def attach(self, megatron: MegatronOptimizer) -> "AgreedGradScaler":
+        """Give every part of an optimizer the scale of this run in place of a scaler of its own."""
+        parts = [p for p in optimizer_parts(megatron) if getattr(p, "grad_scaler", None)]
+        agreed = AgreedGradScaler(self, num_parts=max(len(parts), 1))
+        for part in parts:
+            part.grad_scaler = agreed
+        self.attached.append(agreed)
+        return agreed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain numbers, which ``torch.load(weights_only=True)`` reads."""
+        state = {name: float(value) for name, value in self.megatron.state_dict().items()}
+        return {**state, "num_skipped_steps": [scaler.num_skipped_steps for scaler in self.attached]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned; a constant scale stays what the run says."""
+        for scaler, count in zip(self.attached, state["num_skipped_steps"], strict=True):
+            scaler.num_skipped_steps = count
+        if "scale" in state:
+            self.megatron.load_state_dict(
+                {
+                    "scale": torch.tensor([state["scale"]]),
+                    "growth_tracker": int(state["growth_tracker"]),
+                    "hysteresis_tracker": int(state["hysteresis_tracker"]),
+                }
+            )
+
+
+class AgreedGradScaler(MegatronGradScaler):  # type: ignore[misc]  # Megatron's class has no types
+    """The scaler of one optimizer: all of its parts report, then the scale of the run moves once.
+
+    Args:
+        run: The scale of the run.
+        num_parts: Optimizers inside Megatron's, each of which reports once a step.
+    """
+
+    def __init__(self, run: LossScaler, num_parts: int) -> None:
+        # MegatronGradScaler.__init__ is not called: it would make a scale of its own.
+        self._run = run
+        self._num_parts = num_parts
+        self._found: list[bool] = []
+        self._scale_of_gradients: Tensor | None = None
+        self.step_skipped = False
+        self.num_skipped_steps = 0
+
+    @property
+    def scale(self) -> Tensor:
+        """What the loss is multiplied by, [1]."""
+        return self._run.scale
+
+    @property
+    def inv_scale(self) -> Tensor:
+        """What the gradients are multiplied by, [1]."""
+        scale = self.scale if self._scale_of_gradients is None else self._scale_of_gradients
+        return scale.double().reciprocal().float()
+
+    def remember_scale(self) -> None:
+        """Take note that backward ran at the scale of now, which another optimizer's step may move before ours."""
+        self._scale_of_gradients = self.scale.clone()
+
+    def update(self, found_inf: bool) -> None:
+        """Take one part's report; with the last the scale of the run moves."""
+        self._found.append(bool(found_inf))
+        if len(self._found) < self._num_parts:
+            return
+        overflow = any(self._found)
+        self._found.clear()
+        self.step_skipped = overflow
+        self.num_skipped_steps += overflow
+        self._run.update(overflow)
+
+    def unscale(self, gradients: Sequence[Tensor], group: dist.ProcessGroup) -> bool:
+        """Divide gradients by the scale in place; where Megatron's optimizer does not do it.
+
+        Args:
+            gradients: Dense tensors of any shape and floating-point type.
+            group: The ranks that must agree.
+
+        Returns:
+            Whether an element is inf or nan on any rank of the group.
+
+        Source: ``MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan`` in megatron/core/optimizer (0.16).
+        """
+        found_inf = torch.zeros_like(self.scale)
+        for dtype in {gradient.dtype for gradient in gradients}:
+            same_dtype = [gradient for gradient in gradients if gradient.dtype == dtype]
+            torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, self.inv_scale)
+        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
+        overflow = bool(found_inf.item())
+        self.update(overflow)
+        return overflow
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the state of the run is saved once, by the precision plugin."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load nothing."""
+
+
+class SkippableSchedule(LRSchedulerConfig):
+    """A learning-rate schedule by step that stands still when the step was skipped.
+
+    After each step Lightning's loop advances the schedules that are due by their ``frequency``; after a skipped step
+    this one is not due. Everything else about it is the config that ``configure_optimizers`` returned.
+
+    Args:
+        config: What Lightning made of it.
+        scaler: That of the optimizer whose steps it follows.
+
+    Source: ``_TrainingEpochLoop._update_learning_rates`` in lightning/pytorch/loops (2.6).
+    """
+
+    def __init__(self, config: LRSchedulerConfig, scaler: AgreedGradScaler) -> None:
+        self._scaler = scaler
+        super().__init__(**{field.name: getattr(config, field.name) for field in fields(LRSchedulerConfig)})
+
+    @property
+    def frequency(self) -> int:
+        """Every how many batches or epochs it advances."""
+        return _NEVER if self.interval == "step" and self._scaler.step_skipped else self._frequency
+
+    @frequency.setter
+    def frequency(self, value: int) -> None:
+        self._frequency = value
+
+
+def skippable(configs: Sequence[LRSchedulerConfig], scaler: AgreedGradScaler) -> list[LRSchedulerConfig]:
+    """Return the schedules, which now stand still when a step is skipped."""
+    return [c if isinstance(c, SkippableSchedule) else SkippableSchedule(c, scaler) for c in configs]

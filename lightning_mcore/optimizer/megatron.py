@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's optimizer behind the torch optimizer that the user made.
+
+``configure_optimizers`` returns an ordinary torch optimizer; LR schedulers, ``LearningRateMonitor`` and the user hold
+on to it. :class:`MCoreOptimizer` stands in its place: an instance of the same class that shares its ``param_groups``,
+but whose ``step`` is Megatron's. There are two kinds:
+
+* **rebuilt**: Adam, AdamW and SGD become Megatron's optimizer of that name with the same groups (sharded over the
+  data-parallel ranks with the distributed optimizer). At each step its groups take the learning rate, weight decay,
+  betas and so on from the user's groups, which the LR scheduler moves.
+* **wrapped**: any other optimizer, and every optimizer of a plain module, does its own stepping; Megatron only prepares
+  the gradients, keeps fp32 copies where the parameters are bf16, and clips.
+
+Lightning calls ``training_step``, ``zero_grad``, ``backward``. After the schedule, which has run backward inside
+``training_step``, that ``zero_grad`` must not touch the gradients; the schedule zeroes the buffers before it starts.
+
+Under fp16 the gradients are those of the scaled loss. Megatron's mixed-precision optimizers divide them by the scale
+and skip the step if one is inf or nan; where the parameters are fp32 (a plain module under autocast) that is done here.
+"""
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
+from torch.optim import Optimizer
+
+from lightning_mcore.optimizer.loss_scale import AgreedGradScaler
+from lightning_mcore.optimizer.parts import optimizer_parts
+from lightning_mcore.parallel.groups import process_group
+
+# One of the four fields by which Megatron tells groups apart on loading; it has no other use, so it carries our index.
+GROUP_INDEX = "is_decoupled_lr"
+# Others of these fields (megatron-core 0.19), whose names torch's LR schedulers use in the user's groups for their own.
+_IDENTIFY = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult")
+# What a group says of how it is computed and not what; an offloaded optimizer has choices of its own for each device.
+_OF_IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")
+
+
+class MCoreOptimizer(Optimizer):
+    """The user's optimizer with Megatron's step.
+
+    Args:
+        user: What ``configure_optimizers`` returned.
+        megatron: Megatron's optimizer over the same parameters.
+        parameters: The parameters in the user's groups, before Megatron put fp32 copies in their place.
+        chunks: The wrapped model chunks, whose gradient buffers it zeroes.
+        rebuilt: Whether ``megatron`` has groups of its own that follow the user's.
+        inline: Whether ``zero_grad`` also zeroes the gradient buffers.
+        scaler: The loss scale under fp16, None in other precisions.
+    """
+
+    def __init__(
+        self,
+        user: Optimizer,
+        megatron: MegatronOptimizer,
+        parameters: Sequence[torch.nn.Parameter],
+        chunks: Sequence[DistributedDataParallel],
+        rebuilt: bool,
+        inline: bool,
+        scaler: AgreedGradScaler | None = None,
+    ) -> None:
+        # Optimizer.__init__ is not called: groups, defaults and hooks are the user's optimizer's own.
+        self.user = user
+        self.megatron = megatron
+        self.rebuilt = rebuilt
+        self.grad_norm: float | None = None
+        self.num_zeros_in_grad: float | None = None
+        self.step_skipped = False
+        self._chunks = chunks
+        self._inline = inline
+        self._clip_value = 0.0
+        self._clip_by_value = False
+        self._grads_are_ready = self.gradients_are_summed = False
+        self._overflow = False
+        self._scaler = scaler
+        self._parameters = list(parameters)
+        self.__class__ = _class_of(type(user))  # type: ignore[arg-type]  # a class can be hashed
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The user's optimizer; ``LearningRateMonitor`` names its columns after it."""
+        return self.user
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The user's groups, which LR schedulers move."""
+        return self.user.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.user.param_groups = groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The user's defaults."""
+        return self.user.defaults
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """Optimizer state by parameter; with Megatron's own optimizer the keys are the parameters it works on."""
+        if not self.rebuilt:
+            return self.user.state
+        return {p: s for part in self._parts for p, s in part.optimizer.state.items()}
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of the next step is multiplied by; 1 without loss scaling."""
+        return float(self._scaler.scale) if self._scaler is not None else 1.0
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps of this run that were skipped because a gradient was inf or nan."""
+        return self._scaler.num_skipped_steps if self._scaler is not None else 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, except those that the schedule has just made (see the module's text)."""
+        if not self._inline:
+            return
+        self.user.zero_grad(set_to_none)  # which may be a method of the user's own
+        self.megatron.zero_grad(set_to_none)
+        self._grads_are_ready = self.gradients_are_summed = False
+        owns_all = self._owns_every_parameter
+        if owns_all:
+            for chunk in self._chunks:
+                chunk.zero_grad_buffer()
+        for parameter in self._own_parameters:
+            parameter.grad = None
+            if not owns_all and hasattr(parameter, "main_grad"):
+                parameter.main_grad.zero_()
+                parameter.grad_added_to_main_grad = False
+
+    def gradients_changed(self, are_summed: bool = False) -> None:
+        """Take note that backward has run, or is about to under a schedule; the strategy calls it."""
+        self._grads_are_ready = False
+        self.gradients_are_summed = are_summed
+        if self._scaler is not None:
+            self._scaler.remember_scale()
+
+    def unscale(self) -> None:
+        """Divide the gradients by the loss scale now, where hooks and clipping are shown the ones that are stepped."""
+        if self._scaler is not None and isinstance(self.megatron, FP32Optimizer):
+            self._prepare_grads()
+
+    def clip(self, value: float, by_value: bool) -> None:
+        """Clip the gradients now if they are whole, else remember the value for the step.
+
+        Args:
+            value: The largest norm, or with ``by_value`` the largest element; 0 for no clipping.
+            by_value: Clip each element instead of the norm of all.
+        """
+        if value <= 0:
+            return
+        if self.rebuilt:
+            self._clip_value, self._clip_by_value = value, by_value
+            return
+        self._prepare_grads()
+        if self._overflow:
+            return
+        if by_value:
+            torch.nn.utils.clip_grad_value_(self.megatron.get_parameters(), value)
+        else:
+            self.grad_norm = self.megatron.clip_grad_norm(value)
+
+    def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
+        """Run the closure (forward and backward), then step.
+
+        Args:
+            closure: What Lightning passes; evaluated once, before the step.
+            arguments: For the ``step`` of the user's optimizer, where it does its own stepping.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            TypeError: There are arguments for a step that is Megatron's.
+        """
+        if closure is not None and self.stepped_by_user:  # LBFGS evaluates it several times
+            return self.user.step(closure=lambda: self._evaluate(closure), **arguments)
+        if arguments:
+            raise TypeError(
+                f"step({', '.join(arguments)}) is not available, for the step is Megatron's; leave them out"
+            )
+        if not self.rebuilt:
+            return self._step_user(closure)
+        result = closure() if closure is not None else None
+        self._follow_user_groups()
+        succeeded, self.grad_norm, self.num_zeros_in_grad = self._step_megatron()
+        self.step_skipped = not succeeded
+        self.user._opt_called = True  # type: ignore[attr-defined]  # what an LR scheduler looks for
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: as the user's optimizer would, unless Megatron keeps fp32 copies of the parameters."""
+        if self._has_main_parameters:
+            return {"megatron": self.megatron.state_dict(), "param_groups": self._hyperparameters()}
+        if self.rebuilt:
+            self.user.state = defaultdict(dict, self.state)
+        return self.user.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: The state has no fp32 copies of the parameters, which this precision needs.
+        """
+        if self._has_main_parameters:
+            if "megatron" not in state_dict:
+                raise ValueError(
+                    "the checkpoint's optimizer state was saved in another precision or without Megatron, so it lacks"
+                    " the fp32 copies of the parameters; load its weights alone, or train in the precision of the save"
+                )
+            if self.rebuilt:
+                self.megatron.load_state_dict(state_dict["megatron"])
+            else:
+                self._load_wrapped(state_dict["megatron"])
+            for group, values in zip(self.user.param_groups, state_dict["param_groups"], strict=True):
+                group.update(values)
+            return
+        self.user.load_state_dict(state_dict)
+        if self.rebuilt:
+            for part in self._parts:
+                for group in part.optimizer.param_groups:
+                    part.optimizer.state.update(
+                        {p: self.user.state[p] for p in group["params"] if p in self.user.state}
+                    )
+
+    def _load_wrapped(self, state: dict[str, Any]) -> None:
+        """Do what Megatron's ``load_state_dict`` does, which wants fields in the groups that only its own have.
+
+        Source: ``Float16OptimizerWithFloat16Params.load_state_dict`` in megatron/core/optimizer (0.16).
+        """
+        self.user.load_state_dict(state["optimizer"])
+        copies = (p for group in self.megatron.fp32_from_float16_groups for p in group)
+        saved = (p for group in state["fp32_from_fp16_params"] for p in group)
+        for copy, value in zip(copies, saved, strict=True):
+            copy.data.copy_(value.data)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, where the user's optimizer does its own stepping on the parameters themselves.
+
+        Raises:
+            RuntimeError: Megatron's optimizer has fixed its groups, or a parameter has no gradient buffer.
+        """
+        if self.rebuilt or self._has_main_parameters:
+            raise RuntimeError(
+                "parameter groups are fixed once Megatron's optimizer is made; add them in configure_optimizers"
+            )
+        added = param_group["params"]
+        frozen = [p for p in ([added] if isinstance(added, torch.Tensor) else added) if not hasattr(p, "main_grad")]
+        if frozen and process_group("dp").size() > 1:
+            raise RuntimeError(
+                f"{len(frozen)} parameters of the new group were frozen when training began, so their gradients would"
+                " not be reduced over the data-parallel ranks; train them from the start, at a learning rate of 0"
+            )
+        self.user.add_param_group(param_group)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "user":  # not set yet, while unpickling
+            raise AttributeError(name)
+        return getattr(self.user, name)
+
+    def __repr__(self) -> str:
+        return repr(self.user)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.user,)  # a pickled trainer carries the user's optimizer; Megatron's holds process groups
+
+    @property
+    def _own_parameters(self) -> list[Any]:
+        """The parameters as they were given (Megatron puts fp32 copies in the groups) and those added since."""
+        return [*self._parameters, *(p for group in self.user.param_groups for p in group["params"])]
+
+    @property
+    def _owns_every_parameter(self) -> bool:
+        # Not by requires_grad: toggle_optimizer() turns it off for the parameters of the other optimizers.
+        own = {id(parameter) for parameter in self._own_parameters}
+        return all(id(p) in own for chunk in self._chunks for p in chunk.parameters() if hasattr(p, "main_grad"))
+
+    @property
+    def _has_main_parameters(self) -> bool:
+        """Whether Megatron steps copies of the parameters (in fp32, or of this rank's share) instead of themselves."""
+        return any(not isinstance(part, FP32Optimizer) for part in self._parts)
+
+    def _hyperparameters(self) -> list[dict[str, Any]]:
+        return [{k: v for k, v in group.items() if k != "params"} for group in self.user.param_groups]
+
+    @property
+    def _parts(self) -> list[MegatronOptimizer]:
+        return [part for part in optimizer_parts(self.megatron) if not part.is_stub_optimizer]
+
+    def _follow_user_groups(self) -> None:
+        own = ("params", *_IDENTIFY, *(_OF_IMPLEMENTATION if self.megatron.config.optimizer_cpu_offload else ()))
+        for group in self.megatron.param_groups:
+            user_group = self.user.param_groups[int(group[GROUP_INDEX]) - 1]
+            group.update({k: _plain(v) for k, v in user_group.items() if k not in own and (k in group or k == "lr")})
+
+    def _step_megatron(self) -> tuple[bool, float | None, float | None]:
+        """Clip and step Megatron's optimizer.
+
+        Returns:
+            Whether the step was made, the norm of the gradients before clipping, and the number of zeros in them.
+        """
+        value, by_value = self._clip_value, self._clip_by_value
+        self._clip_value, self._clip_by_value = 0.0, False
+        for part in self._parts:
+            part.config.clip_grad = 0.0 if by_value else value
+        if not by_value:
+            result: tuple[bool, float | None, float | None] = self.megatron.step()
+            return result
+        if self.megatron.prepare_grads():
+            return False, None, None
+        norm = self.megatron.get_grad_norm()
+        for part in self._parts:
+            _clamp_grads(part, value)
+        return self.megatron.step_with_ready_grads(), norm, self._count_zeros()
+
+    def _count_zeros(self) -> float | None:
+        zeros: float | None = self.megatron.count_zeros() if self.megatron.config.log_num_zeros_in_grad else None
+        return zeros
+
+    def _step_user(self, closure: Callable[[], Any] | None) -> Any:
+        result = self._evaluate(closure) if closure is not None else None
+        self._prepare_grads()
+        self.step_skipped = self._overflow
+        if self.step_skipped:
+            self.grad_norm = self.num_zeros_in_grad = None
+            return result
+        self.num_zeros_in_grad = self._count_zeros()
+        self.megatron.step_with_ready_grads()
+        return result
+
+    @property
+    def stepped_by_user(self) -> bool:
+        """Whether the user's optimizer steps the model's own parameters, with the gradients as they are."""
+        return not self.rebuilt and isinstance(self.megatron, FP32Optimizer) and self._scaler is None
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        with torch.enable_grad():
+            result = closure()
+        self._prepare_grads()
+        self.num_zeros_in_grad = self._count_zeros()
+        return result
+
+    def _prepare_grads(self) -> None:
+        """Hand Megatron's gradients to the parameters that are stepped, once: a second time would undo clipping."""
+        if self._grads_are_ready:
+            return
+        if self._inline and not self.rebuilt:
+            self._prepare_shown_grads()
+        else:
+            self._overflow = self.megatron.prepare_grads()
+        if self._scaler is not None and isinstance(self.megatron, FP32Optimizer):
+            gradients = [p.grad for p in self.megatron.get_parameters() if p.grad is not None]
+            self._overflow = self._scaler.unscale(gradients, process_group("dp_cp"))
+        self._grads_are_ready = True
+
+    def _prepare_shown_grads(self) -> None:
+        """Prepare the gradients of a plain module, whose hooks may have put another in the place of the one shown."""
+        buffered = [p for p in self._own_parameters if hasattr(p, "main_grad")]
+        if isinstance(self.megatron, FP32Optimizer) and all(p.main_grad.dtype == p.dtype for p in buffered):
+            self._overflow = False  # the parameters are stepped with the gradients that they show, or with none
+            return
+        shown = [p for p in buffered if p.grad is not None]
+        for parameter in shown:
+            if parameter.grad is not parameter.main_grad:
+                parameter.main_grad.copy_(parameter.grad)
+        self._overflow = self.megatron.prepare_grads()
+        for parameter in shown:
+            parameter.grad = parameter.main_grad
+
+
+@functools.cache
+def _class_of(user: type[Optimizer]) -> type[MCoreOptimizer]:
+    """Return the class of the adapters of a user's class, one and the same for all of them."""
+    return type(f"MCore{user.__name__}", (MCoreOptimizer, user), {})
+
+
+def _plain(value: Any) -> Any:
+    """Return a hyperparameter as Megatron takes it: a torch optimizer may hold its learning rate in a tensor."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _clamp_grads(part: MegatronOptimizer, value: float) -> None:
+    """Clip each element of the gradients that ``part`` steps with; on a rank's share of them it is as exact."""
+    for parameter in part.get_parameters():
+        for name in ("grad", "decoupled_grad"):  # the second where Megatron's optimizer is aware of precision
+            if (gradient := getattr(parameter, name, None)) is not None:
+                gradient.clamp_(-value, value)
+
+
+def optimizer_after_run(optimizer: Optimizer) -> Optimizer:
+    """Return the user's optimizer where it needs Megatron no more: it stepped the model's own parameters itself."""
+    return optimizer.user if isinstance(optimizer, MCoreOptimizer) and optimizer.stepped_by_user else optimizer
+
+
+def _itself(optimizer: Optimizer) -> Optimizer:
+    return optimizer

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``MCoreStrategy(optimizer_config=...)``: Megatron's ``OptimizerConfig`` for what has no other home.
+
+Learning rates belong to the torch optimizer that ``configure_optimizers`` returns, clipping to the Trainer, number
+formats to the precision, sharding to the strategy's arguments. A field of the config that says one of these things a
+second time is refused by name; so is an option that would do nothing, or that the device cannot do. What is left goes
+into the config that Megatron's optimizer is made with:
+
+* memory: ``optimizer_cpu_offload`` with its fraction; ``use_precision_aware_optimizer`` with the types of main
+  gradients, main parameters and moments;
+* ``log_num_zeros_in_grad``: :attr:`~lightning_mcore.optimizer.megatron.MCoreOptimizer.num_zeros_in_grad`.
+
+The checks run when they can: the values at construction (:func:`check_optimizer_config`), the device when the trainer
+meets the model (:func:`check_optimizer_device`), the optimizer when it is known (:func:`check_options`). Each raises
+the first sentence of a generator over plain data, all of which ``lightning-mcore plan`` collects without Megatron.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning_mcore.config.field_homes import (
+    OF_OFFLOAD,
+    OF_OTHER_OPTIMIZERS,
+    OF_TORCH_OPTIMIZER,
+    OPTIMIZER_HOMES,
+    OPTIMIZER_NOT_AVAILABLE,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from megatron.core.optimizer import OptimizerConfig
+
+_OF_AWARE_OPTIMIZER = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+
+
+def check_optimizer_config(config: "OptimizerConfig | None", distributed: bool) -> None:
+    """Refuse fields that have another home, and options without what they need.
+
+    Args:
+        config: What ``MCoreStrategy(optimizer_config=...)`` was given.
+        distributed: Whether the strategy shards the optimizer.
+
+    Raises:
+        TypeError: It is not an ``OptimizerConfig``.
+        ValueError: A field has another home, is not available here, or lacks another.
+    """
+    from megatron.core.optimizer import OptimizerConfig
+
+    if config is None:
+        return
+    if not isinstance(config, OptimizerConfig):
+        raise TypeError(f"optimizer_config={config!r} is not an OptimizerConfig; make one from megatron.core.optimizer")
+    defaults = OptimizerConfig()
+    names = [name for name in vars(defaults) if name in OptimizerConfig.__dataclass_fields__]
+    if config.use_precision_aware_optimizer:  # Megatron itself turns it off where TransformerEngine is too old for it
+        names.remove("store_param_remainders")
+    given = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(defaults, name)}
+    _raise_first(refused_of_config(given, distributed))
+
+
+def refused_of_config(given: Mapping[str, Any], distributed: bool) -> Iterator[str]:
+    """Yield a sentence for each field that has another home or lacks another one.
+
+    Args:
+        given: The fields of ``optimizer_config`` that do not have Megatron's default.
+        distributed: Whether the strategy shards the optimizer.
+    """
+    for name, value in given.items():
+        if name in OPTIMIZER_HOMES:
+            yield f"optimizer_config.{name}={value!r} has another home: set it through {OPTIMIZER_HOMES[name]}"
+        elif name.startswith(OF_OTHER_OPTIMIZERS):
+            yield f"optimizer_config.{name}={value!r} has another home: set it through {OF_TORCH_OPTIMIZER}"
+        elif name in OPTIMIZER_NOT_AVAILABLE:
+            yield f"optimizer_config.{name}={value!r} is not available: {OPTIMIZER_NOT_AVAILABLE[name]}; leave it out"
+    if given.get("use_distributed_optimizer") and not distributed:
+        yield (
+            "optimizer_config.use_distributed_optimizer=True contradicts the strategy, which does not shard the"
+            " optimizer; set MCoreStrategy(use_distributed_optimizer=True)"
+        )
+    yield from _refused_offload(given)
+    yield from refused_by_megatron(given, distributed)
+
+
+def refused_by_megatron(given: Mapping[str, Any], distributed: bool) -> Iterator[str]:
+    """Yield a sentence for what Megatron's config asserts against when it is made.
+
+    Args:
+        given: The fields of ``optimizer_config`` that do not have Megatron's default.
+        distributed: Whether the strategy shards the optimizer.
+
+    Source: ``OptimizerConfig.__post_init__`` (megatron-core 0.16.1 and 0.19.2).
+    """
+    if given.get("use_precision_aware_optimizer"):
+        if not (distributed or given.get("use_distributed_optimizer")):
+            yield (
+                "optimizer_config.use_precision_aware_optimizer=True needs the distributed optimizer; set"
+                " MCoreStrategy(use_distributed_optimizer=True)"
+            )
+        return
+    for name in _OF_AWARE_OPTIMIZER:
+        if name in given:
+            yield (
+                f"optimizer_config.{name}={given[name]} needs use_precision_aware_optimizer=True, whose state it is;"
+                " set both"
+            )
+
+
+def _refused_offload(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for an offload that offloads nothing, and what Megatron-LM refuses (``validate_args``, 0.16)."""
+    if not given.get("optimizer_cpu_offload"):
+        for name in OF_OFFLOAD:
+            if name in given:
+                yield (
+                    f"optimizer_config.{name}={given[name]!r} does nothing without optimizer_cpu_offload=True; set both"
+                )
+        return
+    fraction = given.get("optimizer_offload_fraction", 0.0)
+    if not 0.0 < fraction <= 1.0:
+        yield (
+            f"optimizer_config.optimizer_offload_fraction={fraction} with optimizer_cpu_offload=True"
+            f" {'offloads nothing' if fraction == 0 else 'is no fraction'}; choose more than 0, and at most 1"
+        )
+    if not given.get("use_precision_aware_optimizer"):
+        yield (
+            "optimizer_config.optimizer_cpu_offload=True needs use_precision_aware_optimizer=True and the distributed"
+            " optimizer, whose code Megatron's offload shares; set both"
+        )
+
+
+def check_optimizer_device(
+    config: "OptimizerConfig | None", device: "torch.device", ddp_fields: Mapping[str, Any]
+) -> None:
+    """Refuse options that the device or the precision cannot do; called before anything is allocated.
+
+    Args:
+        config: What the strategy was given.
+        device: Where the model will be.
+        ddp_fields: The fields of Megatron's ``DistributedDataParallelConfig`` that the precision owns.
+
+    Raises:
+        ValueError: The option needs a GPU, or gradients in another type.
+    """
+    if config is not None:
+        _raise_first(refused_on_device(vars(config), device.type, bool(ddp_fields.get("grad_reduce_in_fp32"))))
+
+
+def refused_on_device(given: Mapping[str, Any], device_type: str, sums_in_fp32: bool) -> Iterator[str]:
+    """Yield a sentence for each option that the device or the precision cannot do.
+
+    Args:
+        given: Fields of ``optimizer_config``.
+        device_type: ``"cuda"`` or ``"cpu"``.
+        sums_in_fp32: Whether the precision sums gradients in fp32.
+    """
+    if given.get("optimizer_cpu_offload") and device_type != "cuda":
+        yield (
+            "optimizer_config.optimizer_cpu_offload=True moves optimizer state from a GPU to the host, but this run is"
+            f" on {device_type!r}, where it is already; leave it out"
+        )
+    if given.get("use_precision_aware_optimizer") and device_type != "cuda":
+        yield (
+            "optimizer_config.use_precision_aware_optimizer=True needs the FusedAdam of TransformerEngine, which runs"
+            f" on CUDA, but this run is on {device_type!r}; leave it out"
+        )
+    kind = str(given.get("main_grads_dtype", "torch.float32"))
+    if not kind.endswith(("float32", "fp32")) and sums_in_fp32:
+        yield (
+            f"optimizer_config.main_grads_dtype={kind} contradicts Trainer(precision=...), which"
+            ' sums gradients in fp32; choose precision="bf16-true"'
+        )
+
+
+def check_options(config: "OptimizerConfig | None", fields: Mapping[str, Any] | None, name: str) -> None:
+    """Refuse options that the optimizer has not.
+
+    Args:
+        config: What the strategy was given.
+        fields: Megatron's fields of the optimizer where Megatron makes it, None where the user's own steps.
+        name: Its class, for the message.
+
+    Raises:
+        ValueError: Megatron does not make this optimizer, or not with this option.
+    """
+    if config is not None:
+        _raise_first(refused_of_optimizer(vars(config), fields or {}, name))
+
+
+def refused_of_optimizer(given: Mapping[str, Any], fields: Mapping[str, Any], name: str) -> Iterator[str]:
+    """Yield a sentence for each option that the optimizer has not.
+
+    Args:
+        given: Fields of ``optimizer_config``.
+        fields: Megatron's fields of the optimizer; empty where the user's own steps.
+        name: Its class, for the message.
+    """
+    if given.get("use_precision_aware_optimizer") and fields.get("optimizer") != "adam":
+        yield (
+            f"optimizer_config.use_precision_aware_optimizer=True needs torch's Adam or AdamW, got {name}; leave it out"
+        )
+    if given.get("optimizer_cpu_offload") and not fields.get("decoupled_weight_decay"):
+        yield (
+            f"optimizer_config.optimizer_cpu_offload=True needs torch's AdamW, got {name}, whose weight decay"
+            " Megatron's offload does not have; use AdamW"
+        )
+
+
+def check_sharded(fields: Mapping[str, Any] | None, name: str, because: str = "") -> None:
+    """Refuse to shard the state of another optimizer than Adam.
+
+    Args:
+        fields: Megatron's fields of the optimizer, None where Megatron has none like it.
+        name: Its class, for the message.
+        because: What else there is to say of it.
+
+    Raises:
+        TypeError: It is another one.
+    """
+    if fields is None or fields["optimizer"] != "adam":
+        raise TypeError(
+            "use_distributed_optimizer=True needs torch's Adam or AdamW without amsgrad or maximize; "
+            f"got {name}{because}"
+        )
+
+
+def _raise_first(sentences: Iterator[str]) -> None:
+    for sentence in sentences:
+        raise ValueError(sentence)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ReduceLROnPlateau`` decides alike on every rank, whatever each of them measured.
+
+Lightning hands a plateau scheduler the monitored value of its own rank. Logged without ``sync_dist=True`` that value
+differs from one model copy to the next; the copies would lower the learning rate at different steps, and their weights
+drift apart. So the scheduler steps on the mean over the ranks. The strategy calls :func:`agree_on_plateaus` when
+it has the schedulers.
+
+A rank that logged no such value does not step its scheduler: Lightning asks the config whether that is an error
+(``strict``) and goes on. There the rank tells the others, which would wait for it otherwise; nobody steps then.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from lightning_mcore.parallel.groups import process_group
+
+
+def agree_on_plateaus(configs: Sequence[LRSchedulerConfig], device: torch.device) -> None:
+    """Make each plateau scheduler step on the mean over the ranks; it stays an instance of its class.
+
+    Args:
+        configs: What ``configure_optimizers`` returned.
+        device: Of the strategy.
+    """
+    for config in configs:
+        scheduler = config.scheduler
+        if not isinstance(scheduler, ReduceLROnPlateau):
+            continue
+        # The one scheduler of a module that is fitted twice has been here before.
+        kind = vars(type(scheduler)).get("kind_of_the_user", type(scheduler))
+        scheduler.__class__ = kind
+        if process_group("dp_cp").size() > 1:
+            # In a subclass, not on the instance, whose attributes are what a checkpoint holds.
+            scheduler.__class__ = _stepping_on_mean(kind, bool(config.strict), config.monitor, device)
+            config.strict = _Strict(config.strict, device)  # type: ignore[assignment]
+
+
+class _Strict:
+    """The ``strict`` of a scheduler's config; asked by a rank that has no value, it says so to the others.
+
+    Args:
+        strict: Whether a missing value is an error.
+        device: Of the strategy.
+
+    Source: ``_TrainingEpochLoop._update_learning_rates`` in lightning/pytorch/loops (2.6), the one place that asks.
+    """
+
+    def __init__(self, strict: bool, device: torch.device) -> None:
+        self._strict = bool(strict)
+        self._device = device
+
+    def __bool__(self) -> bool:
+        _sum_over_ranks([0.0, 0.0], self._device)
+        return self._strict
+
+    def __repr__(self) -> str:
+        return repr(self._strict)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bool, (self._strict,)  # a copy may live where no other ranks are
+
+
+def _sum_over_ranks(numbers: list[float], device: torch.device) -> list[float]:
+    total = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=process_group("dp_cp"))
+    return list(total.tolist())
+
+
+def _rebuilt(rebuild: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    return rebuild(*arguments)  # pickle itself would compare the class with that of the object it saves
+
+
+def _stepping_on_mean(
+    kind: type[ReduceLROnPlateau], strict: bool, monitor: str | None, device: torch.device
+) -> type[ReduceLROnPlateau]:
+    """Return a subclass that bears the same name and steps on the mean over the ranks."""
+
+    def step(self: ReduceLROnPlateau, metrics: Any, *args: Any, **kwargs: Any) -> None:
+        num_ranks = process_group("dp_cp").size()
+        total, num_values = _sum_over_ranks([float(metrics), 1.0], device)
+        if num_values == num_ranks:
+            kind.step(self, total / num_ranks, *args, **kwargs)
+            return
+        missing = f"{monitor!r}, which ReduceLROnPlateau monitors, was logged on {num_values:.0f} of {num_ranks} ranks"
+        if strict:
+            raise RuntimeError(f"{missing}; log it on every rank, or set strict=False to skip such a step")
+        rank_zero_warn(f"{missing}; the learning rate stays as it is", category=RuntimeWarning)
+
+    def reduce_ex(self: ReduceLROnPlateau, protocol: Any) -> Any:
+        # A pickled trainer carries the user's scheduler, as it carries the user's optimizer.
+        reduced: Any = kind.__reduce_ex__(self, protocol)
+        rebuild, arguments, *state = reduced
+        arguments = tuple(kind if argument is type(self) else argument for argument in arguments)
+        return _rebuilt, (rebuild, arguments), *state
+
+    return type(kind.__name__, (kind,), {"step": step, "__reduce_ex__": reduce_ex, "kind_of_the_user": kind})

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model chunks, wrapped as Megatron wants them.
+
+A chunk is one virtual pipeline stage. For training each is wrapped in ``Float16Module`` (where parameters have 16 bits)
+and in Megatron's ``DistributedDataParallel``, in the order of Megatron-LM's ``get_model``; for evaluation the second
+wrapper is left out. A LightningModule without ``pipeline()`` is one chunk as a whole, and keeps its own types.
+
+The strategy calls :func:`wrap_chunks` in ``setup`` and :func:`unwrap_chunks` in ``teardown``; the schedule reads what
+is between.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.fp8_utils import correct_amax_history_if_needed
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from lightning_mcore.config.field_support import check_fields
+from lightning_mcore.config.fp8 import TRANSFORMER_FIELDS as FP8_FIELDS
+from lightning_mcore.config.loss_normalization import check_average_in_collective
+from lightning_mcore.parallel.groups import process_group
+from lightning_mcore.parallel.pipeline import Pipeline
+
+_T = TypeVar("_T")
+_OWNED_FIELDS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "sequence_parallel",
+    "bf16",
+    "fp16",
+    "params_dtype",
+)
+_OWNED_FIELDS_BETWEEN_STAGES = (
+    "pipeline_dtype",
+    "overlap_p2p_comm",
+    "batch_p2p_comm",
+    "overlap_p2p_comm_warmup_flush",
+    "deallocate_pipeline_outputs",
+    "microbatch_group_size_per_vp_stage",
+)
+
+
+@dataclass
+class ModelChunks:
+    """The chunks of this rank and their config.
+
+    Args:
+        config: The config that every chunk shares; Megatron's schedule reads its hooks from it.
+        wrapped: The chunks in their wrappers, in the order of their virtual stages.
+        pipeline: The container that the user calls; None for a plain module, which runs without a schedule.
+    """
+
+    config: TransformerConfig
+    wrapped: list[nn.Module]
+    pipeline: Pipeline | None
+
+    @property
+    def ddp(self) -> list[DistributedDataParallel]:
+        """The chunks that are wrapped for training; empty while evaluating."""
+        return [chunk for chunk in self.wrapped if isinstance(chunk, DistributedDataParallel)]
+
+    @property
+    def bare(self) -> list[nn.Module]:
+        """The chunks without their wrappers."""
+        return [_unwrapped(chunk) for chunk in self.wrapped]
+
+    @property
+    def is_last(self) -> list[bool]:
+        """For each chunk, whether it holds the end of the model."""
+        return self.pipeline.is_last if self.pipeline is not None else [True]
+
+
+def _unwrapped(chunk: nn.Module) -> nn.Module:
+    while isinstance(chunk, DistributedDataParallel | Float16Module):
+        chunk = chunk.module
+    return chunk
+
+
+def built_chunks(module: nn.Module) -> ModelChunks:
+    """Return the model of a module as it was built, outside of a run; a plain module is one chunk."""
+    pipeline = find_pipeline(module)
+    modules: list[nn.Module] = list(pipeline.chunks) if pipeline is not None else [module]
+    return ModelChunks(config=getattr(modules[0], "config", None), wrapped=modules, pipeline=pipeline)
+
+
+def find_pipeline(module: nn.Module) -> Pipeline | None:
+    """Return the model that a LightningModule built with ``pipeline()``, None if it built none.
+
+    Raises:
+        ValueError: There are several, or parameters outside it need gradients.
+    """
+    # Duplicates count: pipeline() returns the model that is there, so a second one has two names.
+    pipelines = [child for _, child in module.named_modules(remove_duplicate=False) if isinstance(child, Pipeline)]
+    if not pipelines:
+        return None
+    if len(pipelines) > 1:
+        raise ValueError(
+            f"{type(module).__name__} holds {len(pipelines)} models built with pipeline(); one is supported"
+        )
+    inside = {id(parameter) for parameter in pipelines[0].parameters()}
+    outside = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in inside]
+    if outside:
+        raise ValueError(
+            f"{type(module).__name__} trains parameters outside the model built with pipeline(), the first is "
+            f"{outside[0]!r}; move them into a chunk or freeze them with requires_grad_(False)"
+        )
+    return pipelines[0]
+
+
+def plain_config(dtype: torch.dtype) -> TransformerConfig:
+    """Return a config for a plain module: Megatron's wrappers want one, though there is no transformer."""
+    return TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1, params_dtype=dtype)
+
+
+def pipeline_config(pipeline: Pipeline, owned: Mapping[str, Any]) -> TransformerConfig:
+    """Return the config of a pipeline's chunks, checked against the strategy and the precision.
+
+    Args:
+        pipeline: What ``configure_model`` built.
+        owned: The fields that belong to the strategy and the precision, as ``megatron_fields`` returns them.
+
+    Raises:
+        TypeError: A chunk has no TransformerConfig.
+        ValueError: One of these fields has another value in it, or a field is one that nobody would carry out.
+    """
+    config = getattr(pipeline.chunks[0], "config", None)
+    if not isinstance(config, TransformerConfig):
+        raise TypeError(
+            f"a chunk built by pipeline() must be a Megatron module with a TransformerConfig in `.config`; "
+            f"{type(pipeline.chunks[0]).__name__} has {type(config).__name__}"
+        )
+    staged = owned["pipeline_model_parallel_size"] > 1
+    defaults = {field.name: field.default for field in fields(TransformerConfig) if field.name in FP8_FIELDS}
+    wanted_values = {**defaults, **owned}
+    for name in (*_OWNED_FIELDS, *FP8_FIELDS, *(_OWNED_FIELDS_BETWEEN_STAGES if staged else ())):
+        given, wanted = getattr(config, name), wanted_values[name]
+        if given != wanted:
+            raise ValueError(
+                f"the model's TransformerConfig has {name}={given!r}, MCoreStrategy and Trainer(precision=...) mean "
+                f"{name}={wanted!r}; build it with TransformerConfig(..., **self.megatron_fields())"
+            )
+    parameter = next(pipeline.parameters(), None)
+    check_fields(config, device_type=None if parameter is None else parameter.device.type)
+    return config
+
+
+def wrap_chunks(
+    modules: Sequence[nn.Module],
+    config: TransformerConfig,
+    pipeline: Pipeline | None,
+    ddp_config: DistributedDataParallelConfig | None,
+    align_grad_reduce: bool = False,
+) -> ModelChunks:
+    """Wrap chunks, and make the data-parallel ranks agree on their weights.
+
+    Args:
+        modules: The chunks, on their device.
+        config: The config that they share.
+        pipeline: The container they come from, None for a plain module.
+        ddp_config: How gradients are reduced; None to evaluate only.
+        align_grad_reduce: Whether all stages of a pipeline reduce at the same time.
+
+    Returns:
+        The wrapped chunks, with ``config`` connected to them.
+
+    Raises:
+        ValueError: ``ddp_config`` averages gradients where the loss is weighted by tokens.
+
+    Source: ``get_model`` and ``train`` in megatron/training/training.py (0.16).
+    """
+    wrapped: list[nn.Module] = list(modules)
+    if pipeline is not None and (config.bf16 or config.fp16):
+        wrapped = [Float16Module(config, module) for module in wrapped]
+        if config.fp8_param:
+            correct_amax_history_if_needed(wrapped)  # what casting has put there, before TransformerEngine 2
+    if ddp_config is not None:
+        check_average_in_collective(ddp_config.average_in_collective, config)
+    if pipeline is None:
+        _broadcast_buffers(wrapped[0])
+    if ddp_config is None:
+        for module in wrapped:
+            _broadcast_parameters(module)
+        return ModelChunks(config, wrapped, pipeline)
+    ddp = [
+        DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
+        for index, module in enumerate(wrapped)
+    ]
+    for chunk in ddp:
+        chunk.broadcast_params()
+    _connect(config, ddp, ddp_config)
+    if align_grad_reduce:
+        config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in ddp])
+    return ModelChunks(config, list(ddp), pipeline)
+
+
+def unwrap_chunks(chunks: ModelChunks) -> ModelChunks:
+    """Take the hooks and gradient buffers off the parameters, so that another wrapper can take them.
+
+    Not collective: it also runs after an exception.
+
+    Returns:
+        The same chunks without wrappers.
+    """
+    for chunk in chunks.ddp:
+        _remove_forward_hooks(chunk)
+        # The hooks that add gradients to this wrapper's buffers stand on nodes of autograd. Such a node outlives the
+        # wrapper if a graph is kept somewhere; its hook then does nothing, for it looks its parameter up here.
+        chunk.grad_accs.clear()
+        chunk.param_to_bucket_group.clear()
+        for parameter in chunk.parameters():
+            parameter.grad = None
+            if hasattr(parameter, "main_grad"):
+                del parameter.main_grad
+    functions = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func", "grad_scale_func")
+    for name in functions:
+        setattr(chunks.config, name, None)
+    return ModelChunks(chunks.config, chunks.bare, chunks.pipeline)
+
+
+def synchronize_parameters(chunks: ModelChunks) -> None:
+    """Gather the parameters that an overlapped step has left scattered; collective over the data-parallel ranks."""
+    for chunk in chunks.ddp:
+        if chunk.use_forward_hook:
+            _remove_forward_hooks(chunk)
+            with torch.no_grad():
+                chunk.start_param_sync(force_sync=True)
+            chunk.enable_forward_pre_hook()
+
+
+def parameters_with_visible_gradients(chunks: ModelChunks) -> list[Any]:
+    """Return the parameters whose gradient buffer can stand as their ``grad``, being of their own type."""
+    parameters = [p for chunk in chunks.ddp for p in chunk.parameters() if hasattr(p, "main_grad")]
+    return [p for p in parameters if p.main_grad.dtype == p.dtype]
+
+
+def take_gradients_back(parameters: Sequence[Any], were_shown: bool) -> None:
+    """Carry over into the buffers what a user did to the gradients that were shown, before autograd adds to them."""
+    for parameter in parameters:
+        if parameter.grad is None and were_shown:
+            parameter.main_grad.zero_()  # by module.zero_grad(), which knows nothing of the buffer
+        elif parameter.grad is not None and parameter.grad is not parameter.main_grad:
+            parameter.main_grad.copy_(parameter.grad)  # a hook has put another in its place
+        parameter.grad = None  # autograd would add to it
+
+
+def check_parameters_are_called(module: nn.Module) -> None:
+    """Refuse to leave gathering to forward hooks where a parameter's module is never called.
+
+    Raises:
+        ValueError: A parameter belongs to the LightningModule itself, or to a list or dict of parameters.
+    """
+    for path, owner in module.named_modules():
+        own = [name for name, parameter in owner.named_parameters(recurse=False) if parameter.requires_grad]
+        if own and (owner is module or isinstance(owner, nn.ParameterList | nn.ParameterDict)):
+            name = f"{path}.{own[0]}" if path else own[0]
+            raise ValueError(
+                f"overlap_param_gather=True gathers a parameter when its module is called, and {name!r} belongs to"
+                f" {type(owner).__name__}, which is not; move it into a module with a forward(), or set"
+                " overlap_param_gather=False"
+            )
+
+
+def check_gradients(chunks: ModelChunks) -> None:
+    """Refuse gradients that hold a NaN or an infinity; collective over the world, once they are summed.
+
+    Raises:
+        RuntimeError: There is one on some rank; raised on every rank.
+    """
+    buffers = [buffer for chunk in chunks.ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    device = next(chunks.ddp[0].parameters()).device
+    finite = [buffer.grad_data.isfinite().all() for buffer in buffers]  # none on a stage that is frozen as a whole
+    wrong = (~torch.stack([torch.ones((), dtype=torch.bool, device=device), *finite])).any().int()
+    dist.all_reduce(wrong, op=dist.ReduceOp.MAX)
+    if not wrong:
+        return
+    named = (pair for chunk in chunks.ddp for pair in chunk.module.named_parameters())
+    names = [name for name, p in named if hasattr(p, "main_grad") and not p.main_grad.isfinite().all()]
+    here = f"of this rank in {names[0]!r} and {len(names) - 1} others" if names else "of another rank"
+    raise RuntimeError(
+        f"the gradients hold a NaN or an infinity, {here}; lower the learning rate, clip, or look at the data"
+        " (ddp_config.check_for_nan_in_grad=True asked for this check)"
+    )
+
+
+def _remove_forward_hooks(chunk: DistributedDataParallel) -> None:
+    """Do what Megatron's ``disable_forward_pre_hook`` does, for modules of all kinds.
+
+    Megatron looks each module up by its hash, and that of a torchmetrics object changes with its state.
+
+    Source: ``DistributedDataParallel.disable_forward_pre_hook`` (0.16).
+    """
+    for handle in chunk.remove_forward_pre_hook_handles.values():
+        handle.remove()
+    chunk.remove_forward_pre_hook_handles.clear()
+
+
+def _connect(
+    config: TransformerConfig, ddp: list[DistributedDataParallel], ddp_config: DistributedDataParallelConfig
+) -> None:
+    config.finalize_model_grads_func = finalize_model_grads
+    if ddp_config.overlap_grad_reduce:
+        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in ddp])
+    if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
+        config.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in ddp])
+
+
+def _one_or_all(functions: list[_T]) -> "_T | list[_T]":
+    return functions[0] if len(functions) == 1 else functions
+
+
+def _broadcast_parameters(module: nn.Module) -> None:
+    """Do for a module that is not wrapped what ``DistributedDataParallel.broadcast_params`` does."""
+    group = process_group("dp_cp")
+    expert_group = process_group("expert_dp")
+    for parameter in module.parameters():
+        owner = group if getattr(parameter, "allreduce", True) else expert_group
+        dist.broadcast(parameter.data, src=dist.get_global_rank(owner, 0), group=owner)
+
+
+def _broadcast_buffers(module: nn.Module) -> None:
+    """Let copies of a plain module begin with the same buffers, as torch's DDP does."""
+    group = process_group("dp_cp")
+    for buffer in module.buffers():
+        value = buffer.detach().contiguous()
+        dist.broadcast(value, src=dist.get_global_rank(group, 0), group=group)
+        buffer.data.copy_(value)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chunks of a model that a rank owns, callable like the whole model.
+
+``MCoreModule.pipeline()`` builds a :class:`Pipeline`, and the schedule runs it. How an ordinary ``training_step``
+becomes a pipeline stage:
+
+* the schedule activates one chunk and calls ``training_step``;
+* on a chunk that is not the last stage, ``self.model(...)`` raises :class:`StageOutput`, which carries the chunk's
+  output and unwinds ``training_step``; the schedule catches it and sends the output to the next stage;
+* on the last stage ``self.model(...)`` returns, and ``training_step`` goes on to its loss.
+
+So ``training_step`` calls ``self.model(...)`` exactly once; what stands before the call runs on every stage, what
+stands after it on the last one. ``StageOutput`` derives from ``BaseException``, so ``except Exception`` does not
+swallow it.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from multiprocessing.context import get_spawning_popen
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from lightning_mcore.config.layout import ParallelLayout
+
+
+class ChunkFactory(Protocol):
+    """Builds one chunk of the model: the embedding where ``pre_process``, the head where ``post_process``."""
+
+    def __call__(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> nn.Module:
+        """Return the Megatron module of this virtual stage."""
+        ...
+
+
+@runtime_checkable
+class PipelineHost(Protocol):
+    """What a module needs to know of the strategy that runs it; :class:`~lightning_mcore.MCoreStrategy` is one."""
+
+    layout: ParallelLayout
+
+    def megatron_fields(self) -> dict[str, Any]:
+        """Return the TransformerConfig fields that the strategy and its precision own."""
+        ...
+
+    def run_forward(self, step: str, batch: Any) -> Any:
+        """Run a method of the module through the pipeline without gradients."""
+        ...
+
+
+class StageOutput(BaseException):
+    """Carries a chunk's output out of the user's step on every stage but the last."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+
+class Pipeline(nn.Module):
+    """The chunks of the model that this rank owns; callable like the whole model.
+
+    Args:
+        chunks: One Megatron module for each virtual stage of this rank.
+        is_last: For each chunk, whether it holds the end of the model.
+        layout: The layout that the chunks were built for.
+        prepare: Called before the whole model runs outside a schedule, None where nothing is to be prepared.
+
+    Attributes:
+        boundaries_on_host: Whether the layers want the boundaries of packed sequences in tensors of the host.
+    """
+
+    def __init__(
+        self,
+        chunks: list[nn.Module],
+        is_last: list[bool],
+        layout: ParallelLayout,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._prepare = prepare
+        self.chunks = nn.ModuleList(chunks)
+        self.is_last = is_last
+        self.layout = layout
+        self._active: tuple[nn.Module, bool] | None = None
+        self.num_calls = 0
+        layers = (layer for chunk in chunks for layer in chunk.modules())
+        self.boundaries_on_host = any(getattr(layer, "boundaries_on_host", False) for layer in layers)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the active chunk; return its output on the last stage.
+
+        Raises:
+            StageOutput: On every other stage; for the schedule, not for users.
+            RuntimeError: A part of a model is called outside the schedule.
+        """
+        self.num_calls += 1
+        if self._active is None:
+            return self._whole_model()(*args, **kwargs)
+        chunk, is_last = self._active
+        output = chunk(*args, **kwargs)
+        if not is_last:
+            raise StageOutput(output)
+        return output
+
+    @contextlib.contextmanager
+    def activate(self, chunk: nn.Module, is_last: bool) -> Iterator[None]:
+        """Let calls run ``chunk`` (as the strategy wrapped it) inside the ``with`` block."""
+        object.__setattr__(self, "_active", (chunk, is_last))  # not a submodule: the wrapped chunk contains ours
+        try:
+            yield
+        finally:
+            self._active = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the chunks behind on the way to another process, such as a worker of a DataLoader.
+
+        Their process groups belong to this one. A module travels there when a dataset or a collate function refers to
+        it. Other copies are whole.
+        """
+        if get_spawning_popen() is None:
+            return vars(self)
+        return {**vars(self), "_modules": {"chunks": nn.ModuleList()}, "is_last": [], "_prepare": None, "_active": None}
+
+    def _whole_model(self) -> nn.Module:
+        if not self.chunks:
+            raise RuntimeError(
+                "self.model(...) was called in a worker of a DataLoader, which has no model; call it in a step"
+            )
+        if len(self.chunks) == 1 and self.is_last[0] and self.layout.pipeline_model_parallel_size == 1:
+            if self._prepare is not None:
+                self._prepare()
+            return self.chunks[0]
+        raise RuntimeError(
+            "self.model(...) was called outside a step, where this rank holds only a part of the model; "
+            "run it with self.run_forward('method', batch)"
+        )

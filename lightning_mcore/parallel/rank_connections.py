@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A TCP connection from every rank to rank 0, beside the process groups, and messages on it.
+
+The kernel closes a connection when its process ends, whatever ended it; nothing has to be sent for that. A machine that
+is gone without a word is noticed by the kernel's own probes. A message is a list, one JSON text in a line, so that what
+arrives is never run. ``rank_watch.py`` listens on these connections.
+"""
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from lightning_mcore.parallel import consensus as agreement
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_ANSWER = 12.0  # seconds for torch's store on rank 0 to answer
+_TIMEOUT = 20.0  # seconds for all ranks to connect
+_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 9}  # a machine that is gone is noticed in 60 s
+_LONGEST_GREETING = 100  # characters
+
+_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Connections:
+    """What this rank holds.
+
+    Attributes:
+        own: To rank 0; rank 0 has one to itself.
+        of_first: On rank 0 the other ends, by rank; else empty.
+    """
+
+    own: socket.socket
+    of_first: Mapping[int, socket.socket]
+
+    def close(self) -> None:
+        """End them for both sides; threads that wait for a message wake."""
+        for connection in [self.own, *self.of_first.values()]:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def connect(introduction: T) -> tuple[Connections, list[T]] | None:
+    """Connect all ranks with rank 0; collective over the world.
+
+    Args:
+        introduction: What the others are to know of this rank; it is pickled.
+
+    Returns:
+        The connections, and the introductions of all ranks; None, with a warning, where rank 0 cannot be reached.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    door: list[socket.socket] = []
+
+    def open_door() -> tuple[int, str, str]:
+        door.append(_create_server(size))
+        return door[0].getsockname()[1], secrets.token_hex(16), socket.gethostname()
+
+    port, token, name = agreement.decide(open_door)
+    own: socket.socket | None = None
+    of_first: dict[int, socket.socket] = {}
+    if rank == 0:
+        own, of_first[0] = socket.socketpair()
+        with door[0]:
+            _accept(door[0], token, size, of_first)
+    else:
+        own = _reach((os.environ.get("MASTER_ADDR", ""), name), port, f"{token} {rank}\n")
+    lost = size - len(of_first) if rank == 0 else int(own is None)
+    answers = agreement.gather((lost, introduction))
+    _open.update(filter(None, [own, *of_first.values()]))
+    _close_in_forks()
+    if own is not None and not any(lost for lost, _ in answers):
+        return Connections(own, of_first), [introduction for _, introduction in answers]
+    if own is not None:
+        Connections(own, of_first).close()
+    if rank == 0:
+        _log.warning(
+            "%d ranks cannot reach rank 0 on %s, port %d: if a rank fails, the others notice it at the timeout of their"
+            " collectives; let the machines of a run connect to each other on all ports",
+            answers[0][0],
+            name,
+            port,
+        )
+    return None
+
+
+def check_rendezvous(address: str, port: int, timeout: float) -> None:
+    """Wait until something listens where ranks are to meet, and see that torch's store answers there.
+
+    torch itself would wait for an answer of any other program for ever.
+
+    Args:
+        address: Of rank 0.
+        port: On it.
+        timeout: Seconds until something has to listen. Rank 0 may start later than this one.
+
+    Raises:
+        RuntimeError: Another program has the port.
+        TimeoutError: Nothing listens.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=_ANSWER).close()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"rank 0 was not to be met at {address}:{port} in {timeout:.0f} s: {error}"
+                ) from error
+            time.sleep(0.2)
+    answered = threading.Event()
+
+    def ask() -> None:
+        with contextlib.suppress(dist.DistError):
+            dist.TCPStore(  # type: ignore[attr-defined]
+                address, port, timeout=timedelta(seconds=_ANSWER), wait_for_workers=False
+            )
+            answered.set()
+
+    threading.Thread(target=ask, daemon=True, name="ask rank 0").start()
+    if not answered.wait(_ANSWER):
+        raise RuntimeError(
+            f"another program has the port {port} of {address}, where the ranks are to meet; choose another MASTER_PORT"
+        )
+
+
+def _create_server(size: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=size)
+    return socket.create_server(("", 0), backlog=size)
+
+
+def _accept(door: socket.socket, token: str, size: int, connections: dict[int, socket.socket]) -> None:
+    """Take in the ranks, which know the token, and nobody else."""
+    door.settimeout(_TIMEOUT)
+    with contextlib.suppress(TimeoutError):
+        while len(connections) < size:
+            connection, _ = door.accept()
+            connection.settimeout(_TIMEOUT)
+            with contextlib.suppress(OSError, ValueError), connection.makefile("rb") as stream:
+                word, _, rank = stream.readline(_LONGEST_GREETING).partition(b" ")
+                if secrets.compare_digest(word, token.encode()):
+                    connection.settimeout(None)
+                    _keep_alive(connection)
+                    connections[int(rank)] = connection
+                    continue
+            connection.close()
+
+
+def _reach(hosts: tuple[str, ...], port: int, greeting: str) -> socket.socket | None:
+    """Connect to rank 0 by the first of these names that leads there."""
+    for host in filter(None, hosts):
+        with contextlib.suppress(OSError):
+            connection = socket.create_connection((host, port), timeout=_TIMEOUT / 2)
+            connection.sendall(greeting.encode())
+            _keep_alive(connection)
+            return connection
+    return None
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+@functools.cache
+def _close_in_forks() -> None:
+    """Let forked processes, such as dataloader workers, not hold connections open whose process has ended."""
+
+    def close() -> None:
+        for connection in list(_open):
+            connection.close()
+
+    os.register_at_fork(after_in_child=close)
+
+
+def send(connection: socket.socket, name: str, *arguments: Any) -> None:
+    """Send a message; nothing happens if the other side has ended, which the reader of the connection hears."""
+    with contextlib.suppress(OSError):
+        connection.sendall(json.dumps([name, *arguments]).encode() + b"\n")
+
+
+def receive(connection: socket.socket) -> bytes | None:
+    """Return what has come; nothing if the other side has ended, None at the timeout of the connection."""
+    try:
+        return connection.recv(1 << 16)
+    except TimeoutError:
+        return None
+    except OSError:
+        return b""
+
+
+class Lines:
+    """What has come over a connection, message by message."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def split(self, received: bytes) -> list[list[Any]]:
+        """Return the messages that are whole now."""
+        *lines, self._rest = (self._rest + received).split(b"\n")
+        return [json.loads(line) for line in lines]

@@ -1,0 +1,575 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks hear of each other's end: what fails on one of them ends the run on all, within seconds and with its cause.
+
+A rank that fails leaves the others in a collective that nobody completes. They would wait for the timeout of the
+process group, half an hour by default, and then say nothing of the cause. So each rank has a thread that listens on a
+TCP connection to rank 0 while training goes on. Nothing is sent during a step, and no rank has to say anything to be
+taken for alive: the kernel closes the connection of a process that ends, whatever ended it.
+
+=====================================================  ==============================================================
+what happens on a rank                                 what the others do
+=====================================================  ==============================================================
+an exception leaves ``fit``                            end by themselves, or are ended 10 seconds later
+the process ends: killed, ``os._exit``, a crash        the same
+it is stopped (SIGSTOP) while another on its machine   after 10 seconds it is killed; then the same
+goes on
+all are stopped, as when a job is suspended            nothing: whoever could count the seconds is stopped as well
+it is slow: a debugger, a compiler, a long evaluation  nothing
+all raise an exception                                 nothing: each leaves ``fit`` by itself, and may run again
+=====================================================  ==============================================================
+
+A rank is ended by its thread (``os._exit``), for its main thread may wait in a collective where no Python runs. That
+happens inside a run only, which is one call of ``fit``, ``validate``, ``test`` or ``predict``; after it scripts do what
+they like. The next run begins when all ranks have come to it, and is refused if one cannot come.
+
+Before all ranks are connected, those that one rank has started end with it; ranks that a scheduler has started are its
+to end (``srun --kill-on-bad-exit``; torchrun always does).
+
+``parallelism.py`` wraps its launcher in :func:`run` and calls :func:`begin` with the process groups; the strategy calls
+:func:`cleared_up` at the end of its teardown, and what saves checkpoints asks :func:`can_meet`.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import multiprocessing
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import psutil
+import torch.distributed as dist
+
+from lightning_mcore.parallel.rank_connections import Connections, Lines, connect, receive, send
+
+_GRACE = 10.0  # seconds for a rank to end by itself, once another has failed
+_LAST_GRACE = 20.0  # seconds for the rank that failed to clear up, if the others have not failed with it
+_STOPPED = 10  # seconds that a rank may be stopped while another is not
+_TICK = 1.0  # seconds between two looks at another process
+_CAUSE_TIMEOUT = 1.0  # seconds in which rank 0 passes on what it hears
+_LENGTH = 200  # characters of the begin of an error, and of its end, that are told to the others
+
+_SET_PARENT_DEATH_SIGNAL = 1  # of prctl
+
+LAUNCHED_BY = "LIGHTNING_MCORE_LAUNCHED_BY"
+"""The process that started this rank, in the rank's environment."""
+
+
+# ---- what the rest of the package calls
+
+
+@dataclasses.dataclass
+class _Here:
+    """What this process is in.
+
+    Attributes:
+        runs: How many runs it has begun; the same on every rank.
+        is_running: Whether it is in one.
+        failure: The identity of the error that left the last one, for a reference would keep all that it leads to.
+        children: Ranks that this one has started and that it left before all were connected.
+        connected: Set when the ranks of this run are connected, or it is over.
+        watch: What listens, once there are several ranks.
+        world: Returns the process group that it was made for, while that exists.
+    """
+
+    runs: int = 0
+    is_running: bool = False
+    failure: int | None = None
+    children: Sequence[subprocess.Popen[bytes]] = ()
+    connected: threading.Event = dataclasses.field(default_factory=threading.Event)
+    watch: "_Watch | None" = None
+    world: Callable[[], Any] = lambda: None
+
+
+_here = _Here()
+
+
+@contextlib.contextmanager
+def run(children: Callable[[], Sequence[subprocess.Popen[bytes]]]) -> Iterator[None]:
+    """Let the other ranks hear of an exception that leaves the ``with`` block, and end it if another rank fails.
+
+    Args:
+        children: Returns the ranks that this process has started.
+    """
+    if _here.is_running:  # a run inside a run
+        yield
+        return
+    _here.runs += 1
+    _here.is_running, _here.failure, _here.connected = True, None, threading.Event()
+    _watch_the_start(children, _here.connected)
+    try:
+        yield
+    except BaseException as error:
+        if _here.watch is not None:
+            _here.watch.fail(error)
+        _here.failure = id(error)
+        _here.children = () if _here.connected.is_set() else children()
+        _end_soon_at_exit()
+        raise
+    else:
+        if _here.watch is not None:
+            _here.watch.leave()
+    finally:
+        _here.is_running = False
+        _here.connected.set()
+
+
+def begin(positions: Mapping[str, int], timeout: float) -> None:
+    """Begin to watch, when all ranks have come to this run; collective over the world.
+
+    Args:
+        positions: How many collectives this rank has issued in each group that it shares with others.
+        timeout: Seconds to wait for the others.
+
+    Raises:
+        RuntimeError: A rank cannot come, or has issued other collectives than its peers in a run that failed.
+    """
+    if not _here.is_running or dist.get_world_size() == 1:
+        return
+    world: Any = dist.group.WORLD
+    if _here.world() is not world:
+        if _here.watch is not None:
+            _here.watch.close()
+        _here.watch, _here.world = _open_watch(), weakref.ref(world)
+        if _here.watch is not None:
+            weakref.finalize(world, _here.watch.close).atexit = False
+    _here.connected.set()
+    if _here.watch is not None:
+        _here.watch.enter(positions, timeout)
+
+
+def cleared_up() -> None:
+    """Say that this rank, if it has failed, needs no more time for its end."""
+    if _here.watch is not None:
+        _here.watch.cleared_up()
+
+
+def can_meet(timeout: float) -> bool:
+    """Return whether this rank may go on with collectives: after an exception, if it was raised on all ranks.
+
+    A collective would not tell: ranks without the exception are in another one.
+
+    Args:
+        timeout: Seconds to wait for the exceptions of the others.
+    """
+    watch = _here.watch
+    return watch is None or not watch.has_failed or watch.all_failed(timeout)
+
+
+# ---- one rank
+
+
+class _Watch:
+    """The thread of one rank, which listens to rank 0.
+
+    Args:
+        rank: This rank.
+        size: The number of ranks.
+        connections: To rank 0.
+        neighbour: Another rank on this machine, and its process.
+    """
+
+    def __init__(
+        self, rank: int, size: int, connections: Connections, neighbour: tuple[int, psutil.Process] | None
+    ) -> None:
+        self._me = f"rank {rank} of {size}"
+        self._connections = connections
+        self._neighbour = neighbour
+        self._changed = threading.Condition()
+        self._run = 0  # the number of the run that it is in, or was in
+        self._is_in = False
+        self._error: BaseException | None = None  # that this rank failed of
+        self._cause: str | None = None  # what another rank failed of
+        self._answer: tuple[int, str | None] = (0, None)
+        self._verdict: bool | None = None  # whether all ranks failed in this run, once none is in it any more
+        self._absent: int | None = None  # a rank whose process has ended
+        self._first_has_left = False
+        self._deadline: float | None = None
+        self._seconds_stopped = 0.0
+        _start_thread("rank watch", self._listen)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank has failed and is clearing up."""
+        return self._error is not None
+
+    def enter(self, positions: Mapping[str, int], timeout: float) -> None:
+        """Begin a run when all ranks do."""
+        with self._changed:
+            self._start(is_in=True)
+            self._tell("enter", self._run, dict(positions))
+            refusal: str | None = f"not all ranks have come to this run in {timeout:g} s"
+            if self._changed.wait_for(lambda: self._is_answered or self._cause or self._absent is not None, timeout):
+                refusal = self._answer[1] if self._is_answered else self._cause
+            if self._absent is not None:
+                refusal = f"rank {self._absent} has ended"
+            if refusal is not None:
+                raise RuntimeError(f"{refusal}, and a run needs all ranks; start the script again")
+
+    @property
+    def _is_answered(self) -> bool:
+        return self._answer[0] == self._run
+
+    def leave(self) -> None:
+        """End a run."""
+        with self._changed:
+            if self._is_in and self._run == _here.runs:
+                self._is_in, self._deadline = False, None
+                self._tell("left", self._run)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank has failed, and write into the error what is known."""
+        with self._changed:
+            if self._run != _here.runs:  # it failed before all met
+                self._start(is_in=True)
+            if _is_of_a_connection(error):
+                self._wait_for_cause()
+            is_first = self._cause is None or self._cause.endswith(describe(error))  # or the same error on all ranks
+            error.add_note(f"(on {self._me})" if is_first else f"(on {self._me}, after {self._cause})")
+            self._error = error
+            self._deadline = time.monotonic() + _LAST_GRACE
+            self._tell("failed", self._run, describe(error))
+            self.end_stopped_neighbour()
+            self._wait_for_cause()  # until rank 0 has passed this one on, if no other came before
+        if is_first and not isinstance(error, Exception):  # which leaves no traceback
+            say(f"{self._me} failed: {describe(error)}")
+
+    def _wait_for_cause(self) -> None:
+        self._changed.wait_for(lambda: self._cause is not None or self._absent is not None, _CAUSE_TIMEOUT)
+
+    def cleared_up(self) -> None:
+        """End the run of a rank that has failed."""
+        with self._changed:
+            if self._error is not None:
+                self._error, self._is_in, self._deadline = None, False, None
+                self.end_stopped_neighbour()
+
+    def all_failed(self, timeout: float) -> bool:
+        """Wait until no rank is in this run any more; return whether all have failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._verdict is not None or self._absent is not None, timeout)
+            return bool(self._verdict) and self._absent is None
+
+    def close(self) -> None:
+        """End the threads."""
+        with self._changed:
+            self._is_in, self._deadline, self._first_has_left = False, None, True
+        self._connections.close()
+
+    def _start(self, is_in: bool) -> None:
+        self._run, self._is_in = _here.runs, is_in
+        self._error = self._cause = self._verdict = self._deadline = None
+        self._first_has_left = False
+
+    def _tell(self, name: str, *arguments: Any) -> None:
+        send(self._connections.own, name, *arguments)
+
+    # ---- the thread
+
+    def _listen(self) -> None:
+        self._connections.own.settimeout(_TICK)
+        lines = Lines()
+        while True:
+            received = receive(self._connections.own)
+            with self._changed:
+                for name, *arguments in lines.split(received or b""):
+                    getattr(self, f"_hear_{name}")(*arguments)
+                if received == b"":
+                    self._hear_end()
+                self._look_after_neighbour()
+                self._changed.notify_all()
+            if received == b"":
+                break
+            self._end_in_time()
+        while self._deadline is not None:
+            time.sleep(_TICK)
+            self._end_in_time()
+
+    def _hear_answer(self, run: int, refusal: str | None) -> None:
+        self._answer = (run, refusal)
+
+    def _hear_cause(self, run: int, cause: str) -> None:
+        if run != _here.runs or self._cause is not None:
+            return
+        self._cause = cause
+        if self._is_in and self._error is None:
+            self._deadline = time.monotonic() + _GRACE
+
+    def _hear_verdict(self, run: int, all_failed: bool) -> None:
+        if run == self._run:
+            self._verdict = all_failed
+            if all_failed and self._absent is None:
+                self._deadline = None
+
+    def _hear_absent(self, rank: int) -> None:
+        self._absent = rank
+        if self._error is not None and self._deadline is None:
+            self._deadline = time.monotonic() + _LAST_GRACE
+
+    def _hear_first_has_left(self) -> None:
+        self._first_has_left = True
+
+    def _hear_end(self) -> None:
+        """Note that rank 0 has ended."""
+        self._hear_absent(0)
+        if self._is_in and not self._first_has_left:
+            self._hear_cause(self._run, _without_a_word(0))
+
+    def _look_after_neighbour(self) -> None:
+        """End a rank that is stopped; in ticks of this one, so that no time counts in which both are."""
+        self._seconds_stopped = self._seconds_stopped + _TICK if self._is_in and self._neighbour_is_stopped() else 0.0
+        if self._seconds_stopped > _STOPPED:
+            assert self._neighbour is not None
+            rank = self._neighbour[0]
+            cause = f"rank {rank} was stopped (SIGSTOP) for {_STOPPED} s while others were not, and was killed"
+            self._tell("stopped", self._run, cause)
+            if rank == 0:  # which does not hear this
+                self._hear_cause(self._run, cause)
+            self.end_stopped_neighbour()
+
+    def _neighbour_is_stopped(self) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return self._neighbour is not None and self._neighbour[1].status() == psutil.STATUS_STOPPED
+        return False
+
+    def end_stopped_neighbour(self) -> None:
+        """End a rank that is stopped: it would not hear that the run is over, and stay for ever."""
+        if self._neighbour is not None and self._neighbour_is_stopped():
+            with contextlib.suppress(psutil.Error):
+                self._neighbour[1].kill()  # no other process that has its number by now: psutil knows when it began
+
+    def _end_in_time(self) -> None:
+        with self._changed:
+            if self._deadline is None or time.monotonic() < self._deadline:
+                return
+            self.end_stopped_neighbour()
+            if self._error is None:
+                _end(f"{self._me} is ended, because {self._cause}")
+            _end(f"{self._me} is ended: it failed, and has not cleared up in {_LAST_GRACE:g} s", self._error)
+
+
+# ---- rank 0
+
+
+class _Hub:
+    """The thread of rank 0, which hears all ranks and tells them what it means.
+
+    Args:
+        connections: To each rank, itself included.
+    """
+
+    def __init__(self, connections: Mapping[int, socket.socket]) -> None:
+        self._connections = dict(connections)
+        self._present = set(connections)
+        self._states = dict.fromkeys(connections, "out")  # of a run: "out", "in" or "failed"
+        self._runs = dict.fromkeys(connections, 0)
+        self._positions: dict[int, dict[str, int]] = {}
+        self._told = 0  # the number of the last run that failed
+        _start_thread("rank watch hub", self._listen)
+
+    def _listen(self) -> None:
+        buffers = {rank: Lines() for rank in self._connections}
+        with selectors.DefaultSelector() as selector:
+            for rank, connection in self._connections.items():
+                selector.register(connection, selectors.EVENT_READ, rank)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    rank = key.data
+                    received = receive(self._connections[rank]) or b""
+                    for name, *arguments in buffers[rank].split(received):
+                        getattr(self, f"_hear_{name}")(rank, *arguments)
+                    if not received:
+                        selector.unregister(key.fileobj)
+                        self._hear_end(rank)
+
+    def _tell(self, name: str, *arguments: Any) -> None:
+        for rank in self._present:
+            send(self._connections[rank], name, *arguments)
+
+    def _hear_enter(self, rank: int, run: int, positions: dict[str, int]) -> None:
+        self._states[rank], self._runs[rank], self._positions[rank] = "in", run, positions
+        if all(state == "in" for state in self._states.values()) and set(self._runs.values()) == {run}:
+            self._tell("answer", run, _out_of_step(self._positions) if self._told == run - 1 else None)
+
+    def _hear_left(self, rank: int, run: int) -> None:
+        self._states[rank] = "out"
+        if rank == 0:
+            self._tell("first_has_left")
+        self._judge(run)
+
+    def _hear_failed(self, rank: int, run: int, error: str) -> None:
+        self._states[rank], self._runs[rank] = "failed", run
+        self._tell_cause(run, f"rank {rank} failed: {error}")
+        self._judge(run)
+
+    def _hear_stopped(self, rank: int, run: int, cause: str) -> None:
+        self._tell_cause(run, cause)
+
+    def _hear_end(self, rank: int) -> None:
+        self._present.discard(rank)
+        self._connections[rank].close()
+        self._tell("absent", rank)
+        if self._states[rank] == "in":
+            if self._told != self._runs[rank] and self._states[0] == "in":
+                say(f"{_without_a_word(rank)}; the run ends on all ranks")  # at once: a launcher may end this one too
+            self._tell_cause(self._runs[rank], _without_a_word(rank))
+        self._judge(self._runs[rank])
+
+    def _tell_cause(self, run: int, cause: str) -> None:
+        """Tell the first failure of a run."""
+        if self._told != run:
+            self._told = run
+            self._tell("cause", run, cause)
+
+    def _judge(self, run: int) -> None:
+        """Say whether all ranks have failed, when no rank is in the run any more."""
+        open_ranks = [rank for rank in self._present if self._states[rank] == "in" or self._runs[rank] < run]
+        if not open_ranks:
+            failed = all(state == "failed" for state in self._states.values())
+            self._tell("verdict", run, failed and len(self._present) == len(self._states))
+
+
+def _out_of_step(positions: Mapping[int, Mapping[str, int]]) -> str | None:
+    """Say which ranks would not meet in the next collective of a group, for they have issued other numbers of them."""
+    seen: dict[str, tuple[int, int]] = {}
+    for rank in sorted(positions):
+        for group, position in positions[rank].items():
+            first, expected = seen.setdefault(group, (rank, position))
+            if position != expected:
+                return f"ranks {first} and {rank} are out of step since the run that failed"
+    return None
+
+
+def _open_watch() -> _Watch | None:
+    """Let all ranks watch; collective over the world."""
+    connected = connect(_this_process())
+    if connected is None:
+        return None
+    connections, processes = connected
+    rank = dist.get_rank()
+    if connections.of_first:
+        _Hub(connections.of_first)
+    return _Watch(rank, len(processes), connections, _neighbour(rank, processes))
+
+
+# ---- processes
+
+
+def say(sentence: str) -> None:
+    """Print a sentence for the user, whatever the main thread is doing."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"error: {sentence}\n".encode(errors="replace"))
+
+
+def describe(error: BaseException) -> str:
+    """Return an error in one line."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        text = ""
+    if len(text) > 2 * _LENGTH:  # a worker's error, for instance, stands behind its traceback
+        text = f"{text[:_LENGTH]} ... {text[-_LENGTH:]}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _without_a_word(rank: int) -> str:
+    return f"rank {rank} ended without a word (killed, out of memory, or a crash outside Python)"
+
+
+def _is_of_a_connection(error: BaseException) -> bool:
+    """Whether an error may be what becomes of a collective when a peer has ended."""
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in ("peer", "gloo", "nccl"))
+
+
+def _end(sentence: str, error: BaseException | None = None) -> NoReturn:
+    """End this process from a thread, for its main thread may never run again."""
+    text = "".join(traceback.format_exception(error)) if error is not None else ""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode(errors="replace"))
+    say(sentence)
+    for stream in (sys.stdout, sys.stderr):
+        _start_thread("flush", stream.flush).join(_TICK)  # the main thread may hold its lock
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(1)
+
+
+@functools.cache
+def _end_soon_at_exit() -> None:
+    """Bound the end of a process that failed: what is called then may wait for ranks that are gone."""
+
+    def end_soon() -> None:
+        time.sleep(_GRACE)
+        _end(f"this process is ended: its run failed, and it has not ended by itself in {_GRACE:g} s")
+
+    def at_exit() -> None:
+        if _here.failure is None:
+            return
+        _start_thread("rank watch ends", end_soon)
+        if _here.watch is not None:
+            _here.watch.end_stopped_neighbour()
+        if id(getattr(sys, "last_value", None)) == _here.failure:  # it ends the process, and nobody else told them
+            for child in _here.children:
+                child.kill()
+
+    atexit.register(at_exit)
+
+
+def _start_thread(name: str, function: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=function, name=name, daemon=True)
+    thread.pydev_do_not_trace = True  # type: ignore[attr-defined] # or a breakpoint would stop it
+    thread.start()
+    return thread
+
+
+def _this_process() -> tuple[str, str, int, float]:
+    """Return what tells this process from all others: its machine, its container, its number, and when it began."""
+    with contextlib.suppress(OSError):
+        return socket.gethostname(), os.readlink("/proc/self/ns/pid"), os.getpid(), psutil.Process().create_time()
+    return socket.gethostname(), "", os.getpid(), psutil.Process().create_time()
+
+
+def _lives(process: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def _neighbour(rank: int, processes: Sequence[tuple[str, str, int, float]]) -> tuple[int, psutil.Process] | None:
+    """Return the rank that comes next on this machine, and its process: each looks after one."""
+    ring = [other for other, process in enumerate(processes) if process[:2] == processes[rank][:2]]
+    other = ring[(ring.index(rank) + 1) % len(ring)]
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(processes[other][2])
+        if other != rank and process.create_time() == processes[other][3]:
+            return other, process
+    return None
+
+
+def _watch_the_start(children: Callable[[], Sequence[subprocess.Popen[bytes]]], connected: threading.Event) -> None:
+    """Notice ranks that end before all are connected, where one has started the others."""
+    launcher = int(os.environ.pop(LAUNCHED_BY, "0"))  # not for programs that this rank starts in its turn
+    if os.getppid() == launcher and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)  # so that it hears of the end when stopped
+
+    def watch() -> None:
+        while not connected.wait(_TICK / 4):
+            if launcher and not _lives(launcher):  # it may have ended while this process was importing
+                _end("this rank is ended, because the process that started it ended before all ranks were connected")
+            for rank, child in enumerate(children(), start=1):
+                if child.poll():
+                    say(f"rank {rank} of this machine ended with exit code {child.returncode} before all had started")
+                    return
+
+    _start_thread("rank watch starts", watch)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Megatron layers need to run under a strategy that is not ours.
+
+A module built with ``pipeline()`` may run under ``strategy="auto"`` or ``"ddp"``. Its layers still ask for Megatron's
+process groups and, on the CPU, for ``torch.cuda``. :class:`SingleModelSession` is a callback that the module adds to
+the trainer for that run: it opens groups in which nothing is split, and closes all it opened when the run is over,
+also when it ends in an exception.
+
+Layers that add losses of their own to the gradient, of experts and of multi-token prediction, expect Megatron's loop
+around them. Under Lightning's the loss is the mean over a batch, divided by ``accumulate_grad_batches``, so the session
+makes theirs the same, whatever ``calculate_per_token_loss`` says. They are not logged there.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.layers.spec import choice_of_attention_restored
+from lightning_mcore.parallel.cpu_runtime import absent_names_bound, cpu_runtime
+from lightning_mcore.parallel.groups import (
+    close_process_groups,
+    open_process_groups,
+    open_single_process,
+    process_groups_are_open,
+)
+
+
+@contextlib.contextmanager
+def single_process() -> Iterator[None]:
+    """Let Megatron's layers run in this process alone, without a trainer: build a module, load weights, call it.
+
+    On a machine without CUDA the layers run on the CPU.
+
+    Raises:
+        RuntimeError: This process is one of several ranks that are connected, as after a run on them.
+
+    Example:
+        >>> with single_process():
+        ...     module = MCoreGPT.load_from_checkpoint("last.ckpt")
+        ...     logits = module.model(tokens, position_ids, attention_mask=None)
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"this process is one of {dist.get_world_size()} connected ranks, and the whole model is loaded in a"
+            " process of its own; do it in another script, or start a run from the weights with load_weights(path)"
+        )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(choice_of_attention_restored())
+        stack.enter_context(absent_names_bound() if torch.cuda.is_available() else cpu_runtime())
+        if not process_groups_are_open():
+            if open_single_process():
+                stack.callback(dist.destroy_process_group)
+            stack.callback(close_process_groups)
+            open_process_groups(ParallelLayout(), seed=torch.initial_seed() % 2**31, timeout=timedelta(minutes=30))
+        yield
+
+
+class SingleModelSession(Callback):
+    """Holds the CPU runtime and one-rank process groups open while a foreign strategy runs a Megatron model."""
+
+    def __init__(self) -> None:
+        self._open = contextlib.ExitStack()
+        self._auxiliary_scale = torch.ones(())
+        self._mtp_tokens: int | torch.Tensor = 1
+
+    @classmethod
+    def attach(cls, trainer: "pl.Trainer") -> None:
+        """Open a session for the current run of ``trainer``, unless one is open."""
+        if any(isinstance(callback, cls) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            return
+        session = cls()
+        session._enter(trainer)
+        trainer.callbacks.append(session)  # type: ignore[attr-defined]
+
+    def _enter(self, trainer: "pl.Trainer") -> None:
+        self._open.enter_context(choice_of_attention_restored())
+        on_cpu = trainer.strategy.root_device.type == "cpu"
+        self._open.enter_context(cpu_runtime() if on_cpu else absent_names_bound())
+        if open_single_process():
+            self._open.callback(dist.destroy_process_group)
+        self._open.callback(close_process_groups)
+        open_process_groups(ParallelLayout(), seed=torch.initial_seed() % 2**31, timeout=timedelta(minutes=30))
+
+    def _leave(self, trainer: "pl.Trainer") -> None:
+        self._open.close()
+        trainer.callbacks = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Let the layers' own losses be means; undone when the run is over."""
+        for child in pl_module.modules():
+            if isinstance(child, TopKRouter):
+                for name in ("weighs_tokens", "calculate_per_token_loss"):
+                    if getattr(child, name, False):
+                        setattr(child, name, False)
+                        self._open.callback(setattr, child, name, True)
+            if isinstance(child, GPTModel) and child.mtp_process and child.config.calculate_per_token_loss:
+                self._open.callback(child.register_forward_pre_hook(self._count, with_kwargs=True).remove)
+        self._auxiliary_scale = torch.tensor(1 / trainer.accumulate_grad_batches, device=pl_module.device)
+
+    def _count(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count the tokens by which Megatron's loop would divide the losses of multi-token prediction."""
+        given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        counted = given.get("loss_mask", given.get("labels"))
+        if counted is not None:
+            self._mtp_tokens = counted.sum().clamp(min=1) if "loss_mask" in given else counted.numel()
+
+    def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: torch.Tensor) -> None:
+        """Divide the layers' own losses as Lightning has divided the loss."""
+        MoEAuxLossAutoScaler.set_loss_scale(self._auxiliary_scale)
+        MTPLossAutoScaler.set_loss_scale(self._auxiliary_scale / self._mtp_tokens)
+
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Close what was opened, at the end of ``fit``, ``validate``, ``test`` or ``predict``."""
+        self._leave(trainer)
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Close what was opened when the run ends in an exception."""
+        self._leave(trainer)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lightning-mcore plan --check``: the real objects of a run are built, as far as nothing is allocated.
+
+The rules of ``plan`` mirror those of Lightning's, Megatron's and our own classes. This asks the classes themselves, at
+the price of importing Lightning and megatron-core; so does the test that holds both together.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_mcore.config.run import RunSettings
+from lightning_mcore.planning.rule_book import RuleBook
+from lightning_mcore.planning.rules import arguments_of_gpt
+
+
+def real_errors(settings: RunSettings, devices: int) -> list[str]:
+    """Return what the classes refuse.
+
+    Args:
+        settings: The run.
+        devices: Ranks of the whole run.
+    """
+    import torch
+
+    from lightning_mcore.arguments.build import make_precision, make_strategy
+
+    book = RuleBook()
+    device = torch.device("cpu" if settings.trainer.get("accelerator") == "cpu" else "cuda")
+    strategy = book.attempt(lambda: make_strategy(settings.strategy))
+    precision = book.attempt(lambda: make_precision(settings.precision))
+    module = book.attempt(lambda: _module(settings))
+    if strategy is None or precision is None or module is None:
+        return book.errors
+    strategy.parallel_devices = [device]
+    strategy.cluster_environment = _environment()
+    if book.attempt(lambda: _assigned(strategy, precision)) is None:
+        return book.errors
+    book.attempt(lambda: strategy.layout.validate_world(devices))
+    if not book.errors:
+        book.attempt(lambda: strategy._check_device(devices))
+    book.attempt(lambda: strategy.layout.validate_model(module.model_shape()))
+    book.attempt(lambda: _check_module(module, strategy, device.type))
+    book.attempt(lambda: _check_optimizer(module, strategy))
+    book.attempt(lambda: _check_trainer(module, settings.trainer))
+    if strategy.micro_batch_size is None:
+        count = settings.trainer.get("accumulate_grad_batches") or 1
+        book.attempt(lambda: strategy.layout.validate_microbatches(count, strategy.microbatch_group_size))
+    return book.errors
+
+
+def _module(settings: RunSettings) -> Any:
+    from lightning_mcore.models.gpt import MCoreGPT
+
+    book = RuleBook()
+    arguments = arguments_of_gpt(book, settings.model)
+    if book.errors:
+        raise ValueError(book.errors[0])
+    try:
+        return MCoreGPT(**arguments)
+    except TypeError as error:
+        raise TypeError(f"MCoreGPT: {error}") from error
+
+
+def _environment() -> Any:
+    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+
+    return LightningEnvironment()
+
+
+def _assigned(strategy: Any, precision: Any) -> bool:
+    strategy.precision_plugin = precision
+    return True
+
+
+def _check_module(module: Any, strategy: Any, device_type: str) -> None:
+    """Build Megatron's config and check it, as ``MCoreGPT.check_settings`` does under a Trainer."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    from lightning_mcore.config.field_support import check_fields, check_without_transformer_engine
+    from lightning_mcore.config.loss_normalization import check_average_in_collective, check_normalization
+    from lightning_mcore.layers.multi_token import check_multi_token
+    from lightning_mcore.layers.spec import resolve_transformer_impl
+    from lightning_mcore.models.transformer_config import build_transformer_config
+    from lightning_mcore.strategy.parallelism import _check_expert_tensor_parallel
+
+    owned = strategy.megatron_fields()
+    if module.transformer.get("multi_latent_attention"):
+        owned |= {name: module.hparams[name] for name in ("rotary_base", "rotary_percent")}
+    used: Any
+    config = build_transformer_config(module.transformer, owned)
+    choice = module.hparams["transformer_impl"]
+    if device_type == "cuda":  # whether TransformerEngine is installed, the machine of the run will say
+        used = "transformer_engine" if choice == "auto" else choice
+    else:
+        used = resolve_transformer_impl(choice, device_type)
+    check_fields(config, used, device_type)
+    check_multi_token(config, module.hparams["share_embeddings_and_output_weights"])
+    check_normalization(module.loss_normalization, config)
+    check_average_in_collective(strategy.gradients.resolve().average_in_collective, config)
+    if used == "local" and not HAVE_TE and device_type == "cpu":
+        check_without_transformer_engine(config)
+    _check_expert_tensor_parallel(strategy.layout, strategy.root_device)
+
+
+def _check_optimizer(module: Any, strategy: Any) -> None:
+    """Make the optimizer on a parameter of its own, and ask whether it can do what the strategy asks of it."""
+    from torch import nn, zeros
+
+    from lightning_mcore.models.recipe import optimizer_of_recipe
+    from lightning_mcore.optimizer.kinds import check_kind, megatron_fields
+    from lightning_mcore.optimizer.options import check_options
+
+    optimizer = optimizer_of_recipe([("weight", nn.Parameter(zeros(1, 1)))], module.hparams)
+    check_kind(
+        optimizer,
+        inline=False,
+        distributed=strategy.gradients.distributed,
+        tensor_parallel_size=strategy.layout.tensor_model_parallel_size,
+        expert_model_parallel_size=strategy.layout.expert_model_parallel_size,
+    )
+    check_options(strategy.optimizer_config, megatron_fields(optimizer), type(optimizer).__name__)
+
+
+def _check_trainer(module: Any, trainer: Mapping[str, Any]) -> None:
+    """Ask Lightning's Trainer for its number of steps, and the recipe whether that is enough."""
+    import lightning.pytorch as pl
+
+    from lightning_mcore.models.recipe import check_end
+
+    if trainer.get("sync_batchnorm"):
+        raise ValueError("sync_batchnorm=True is not available for a model built with pipeline(); set it to False")
+    lengths = {name: trainer[name] for name in ("max_epochs", "max_steps", "max_time") if name in trainer}
+    real = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, **lengths)
+    endless = real.max_steps == -1 and real.max_epochs == -1
+    check_end(module.hparams, None if endless else 1)

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank sends in an optimizer step, in bytes, axis by axis.
+
+Volumes are those of ring algorithms: of n ranks and a whole tensor of S bytes an all-gather or a reduce-scatter sends
+(n - 1) / n x S, an all-reduce twice that, an all-to-all (n - 1) / n of what the rank holds. t below are the tokens of a
+microbatch on one context-parallel rank, h the hidden size, e the bytes of an activation. What recomputation runs again
+is sent again. Left out, for it is small: gradients of norms over tensor-parallel ranks, routing probabilities, shapes.
+
+Sources: ``tensor_parallel/layers.py`` and ``mappings.py`` (tensor and sequence parallelism: an all-reduce, or an
+all-gather and a reduce-scatter, on each side of a pair of matrices, and another all-gather for the gradient of the
+weight), ``moe/token_dispatcher.py``, ``pipeline_parallel/schedules.py`` and ``distributed/param_and_grad_buffer.py`` of
+megatron-core 0.16.1; ``gathered_keys.py`` here. The volumes of tensor parallelism agree with Narayanan et al., 2021
+(8 b s h (t - 1) / t elements a layer), and Korthikanti et al., 2022.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.planning.batch import GlobalBatch
+from lightning_mcore.planning.gpt_fields import GPTFields
+from lightning_mcore.planning.rank_parameters import rank_parameters
+from lightning_mcore.planning.stage_layers import ChunkLayers, stage_layers
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """How numbers travel.
+
+    Args:
+        activation_bytes: Of one element of an activation.
+        gradient_bytes: Of one element of a gradient while it is summed.
+        parameter_bytes: Of one element of a parameter while it is gathered.
+        distributed_optimizer: Whether gradients are reduce-scattered and parameters gathered, or all-reduced.
+        backend: Whose layers: ``"local"`` or ``"transformer_engine"``.
+    """
+
+    activation_bytes: int
+    gradient_bytes: int
+    parameter_bytes: int
+    distributed_optimizer: bool
+    backend: str = "local"
+
+
+@dataclass
+class AxisVolume:
+    """What a rank sends along one axis in a step.
+
+    Args:
+        axis: ``tp``, ``cp``, ``ep``, ``etp``, ``pp``, ``dp`` (dense gradients), ``edp`` (of experts), ``embedding``.
+        group_size: Ranks that take part.
+        stride: Distance of neighbours in the group, in ranks.
+        sent: Bytes.
+        what: Which collectives.
+        each_microbatch: Whether it is sent with every microbatch; else once a step.
+    """
+
+    axis: str
+    group_size: int
+    stride: int
+    what: str
+    each_microbatch: bool
+    sent: float = field(default=0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {**vars(self), "sent": round(self.sent)}
+
+
+def communication_volume(
+    fields: GPTFields, layout: ParallelLayout, world_size: int, batch: GlobalBatch, traffic: Traffic, stage: int
+) -> list[AxisVolume]:
+    """Return what each rank of a pipeline stage sends in an optimizer step; axes of one rank are left out.
+
+    Args:
+        fields: The model.
+        layout: The parallel sizes, which fit model and world.
+        world_size: Number of ranks.
+        batch: Microbatches and their rows.
+        traffic: How numbers travel.
+        stage: The pipeline stage, from 0.
+    """
+    tokens = batch.micro_batch_size * batch.seq_length // layout.context_parallel_size
+    stages = stage_layers(fields, layout)
+    volumes = _volumes(layout, world_size, traffic)
+    for index, chunk in enumerate(stages[stage]):
+        sent: dict[str, float] = _of_layers(fields, layout, chunk, tokens, traffic)
+        sent["tp"] += _of_ends(fields, layout, chunk, tokens, traffic)
+        place, last = index * len(stages) + stage, len(stages) * len(stages[stage]) - 1
+        message = tokens * fields.hidden_size * traffic.activation_bytes / _shares(layout)
+        sent["pp"] = message * ((place < last) + (place > 0))
+        for axis, volume in sent.items():
+            volumes[axis].sent += volume * batch.num_microbatches
+    _add_gradients(volumes, fields, layout, traffic, stage)
+    if fields.tied and len(stages) > 1 and stage in (0, len(stages) - 1):
+        rows = fields.padded_vocab_size / layout.tensor_model_parallel_size
+        volumes["embedding"].sent += rows * fields.hidden_size * traffic.gradient_bytes
+    return [volume for volume in volumes.values() if volume.group_size > 1 and volume.sent]
+
+
+def _volumes(layout: ParallelLayout, world_size: int, traffic: Traffic) -> dict[str, AxisVolume]:
+    tp, cp, pp = layout.tensor_model_parallel_size, layout.context_parallel_size, layout.pipeline_model_parallel_size
+    etp, ep = layout.expert_tensor_size, layout.expert_model_parallel_size
+    dp, edp = layout.data_parallel_size(world_size), layout.expert_data_parallel_size(world_size)
+    layers = "all-gather and reduce-scatter" if layout.sequence_parallel else "all-reduce"
+    gradients = "gradients reduce-scatter, parameters all-gather"
+    gradients = gradients if traffic.distributed_optimizer else "gradients all-reduce"
+    rows = [
+        AxisVolume("tp", tp, 1, f"{layers} of activations", True),
+        AxisVolume("cp", cp, tp, "keys and values, and their gradients", True),
+        AxisVolume("ep", ep, etp, "tokens to experts and back", True),
+        AxisVolume("etp", etp, 1, "all-gather and reduce-scatter of experts' tokens", True),
+        AxisVolume("pp", pp, world_size // pp, "activations forward, gradients back", True),
+        AxisVolume("dp", dp * cp, tp, gradients, False),
+        AxisVolume("edp", edp, etp * ep, f"experts' {gradients}", False),
+        AxisVolume("embedding", min(pp, 2), (pp - 1) * world_size // pp, "tied embedding's gradient all-reduce", False),
+    ]
+    return {row.axis: row for row in rows}
+
+
+def _shares(layout: ParallelLayout) -> int:
+    return layout.tensor_model_parallel_size if layout.sequence_parallel else 1
+
+
+def _ring(size: int) -> float:
+    return (size - 1) / size
+
+
+def _of_layers(
+    fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, tokens: int, traffic: Traffic
+) -> dict[str, float]:
+    """Return bytes of one microbatch through the layers of a chunk."""
+    tp, cp = layout.tensor_model_parallel_size, layout.context_parallel_size
+    whole = tokens * fields.hidden_size * traffic.activation_bytes * _ring(tp)
+    sent = dict.fromkeys(("tp", "cp", "ep", "etp"), 0.0)
+    numbers = [*chunk.layers, *[fields.num_layers - 1] * chunk.mtp]
+    keys = (cp - 1) * _keys_and_values(fields, tp) * tokens * traffic.activation_bytes
+    for place, layer in enumerate(numbers):
+        runs = forward_runs(fields, place, len(chunk.layers))
+        sent["tp"] += _pair(whole, runs["attention"], layout)
+        sent["cp"] += (runs["core_attn"] + 2) * keys
+        if not fields.is_moe[layer]:
+            sent["tp"] += _pair(whole, runs["mlp"], layout)
+            continue
+        assert fields.experts is not None
+        if fields.experts.shared_width:
+            sent["tp"] += _pair(whole, runs["shared_experts"], layout)
+        for axis, volume in _experts(fields, layout, tokens, traffic).items():
+            sent[axis] += (runs["moe"] + 1) * 2 * volume
+    return sent
+
+
+def forward_runs(fields: GPTFields, place: int, num_layers: int) -> Mapping[str, int]:
+    """Return how often each part of a layer runs forward: once, and once more where it is recomputed.
+
+    Args:
+        fields: The model, with what it recomputes.
+        place: Place of the layer in its chunk; those of multi-token prediction come behind ``num_layers``.
+        num_layers: Decoder layers of the chunk.
+    """
+    recompute = fields.recompute
+    parts = ("attention", "core_attn", "mlp", "moe", "shared_experts", "mla_up_proj")
+    if recompute.granularity == "full":
+        whole = recompute.method == "uniform" or place < recompute.num_layers or place >= num_layers
+        return dict.fromkeys(parts, 1 + whole)
+    runs = {part: 1 + (part in recompute.modules) for part in parts}
+    runs["shared_experts"] = max(runs["shared_experts"], runs["moe"])
+    return runs
+
+
+def _pair(whole: float, runs: int, layout: ParallelLayout) -> float:
+    """Bytes of one column-parallel and one row-parallel matrix: forward runs, and backward."""
+    return whole * (2 * runs + (3 if layout.sequence_parallel else 2))
+
+
+def _keys_and_values(fields: GPTFields, tp: int) -> float:
+    """Channels of keys and values that one rank holds for each token."""
+    if fields.attention is not None:
+        return fields.num_attention_heads * (fields.attention.query_width + fields.attention.v_head_dim) / tp
+    return 2 * max(fields.num_query_groups / tp, 1) * fields.kv_channels
+
+
+def _experts(fields: GPTFields, layout: ParallelLayout, tokens: int, traffic: Traffic) -> dict[str, float]:
+    """Bytes of one exchange with the experts: tokens there, or results back."""
+    experts = fields.experts
+    assert experts is not None
+    ep, etp = layout.expert_model_parallel_size, layout.expert_tensor_size
+    own = tokens / layout.tensor_model_parallel_size * (experts.latent_width or fields.hidden_size)
+    own *= traffic.activation_bytes
+    if experts.dispatcher == "allgather":
+        return {"ep": (ep - 1) * own * etp, "etp": (etp - 1) * own}
+    sent = own * experts.topk * (experts.capacity_factor or 1.0 if experts.pads_to_capacity else 1.0)
+    return {"ep": _ring(ep) * sent, "etp": (etp - 1) * sent}
+
+
+def _of_ends(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, tokens: int, traffic: Traffic) -> float:
+    """Bytes of one microbatch through embedding, output layer and loss."""
+    tp = layout.tensor_model_parallel_size
+    whole = tokens * fields.hidden_size * traffic.activation_bytes * _ring(tp)
+    embeddings = int(chunk.embedding) + (1 if chunk.mtp else 0)
+    outputs = int(chunk.output) + chunk.mtp
+    of_output = whole * (3 if layout.sequence_parallel else 2)
+    of_loss = 3 * 2 * tokens * 4 * _ring(tp)  # largest logit, that of the target, the sum: each in fp32
+    return embeddings * 2 * whole + outputs * (of_output + of_loss)
+
+
+def _add_gradients(
+    volumes: Mapping[str, AxisVolume], fields: GPTFields, layout: ParallelLayout, traffic: Traffic, stage: int
+) -> None:
+    parameters = rank_parameters(fields, layout, stage, traffic.backend)
+    for axis, count in (("dp", parameters.dense), ("edp", parameters.expert)):
+        size = volumes[axis].group_size
+        bytes_each = 2 * traffic.gradient_bytes
+        if traffic.distributed_optimizer:
+            bytes_each = traffic.gradient_bytes + traffic.parameter_bytes
+        volumes[axis].sent += count * bytes_each * _ring(size)

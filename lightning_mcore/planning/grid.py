@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which ranks share which group, by arithmetic: for one rank in no more time at 16,384 devices than at 8.
+
+Megatron lays ranks out on two grids over the same pipeline stages. The dense one has the axes tp, cp, dp, pp, the one
+of the experts etp, ep, edp, pp; the first axis varies fastest. A group along some axes holds the ranks that differ in
+nothing else. ``plan`` shows them; nothing is opened here (``process_groups.py`` does that).
+
+Source: ``parallel_state.RankGenerator`` with the default order ``tp-cp-ep-dp-pp`` and the groups that
+``initialize_model_parallel`` opens (megatron-core 0.16.1 and 0.19.2).
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.sizes import choices
+
+DENSE = ("tp", "cp", "dp", "pp")
+EXPERT = ("etp", "ep", "edp", "pp")
+GROUPS: dict[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "pp": ("pp",),
+    "cp": ("cp",),
+    "dp": ("dp",),
+    "dp_cp": ("dp", "cp"),
+    "tp_cp": ("tp", "cp"),
+    "tp_dp": ("tp", "dp"),
+    "tp_dp_cp": ("tp", "dp", "cp"),
+    "tp_pp": ("tp", "pp"),
+    "ep": ("ep",),
+    "etp": ("etp",),
+    "edp": ("edp",),
+    "etp_ep": ("etp", "ep"),
+    "etp_ep_pp": ("etp", "ep", "pp"),
+}
+"""The axes of each group; ``tp_pp`` is what Megatron calls the model-parallel group."""
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """The ranks of a world, cut as a layout says.
+
+    Args:
+        layout: Sizes of the parallel axes.
+        world_size: Number of ranks.
+
+    Raises:
+        ValueError: The layout does not divide the world.
+    """
+
+    layout: ParallelLayout
+    world_size: int
+
+    def __post_init__(self) -> None:
+        """Refuse a world that the layout does not divide."""
+        self.layout.validate_world(self.world_size)
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Ranks along each axis of both grids."""
+        layout = self.layout
+        return {
+            "tp": layout.tensor_model_parallel_size,
+            "cp": layout.context_parallel_size,
+            "dp": layout.data_parallel_size(self.world_size),
+            "pp": layout.pipeline_model_parallel_size,
+            "etp": layout.expert_tensor_size,
+            "ep": layout.expert_model_parallel_size,
+            "edp": layout.expert_data_parallel_size(self.world_size),
+        }
+
+    def size(self, group: str) -> int:
+        """Return how many ranks a group has.
+
+        Raises:
+            ValueError: There is no such group.
+        """
+        if group not in GROUPS:
+            raise ValueError(f"group={group!r} is unknown; choose {choices(GROUPS)}")
+        return math.prod(self.sizes[axis] for axis in GROUPS[group])
+
+    def ranks(self, group: str, rank: int) -> list[int]:
+        """Return the group of a rank, in ascending order, which is Megatron's.
+
+        Args:
+            group: One of :data:`GROUPS`.
+            rank: Any rank of the world.
+
+        Raises:
+            ValueError: There is no such group or rank.
+        """
+        self.size(group)
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank={rank} is outside world_size={self.world_size}; choose 0 to {self.world_size - 1}")
+        steps = self._strides(EXPERT if set(GROUPS[group]) & set(EXPERT[:3]) else DENSE)
+        members = [rank - sum(rank // steps[axis] % self.sizes[axis] * steps[axis] for axis in GROUPS[group])]
+        for axis in sorted(GROUPS[group], key=lambda axis: steps[axis], reverse=True):
+            members = [member + place * steps[axis] for member in members for place in range(self.sizes[axis])]
+        return members
+
+    def stage_of(self, rank: int) -> int:
+        """Return the pipeline stage of a rank."""
+        return rank * self.sizes["pp"] // self.world_size
+
+    def to_dict(self, rank: int = 0) -> dict[str, Any]:
+        """Return sizes, and for each group its size, how many there are and the ranks of one, as plain data."""
+        groups = {
+            name: {"size": size, "groups": self.world_size // size, "ranks": spoken(self.ranks(name, rank))}
+            for name in GROUPS
+            if (size := self.size(name)) > 0
+        }
+        return {"world_size": self.world_size, "sizes": dict(self.sizes), "groups_of_rank": rank, "groups": groups}
+
+    def _strides(self, axes: tuple[str, ...]) -> dict[str, int]:
+        strides, step = {}, 1
+        for axis in axes:
+            strides[axis] = step
+            step *= self.sizes[axis]
+        return strides
+
+
+def spoken(ranks: list[int]) -> str:
+    """Return ranks in few words: ``0 1 2 3``, or ``0 8 16 ... 16376`` where there are many."""
+    if len(ranks) <= 8:
+        return " ".join(map(str, ranks))
+    return f"{' '.join(map(str, ranks[:3]))} ... {ranks[-1]}"

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of forward and backward passes on each pipeline stage, and the time in which stages wait: the bubble.
+
+Megatron has two training schedules for several stages. *1F1B*: a stage warms up with as many forward passes as there
+are stages behind it, then alternates. *Interleaved*: a stage owns several chunks and runs a group of microbatches
+through one chunk before it turns to the next; it warms up longer, and the bubble is smaller by the number of chunks.
+
+:func:`stage_order` is that order, :class:`PipelineTimeline` plays it with forward = 1 and backward = 2 units for a
+chunk and sending for nothing. The bubble is what it measures: the share of the time in which an average stage is idle,
+for 1F1B (pp - 1) / (m + pp - 1) of m microbatches.
+
+Source: ``get_pp_rank_microbatches``, ``get_schedule_table`` and the two pipelined schedules of megatron-core (0.16.1).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from lightning_mcore.config.layout import ParallelLayout
+
+FORWARD_UNITS, BACKWARD_UNITS = 1, 2
+_MOST_PASSES = 20_000
+"""More are not played one by one where the formula is exact, or where the schedule repeats itself in between."""
+
+
+class Pass(NamedTuple):
+    """One forward or backward pass of one microbatch through one chunk."""
+
+    forward: bool
+    microbatch: int
+    chunk: int
+
+    def __str__(self) -> str:
+        """Return ``F0`` or ``B0``; the caller adds the chunk."""
+        return f"{'F' if self.forward else 'B'}{self.microbatch}"
+
+
+class Played(NamedTuple):
+    """A pass with its start and end, in units of time."""
+
+    action: Pass
+    start: int
+    end: int
+
+
+def stage_order(
+    num_stages: int, num_chunks: int, num_microbatches: int, stage: int, group_size: int | None = None
+) -> list[Pass]:
+    """Return the passes of one stage in the order in which Megatron runs them.
+
+    Args:
+        num_stages: Pipeline-parallel size.
+        num_chunks: Chunks of each stage; 1 is the schedule without interleaving.
+        num_microbatches: Microbatches of a step.
+        stage: Which stage, from 0.
+        group_size: ``microbatch_group_size_per_vp_stage``; None is the pipeline size.
+    """
+    if num_stages == 1:
+        return [Pass(forward, microbatch, 0) for microbatch in range(num_microbatches) for forward in (True, False)]
+    group = group_size or num_stages
+    if num_chunks == 1:
+        forwards = backwards = [(microbatch, 0) for microbatch in range(num_microbatches)]
+        warmup = num_stages - stage - 1
+    else:
+        forwards = _table(num_microbatches, num_chunks, group)
+        backwards = [(microbatch, num_chunks - 1 - chunk) for microbatch, chunk in forwards]
+        warmup = 2 * (num_stages - stage - 1) + (num_chunks - 1) * group
+    warmup = min(warmup, len(forwards))
+    order = [Pass(True, *place) for place in forwards[:warmup]]
+    for ahead, behind in zip(forwards[warmup:], backwards, strict=False):
+        order += [Pass(True, *ahead), Pass(False, *behind)]
+    return order + [Pass(False, *place) for place in backwards[len(forwards) - warmup :]]
+
+
+def _table(num_microbatches: int, num_chunks: int, group: int) -> list[tuple[int, int]]:
+    """Return (microbatch, chunk) of each forward pass of the interleaved schedule, in order."""
+    return [
+        (microbatch, chunk)
+        for first in range(0, num_microbatches, group)
+        for chunk in range(num_chunks)
+        for microbatch in range(first, min(first + group, num_microbatches))
+    ]
+
+
+@dataclass(frozen=True)
+class PipelineTimeline:
+    """The schedule of one step, played.
+
+    Args:
+        num_stages: Pipeline-parallel size.
+        num_chunks: Chunks of each stage.
+        num_microbatches: Microbatches of a step.
+        group_size: ``microbatch_group_size_per_vp_stage``; None is the pipeline size.
+    """
+
+    num_stages: int
+    num_chunks: int
+    num_microbatches: int
+    group_size: int | None = None
+
+    @classmethod
+    def of(cls, layout: ParallelLayout, num_microbatches: int, group_size: int | None = None) -> "PipelineTimeline":
+        """Make the timeline of a layout; a group that the microbatches do not fill gets Megatron's default size."""
+        if group_size is not None:
+            group_size = layout.microbatch_group_size(num_microbatches, group_size)
+        return cls(layout.pipeline_model_parallel_size, layout.num_chunks, num_microbatches, group_size)
+
+    @property
+    def formula(self) -> float:
+        """The bubble by the well-known formula, exact where the microbatches fill groups of the pipeline's size."""
+        idle = self.num_stages - 1
+        return idle / (self.num_chunks * self.num_microbatches + idle)
+
+    @cached_property
+    def bubble(self) -> float:
+        """Share of the step in which an average stage waits, between 0 and 1."""
+        busy = self.num_chunks * self.num_microbatches * (FORWARD_UNITS + BACKWARD_UNITS)
+        return 1 - busy / self.duration
+
+    @cached_property
+    def duration(self) -> int:
+        """Time of a step, in units of one chunk's forward pass."""
+        return _duration(self)
+
+    @property
+    def num_passes(self) -> int:
+        """Forward and backward passes of all stages."""
+        return 2 * self.num_stages * self.num_chunks * self.num_microbatches
+
+    @cached_property
+    def played(self) -> list[list[Played]]:
+        """The passes of each stage with their times."""
+        orders = [
+            stage_order(self.num_stages, self.num_chunks, self.num_microbatches, stage, self.group_size)
+            for stage in range(self.num_stages)
+        ]
+        return _play(orders, self.num_stages, self.num_chunks)
+
+    def in_flight(self, stage: int) -> list[int]:
+        """Return for each chunk of a stage the most microbatches whose activations it holds at once."""
+        held, most = [0] * self.num_chunks, [0] * self.num_chunks
+        count = min(self.num_microbatches, 4 * max(self.num_stages, self.group_size or 0) * 2)
+        for action in stage_order(self.num_stages, self.num_chunks, count, stage, self.group_size):
+            held[action.chunk] += 1 if action.forward else -1
+            most[action.chunk] = max(most[action.chunk], held[action.chunk])
+        return most
+
+
+@lru_cache(maxsize=4096)  # layouts that --suggest compares often have the same schedule
+def _duration(timeline: PipelineTimeline) -> int:
+    group = timeline.group_size or timeline.num_stages
+    kept = timeline.num_microbatches % group + 2 * group
+    unit = FORWARD_UNITS + BACKWARD_UNITS
+    if timeline.num_passes <= _MOST_PASSES:
+        return max(row[-1].end for row in timeline.played)
+    if timeline.num_chunks == 1 or (group == timeline.num_stages and timeline.num_microbatches % group == 0):
+        return (timeline.num_chunks * timeline.num_microbatches + timeline.num_stages - 1) * unit
+    if timeline.num_microbatches <= kept:
+        return max(row[-1].end for row in timeline.played)
+    short = PipelineTimeline(timeline.num_stages, timeline.num_chunks, kept, timeline.group_size)
+    return short.duration + (timeline.num_microbatches - kept) * timeline.num_chunks * unit
+
+
+def _play(orders: Sequence[Sequence[Pass]], num_stages: int, num_chunks: int) -> list[list[Played]]:
+    """Start each pass as soon as its stage is free and what it needs from a neighbour is there."""
+    ends: dict[tuple[bool, int, int], int] = {}  # of (forward, microbatch, place of the chunk in the model)
+    rows: list[list[Played]] = [[] for _ in orders]
+    waiting = set(range(num_stages))
+    last = num_stages * num_chunks - 1
+    while waiting:
+        before = len(ends)
+        for stage in sorted(waiting):
+            row, order = rows[stage], orders[stage]
+            while len(row) < len(order):
+                action = order[len(row)]
+                place = action.chunk * num_stages + stage
+                ready = _ready(action, place, last, ends)
+                if ready is None:
+                    break
+                start = max(ready, row[-1].end if row else 0)
+                end = start + (FORWARD_UNITS if action.forward else BACKWARD_UNITS)
+                ends[action.forward, action.microbatch, place] = end
+                row.append(Played(action, start, end))
+            if len(row) == len(order):
+                waiting.discard(stage)
+        if len(ends) == before and waiting:
+            raise RuntimeError(f"stages {sorted(waiting)} wait for each other in this schedule")
+    return rows
+
+
+def _ready(action: Pass, place: int, last: int, ends: dict[tuple[bool, int, int], int]) -> int | None:
+    """Return when the input of a pass is there; None while it is not known."""
+    if action.forward:
+        return 0 if place == 0 else ends.get((True, action.microbatch, place - 1))
+    if place == last:
+        return ends.get((True, action.microbatch, place))
+    return ends.get((False, action.microbatch, place + 1))

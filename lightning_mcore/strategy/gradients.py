@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How gradients and parameters travel between data-parallel ranks: one home for each setting.
+
+Megatron keeps these settings in its ``DistributedDataParallelConfig``. The strategy offers the common ones as arguments
+and takes the whole config for the rest; a setting given in both places with two values is refused. So is one that would
+do nothing, or that Megatron rejects: some of these it rejects late, on one rank, while the others wait for it.
+
+``check_for_nan_in_grad`` is carried out here and not by Megatron, which looks before the gradients are summed and
+raises on the rank that has one: the strategy looks after the sum and raises on all (``GradientSettings.check_nan``).
+"""
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig, param_and_grad_buffer
+
+from lightning_mcore.config.field_homes import DDP_NOT_AVAILABLE, FSDP, check_owned_by_precision
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.sizes import require_flag, require_size
+
+_DEFAULTS = DistributedDataParallelConfig()
+
+
+@dataclass(frozen=True)
+class GradientSettings:
+    """The strategy's arguments on gradients; None leaves a setting to ``ddp_config`` or Megatron's default.
+
+    Args:
+        use_distributed_optimizer: Shard the optimizer state over the data-parallel ranks.
+        overlap_grad_reduce: Reduce gradients while backward still runs.
+        overlap_param_gather: Gather the updated parameters while the next forward runs.
+        ddp_config: Megatron's config for everything else.
+        align_grad_reduce: With ``overlap_grad_reduce`` and a pipeline: let all stages reduce at the same time.
+
+    Raises:
+        ValueError: Two values for one setting, or an overlap without what it needs.
+    """
+
+    use_distributed_optimizer: bool | None = None
+    overlap_grad_reduce: bool | None = None
+    overlap_param_gather: bool | None = None
+    ddp_config: DistributedDataParallelConfig | None = field(default=None)
+    align_grad_reduce: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the settings against each other."""
+        if self.ddp_config is not None and not isinstance(self.ddp_config, DistributedDataParallelConfig):
+            raise TypeError(
+                f"ddp_config={self.ddp_config!r} is not a DistributedDataParallelConfig;"
+                " make one from megatron.core.distributed"
+            )
+        for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
+            given = getattr(self, name)
+            require_flag(name, given, or_none=True)
+            self._check_one_value(name, given)
+        self._check_options(self.ddp_config or _DEFAULTS)
+        resolved = self.resolve()
+        missing = [n for n in ("use_distributed_optimizer", "overlap_grad_reduce") if not getattr(resolved, n)]
+        if resolved.overlap_param_gather and missing:
+            raise ValueError(f"overlap_param_gather=True needs {' and '.join(f'{name}=True' for name in missing)}")
+        require_flag("align_grad_reduce", self.align_grad_reduce)
+        if self.align_grad_reduce and not resolved.overlap_grad_reduce:
+            raise ValueError("align_grad_reduce=True needs overlap_grad_reduce=True; set both, or neither")
+
+    @property
+    def check_nan(self) -> bool:
+        """Whether a NaN or an infinity in the summed gradients ends the run, on every rank."""
+        return self.ddp_config is not None and self.ddp_config.check_for_nan_in_grad
+
+    @property
+    def num_instances(self) -> int:
+        """Distributed-optimizer instances: groups of data-parallel ranks, each of which holds a whole state."""
+        return self.ddp_config.num_distributed_optimizer_instances if self.ddp_config is not None else 1
+
+    @cached_property
+    def distributed(self) -> bool:
+        """Whether the optimizer state is sharded."""
+        return bool(self.resolve().use_distributed_optimizer)
+
+    @cached_property
+    def sums_once(self) -> bool:
+        """Whether gradients can be summed over ranks only once before they are zeroed: shards are summed in place."""
+        resolved = self.resolve()
+        return bool(resolved.use_distributed_optimizer or resolved.overlap_grad_reduce)
+
+    def resolve(self, owned: Mapping[str, Any] | None = None) -> DistributedDataParallelConfig:
+        """Return Megatron's config with the strategy's arguments and the precision filled in.
+
+        Args:
+            owned: The fields that the precision owns, as ``MCorePrecision.ddp_fields`` returns them.
+
+        Raises:
+            ValueError: ``ddp_config`` has another value for one of these.
+        """
+        config = self.ddp_config or _DEFAULTS
+        names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+        values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        given = {name: value for name, value in vars(config).items() if value != getattr(_DEFAULTS, name)}
+        check_owned_by_precision(given, owned or {})
+        return dataclasses.replace(config, **{**values, **(owned or {}), "check_for_nan_in_grad": False})
+
+    def _check_one_value(self, name: str, given: bool | None) -> None:
+        if self.ddp_config is None or given is None:
+            return
+        other = getattr(self.ddp_config, name)
+        if other != getattr(_DEFAULTS, name) and other != given:
+            raise ValueError(f"{name}={given} contradicts ddp_config.{name}={other}; set it in one place")
+
+    def _check_options(self, config: DistributedDataParallelConfig) -> None:
+        """Refuse what is not available, what would do nothing and what Megatron's wrapper asserts against."""
+        for name in vars(config):
+            reason = FSDP if "fsdp" in name else DDP_NOT_AVAILABLE.get(name)
+            given = getattr(config, name)
+            if reason is not None and given != getattr(_DEFAULTS, name):
+                raise ValueError(f"ddp_config.{name}={given!r} is not available: {reason}; leave it out")
+        require_size("ddp_config.num_distributed_optimizer_instances", config.num_distributed_optimizer_instances)
+        if config.bucket_size is not None:
+            require_size("ddp_config.bucket_size", config.bucket_size)
+        resolved = self.resolve()
+        needs = {
+            "num_distributed_optimizer_instances": "use_distributed_optimizer",
+            "reduce_scatter_with_fp32_accumulation": "use_distributed_optimizer",
+            "align_param_gather": "overlap_param_gather",
+            "disable_symmetric_registration": "nccl_ub",
+        }
+        for name, needed in needs.items():
+            if getattr(config, name) != getattr(_DEFAULTS, name) and not getattr(resolved, needed):
+                raise ValueError(f"ddp_config.{name}={getattr(config, name)} needs {needed}=True; set both")
+        for name in ("average_in_collective", "num_distributed_optimizer_instances"):
+            if config.reduce_scatter_with_fp32_accumulation and getattr(config, name) != getattr(_DEFAULTS, name):
+                raise ValueError(
+                    f"ddp_config.{name}={getattr(config, name)} contradicts reduce_scatter_with_fp32_accumulation=True,"
+                    " which sums over all data-parallel ranks; set one of them"
+                )
+
+    def check_run(self, layout: ParallelLayout, world_size: int, device: torch.device) -> None:
+        """Refuse what layout, world or device cannot do; called before process groups form.
+
+        Args:
+            layout: The strategy's layout.
+            world_size: Number of ranks.
+            device: Where the model will be.
+
+        Raises:
+            ValueError: The instances do not divide the data-parallel ranks, or gloo lacks what the option needs.
+            ModuleNotFoundError: Megatron needs a package for the option.
+        """
+        config, instances = self.ddp_config or _DEFAULTS, self.num_instances
+        replicas = layout.data_parallel_size(world_size) * layout.context_parallel_size
+        for name, size in (
+            ("data-parallel times context-parallel size", replicas),
+            ("expert data-parallel size", layout.expert_data_parallel_size(world_size)),
+        ):
+            if size % instances:
+                raise ValueError(
+                    f"ddp_config.num_distributed_optimizer_instances={instances} does not divide the {name}, which is"
+                    f" {size}; choose one of its divisors"
+                )
+        if instances > 1 and importlib.util.find_spec("einops") is None:
+            raise ModuleNotFoundError(
+                f"ddp_config.num_distributed_optimizer_instances={instances} needs the package einops, with which"
+                " Megatron makes the groups; install it, or leave the option out"
+            )
+        if device.type == "cuda":
+            return
+        for name in ("average_in_collective", "nccl_ub"):
+            if getattr(config, name):
+                raise ValueError(
+                    f"ddp_config.{name}=True is an option of NCCL, but this run is on {device.type!r}, whose groups are"
+                    " gloo; leave it out"
+                )
+
+
+def reduce_scatter_restored() -> AbstractContextManager[Any]:
+    """Put Megatron's reduce-scatter back at the end of the ``with`` block.
+
+    ``reduce_scatter_with_fp32_accumulation`` leaves another in a global of its module. A later run of the process,
+    without the option, would reduce with it; overlapped, it would never collect what that one sends.
+    """
+    name = "dist_reduce_scatter_func"
+    return mock.patch.object(param_and_grad_buffer, name, getattr(param_and_grad_buffer, name))

@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The LightningModule mixin: one module, unchanged, on every layout.
+
+:class:`MCoreModule` adds to a LightningModule what a split model needs. The heart of it is
+:meth:`MCoreModule.pipeline`: ``configure_model`` hands it a factory, and it builds the chunks of the model that this
+rank owns. The result is called like the whole model. ``pipeline.py`` says how
+an ordinary ``training_step`` becomes a pipeline stage.
+
+Under a strategy that is not ours the model is built whole, and the class runs as it is.
+"""
+
+import contextlib
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_mcore.checkpoint.io import MCoreCheckpointIO, checked_file
+from lightning_mcore.checkpoint.weights import build_from_checkpoint, hyper_parameters_of, load_weights, refuse_code
+from lightning_mcore.config.layout import ModelShape, ParallelLayout
+from lightning_mcore.config.loss_normalization import LossNormalization, check_normalization
+from lightning_mcore.layers.language_step import (
+    ModelInputs,
+    is_packed,
+    microbatch_shape,
+    sample_mean,
+    split_packed_batch,
+    token_mean,
+)
+from lightning_mcore.parallel.context import split_for_context_parallel
+from lightning_mcore.parallel.groups import pipeline_stage, process_group, process_groups_are_open, used_by
+from lightning_mcore.parallel.pipeline import ChunkFactory, Pipeline, PipelineHost
+from lightning_mcore.parallel.session import SingleModelSession, single_process
+
+
+class MCoreModule(pl.LightningModule):
+    """A LightningModule whose model may be split over ranks.
+
+    Build the model in ``configure_model`` with ``self.model = self.pipeline(self.build_chunk)``; all else is plain
+    Lightning. Works under :class:`~lightning_mcore.MCoreStrategy`, ``"auto"`` and ``"ddp"``.
+    """
+
+    def pipeline(self, factory: ChunkFactory) -> Pipeline:
+        """Build the chunks of the model that this rank owns; call it in ``configure_model``.
+
+        Called again with the same layout (``fit`` and then ``validate``), it returns the model that is there.
+
+        Args:
+            factory: Called as ``factory(pre_process=..., post_process=..., vp_stage=...)`` once for each chunk.
+
+        Returns:
+            A module that is called like the whole model.
+
+        Raises:
+            RuntimeError: No trainer is attached, or the model was built for another layout.
+        """
+        host = self._host()
+        built: Pipeline | None = self.__dict__.get("_built_pipeline")
+        layout = host.layout if host is not None else ParallelLayout()
+        if host is None:
+            self._open_session()
+        if built is not None:
+            if built.layout != layout:
+                raise RuntimeError(
+                    f"this module was built for the layout {built.layout} and cannot run on {layout}; "
+                    "make a new module and load a checkpoint to carry the weights over"
+                )
+            return built
+        pipeline = self._build(factory, layout, whole=host is None)
+        used_by(pipeline)
+        object.__setattr__(self, "_built_pipeline", pipeline)  # the user's attribute registers it as a submodule
+        return pipeline
+
+    def load_weights(self, path: str | Path, strict: bool = True) -> None:
+        """Start from the weights of a checkpoint; call it at the end of ``configure_model``.
+
+        Every rank reads the parts that it holds. The optimizer starts afresh, and so do steps and epochs; to go on with
+        a run, give its checkpoint to ``trainer.fit(ckpt_path=...)`` instead.
+
+        Args:
+            path: A directory that ``MCoreStrategy`` or Megatron-LM wrote, on any layout.
+            strict: Refuse names that are missing or unexpected, instead of warning of them.
+
+        Raises:
+            FileNotFoundError: There is nothing at ``path``.
+            RuntimeError: The model is not built yet, or training has begun.
+            ValueError: It is no such checkpoint, or of another model.
+        """
+        if self.__dict__.get("_built_pipeline") is None:
+            raise RuntimeError("there is no model to load weights into; call load_weights() after self.pipeline(...)")
+        if any(hasattr(parameter, "main_grad") for parameter in self.parameters()):
+            raise RuntimeError("load_weights() was called while the model is trained; call it in configure_model()")
+        load_weights(self, path, strict)
+
+    @_restricted_classmethod
+    def load_from_checkpoint(
+        cls,  # noqa: N805
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Make a module from a checkpoint, with the whole model in this process, from whatever layout it was saved on.
+
+        Lightning's own, extended to directories. To train on several ranks from its weights, use :meth:`load_weights`.
+
+        Args:
+            checkpoint_path: A file, or a directory of shards.
+            map_location: For a file, as in Lightning.
+            hparams_file: For a file, as in Lightning.
+            strict: Whether names must agree; the module's ``strict_loading`` by default.
+            weights_only: As ``torch.load`` takes it.
+            kwargs: Hyper-parameters to use instead of those in the checkpoint.
+        """
+        is_path = isinstance(checkpoint_path, str | Path)
+        if is_path and MCoreCheckpointIO.is_directory(checkpoint_path):
+            return build_from_checkpoint(cls, checkpoint_path, strict, weights_only, kwargs)
+        lightning_loader = super().load_from_checkpoint
+        checked = checked_file(str(checkpoint_path)) if is_path else contextlib.nullcontext(checkpoint_path)
+        with single_process(), checked as file:
+            if is_path and Path(file).is_file():
+                refuse_code(checkpoint_path, hyper_parameters_of(file, weights_only, kwargs))
+            return lightning_loader(file, map_location, hparams_file, strict, weights_only, **kwargs)
+
+    def megatron_fields(self) -> dict[str, Any]:
+        """Return the ``TransformerConfig`` fields that belong to the strategy and the precision.
+
+        Splat them into the config: ``TransformerConfig(num_layers=4, ..., **self.megatron_fields())``. A field given
+        twice is then a TypeError, and Megatron's own validation sees the final values.
+        """
+        host = self._host()
+        return host.megatron_fields() if host is not None else {}
+
+    def model_shape(self) -> ModelShape | None:
+        """Return what the layout must divide, so that it is checked before process groups form; None: unknown."""
+        return None
+
+    def check_settings(self) -> None:
+        """Refuse settings of the model that contradict each other or the strategy; runs before process groups form."""
+
+    def microbatch_shape(self, batch: Any) -> tuple[int, int] | None:
+        """Return ``(sequence length, rows)`` of a microbatch, so that pipeline stages need not exchange shapes."""
+        return microbatch_shape(batch) if is_packed(batch) else None
+
+    def shard_context(self, batch: Any) -> Any:
+        """Return this context-parallel rank's share of a batch; called before the step when cp > 1.
+
+        Every tensor with at least two dimensions is cut along dimension 1 in the zigzag order of TransformerEngine; of
+        a packed batch, what has a value for each token is cut so within each sub-sequence. Override it where a tensor
+        of your batch has no sequence in dimension 1.
+
+        Args:
+            batch: A batch, any nesting of dicts, lists and tuples of tensors, [b, s, ...].
+
+        Returns:
+            The same structure, [b, s / cp, ...].
+        """
+        group = process_group("cp")
+        if is_packed(batch):
+            return split_packed_batch(batch, group.rank(), group.size())
+
+        def shard(tensor: Tensor) -> Tensor:
+            return split_for_context_parallel(tensor, group.rank(), group.size()) if tensor.dim() > 1 else tensor
+
+        return apply_to_collection(batch, Tensor, shard)
+
+    def forward_step(self, batch: dict[str, Tensor], normalization: LossNormalization = "tokens") -> Any:
+        """Run a batch through the model and return its loss, for a ``training_step`` to return.
+
+        Made for models that are called as Megatron's ``GPTModel`` is. Under ``MCoreStrategy`` the losses of
+        microbatches are weighed so that the loss of the optimizer step is the mean over all its tokens, or samples, on
+        every layout; Lightning's own strategies average microbatches and ranks.
+
+        Args:
+            batch: ``tokens`` and ``labels``, [b, s], dense or packed; see ``language_step.py`` for what else.
+            normalization: Mean over tokens, or over samples of the mean over the tokens of each.
+
+        Returns:
+            ``{"loss": mean, "num_tokens": its weight}``; the mean alone where the model's ``TransformerConfig`` has
+            ``calculate_per_token_loss=False``, which averages microbatches.
+
+        Raises:
+            ValueError: The batch contradicts itself, or losses of routers would be weighed wrongly.
+        """
+        losses, inputs = self.token_losses(batch)
+        return self.normalized_loss(losses, inputs, normalization)
+
+    def token_losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, ModelInputs]:
+        """Run a batch through the model and return the loss of each token of this rank, and what they belong to.
+
+        Args:
+            batch: As :meth:`forward_step` takes it.
+
+        Returns:
+            Losses, [b, s / cp], of a packed batch [1, b * s / cp], and what the model was given, of the same shape.
+
+        Raises:
+            ValueError: The batch has no labels, or contradicts itself.
+        """
+        pipeline = self._pipeline_of_step()
+        inputs = self.model_inputs(batch)
+        if inputs.labels is None:
+            raise ValueError(f"a batch with {', '.join(batch)} has no labels, which losses are made of; give them")
+        losses: Tensor = pipeline(
+            inputs.tokens, inputs.position_ids, None, labels=inputs.labels, **self._more_arguments(inputs)
+        )
+        return losses, inputs
+
+    def token_logits(self, batch: dict[str, Tensor]) -> tuple[Tensor, ModelInputs]:
+        """Run a batch through the model and return the logits of this rank, and what they belong to.
+
+        Args:
+            batch: As :meth:`forward_step` takes it; labels are not needed.
+
+        Returns:
+            Logits, [b, s / cp, v / tp], of a packed batch [1, b * s / cp, v / tp], and what the model was given.
+        """
+        inputs = self.model_inputs(batch)
+        arguments = self._more_arguments(inputs)
+        arguments.pop("loss_mask", None)
+        logits: Tensor = self._pipeline_of_step()(inputs.tokens, inputs.position_ids, None, **arguments)
+        return logits, inputs
+
+    def losses_of_logits(self, logits: Tensor, inputs: ModelInputs) -> Tensor:
+        """Return the loss of each token from :meth:`token_logits`, as the model computes it; on the last stage.
+
+        Args:
+            logits: Of this rank, [b, s / cp, v / tp].
+            inputs: What the model was given, labels included.
+
+        Returns:
+            Losses, [b, s / cp].
+        """
+        pipeline = self._pipeline_of_step()
+        chunk: Any = pipeline.chunks[pipeline.is_last.index(True)]
+        losses: Tensor = chunk.compute_language_model_loss(inputs.labels, logits.transpose(0, 1).contiguous())
+        return losses
+
+    def model_inputs(self, batch: dict[str, Tensor]) -> ModelInputs:
+        """Return a batch, or this context-parallel rank's share of one, as the model takes it."""
+        group = process_group("cp") if self._host() is not None else None
+        return ModelInputs.of(batch) if group is None else ModelInputs.of(batch, group.rank(), group.size())
+
+    def normalized_loss(self, losses: Tensor, inputs: ModelInputs, normalization: LossNormalization = "tokens") -> Any:
+        """Return what :meth:`forward_step` returns, for losses of tokens that you have computed or changed yourself.
+
+        Args:
+            losses: A loss for each token of this rank.
+            inputs: Whose losses they are.
+            normalization: As in :meth:`forward_step`.
+        """
+        config = self._config_of_chunks()
+        check_normalization(normalization, config)
+        group = process_group("cp") if self._host() is not None else None
+        assert inputs.loss_mask is not None, "losses need labels"
+        if normalization == "samples":
+            mean, weight = sample_mean(losses, inputs, group)
+        elif config.calculate_per_token_loss:
+            mean, weight = token_mean(losses, inputs.loss_mask)
+        else:
+            return self.masked_mean(losses, inputs.loss_mask)
+        return {"loss": mean, "num_tokens": weight} if config.calculate_per_token_loss else mean
+
+    def masked_mean(self, losses: Tensor, loss_mask: Tensor) -> Tensor:
+        """Return the mean of ``losses`` where the mask is set, exact under context parallelism with ragged masks.
+
+        The mean over the context-parallel ranks of what this returns is the mean over the whole sequence; a mean over
+        this rank's share alone would weigh a rank with few tokens as much as one with many.
+
+        Args:
+            losses: [b, s / cp], a loss for each token of this rank.
+            loss_mask: [b, s / cp], 1 where a token counts, 0 elsewhere.
+
+        Returns:
+            A scalar, to be differentiated.
+        """
+        mask = loss_mask.to(losses.dtype)
+        total = (losses * mask).sum()
+        count = mask.sum()
+        size = 1
+        if self._host() is not None and process_group("cp").size() > 1:
+            group = process_group("cp")
+            size = group.size()
+            dist.all_reduce(count, group=group)
+        return total * size / count.clamp(min=1)
+
+    def run_forward(self, step: str, batch: Any) -> Any:
+        """Run the method ``step(batch, batch_idx)`` of this module without gradients, through the pipeline if any.
+
+        Collective: every rank calls it with the batch of its data-parallel group.
+
+        Args:
+            step: Name of a method that calls ``self.model(...)`` once, such as ``"predict_step"``.
+            batch: What the method takes.
+
+        Returns:
+            What the method returns on the last stage, on every rank of the pipeline.
+        """
+        host = self._host()
+        if host is not None:
+            return host.run_forward(step, batch)
+        with torch.no_grad():
+            return getattr(self, step)(batch, 0)
+
+    def _pipeline_of_step(self) -> Pipeline:
+        built: Pipeline | None = self.__dict__.get("_built_pipeline")
+        if built is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no model to run; build it in configure_model() with self.pipeline(...)"
+            )
+        return built
+
+    def _more_arguments(self, inputs: ModelInputs) -> dict[str, Any]:
+        return inputs.arguments(self._config_of_chunks(), self._pipeline_of_step().boundaries_on_host)
+
+    def _config_of_chunks(self) -> Any:
+        return self._pipeline_of_step().chunks[0].config
+
+    def _host(self) -> PipelineHost | None:
+        strategy = self._trainer.strategy if self._trainer is not None else None
+        return strategy if isinstance(strategy, PipelineHost) else None
+
+    def _build(self, factory: ChunkFactory, layout: ParallelLayout, whole: bool) -> Pipeline:
+        if whole:
+            with _device_of_layers():
+                chunk = factory(pre_process=True, post_process=True, vp_stage=None)
+            return Pipeline([chunk], [True], layout, prepare=self._open_session)
+        chunks, is_last = [], []
+        for index in range(layout.num_chunks):
+            vp_stage = None if layout.virtual_pipeline_model_parallel_size is None else index
+            first, last = pipeline_stage(vp_stage)
+            chunks.append(factory(pre_process=first, post_process=last, vp_stage=vp_stage))
+            is_last.append(last)
+        return Pipeline(chunks, is_last, layout)
+
+    def _open_session(self) -> None:
+        if self._host() is not None:
+            return
+        runs = self._trainer is not None and self._trainer.state.status == TrainerStatus.RUNNING
+        if self._trainer is not None and (runs or not process_groups_are_open()):
+            SingleModelSession.attach(self._trainer)
+        elif not process_groups_are_open():
+            raise RuntimeError(
+                "pipeline() builds Megatron layers, which need process groups: call it in configure_model(), "
+                "which the Trainer runs, or work with the model in a block `with single_process():`"
+            )
+
+
+def _device_of_layers() -> AbstractContextManager[Any]:
+    """Return the context in which a whole model is built on one device.
+
+    Megatron's projections go to the current CUDA device, norms and routers to torch's default one; under a Trainer
+    Lightning makes that the same.
+    """
+    if torch.get_default_device().type != "cpu":
+        return contextlib.nullcontext()  # Lightning, or whoever chose another
+    return torch.device(torch.cuda.current_device())

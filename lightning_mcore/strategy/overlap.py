@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor-parallel communication behind the matrix products: the user buffers of TransformerEngine.
+
+With ``MCoreStrategy(tp_comm_overlap=True)`` TransformerEngine's layers send parts of a result while they compute the
+next. They do it through buffers that all tensor-parallel ranks share, and those must be made once, for one shape of the
+activations, before the first layer runs. Megatron-LM makes them at its start, where it knows the shape from its
+arguments; here the shape is that of the first microbatch, so the schedule asks for the buffers with it
+(:meth:`TensorParallelOverlap.open`), and the strategy gives them back at teardown.
+
+The rest of the ``tp_comm_*`` fields are the model's, in its ``TransformerConfig``.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from packaging.version import Version
+
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.sizes import require_flag
+
+
+class TensorParallelOverlap:
+    """Whether tensor-parallel communication overlaps, and the buffers that it needs.
+
+    Args:
+        enabled: Whether it does.
+        config_path: A YAML file that says how each buffer (``qkv_fprop``, ``fc1_fprop``, ...) is used; None for
+            TransformerEngine's defaults.
+        layout: The strategy's layout.
+
+    Raises:
+        TypeError: ``enabled`` is not a bool.
+        ValueError: It needs tensor and sequence parallelism, or the file is given without it.
+        FileNotFoundError: There is no such file.
+    """
+
+    def __init__(self, enabled: bool, config_path: str | None, layout: ParallelLayout) -> None:
+        require_flag("tp_comm_overlap", enabled)
+        if config_path is not None and not enabled:
+            raise ValueError(f"tp_comm_overlap_cfg={config_path!r} needs tp_comm_overlap=True; set both")
+        if enabled and not layout.sequence_parallel:
+            raise ValueError(
+                "tp_comm_overlap=True needs sequence_parallel=True, and with it tensor_model_parallel_size of 2 or"
+                " more; set both"
+            )
+        if config_path is not None and not Path(config_path).is_file():
+            raise FileNotFoundError(f"tp_comm_overlap_cfg={config_path!r} is not a file; give the path of one in YAML")
+        self.enabled = enabled
+        self._config_path = config_path
+        self._layout = layout
+        self._shape: tuple[int, int] | None = None
+
+    def check_device(self, device: torch.device) -> None:
+        """Refuse a machine that cannot do it; called before process groups form.
+
+        Raises:
+            ValueError: The run is not on CUDA.
+            ModuleNotFoundError: TransformerEngine is missing.
+        """
+        if not self.enabled:
+            return
+        if device.type != "cuda":
+            raise ValueError(
+                f"tp_comm_overlap=True needs CUDA and TransformerEngine, but this run is on {device.type!r};"
+                " leave it out"
+            )
+        if importlib.util.find_spec("transformer_engine") is None:
+            raise ModuleNotFoundError(
+                "tp_comm_overlap=True needs the package transformer_engine; install lightning-mcore[te], or leave"
+                " it out"
+            )
+
+    def open(self, shape: tuple[int, int] | None, config: TransformerConfig) -> None:
+        """Make the buffers at the first call; collective over the tensor-parallel ranks.
+
+        Args:
+            shape: (sequence length, rows) of the microbatches, None where it is not the same for all.
+            config: The model's.
+
+        Raises:
+            ValueError: The module does not say the shape of its microbatches.
+            RuntimeError: Microbatches changed their shape.
+        """
+        if not self.enabled or (shape is not None and shape == self._shape):
+            return
+        if shape is None:
+            raise ValueError(
+                "tp_comm_overlap=True needs microbatches of one shape, known before they run; override"
+                " microbatch_shape(batch) in the module, and drop_last in its DataLoader"
+            )
+        if self._shape is not None:
+            raise RuntimeError(
+                f"tp_comm_overlap=True made buffers for microbatches of {self._shape} (sequence length, rows), and one"
+                f" of {shape} followed; keep one shape in training and validation, with drop_last where needed"
+            )
+        module = importlib.import_module("transformer_engine.pytorch.module.base")
+        buffers = _read_yaml(self._config_path) if self._config_path is not None else {}
+        version = Version(importlib.metadata.version("transformer_engine")).release
+        module.initialize_ub(**user_buffer_arguments(shape, config, buffers, version, module))
+        self._shape = shape
+
+    def close(self) -> None:
+        """Give the buffers back; nothing happens where there are none."""
+        if self._shape is not None:
+            importlib.import_module("transformer_engine.pytorch.module.base").destroy_ub()
+            self._shape = None
+
+
+def queue_hint(layout: ParallelLayout, capability: tuple[int, int], connections: str | None) -> str | None:
+    """Return a sentence where kernels may overtake the communication that they are to overlap with; None elsewhere.
+
+    Args:
+        layout: The strategy's layout.
+        capability: Compute capability of the GPU.
+        connections: The environment variable CUDA_DEVICE_MAX_CONNECTIONS; None where it is not set.
+
+    Source: ``validate_args`` in megatron/training/arguments.py (0.16 to 0.19), which asserts it.
+    """
+    shares = layout.tensor_model_parallel_size > 1 or layout.context_parallel_size > 1
+    if not shares or capability >= (10, 0) or connections == "1":
+        return None
+    return (
+        "tensor and context parallelism overlap communication and computation on this GPU only with"
+        " CUDA_DEVICE_MAX_CONNECTIONS=1; set it in the environment that starts the run"
+    )
+
+
+def user_buffer_arguments(
+    shape: tuple[int, int],
+    config: TransformerConfig,
+    buffers: Mapping[str, Any],
+    version: tuple[int, ...],
+    te_module: Any,
+) -> dict[str, Any]:
+    """Return the arguments of TransformerEngine's ``initialize_ub``.
+
+    Args:
+        shape: (sequence length, rows) of a microbatch, before context parallelism cuts it.
+        config: The model's.
+        buffers: What the YAML file says, by buffer.
+        version: TransformerEngine's, such as ``(2, 7, 0)``.
+        te_module: ``transformer_engine.pytorch.module.base``, which has the modes from 2.7 on.
+
+    Source: ``_initialize_tp_communicators`` in megatron/training/initialize.py (0.16 to 0.19).
+    """
+    seq_length, rows = shape
+    arguments = {
+        "shape": [seq_length * rows // config.context_parallel_size, config.hidden_size],
+        "tp_size": config.tensor_model_parallel_size,
+        "ub_cfgs": dict(buffers),
+        "bootstrap_backend": config.tp_comm_bootstrap_backend,
+    }
+    if version < (2, 7):
+        return {**arguments, "use_fp8": config.fp8 is not None}
+    modes = te_module.UserBufferQuantizationMode
+    quantization = [modes.FP8 if config.fp8 else modes.NONE]
+    ends = config.num_layers_at_start_in_bf16 > 0 or config.num_layers_at_end_in_bf16 > 0
+    if config.fp8 is not None and config.first_last_layers_bf16 and ends:
+        quantization.append(modes.NONE)
+    return {**arguments, "quantization_modes": quantization}
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    yaml = importlib.import_module("yaml")
+    return yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Trainer(precision=...)`` in Megatron's terms.
+
+Lightning builds a precision plugin of its own from the string; the strategy translates it into :class:`MCorePrecision`,
+which says what the string means for Megatron:
+
+============  ==================  ======================  ==================  =========================
+precision     parameters          forward and backward    gradients summed    optimizer works on
+============  ==================  ======================  ==================  =========================
+32-true       fp32                fp32                    fp32                the parameters
+bf16-mixed    bf16                bf16                    fp32                fp32 copies (main params)
+bf16-true     bf16                bf16                    bf16                fp32 copies (main params)
+16-mixed      fp16                fp16, scaled loss       fp32                fp32 copies (main params)
+16-true       fp16                fp16, scaled loss       fp16                fp32 copies (main params)
+============  ==================  ======================  ==================  =========================
+
+A LightningModule that was not built with ``pipeline()`` keeps Lightning's meaning of ``bf16-mixed`` and ``16-mixed``:
+fp32 parameters under autocast.
+
+With bf16, matrix products of TransformerEngine's layers may run in FP8: ``MCorePrecision("bf16-mixed",
+fp8_recipe="tensorwise")``. ``fp8.py`` has the recipes, what they need, and what is refused.
+
+The plugin also carries out the steps that Lightning leaves to precision plugins: the backward pass, the optimizer step
+and clipping. Where the schedule has already run backward inside ``training_step``, :meth:`MCorePrecision.backward` has
+nothing left to do; elsewhere it runs it and lets the strategy reduce the gradients.
+
+On a CPU Lightning's Trainer turns the string ``"16-mixed"`` into ``"bf16-mixed"``, with a warning, before the strategy
+sees it; ``plugins=MCorePrecision("16-mixed")`` trains in fp16 there too.
+
+With fp16 the loss is scaled (``loss_scale.py``). A step whose gradients overflow is skipped on every rank: weights and
+optimizer state stay as they are, and so does a learning-rate schedule by step. Lightning counts it like any other in
+``global_step`` and ``max_steps``. Each step logs ``loss_scale``, the scale of the next one, and ``skipped_steps``, how
+many there were; a callback finds ``loss_scale``, ``step_skipped`` and ``num_skipped_steps`` at the optimizer. The scale
+is saved in checkpoints under the plugin's name, as Lightning does. ``on_before_optimizer_step`` sees unscaled gradients
+where parameters are fp32, those of the scaled loss elsewhere.
+"""
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol, get_args
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_mcore.config.field_homes import ddp_fields_of
+from lightning_mcore.config.fp8 import AmaxComputeAlgo, FP8Format, FP8Recipe, FP8Settings
+from lightning_mcore.config.fp16 import LossScaling
+from lightning_mcore.optimizer.loss_scale import LossScaler, skippable
+from lightning_mcore.optimizer.megatron import MCoreOptimizer
+
+PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
+
+_DTYPES = {
+    "32-true": torch.float32,
+    "bf16-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float16,
+    "16-true": torch.float16,
+}
+_HOOKS_THAT_STEP = ("optimizer_step", "training_step")  # the second in manual optimization
+
+
+class BackwardRunner(Protocol):
+    """What the strategy does around backward."""
+
+    @property
+    def inline(self) -> bool:
+        """Whether Lightning's own loop runs backward."""
+        ...
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where the module runs."""
+        ...
+
+    def around_backward(self) -> AbstractContextManager[None]:
+        """Prepare the parameters for gradients, and reduce them after the last batch of a step."""
+        ...
+
+
+class MCorePrecision(Precision):
+    """Numeric formats of parameters, activations, gradients and optimizer state.
+
+    Args:
+        precision: ``"32-true"``, ``"bf16-mixed"``, ``"bf16-true"``, ``"16-mixed"`` or ``"16-true"``; see the table in
+            this module.
+        loss_scale: With fp16 a constant loss scale; None for a dynamic one.
+        initial_loss_scale: Where the dynamic scale starts; Megatron's own default of 2**32 skips the first thirty or
+            so steps.
+        min_loss_scale: Lower bound of the dynamic scale.
+        loss_scale_window: Steps without overflow after which the dynamic scale doubles.
+        hysteresis: Steps with overflow after which the dynamic scale is halved.
+        fp8: With bf16 the FP8 format, ``"e4m3"`` or ``"hybrid"``; None for ``"hybrid"`` if there is a recipe.
+        fp8_recipe: How tensors are scaled into FP8: ``"delayed"``, ``"tensorwise"``, ``"blockwise"`` or ``"mxfp8"``; it
+            alone turns FP8 on.
+        fp8_param: Keep the weights in FP8 and gather them so; needs the distributed optimizer, and a model that starts
+            from random weights or goes on from a whole checkpoint.
+        fp8_margin: With the delayed recipe: powers of two that the scale stays below the largest.
+        fp8_amax_history_len: With the delayed recipe: steps whose largest values are remembered.
+        fp8_amax_compute_algo: With the delayed recipe: which of these counts, ``"most_recent"`` or ``"max"``.
+        fp8_wgrad: With the delayed recipe: whether the gradients of weights are computed in FP8 too.
+        fp8_dot_product_attention: Attention in FP8, with the delayed and the tensorwise recipe.
+        fp8_multi_head_attention: With the delayed recipe: FP8 also between attention and its linear layers.
+        tp_only_amax_red: With the delayed recipe: agree on largest values in tensor-parallel groups only.
+        first_last_layers_bf16: Keep the first and last layers in bf16; not with the delayed recipe.
+        num_layers_at_start_in_bf16: How many at the start.
+        num_layers_at_end_in_bf16: How many at the end.
+        reuse_grad_buf_for_mxfp8_param_ag: With mxfp8 and ``fp8_param``, which need it: gather weights in the buffer of
+            the gradients.
+
+    Raises:
+        TypeError: An argument of another type.
+        ValueError: The name is not one of these, a scale is out of range or given without fp16, or FP8 settings are
+            given without bf16 or contradict each other.
+    """
+
+    def __init__(
+        self,
+        precision: PrecisionName = "32-true",
+        *,
+        loss_scale: float | None = None,
+        initial_loss_scale: float = 2.0**16,
+        min_loss_scale: float = 1.0,
+        loss_scale_window: int = 1000,
+        hysteresis: int = 2,
+        fp8: FP8Format | None = None,
+        fp8_recipe: FP8Recipe | None = None,
+        fp8_param: bool = False,
+        fp8_margin: int = 0,
+        fp8_amax_history_len: int = 1,
+        fp8_amax_compute_algo: AmaxComputeAlgo = "most_recent",
+        fp8_wgrad: bool = True,
+        fp8_dot_product_attention: bool = False,
+        fp8_multi_head_attention: bool = False,
+        tp_only_amax_red: bool = False,
+        first_last_layers_bf16: bool = False,
+        num_layers_at_start_in_bf16: int = 1,
+        num_layers_at_end_in_bf16: int = 1,
+        reuse_grad_buf_for_mxfp8_param_ag: bool = False,
+    ) -> None:
+        allowed = get_args(PrecisionName)
+        if precision not in allowed:
+            raise ValueError(f"precision={precision!r} is not available under MCoreStrategy; choose one of {allowed}")
+        self.precision = precision
+        self.runner: BackwardRunner | None = None
+        self.builds_plain_module = False  # the strategy says so when it meets one
+        self.scaler: LossScaler | None = None
+        scaling = LossScaling(loss_scale, initial_loss_scale, min_loss_scale, loss_scale_window, hysteresis)
+        scaling.check_precision(precision)
+        self._scaling = scaling if self.dtype == torch.float16 else None
+        self.fp8 = FP8Settings(
+            fp8=fp8,
+            fp8_recipe=fp8_recipe,
+            fp8_param=fp8_param,
+            fp8_margin=fp8_margin,
+            fp8_amax_history_len=fp8_amax_history_len,
+            fp8_amax_compute_algo=fp8_amax_compute_algo,
+            fp8_wgrad=fp8_wgrad,
+            fp8_dot_product_attention=fp8_dot_product_attention,
+            fp8_multi_head_attention=fp8_multi_head_attention,
+            tp_only_amax_red=tp_only_amax_red,
+            first_last_layers_bf16=first_last_layers_bf16,
+            num_layers_at_start_in_bf16=num_layers_at_start_in_bf16,
+            num_layers_at_end_in_bf16=num_layers_at_end_in_bf16,
+            reuse_grad_buf_for_mxfp8_param_ag=reuse_grad_buf_for_mxfp8_param_ag,
+        )
+        if self.fp8.is_on and self.dtype != torch.bfloat16:
+            raise ValueError(
+                f"fp8_recipe={self.fp8.recipe!r} is not available with precision={precision!r}; "
+                'use MCorePrecision("bf16-mixed", ...) or "bf16-true"'
+            )
+
+    @classmethod
+    def from_lightning(cls, plugin: Precision) -> "MCorePrecision":
+        """Translate the plugin that Lightning built from ``Trainer(precision=...)``.
+
+        Raises:
+            TypeError: The plugin is not one that Lightning makes from such a string.
+            ValueError: It has a GradScaler with settings of its own.
+        """
+        if isinstance(plugin, cls):
+            return plugin
+        if type(plugin) not in (Precision, MixedPrecision, HalfPrecision):
+            raise TypeError(
+                f"{type(plugin).__name__} is not available under MCoreStrategy; "
+                f"use Trainer(precision=...) with one of {get_args(PrecisionName)} or plugins=MCorePrecision(...)"
+            )
+        scaler = getattr(plugin, "scaler", None)
+        if scaler is not None and scaler.state_dict() != torch.amp.GradScaler(scaler._device).state_dict():
+            raise ValueError(
+                "a GradScaler with settings of its own is not available under MCoreStrategy; "
+                'use plugins=MCorePrecision("16-mixed", initial_loss_scale=..., loss_scale_window=...)'
+            )
+        return cls(plugin.precision)  # type: ignore[arg-type]  # __init__ refuses the others
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of parameters and activations of a model built with ``pipeline()``."""
+        return _DTYPES[self.precision]
+
+    def megatron_fields(self) -> dict[str, Any]:
+        """Return the ``TransformerConfig`` fields of this precision."""
+        return {
+            "bf16": self.dtype == torch.bfloat16,
+            "fp16": self.dtype == torch.float16,
+            "params_dtype": self.dtype,
+            "pipeline_dtype": self.dtype,
+            **self.fp8.transformer_fields(),
+        }
+
+    def ddp_fields(self) -> dict[str, Any]:
+        """Return the ``DistributedDataParallelConfig`` fields of this precision."""
+        return {**ddp_fields_of(self.precision), **self.fp8.ddp_fields()}
+
+    def optimizer_fields(self, inline: bool) -> dict[str, Any]:
+        """Return the ``OptimizerConfig`` fields of this precision; under autocast parameters stay fp32."""
+        dtype = torch.float32 if inline and self.precision.endswith("-mixed") else self.dtype
+        fields: dict[str, Any] = {"bf16": dtype == torch.bfloat16, "params_dtype": dtype}
+        fields |= self.fp8.optimizer_fields()
+        if self._scaling is not None:
+            fields |= {"fp16": True, **self._scaling.optimizer_fields()}
+        return fields
+
+    def make_scaler(self) -> LossScaler | None:
+        """Make the loss scale of a run that begins; None in precisions that need none."""
+        self.scaler = LossScaler(self._scaling) if self._scaling is not None else None
+        return self.scaler
+
+    def connect(
+        self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[Module, list[Optimizer], list[Any]]:
+        """Make schedules by step stand still when a step is skipped."""
+        if self.scaler is not None and self.scaler.attached:
+            lr_schedulers = skippable(lr_schedulers, self.scaler.attached[0])  # Lightning's loop steps one optimizer
+        return model, optimizers, lr_schedulers
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loss scale and how it moves; nothing in precisions without."""
+        return self.scaler.state_dict() if self.scaler is not None else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned, if this run scales its loss."""
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict)
+
+    def convert_module(self, module: Module) -> Module:
+        """Cast a plain module for ``bf16-true`` and ``16-true``; Megatron's chunks are cast where they are wrapped."""
+        return module.to(self.dtype) if self._is_inline and self._half is not None else module
+
+    def convert_input(self, data: Any) -> Any:
+        """Cast the floating-point tensors of a plain module's batch for ``bf16-true`` and ``16-true``."""
+        if self._is_inline and self._half is not None:
+            return self._half.convert_input(data)
+        return data
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Run a plain module's steps under autocast for ``bf16-mixed`` and ``16-mixed``."""
+        if self._is_inline and self.precision.endswith("-mixed"):
+            # Without the cache of casted weights, as in Lightning: a step of manual optimization moves the weights.
+            assert self.runner is not None
+            return torch.autocast(self.runner.root_device.type, dtype=self.dtype, cache_enabled=False)
+        if self._is_inline and self._half is not None:
+            return self._half.forward_context()
+        return contextlib.nullcontext()
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Make the tensors of a plain module in the type of ``bf16-true`` or ``16-true``; Megatron's have a config."""
+        if self.builds_plain_module and self._half is not None:
+            return self._half.tensor_init_context()
+        return super().tensor_init_context()
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """Make the parameters of a plain module likewise."""
+        return self.tensor_init_context()
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Run backward of a plain module and reduce its gradients; the schedule has done both for a pipeline."""
+        if self.runner is None:  # after a run: nothing is wrapped any more
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+            return
+        if not self.runner.inline:
+            return
+        if self.scaler is not None:
+            tensor = tensor * self.scaler.scale.reshape(())
+        with self.runner.around_backward():
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Step; with fp16 show hooks the gradients that are stepped, and log the loss scale."""
+        if self.scaler is None or not isinstance(optimizer, MCoreOptimizer):
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+
+        def unscaled() -> Any:
+            result = closure()
+            optimizer.unscale()
+            return result
+
+        result = super().optimizer_step(optimizer, model, unscaled, **kwargs)
+        if model._current_fx_name in _HOOKS_THAT_STEP:
+            values = {"loss_scale": optimizer.loss_scale, "skipped_steps": float(optimizer.num_skipped_steps)}
+            model.log_dict(values, on_step=True, on_epoch=False)
+        return result
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip at once where the gradients are whole, else hand the value to Megatron's step."""
+        owner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if not isinstance(owner, MCoreOptimizer):
+            super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+            return
+        owner.clip(float(clip_val or 0.0), by_value=gradient_clip_algorithm == GradClipAlgorithmType.VALUE)
+
+    @property
+    def _half(self) -> HalfPrecision | None:
+        """What Lightning does for a plain module whose parameters are bf16 or fp16."""
+        if self.precision == "bf16-true" or self.precision == "16-true":
+            return HalfPrecision(self.precision)
+        return None
+
+    @property
+    def _is_inline(self) -> bool:
+        return self.runner is not None and self.runner.inline

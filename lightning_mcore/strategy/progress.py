@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A progress bar that shows what one looks at while a language model trains.
+
+:class:`MCoreProgressBar` is Lightning's rich progress bar with the loss of the optimizer step, the speed in tokens per
+second over all ranks, the gradient norm, and under fp16 how many steps were skipped::
+
+    Epoch 0/4 ━━━━━━━━━━━ 120/400 0:00:42 • 0:01:37 2.86it/s loss: 2.314 speed: 12.3k tok/s grad_norm: 0.871
+
+Where the output is not a terminal (a log file, a batch job) it writes a plain line from time to time instead::
+
+    epoch 0 | batch 120/400 | step 30 | loss: 2.314 | speed: 12.3k tok/s | grad_norm: 0.871
+
+Only rank 0 writes. Use it as ``Trainer(callbacks=[MCoreProgressBar()])``; it works under every strategy.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
+from lightning.pytorch.utilities.data import extract_batch_size
+
+from lightning_mcore.config.throughput import StepClock, model_copies
+
+_TOKENS = ("tokens", "input_ids")  # where a batch of a language model holds them
+_OWN = ("tokens_per_second", "grad_norm", "skipped_steps", "loss_scale", "v_num")  # shown by us, or not worth the room
+_PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+
+
+def human(value: float) -> str:
+    """Return a number in few characters: ``12.3k``, ``2.31``, ``4.1e-05``.
+
+    Args:
+        value: Any number.
+    """
+    size = abs(value)
+    for prefix, unit in _PREFIXES:
+        if unit * 0.9995 <= size < 1e15:
+            return f"{value / unit:#.3g}".rstrip(".") + prefix
+    if size == 0 or 1e-3 <= size < 1e3:
+        return f"{value:.4g}"
+    return f"{value:.2g}"
+
+
+class MCoreProgressBar(RichProgressBar):
+    """Show loss, tokens per second, gradient norm and skipped steps while training.
+
+    Args:
+        refresh_rate: How often the bar is drawn, times per second; 0 disables it.
+        leave: Keep the bar of an epoch on the screen when the next begins.
+        theme: Colours of Lightning's rich progress bar.
+        console_kwargs: Arguments of rich's ``Console``, such as ``{"stderr": True}``.
+        seconds_between_lines: Where the output is not a terminal, the least time from one line to the next.
+        now: Returns a time in seconds.
+
+    Raises:
+        ModuleNotFoundError: ``rich`` is not installed.
+    """
+
+    def __init__(
+        self,
+        refresh_rate: int = 10,
+        leave: bool = False,
+        theme: RichProgressBarTheme | None = None,
+        console_kwargs: dict[str, Any] | None = None,
+        seconds_between_lines: float = 10.0,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(refresh_rate, leave, theme or RichProgressBarTheme(), console_kwargs)
+        self._seconds_between_lines = seconds_between_lines
+        self._now = now
+        self._lines: Any = None
+        self._last_line = -float("inf")
+        self._clock = StepClock(now)
+        self._losses: list[torch.Tensor] = []
+        self._step = 0
+        self._unit = "tok"
+        self._shown: dict[str, str] = {}
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether a bar is drawn; not where lines are written."""
+        return super().is_enabled and self._lines is None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Find out whether the output is a terminal."""
+        super().setup(trainer, pl_module, stage)
+        from rich.console import Console
+
+        console = Console(**{"soft_wrap": True, "highlight": False, **self._console_kwargs})
+        self._lines = None if console.is_terminal or console.is_jupyter else console
+
+    def get_metrics(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        """Return what the bar shows, as text: our own figures, then what was logged with ``prog_bar=True``."""
+        logged = super().get_metrics(trainer, pl_module)
+        shown: dict[str, int | str | float | dict[str, float]] = dict(self._shown)
+        if any(name.startswith("train_loss") for name in logged):
+            shown.pop("loss", None)
+        for name, value in logged.items():
+            if name not in _OWN:
+                shown[name] = human(value) if isinstance(value, int | float) else value
+        return shown
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to measure."""
+        super().on_train_start(trainer, pl_module)
+        self._clock, self._losses, self._shown = StepClock(self._now), [], {}
+        self._step, self._last_line = trainer.global_step, -float("inf")
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Go on measuring after validation."""
+        self._clock.start()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave validation out of the measurement."""
+        self._clock.pause()
+        super().on_validation_start(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Take in the batch; after an optimizer step, bring the figures up to date."""
+        if self.is_silent:
+            return
+        self._unit, amount = _amount(batch)
+        self._clock.add(amount)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, torch.Tensor):
+            runs_at_once = not getattr(trainer.strategy, "inline", True)
+            self._losses = [] if runs_at_once else self._losses  # a pipeline's last batch has the loss of all
+            self._losses.append(loss.detach().float())
+        if trainer.global_step != self._step:
+            self._step = trainer.global_step
+            self._measure(trainer)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        is_last = batch_idx + 1 == trainer.num_training_batches
+        if is_last or self._now() - self._last_line >= self._seconds_between_lines:
+            self._write_line(trainer, pl_module, batch_idx)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether this rank shows nothing."""
+        return not super().is_enabled
+
+    def _measure(self, trainer: pl.Trainer) -> None:
+        rate = self._clock.step() * model_copies(trainer.strategy)
+        self._shown = {}
+        if self._losses:  # which Lightning has divided by the number of batches of a step
+            mean = float(torch.stack(self._losses).mean()) * trainer.accumulate_grad_batches
+            self._shown["loss"] = human(mean)
+            self._losses = []
+        self._shown["speed"] = f"{human(rate)} {self._unit}/s"
+        optimizer: Any = trainer.optimizers[0] if trainer.optimizers else None
+        grad_norm = getattr(optimizer, "grad_norm", None)
+        if grad_norm is not None:
+            self._shown["grad_norm"] = human(float(grad_norm))
+        skipped = int(getattr(optimizer, "num_skipped_steps", 0))
+        if skipped or trainer.precision.startswith("16"):
+            self._shown["skipped"] = str(skipped)
+
+    def _write_line(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch_idx: int) -> None:
+        if self._lines is None or self.is_silent or not self._shown:
+            return
+        self._last_line = self._now()
+        total = trainer.num_training_batches
+        of_total = f"/{int(total)}" if total != float("inf") else ""
+        parts = [f"epoch {trainer.current_epoch}", f"batch {batch_idx + 1}{of_total}", f"step {trainer.global_step}"]
+        parts += [f"{name}: {value}" for name, value in self.get_metrics(trainer, pl_module).items()]
+        self._lines.print(" | ".join(parts), markup=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the console, which holds locks."""
+        return {**super().__getstate__(), "_lines": None}
+
+
+def _amount(batch: Any) -> tuple[str, int]:
+    """Return what a batch is counted in, and how much of it there is: tokens if it names them, else samples."""
+    if isinstance(batch, Mapping):
+        for name in _TOKENS:
+            if isinstance(batch.get(name), torch.Tensor):
+                return "tok", batch[name].numel()
+    return "samples", extract_batch_size(batch)

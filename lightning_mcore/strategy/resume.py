@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact resume: k steps, a checkpoint, a new process and N-k steps equal N steps, bit for bit.
+
+Weights, optimizer and loops are in every checkpoint of Lightning. :class:`ExactResume` adds what it leaves out, the
+random states (``random_state.py``) and the place in the data (``data_position.py``), as a dict of each rank,
+:meth:`~ExactResume.rank_state`; the strategy calls its other methods from the hooks of the same name.
+
+*The place* is an epoch and the batches of it that count. Lightning's own counters say where a run stands, but not the
+same thing at every moment at which a checkpoint may be taken, so :meth:`~ExactResume.restore` writes one of two into
+the loops' state before Lightning reads it:
+
+* **in the middle of an epoch**: it goes on with the next batch, as after a checkpoint of ``on_train_batch_end``. That
+  is also so for a run which ``max_steps`` or ``should_stop`` ended there, where Lightning would begin another epoch;
+* **at its end**: the next epoch begins with all of its hooks and an iterator of its own. What an uninterrupted run does
+  after ``on_train_batch_end`` of the last batch (a validation, ``on_train_epoch_end``) is not made up for, for its
+  metrics are gone; after a checkpoint of that validation, or of ``on_train_epoch_end``, the rest follows.
+
+A checkpoint that is taken while batches accumulate (by the clock, by a signal) belongs to the last optimizer step: the
+batches since then are read again. Buffers that a plain module changes in its forward pass, as batch norm does, have
+seen them already.
+
+Random numbers drawn in validation do not count, so that it makes no difference whether one follows a checkpoint.
+
+On other numbers of data-parallel ranks no sample is lost or repeated, where Lightning's distributed sampler deals them
+out. What cannot be continued exactly: the random numbers of dataloader workers in the middle of an epoch (their seeds
+are the same, and those of later epochs), and a sampler or iterable dataset that goes on drawing from the global
+generators while it is read.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from torch.utils.data import DataLoader
+
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.data.loop_position import (
+    EndOfRestart,
+    Place,
+    begin_epoch,
+    know_metrics,
+    load_loaders,
+    move_on,
+    read_over,
+    read_over_some,
+    step_plateaus,
+)
+from lightning_mcore.data.position import FollowedLoader, Moment, Position, batches_in_pass
+from lightning_mcore.parallel.consensus import control_group
+from lightning_mcore.parallel.random_state import RandomState, from_plain, pick, put, take, to_plain, turn_aside
+
+
+@dataclass(frozen=True)
+class _Restored:
+    """What a checkpoint says, until training starts."""
+
+    place: Place
+    random: RandomState
+    loaders: list[dict[str, Any]] | None
+    ranks: int
+    metrics: dict[str, torch.Tensor]
+
+    @property
+    def reads_over(self) -> bool:
+        """Whether batches can only be passed over by reading them."""
+        return "read" in self.kinds
+
+    @property
+    def kinds(self) -> list[str]:
+        """How each loader goes on: by ``index``, by its own state (``stateful``), or by being ``read``."""
+        return [loader["kind"] for loader in self.loaders or []]
+
+    @property
+    def makes_iterator(self) -> bool:
+        """Whether the next epoch may have an iterator of its own; one that was made in advance may take data away."""
+        return set(self.kinds) <= {"index"}
+
+    @property
+    def is_between(self) -> bool:
+        """Whether an epoch begins."""
+        return not self.place.in_epoch and not self.place.ending
+
+    def own_states(self, index: int) -> list[torch.Tensor]:
+        """Return the states of the generators that the loader of this number was given."""
+        return list(self.loaders[index].get("own", [])) if self.loaders and index < len(self.loaders) else []
+
+    def position(self, index: int) -> Position | None:
+        """Return where the loader of this number goes on."""
+        if self.loaders is None or index >= len(self.loaders) or "ranks" not in self.loaders[index]:
+            return None
+        saved = self.loaders[index]
+        opened, started = [saved[key] and Moment.from_plain(saved[key]) for key in ("opened", "started")]
+        position = Position(saved["batches"], saved["ranks"], saved["batch_size"], opened, started, saved["seed"])
+        if not self.place.in_epoch:
+            return replace(position, batches=0, opened=opened if self.makes_iterator else None, started=None)
+        reads_all = self.reads_over and "stateful" not in self.kinds
+        return replace(position, batches=0) if reads_all else position
+
+
+class ExactResume:
+    """Random states and the place in the data of one rank; see the module's docstring.
+
+    Args:
+        strategy: Whose hooks call this.
+        layout: Its parallel layout.
+    """
+
+    def __init__(self, strategy: ParallelStrategy, layout: ParallelLayout) -> None:
+        self._strategy = strategy
+        self._layout = layout
+        self._forget()
+
+    def _forget(self) -> None:
+        self._restored: _Restored | None = None
+        self._loaders: dict[int, FollowedLoader] = {}
+        self._num_loaders = 0
+        self._window: tuple[int, RandomState] | None = None
+        self._before_validation: RandomState | None = None
+        self._after_run: RandomState | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process."""
+        return {"_strategy": self._strategy, "_layout": self._layout}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start without what belonged to the other process."""
+        vars(self).update(state)
+        self._forget()
+
+    # ---- a checkpoint is made
+
+    def rank_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of a checkpoint, as numbers and tensors; empty where there is nothing to resume.
+
+        Args:
+            checkpoint: What Lightning collected, on this rank.
+        """
+        module = self._strategy.lightning_module
+        if module is None or module._trainer is None or "optimizer_states" not in checkpoint:
+            return {}
+        place = Place.of(module.trainer)
+        fit_state = checkpoint["loops"]["fit_loop"]["state_dict"]
+        return {
+            "coordinates": self._coordinates(),
+            "place": asdict(place),
+            "random": to_plain(self._random_state(module.trainer, place)),
+            "loaders": self._describe_loaders(module.trainer, place),
+            "stateful": fit_state.get("combined_loader", []),
+            "metrics": {name: value.detach().cpu() for name, value in module.trainer.callback_metrics.items()},
+        }
+
+    def gather(self, checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the :meth:`rank_state` of every rank on rank 0, for a checkpoint in one file; collective."""
+        mine = self.rank_state(checkpoint)
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return [mine]
+        states: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(mine, states if dist.get_rank() == 0 else None, dst=0, group=control_group())
+        return states
+
+    def _coordinates(self) -> dict[str, int]:
+        strategy, layout = self._strategy, self._layout
+        place = asdict(layout.coordinates(strategy.global_rank, strategy.world_size))
+        sizes = ("tensor_model", "pipeline_model", "context", "expert_model")
+        numbers = {f"{name}_parallel_size": getattr(layout, f"{name}_parallel_size") for name in sizes}
+        numbers["expert_tensor_parallel_size"] = layout.expert_tensor_size
+        return {**place, **numbers, "data_parallel_size": layout.data_parallel_size(strategy.world_size)}
+
+    def _random_state(self, trainer: pl.Trainer, place: Place) -> RandomState:
+        """Return the state from which the place goes on: that of now, or of an earlier moment."""
+        if self._restored is not None:  # between reading a checkpoint and the first batch
+            return self._restored.random
+        batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        if (place.rewound or batches.ready > batches.processed) and self._window is not None:
+            number, state = self._window
+            if number == place.batches:
+                return state
+        return self._before_validation or self._after_run or take(self._strategy.root_device)
+
+    def _describe_loaders(self, trainer: pl.Trainer, place: Place) -> list[dict[str, Any]] | None:
+        fit = trainer.fit_loop
+        if fit._combined_loader is None or isinstance(fit._data_fetcher, _DataLoaderIterDataFetcher):
+            return None  # with dataloader_iter the module reads as much as it likes
+        described: list[dict[str, Any]] = []
+        for loader in fit._combined_loader.flattened:
+            followed = self._loaders.get(id(loader))
+            if followed is None:
+                described.append({"kind": "stateful" if isinstance(loader, _Stateful) else "read"})
+                continue
+            length = sized_len(loader)
+            number = batches_in_pass(fit._combined_loader._mode, place.batches, length if length else float("inf"))
+            position = followed.position(number)
+            described.append(
+                {
+                    "kind": "index" if followed.reads_by_index else "read",
+                    "batches": position.batches,
+                    "ranks": position.ranks,
+                    "batch_size": position.batch_size,
+                    "opened": position.opened and position.opened.to_plain(),
+                    "started": position.started and position.started.to_plain(),
+                    "seed": position.seed,
+                    "own": list(followed.own_states()),
+                }
+            )
+        return described
+
+    # ---- a checkpoint is read
+
+    def restore(self, states: list[dict[str, Any]] | None, checkpoint: dict[str, Any]) -> None:
+        """Take in what the ranks that saved had to say, before Lightning takes in the rest.
+
+        Args:
+            states: Of each of them, its :meth:`rank_state`; None or empty dicts leave everything to Lightning.
+            checkpoint: What Lightning will read; its loops and loaders are changed for this rank.
+
+        Raises:
+            ValueError: Loaders that keep their own state were in the middle of an epoch, on another number of
+                data-parallel ranks.
+        """
+        module = self._strategy.lightning_module
+        if not states or not all(states) or "loops" not in checkpoint:
+            return
+        if module is None or module._trainer is None or module.trainer.state.fn != TrainerFn.FITTING:
+            return
+        mine = self._coordinates()
+        index, is_own = pick([state["coordinates"] for state in states], mine)
+        ranks, now = states[0]["coordinates"]["data_parallel_size"], mine["data_parallel_size"]
+        place, random = Place(**states[index]["place"]), from_plain(states[index]["random"])
+        if not is_own:
+            random = replace(random, device=None, tracker=None)
+        data = states[index] if ranks == now else states[0]  # all ranks share one order
+        loops = checkpoint["loops"]["fit_loop"]
+        place.write(loops)
+        loops["state_dict"].pop("combined_loader", None)
+        if ranks == now and data["stateful"]:
+            loops["state_dict"]["combined_loader"] = data["stateful"]
+        if ranks != now and data["stateful"] and place.in_epoch:
+            raise ValueError(
+                f"the checkpoint holds the states of dataloaders in the middle of an epoch on {ranks} data-parallel"
+                f" ranks, and {now} cannot take them over; resume on {ranks}, or from the end of an epoch"
+            )
+        self._restored = _Restored(place, random, data["loaders"], ranks, states[index]["metrics"])
+
+    # ---- hooks
+
+    def setup(self) -> None:
+        """Forget an earlier run, but not the checkpoint that was read for this one."""
+        restored = self._restored
+        self._forget()
+        self._restored = restored
+
+    def process_dataloader(self, loader: object) -> None:
+        """Follow a training loader; let those of validation draw no common random numbers for their workers."""
+        module = self._strategy.lightning_module
+        if module is None or module._trainer is None or module.trainer.state.fn != TrainerFn.FITTING:
+            return
+        trainer, restored = module.trainer, self._restored
+        if trainer.state.stage != RunningStage.TRAINING:
+            if isinstance(loader, DataLoader) and loader.generator is None:
+                loader.generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
+            return
+        index, self._num_loaders = self._num_loaders, self._num_loaders + 1
+        progress: Any = trainer.fit_loop.epoch_progress.current
+        epoch = restored.place.epoch if restored is not None else progress.processed
+        _set_sampler_epoch(loader, epoch)  # workers read ahead before Lightning does it
+        ranks = self._layout.data_parallel_size(self._strategy.world_size)
+        if restored is not None and restored.is_between and not restored.makes_iterator:
+            put(restored.random, self._strategy.root_device)  # before the only iterator, and not after it
+        if isinstance(loader, DataLoader) and not isinstance(loader, _Stateful):
+            position = restored.position(index) if restored is not None else None
+            followed = FollowedLoader(loader, ranks, self.batch_arrives, position)
+            self._loaders[id(loader)] = followed
+            if position is not None and restored is not None and restored.place.in_epoch:
+                _check_can_go_on(followed, replace(position, batches=restored.place.batches), restored, ranks)
+            if restored is not None and restored.is_between and not restored.makes_iterator:
+                followed.put_own_states(restored.own_states(index))
+        elif restored is None or isinstance(loader, _Stateful):
+            return
+        elif restored.place.in_epoch and restored.ranks != ranks:
+            raise ValueError(_sentence(type(loader).__name__, restored, ranks, None, None))
+
+    def batch_arrives(self) -> None:
+        """Remember the state from which a window of ``accumulate_grad_batches`` begins, before its first batch."""
+        assert self._strategy.lightning_module is not None
+        trainer = self._strategy.lightning_module.trainer
+        number = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if not trainer.training or number % trainer.accumulate_grad_batches:
+            return
+        if self._window is None or self._window[0] != number:
+            self._window = (number, take(self._strategy.root_device))
+
+    def on_train_start(self) -> None:
+        """Go on where the checkpoint was taken; the last thing before the first batch, or the first epoch's hooks."""
+        restored, self._restored = self._restored, None
+        self._window = self._before_validation = self._after_run = None
+        assert self._strategy.lightning_module is not None
+        fit = self._strategy.lightning_module.trainer.fit_loop
+        if restored is None:
+            return
+        combined = fit._combined_loader
+        assert combined is not None
+        know_metrics(fit, restored.metrics)
+        if restored.place.in_epoch:
+            if restored.loaders is not None and len(restored.loaders) != len(combined.flattened):
+                raise ValueError(
+                    f"the checkpoint was taken in the middle of an epoch over {len(restored.loaders)} dataloaders, and"
+                    f" there are {len(combined.flattened)} now; resume with the dataloaders of the run that saved it"
+                )
+            if fit._combined_loader_states_to_load and not self._loaders:
+                load_loaders(fit)
+            EndOfRestart.attach(fit.trainer)
+            self._go_on_in_epoch(fit, restored)
+            put(restored.random, self._strategy.root_device)
+            return
+        fit._restarting = False  # else Lightning would not step plateau schedulers at the end of this epoch
+        if restored.is_between:
+            begin_epoch(fit, restored.place, restored.makes_iterator)
+            if restored.place.waits:
+                step_plateaus(fit)
+            if not restored.makes_iterator:
+                return
+        put(restored.random, self._strategy.root_device)
+        for index, loader in enumerate(combined.flattened):
+            if (followed := self._loaders.get(id(loader))) is not None:
+                followed.put_own_states(restored.own_states(index))
+
+    def _go_on_in_epoch(self, fit: Any, restored: _Restored) -> None:
+        loop = fit.epoch_loop
+        # Lightning looks for a loader that has a state of its own, and finds none.
+        warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
+        if restored.reads_over and "stateful" in restored.kinds:
+            read_over_some(fit._data_fetcher, restored.place.batches, [kind == "read" for kind in restored.kinds])
+        elif restored.reads_over:
+            read_over(fit._data_fetcher, restored.place.batches)
+        elif len(self._loaders) == 1 and (position := restored.position(0)) is not None:
+            [followed] = self._loaders.values()
+            if not followed.is_dealt_as(position):
+                move_on(fit, restored.place.batches, len(followed), followed.remaining(position))
+        if loop._should_accumulate():  # then Lightning will not count the step, as it does at the end of a window
+            loop._batches_that_stepped += 1
+
+    def on_validation_start(self) -> None:
+        """Remember the random state of training, and leave the numbers to it that come next."""
+        if self._is_within_fit():
+            self._before_validation = take(self._strategy.root_device)
+            turn_aside()
+
+    def on_validation_end(self) -> None:
+        """Go on from it."""
+        state, self._before_validation = self._before_validation, None
+        if state is not None and self._is_within_fit():
+            put(state, self._strategy.root_device)
+
+    def _is_within_fit(self) -> bool:
+        module = self._strategy.lightning_module
+        assert module is not None
+        return module.trainer.state.fn == TrainerFn.FITTING
+
+    def on_train_end(self) -> None:
+        """Remember the random state, for a checkpoint that is taken after the run."""
+        self._after_run = take(self._strategy.root_device)
+
+    def teardown(self) -> None:
+        """Give loaders back as they were."""
+        for followed in self._loaders.values():
+            followed.leave()
+        self._restored = None
+        module = self._strategy.lightning_module
+        if module is not None and module._trainer is not None:
+            EndOfRestart.detach(module.trainer)
+
+
+def _check_can_go_on(followed: FollowedLoader, position: Position, restored: _Restored, ranks: int) -> None:
+    if followed.is_dealt_as(position):
+        return
+    assert restored.loaders is not None
+    if followed.can_be_dealt_anew and position.batch_size is not None and len(restored.loaders) == 1:
+        return
+    kind = "a train dataloader" if followed.reads_by_index else "an iterable dataset"
+    raise ValueError(_sentence(kind, restored, ranks, position.batch_size, followed.samples_of_batch))
+
+
+def _sentence(kind: str, restored: _Restored, ranks: int, then: int | None, now: int | None) -> str:
+    sizes = [f" with batch_size={size}" if size is not None else "" for size in (then, now)]
+    return (
+        f"the checkpoint was taken after {restored.place.batches} batches of an epoch on {restored.ranks} data-parallel"
+        f" ranks{sizes[0]}, and {kind} whose samples no distributed sampler of Lightning deals out cannot go on there"
+        f" on {ranks}{sizes[1]}; resume as it was saved, or from the end of an epoch"
+    )
