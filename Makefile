@@ -49,6 +49,7 @@ check: $(INSTALLED) docs  ## lint, formatting, types and documentation
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports --no-logo --cache-dir build/import-linter
 
 docs: $(INSTALLED)  ## build the documentation into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
         TokenPerplexity,
         TokensSeen,
     )
+    from lightning_mcore.layers.session import single_process
     from lightning_mcore.models.gpt import MCoreGPT
     from lightning_mcore.optimizer.muon import MuonWithAdamW
-    from lightning_mcore.parallel.session import single_process
     from lightning_mcore.strategy.module import MCoreModule
     from lightning_mcore.strategy.precision import MCorePrecision
     from lightning_mcore.strategy.preemption import PreemptionCheckpoint

@@ -63,7 +63,7 @@ def _write_hf(folder: Path, shard: str = "5GB") -> None:
 
 def _from_pretrained(folder: Path) -> str:
     from lightning_mcore import MCoreGPT
-    from lightning_mcore.parallel.session import single_process
+    from lightning_mcore.layers.session import single_process
 
     with single_process():
         module = MCoreGPT.from_pretrained(str(folder / "model"), seq_length=16)

@@ -2,7 +2,7 @@
 """Lightning's objects made of a run's settings: strategy, precision, trainer, model and data.
 
 ``TrainingArguments`` calls these; they take plain data, so that another front door may call them with its own. Of
-this package it and ``step_callbacks.py`` import Lightning.
+this package it and ``arguments/callbacks.py`` import Lightning.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ from lightning_mcore.arguments.trainer_parts import callback_settings, logger_se
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.run import RunSettings
-from lightning_mcore.config.spelling import unknown_name
+from lightning_mcore.config.text import unknown_name
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.hf.callback import SaveHFModel
 from lightning_mcore.models.gpt import MCoreGPT

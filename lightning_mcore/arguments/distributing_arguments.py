@@ -2,7 +2,7 @@
 """``DistributingParallelArguments``: how a model is cut, recomputed and quantised, under mcore_adapter's names.
 
 None keeps what the checkpoint says or, where it says nothing, Megatron's default (``calculate_per_token_loss``: ours).
-The rules that hold between fields are in ``field_rules.py``; ``run_mapping.py`` says where each field lands. Where a
+The rules that hold between fields are in ``arguments/megatron_rules.py``; ``arguments/mapping.py`` says where each field lands. Where a
 default differs from mcore_adapter's, the help text says so: it overwrites checkpoints there, or contradicts Megatron.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 from lightning_mcore.arguments.additional_configs import load_additional_configs, take_over
 from lightning_mcore.arguments.fields import check_types, flag, option
 from lightning_mcore.arguments.megatron_rules import check_distribution, interleaving_of
-from lightning_mcore.config.spelling import unknown_name
+from lightning_mcore.config.text import unknown_name
 
 _KEEPS = "Default: the checkpoint's (mcore_adapter overwrites it with False)."
 

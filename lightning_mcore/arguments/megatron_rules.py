@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_mcore.config.fp8 import FP8Settings
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.config.spelling import unknown_name
+from lightning_mcore.config.text import unknown_name
 
 _SIZES = (
     "tensor_model_parallel_size",

@@ -12,10 +12,10 @@ A checkpoint is a directory::
 
 Rank 0 calls :func:`begin`, every rank writes its files into the directory that it names, and rank 0 calls
 :func:`finish` with what the others wrote. The manifest is the last file: a directory without it is no checkpoint, which
-holds on stores that cannot rename, too. ``atomic_directory.py`` puts the directory in place at once.
+holds on stores that cannot rename, too. ``checkpoint/storage/atomic.py`` puts the directory in place at once.
 
 What reads (:func:`read_manifest`, :func:`check_sizes`, :func:`verify`) takes remote paths such as ``s3://bucket/x.ckpt``
-as well; to write and load those there is ``checkpoint_staging.py``. No ranks and no ``torch.distributed`` here.
+as well; to write and load those there is ``checkpoint/remote.py``. No ranks and no ``torch.distributed`` here.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a checkpoint holds, as text for people: step, layout, model, number of parameters, sizes, tensors.
 
-It is made of the manifest alone; an entry that is not there has no line. ``checkpoint.py`` makes something like a
+It is made of the manifest alone; an entry that is not there has no line. ``checkpoint/commands.py`` makes something like a
 manifest for checkpoints that have none, of Megatron-LM or of a single file, and prints what comes from here.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_mcore.checkpoint.format import FORMAT
 from lightning_mcore.checkpoint.metadata import tensor_bytes
-from lightning_mcore.strategy.progress import human
+from lightning_mcore.config.text import human
 
 SINGLE_FILE = "one file"  # what stands for the format of checkpoints that have no manifest
 TORCH_DIST = "torch_dist"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint to read from: what is in it, and how that differs from a model that asks.
 
-``persistence.py`` and ``weights.py`` open a :class:`StoredState`, and ``sharded_state.py`` reads from it into whatever
+``strategy/checkpointing.py`` and ``checkpoint/weights.py`` open a :class:`StoredState`, and ``checkpoint/model_state.py`` reads from it into whatever
 layout runs.
 """
 

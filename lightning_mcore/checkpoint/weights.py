@@ -23,9 +23,9 @@ from lightning_mcore.checkpoint import model_state as sharded_state
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.checkpoint.stored_state import StoredState
 from lightning_mcore.config.fp8 import check_start
-from lightning_mcore.models.transformer_config import refuse_recorded_code
+from lightning_mcore.layers.session import single_process
+from lightning_mcore.layers.transformer_config import refuse_recorded_code
 from lightning_mcore.parallel.chunks import built_chunks
-from lightning_mcore.parallel.session import single_process
 
 _INSTANTIATORS = (None, "lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
 

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 
 from lightning_mcore.cli.command_errors import DONE, is_of_transformer_engine, refused
-from lightning_mcore.config.spelling import unknown_name
+from lightning_mcore.config.text import unknown_name
 from lightning_mcore.config.without_torch import keep_torch_out
 
 __all__ = ["COMMANDS", "console", "main"]

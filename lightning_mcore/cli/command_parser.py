@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lightning_mcore.cli.command_errors import WRONG, refused
-from lightning_mcore.config.spelling import unknown_name
+from lightning_mcore.config.text import unknown_name
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from lightning_mcore.config.field_values import accepts, choices_of
-from lightning_mcore.config.spelling import unknown_name
+from lightning_mcore.config.text import unknown_name
 
 _CONFIG = ("-c", "--config")
 _OF_A_CLASS = ("class_path", "init_args", "dict_kwargs")

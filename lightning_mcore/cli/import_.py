@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lightning-mcore import``: a sharded checkpoint of a Hugging Face model.
 
-``cli.py`` calls :func:`run`; the work is that of ``hf/folder_import.py``, which is imported when the arguments are
+``cli/__init__.py`` calls :func:`run`; the work is that of ``hf/import_checkpoint.py``, which is imported when the arguments are
 read.
 """
 

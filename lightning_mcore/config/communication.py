@@ -3,7 +3,7 @@
 
 They are one argument of the strategy, ``MCoreStrategy(communication=CommunicationOptions(...))``, so that the list of
 its arguments stays readable. Each field has Megatron's name and goes to the place that Megatron has for it:
-:meth:`CommunicationOptions.group_arguments` to ``initialize_model_parallel`` (through ``process_groups.py``),
+:meth:`CommunicationOptions.group_arguments` to ``initialize_model_parallel`` (through ``parallel/groups.py``),
 :meth:`CommunicationOptions.megatron_fields` into the model's ``TransformerConfig``. What needs NCCL is refused on the
 CPU when the trainer meets the model, before a group is opened.
 """

@@ -251,8 +251,6 @@ def _check_combinations(config: "TransformerConfig") -> None:
             "recompute_modules with 'mlp' needs add_bias_linear=False, for else the backward pass of megatron-core"
             " calls itself without end; set it, or leave 'mlp' out"
         )
-    if config.recompute_granularity == "full" and config.recompute_method == "uniform":
-        _check_uniform_recompute(config)
     staged = config.pipeline_model_parallel_size > 1
     halved = config.pipeline_dtype is not None and config.pipeline_dtype.itemsize < 4
     if config.fp32_residual_connection and staged and halved:
@@ -281,30 +279,3 @@ def _check_values(config: "TransformerConfig") -> None:
             f"moe_aux_loss_coeff={weight} with moe_router_load_balancing_type='sinkhorn', which balances without"
             " a loss; set it to 0, or choose 'aux_loss'"
         )
-
-
-def _check_uniform_recompute(config: "TransformerConfig") -> None:
-    group = config.recompute_num_layers
-    uneven = sorted(layers for layers in _layers_of_chunks(config) if layers % group)
-    if uneven:
-        raise ValueError(
-            f"recompute_num_layers={group} with recompute_method='uniform' does not divide the {uneven[0]} layers of a "
-            "pipeline stage's chunk; choose a divisor, or recompute_method='block'"
-        )
-
-
-def _layers_of_chunks(config: "TransformerConfig") -> set[int]:
-    """Return how many layers the chunks of the stages have."""
-    from megatron.core.transformer.enums import LayerType
-    from megatron.core.transformer.transformer_block import get_num_layers_to_build
-
-    layout = config.pipeline_model_parallel_layout
-    if layout is not None:
-        return {chunk.count(LayerType.decoder) for stage in layout.layout for chunk in stage}
-    chunks = range(config.virtual_pipeline_model_parallel_size or 1)
-    interleaved = config.virtual_pipeline_model_parallel_size is not None
-    return {
-        get_num_layers_to_build(config, vp_stage=chunk if interleaved else None, pp_rank=rank)
-        for rank in range(config.pipeline_model_parallel_size)
-        for chunk in chunks
-    }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What FP8 needs of the sizes of model and microbatch: multiples of the block that a recipe scales together.
 
-``fp8_checks.py`` and ``lightning-mcore plan`` refuse with it what lacks them. Pure arithmetic.
+``strategy/fp8_checks.py`` and ``lightning-mcore plan`` refuse with it what lacks them. Pure arithmetic.
 
 Source: ``get_fp8_align_size`` of megatron-core (0.16.1) and the shape rules of TransformerEngine's linear layers (2.x).
 """

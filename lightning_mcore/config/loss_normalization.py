@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Over what the loss of a language model is a mean, and which models have losses that only one of the two fits.
 
-``MCoreModule`` and ``MCoreGPT`` ask before they train, ``chunks.py`` before it wraps a model, ``lightning-mcore plan``
+``MCoreModule`` and ``MCoreGPT`` ask before they train, ``parallel/chunks.py`` before it wraps a model, ``lightning-mcore plan``
 before there is one.
 Pure arithmetic.
 """

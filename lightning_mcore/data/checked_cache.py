@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders of files that are made once and read by many runs, and made anew when they are not as they were made.
 
-A folder stands under its name when all of it is written (``atomic_directory.py``), with the checksums of its files
-beside them (``file_checksums.py``). Whoever wants to read it calls :func:`stand` first: what was damaged or changed
+A folder stands under its name when all of it is written (``checkpoint/storage/atomic.py``), with the checksums of its files
+beside them (``data/file_checksums.py``). Whoever wants to read it calls :func:`stand` first: what was damaged or changed
 since is made again from its source, which a line in the log says. So a file in a cache never decides what is learnt.
 
-``indexed_blend.py`` keeps Megatron's index files so, ``tokenized_files.py`` the tokens of files.
+``data/pretraining/blend.py`` keeps Megatron's index files so, ``data/finetuning/tokenized.py`` the tokens of files.
 """
 
 import functools

@@ -3,7 +3,7 @@
 
 Lightning keeps four counters of epochs and of batches, and some flags that tell its loops how to restart. What they say
 depends on the hook in which a checkpoint was taken. A :class:`Place` says it in one way, and the functions here make
-the loops go on from one. ``exact_resume.py`` calls them; nothing else knows the loops' inside.
+the loops go on from one. ``strategy/resume.py`` calls them; nothing else knows the loops' inside.
 """
 
 import logging

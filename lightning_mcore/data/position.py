@@ -16,7 +16,7 @@ Random states are wanted at two moments. *Opened*: the iterator is made, and tor
 workers. *Started*: the first index is asked for, and most samplers draw their permutation; without workers that is
 later, after hooks of the user that may draw too.
 
-``exact_resume.py`` calls this file and knows of epochs, ranks and checkpoints.
+``strategy/resume.py`` calls this file and knows of epochs, ranks and checkpoints.
 """
 
 import copy

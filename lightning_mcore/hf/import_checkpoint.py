@@ -34,10 +34,10 @@ from lightning_mcore.hf.safetensors_folder import SafetensorsFolder
 from lightning_mcore.hf.source import HFSource, refuse_megatron_checkpoint, settings_of_source
 from lightning_mcore.hf.weight_map import whole_name
 from lightning_mcore.hf.weights import HFWeights
+from lightning_mcore.layers.session import single_process
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.parallel.chunks import built_chunks
 from lightning_mcore.parallel.groups import process_group
-from lightning_mcore.parallel.session import single_process
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 

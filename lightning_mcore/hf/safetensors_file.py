@@ -4,7 +4,7 @@
 The format says in a header where each tensor will lie, which is known before the first is there. ``save_file`` of
 safetensors wants all of them at once, its file can be read by this user alone, and it goes through the page cache of
 the system, whose pages have to be found and cleared first. That takes longer than a good disk, so these files go past
-it (``checksummed_file.py``).
+it (``checkpoint/storage/direct_file.py``).
 
 Source: the format in the README of safetensors 0.8; files of it are read by ``safe_open``.
 """

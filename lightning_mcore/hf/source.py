@@ -266,7 +266,7 @@ def _settings_of_checkpoint(path: str, family: str | None, chosen: Collection[st
     from lightning.pytorch import LightningModule
 
     from lightning_mcore.checkpoint.io import MCoreCheckpointIO
-    from lightning_mcore.models.transformer_config import refuse_recorded_code
+    from lightning_mcore.layers.transformer_config import refuse_recorded_code
 
     saved = MCoreCheckpointIO().load_checkpoint(path).get(LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, {})
     hf = saved.get("hf")

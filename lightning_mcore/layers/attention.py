@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of some queries over the keys of whole sequences, without a mask of the size of the scores.
 
-Pure PyTorch: nothing here knows Megatron or communicates. ``core_attention.py`` gathers the keys and calls
+Pure PyTorch: nothing here knows Megatron or communicates. ``layers/core_attention.py`` gathers the keys and calls
 :func:`attend`. Two small values say all there is to say about who sees whom:
 
 * A :class:`QueryRun` is a stretch of neighbouring queries and the keys of the sequence they belong to: the whole
-  sequence without context parallelism, each of a rank's two slices with it (``context_split.py``). A row of packed
+  sequence without context parallelism, each of a rank's two slices with it (``parallel/context.py``). A row of packed
   sequences is a run, or two, for each of them, and one without keys for the padding behind it.
 * A :class:`Reach` says how far a query sees back and ahead: causal attention, a sliding window, or everything.
 

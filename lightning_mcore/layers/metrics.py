@@ -9,7 +9,7 @@ Make them attributes of the module, update them in a step, and hand them to ``se
 
 Who has what decides what is counted. The ranks of a tensor-parallel group hold the same tokens; those of a data- or
 context-parallel group hold different ones, so the strategy lets every metric ask the ranks of these two
-(``process_group``). What runs behind the model in a step runs on the last pipeline stage, and ``step_logs.py`` gives
+(``process_group``). What runs behind the model in a step runs on the last pipeline stage, and ``strategy/logs/step.py`` gives
 the other stages its state. What a batch says of whole rows, such as ``cu_seqlens``, is there on each context-parallel
 rank; ratios are not changed by that, and :class:`TokensSeen` counts it on the first of them.
 
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_mcore.layers.language_step import IGNORED_LABEL
-from lightning_mcore.models.generation import vocab_parallel_argmax
+from lightning_mcore.layers.sampling import vocab_parallel_argmax
 from lightning_mcore.parallel.groups import process_group, process_groups_are_open
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ Megatron builds them from a spec of their own and computes their losses inside `
 is called with. They live on the last pipeline stage, which then has a copy of the embedding. :func:`gpt_mtp_block_spec`
 is Megatron's spec with our norms in it, as ``backend.gpt_block_spec`` is for the layers before;
 :class:`MultiTokenGPT` is ``GPTModel`` that also runs without labels. ``MCoreGPT`` uses both, and a module of your own
-may. Their losses are logged by ``auxiliary_logs.py``.
+may. Their losses are logged by ``strategy/logs/auxiliary.py``.
 """
 
 import inspect

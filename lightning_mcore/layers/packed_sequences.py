@@ -2,7 +2,7 @@
 """Packed sequences as Megatron's layers take them: which tokens of a row belong together.
 
 A packed batch has b rows of s tokens and says with ``cu_seqlens`` and ``cu_seqlens_padded`` where the sequences of each
-row lie (``data/packed_rows.py`` makes such rows). To a model it is one row of b * s tokens, ``[1, b * s]``, in
+row lie (``data/packing/rows.py`` makes such rows). To a model it is one row of b * s tokens, ``[1, b * s]``, in
 Megatron's format ``thd``: :func:`packed_sequences` turns the boundaries into the ``PackedSeqParams`` of that row.
 
 The torch backend and the checks here want boundaries as plain numbers, and so do Megatron's rotary embeddings and its

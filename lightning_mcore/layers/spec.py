@@ -4,8 +4,8 @@
 Megatron describes a model by a *spec*, a tree of classes. Its local spec, for machines without TransformerEngine, has a
 norm that refuses sequence parallelism and a core attention that refuses context parallelism. :func:`gpt_block_spec`
 takes that spec and puts :class:`TorchNorm` and :class:`~lightning_mcore.layers.core_attention.TorchAttention` in their
-places; every projection and expert stays Megatron's. Where TransformerEngine is chosen, its spec is returned. In both, experts
-get the router of ``moe_router.py``.
+places; every projection and expert stays Megatron's. Where TransformerEngine is chosen, its spec is returned. In both,
+experts get the router of ``layers/router.py``.
 
 Weights are named in checkpoints as TransformerEngine names them, so that what one backend saved the other loads.
 
@@ -41,6 +41,7 @@ from torch.nn import functional
 from lightning_mcore.config.field_support import check_fields, check_without_transformer_engine
 from lightning_mcore.layers.core_attention import TorchAttention
 from lightning_mcore.layers.router import ExactRouter, scale_gradient
+from lightning_mcore.parallel.pipeline import check_uniform_recompute
 
 __all__ = ["TorchAttention", "TorchNorm", "TransformerImpl", "gpt_block_spec", "resolve_transformer_impl"]
 
@@ -287,6 +288,7 @@ def check_backend(
         ValueError: The config asks for something that would be ignored, or would fail later.
     """
     check_fields(config, transformer_impl, device_type)
+    check_uniform_recompute(config)
     if transformer_impl == "transformer_engine":
         return
     if config.multi_latent_attention:

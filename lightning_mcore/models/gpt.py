@@ -9,7 +9,7 @@ a module of your own: build in ``configure_model``, call ``self.model(...)`` onc
 A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted: ``labels[i]`` is to be predicted at
 ``tokens[i]``; -100 for no target) and, optionally, ``loss_mask`` (1 where a token counts, 0 elsewhere) and
 ``position_ids`` (of learned positions; rotary ones count from the start of the row). Rows may be packed
-(``data/packing.py``): each sub-sequence then sees itself alone.
+(``data/packing/best_fit.py``): each sub-sequence then sees itself alone.
 """
 
 from types import SimpleNamespace
@@ -26,8 +26,7 @@ from lightning_mcore.config.loss_normalization import LossNormalization, check_n
 from lightning_mcore.config.model_shape import ModelShape
 from lightning_mcore.config.positions import PositionEmbedding, check_positions, gpt_arguments, set_yarn
 from lightning_mcore.config.sizes import require_size
-from lightning_mcore.hf.pretrained import load_pretrained
-from lightning_mcore.hf.source import absolute, pretrained_settings
+from lightning_mcore.layers import sampling
 from lightning_mcore.layers.language_step import (
     ModelInputs,
     check_places,
@@ -38,10 +37,10 @@ from lightning_mcore.layers.language_step import (
 from lightning_mcore.layers.metrics import TokenAccuracy, TokenPerplexity
 from lightning_mcore.layers.multi_token import MultiTokenGPT, check_multi_token, gpt_mtp_block_spec
 from lightning_mcore.layers.spec import TransformerImpl, check_backend, gpt_block_spec, resolve_transformer_impl
+from lightning_mcore.layers.transformer_config import build_transformer_config, check_transformer_fields
 from lightning_mcore.models import generation
 from lightning_mcore.models.recipe import RECIPE, OptimizerName, SchedulerName, build_recipe, check_recipe
 from lightning_mcore.models.speed import SpeedLogs
-from lightning_mcore.models.transformer_config import build_transformer_config, check_transformer_fields
 from lightning_mcore.parallel.groups import process_group
 
 Batch = dict[str, Tensor]
@@ -53,8 +52,8 @@ class MCoreGPT(SpeedLogs):
     Logs ``train_loss``, ``val_loss`` and ``test_loss`` (means over tokens), ``val_perplexity`` and ``val_accuracy`` (of
     the next token; also ``test_``), and at each optimizer step ``grad_norm`` (before clipping), ``tokens_per_second``
     (of all ranks together, known padding and validation time left out) and ``model_tflops`` (of one device, in TFLOP/s;
-    see ``throughput.py`` for what is counted). The strategy adds the losses of routers and of multi-token prediction
-    (``auxiliary_logs.py``).
+    see ``config/throughput.py`` for what is counted). The strategy adds the losses of routers and of multi-token prediction
+    (``strategy/logs/auxiliary.py``).
 
     Args:
         vocab_size: Tokens that exist. The embedding is padded, see ``make_vocab_size_divisible_by``.
@@ -195,6 +194,8 @@ class MCoreGPT(SpeedLogs):
             ValueError: It is of no known family, or its config asks for something that is not supported.
         """
         given = locals()
+        from lightning_mcore.hf.pretrained import absolute, pretrained_settings
+
         module = cls(
             **pretrained_settings(path, family, seq_length, transformer),
             **{name: given[name] for name in RECIPE},
@@ -235,6 +236,8 @@ class MCoreGPT(SpeedLogs):
             self._config = None  # of a run that ended before a model was built
         self.model = self.pipeline(self.build_chunk)
         if self._starts_from is not None and not self._resumes:
+            from lightning_mcore.hf.pretrained import load_pretrained
+
             load_pretrained(self, self._starts_from, self._given_family)
             self._starts_from = None  # the weights that a run has trained stay in the next one
 
@@ -319,15 +322,15 @@ class MCoreGPT(SpeedLogs):
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the most probable next token after each position, [b, s]."""
         logits, _ = self.token_logits(batch)  # [b, s / cp, v / tp]
-        best = generation.vocab_parallel_argmax(logits, self.vocab_size, process_group("tp"))
+        best = sampling.vocab_parallel_argmax(logits, self.vocab_size, process_group("tp"))
         best = best.view(len(batch["tokens"]), -1)
-        return generation.gather_sequence(best, process_group("cp"), batch.get("cu_seqlens_padded"))
+        return sampling.gather_sequence(best, process_group("cp"), batch.get("cu_seqlens_padded"))
 
     def next_logits(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the logits after the position ``batch["last"]`` of each sequence, [b, vocab_size] in fp32."""
         logits, inputs = self.token_logits(batch)
         groups = process_group("tp"), process_group("cp")
-        return generation.logits_at(logits, inputs.position_ids, batch["last"], self.vocab_size, *groups)
+        return sampling.logits_at(logits, inputs.position_ids, batch["last"], self.vocab_size, *groups)
 
     def generate(
         self, prompt: list[int], max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0

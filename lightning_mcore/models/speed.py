@@ -2,7 +2,7 @@
 """How fast a language model trains, and the norm of its gradients: logged at each optimizer step.
 
 :class:`SpeedLogs` is what ``MCoreGPT`` derives from; a module of your own may, too. What is counted is in
-``throughput.py``.
+``config/throughput.py``.
 """
 
 import functools

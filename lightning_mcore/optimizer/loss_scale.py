@@ -4,7 +4,7 @@
 The smallest gradient that fp16 can hold is 6e-8, so the loss is multiplied by a scale before backward and the gradients
 are divided by it before the step. If one of them is inf or nan, the step is skipped on every rank, and after
 ``hysteresis`` such steps the scale is halved; after ``loss_scale_window`` steps without, it is doubled. All of that is
-Megatron's ``DynamicGradScaler``, with the settings of ``fp16.py``; this file adds what it lacks:
+Megatron's ``DynamicGradScaler``, with the settings of ``config/fp16.py``; this file adds what it lacks:
 
 * :class:`LossScaler` is the one scale of a run, whatever the number of optimizers, with a state that a checkpoint can
   hold;
@@ -13,7 +13,7 @@ Megatron's ``DynamicGradScaler``, with the settings of ``fp16.py``; this file ad
   the other wrong by the factor between them. Here the parts share one scale, which moves when all have reported;
 * :class:`SkippableSchedule` is a learning-rate schedule that is not due after a skipped step.
 
-``precision.py`` makes the scaler, ``optimizer_factory.py`` attaches it to the optimizers.
+``strategy/precision.py`` makes the scaler, ``optimizer/factory.py`` attaches it to the optimizers.
 """
 
 from collections.abc import Sequence

@@ -29,7 +29,7 @@ from lightning_mcore.config.field_support import check_fields
 from lightning_mcore.config.fp8 import TRANSFORMER_FIELDS as FP8_FIELDS
 from lightning_mcore.config.loss_normalization import check_average_in_collective
 from lightning_mcore.parallel.groups import process_group
-from lightning_mcore.parallel.pipeline import Pipeline
+from lightning_mcore.parallel.pipeline import Pipeline, check_uniform_recompute
 
 _T = TypeVar("_T")
 _OWNED_FIELDS = (
@@ -154,6 +154,7 @@ def pipeline_config(pipeline: Pipeline, owned: Mapping[str, Any]) -> Transformer
             )
     parameter = next(pipeline.parameters(), None)
     check_fields(config, device_type=None if parameter is None else parameter.device.type)
+    check_uniform_recompute(config)
     return config
 
 

@@ -6,7 +6,7 @@ left such a row by an exception would leave the others waiting for it, for half 
 :func:`collect`, which tells every rank how it went on all of them.
 
 What travels are small objects, over a group of processes on the CPU (:func:`control_group`): it neither waits for the
-work that a GPU has queued nor shares a communicator with the training. ``checkpoint_io.py`` uses it.
+work that a GPU has queued nor shares a communicator with the training. ``checkpoint/io.py`` uses it.
 """
 
 import datetime

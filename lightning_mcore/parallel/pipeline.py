@@ -19,6 +19,9 @@ from collections.abc import Callable, Iterator
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Protocol, runtime_checkable
 
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from lightning_mcore.config.layout import ParallelLayout
@@ -133,3 +136,37 @@ class Pipeline(nn.Module):
             "self.model(...) was called outside a step, where this rank holds only a part of the model; "
             "run it with self.run_forward('method', batch)"
         )
+
+
+def check_uniform_recompute(config: TransformerConfig) -> None:
+    """Refuse groups of recomputed layers that do not divide the layers of a chunk.
+
+    Args:
+        config: The transformer's.
+
+    Raises:
+        ValueError: They do not.
+    """
+    if config.recompute_granularity != "full" or config.recompute_method != "uniform":
+        return
+    group = config.recompute_num_layers
+    uneven = sorted(layers for layers in _layers_of_chunks(config) if layers % group)
+    if uneven:
+        raise ValueError(
+            f"recompute_num_layers={group} with recompute_method='uniform' does not divide the {uneven[0]} layers of a "
+            "pipeline stage's chunk; choose a divisor, or recompute_method='block'"
+        )
+
+
+def _layers_of_chunks(config: TransformerConfig) -> set[int]:
+    """Return how many layers the chunks of the stages have."""
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        return {chunk.count(LayerType.decoder) for stage in layout.layout for chunk in stage}
+    chunks = range(config.virtual_pipeline_model_parallel_size or 1)
+    interleaved = config.virtual_pipeline_model_parallel_size is not None
+    return {
+        get_num_layers_to_build(config, vp_stage=chunk if interleaved else None, pp_rank=rank)
+        for rank in range(config.pipeline_model_parallel_size)
+        for chunk in chunks
+    }

@@ -2,7 +2,7 @@
 """The state of every random number generator of a rank: taken, put back, and as plain values for a checkpoint.
 
 Lightning saves none of them, so a resumed run with dropout or a shuffling sampler would draw other numbers than the run
-that was interrupted. ``exact_resume.py`` decides *when* a state is taken and put back; this file knows *what* it is:
+that was interrupted. ``strategy/resume.py`` decides *when* a state is taken and put back; this file knows *what* it is:
 
 ==========  =========================================================================================
 common      python's ``random``, numpy and torch on the CPU: datasets, samplers and augmentation draw here

@@ -80,7 +80,8 @@ def _check_module(module: Any, strategy: Any, device_type: str) -> None:
     from lightning_mcore.config.loss_normalization import check_average_in_collective, check_normalization
     from lightning_mcore.layers.multi_token import check_multi_token
     from lightning_mcore.layers.spec import resolve_transformer_impl
-    from lightning_mcore.models.transformer_config import build_transformer_config
+    from lightning_mcore.layers.transformer_config import build_transformer_config
+    from lightning_mcore.parallel.pipeline import check_uniform_recompute
     from lightning_mcore.strategy.parallelism import _check_expert_tensor_parallel
 
     owned = strategy.megatron_fields()
@@ -94,6 +95,7 @@ def _check_module(module: Any, strategy: Any, device_type: str) -> None:
     else:
         used = resolve_transformer_impl(choice, device_type)
     check_fields(config, used, device_type)
+    check_uniform_recompute(config)
     check_multi_token(config, module.hparams["share_embeddings_and_output_weights"])
     check_normalization(module.loss_normalization, config)
     check_average_in_collective(strategy.gradients.resolve().average_in_collective, config)

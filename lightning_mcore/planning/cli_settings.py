@@ -2,7 +2,7 @@
 """A LightningCLI file as :class:`RunSettings`, read without Lightning: trainer, model and data by their class paths.
 
 ``fit`` lets jsonargparse build the objects; ``plan`` needs only what was written. Misspelt keys name their nearest
-neighbour here as well, from signatures that ``megatron_source.py`` reads.
+neighbour here as well, from signatures that ``config/signatures.py`` reads.
 """
 
 import difflib
@@ -10,8 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from lightning_mcore.config.run import RunSettings
-from lightning_mcore.config.spelling import unknown_name
-from lightning_mcore.planning.megatron_source import (
+from lightning_mcore.config.signatures import (
     DDP,
     GPT,
     OPTIMIZER,
@@ -24,6 +23,7 @@ from lightning_mcore.planning.megatron_source import (
     parameters,
     transformer_arguments,
 )
+from lightning_mcore.config.text import unknown_name
 from lightning_mcore.planning.quoted_values import unquoted
 
 TOP_KEYS = ("trainer", "model", "data", "optimizer", "lr_scheduler", "seed_everything", "ckpt_path", "verbose")
@@ -31,8 +31,8 @@ TOP_KEYS_OF_OTHERS = ("return_predictions", "weights_only")
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 
 _DATA: dict[str, Owner] = {
-    "MCorePretrainingData": ("lightning_mcore/data/pretraining_data.py", "MCorePretrainingData"),
-    "MCoreFinetuningData": ("lightning_mcore/data/finetuning_data.py", "MCoreFinetuningData"),
+    "MCorePretrainingData": ("lightning_mcore/data/pretraining/datamodule.py", "MCorePretrainingData"),
+    "MCoreFinetuningData": ("lightning_mcore/data/finetuning/datamodule.py", "MCoreFinetuningData"),
 }
 _NOT_OF_THE_RUN = ("strategy", "precision", "plugins", "callbacks", "logger", "profiler")
 _OURS = "lightning_mcore."

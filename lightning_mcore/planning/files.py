@@ -21,7 +21,7 @@ from typing import Any, Literal
 import yaml
 
 from lightning_mcore.config.run import RunSettings
-from lightning_mcore.config.spelling import unknown_name
+from lightning_mcore.config.text import unknown_name
 from lightning_mcore.planning.cli_settings import SUBCOMMANDS, TOP_KEYS, arguments_of, settings_of_cli
 
 Door = Literal["lightning", "llamafactory", "arguments"]
@@ -137,11 +137,11 @@ def door_of(document: Mapping[str, Any], path: str) -> Door:
 
 def argument_names() -> set[str]:
     """Return the names of Hugging Face style arguments; transformers' own are read from its source."""
-    from lightning_mcore.planning.megatron_source import dataclass_fields
+    from lightning_mcore.config.signatures import dataclass_fields
 
     homes = (
         ("lightning_mcore/arguments/distributing_arguments.py", "DistributingParallelArguments"),
-        ("lightning_mcore/arguments/megatron_arguments.py", "MegatronArguments"),
+        ("lightning_mcore/arguments/megatron.py", "MegatronArguments"),
         ("transformers/training_args.py", "TrainingArguments"),
     )
     return {name for owner in homes for name in dataclass_fields(owner)} | {"model_name_or_path"}

@@ -3,7 +3,7 @@
 
 ``TransformerConfig`` fills them in too, but needs torch and a second to import, and warns. The rest of ``planning``
 takes a model as :class:`GPTFields`. Pure arithmetic: no torch, no megatron-core. Whether the values are allowed is for
-others to say (``transformer_fields.py``, ``layout.py``); here a model is taken as it is.
+others to say (``layers/transformer_config.py``, ``config/layout.py``); here a model is taken as it is.
 """
 
 from collections.abc import Mapping

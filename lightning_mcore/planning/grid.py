@@ -3,7 +3,7 @@
 
 Megatron lays ranks out on two grids over the same pipeline stages. The dense one has the axes tp, cp, dp, pp, the one
 of the experts etp, ep, edp, pp; the first axis varies fastest. A group along some axes holds the ranks that differ in
-nothing else. ``plan`` shows them; nothing is opened here (``process_groups.py`` does that).
+nothing else. ``plan`` shows them; nothing is opened here (``parallel/groups.py`` does that).
 
 Source: ``parallel_state.RankGenerator`` with the default order ``tp-cp-ep-dp-pp`` and the groups that
 ``initialize_model_parallel`` opens (megatron-core 0.16.1 and 0.19.2).

@@ -11,7 +11,7 @@ in one direction); the network of the usual reference systems, one card for each
 import re
 from dataclasses import dataclass
 
-from lightning_mcore.config.spelling import unknown_name
+from lightning_mcore.config.text import unknown_name
 
 COMPUTE_SHARE = {"bf16": 0.5, "fp8": 0.38, "fp32": 0.5}
 """Share of the peak that the matrix products of a layer reach; published runs of 8B to 70B models lie around it."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``MCoreGPT`` refuses, alone and on a layout, worked out from plain data.
 
-The model's config is a stand-in with the names and defaults of ``TransformerConfig`` (``megatron_source.py``), so that
-the checks of ``field_support.py`` run on it as they are.
+The model's config is a stand-in with the names and defaults of ``TransformerConfig`` (``config/signatures.py``), so that
+the checks of ``config/field_support.py`` run on it as they are.
 """
 
 import importlib.util
@@ -19,13 +19,13 @@ from lightning_mcore.config.fp8_sizes import check_layers, check_microbatch, che
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.loss_normalization import check_average_in_collective, check_normalization
 from lightning_mcore.config.positions import check_positions
+from lightning_mcore.config.signatures import GPT, parameters, source_file, transformer_arguments
 from lightning_mcore.config.sizes import require_size
-from lightning_mcore.config.spelling import unknown_name
+from lightning_mcore.config.text import unknown_name
 from lightning_mcore.models.recipe import check_recipe
 from lightning_mcore.optimizer.options import check_sharded, refused_of_optimizer
 from lightning_mcore.planning.batch import GlobalBatch
 from lightning_mcore.planning.gpt_fields import GPTFields
-from lightning_mcore.planning.megatron_source import GPT, parameters, source_file, transformer_arguments
 from lightning_mcore.planning.rule_book import RuleBook
 from lightning_mcore.planning.stage_layers import stage_layers
 from lightning_mcore.planning.strategy_rules import StrategyRules
@@ -128,7 +128,6 @@ def check_gpt_on_layout(
         book.refuse(sentence)
     if fits and fields.recompute.granularity == "full" and fields.recompute.method == "uniform":
         _check_uniform(book, fields, layout)
-    config.recompute_method = None  # field_support asks Megatron for the layers of stages
     book.attempt(lambda: check_fields(config, backend, device_type))  # type: ignore[arg-type]
     if device_type == "cpu" and importlib.util.find_spec("transformer_engine") is None:
         book.attempt(lambda: check_without_transformer_engine(config))

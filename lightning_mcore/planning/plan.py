@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run, worked out before anything runs: grid, batch, stages, memory, communication, FLOPs, warnings and errors.
 
-:func:`make_plan` takes a run as plain data (``run_settings.py``) and allocates nothing: no model, no process group, no
+:func:`make_plan` takes a run as plain data (``config/run.py``) and allocates nothing: no model, no process group, no
 torch. What one rank of a pipeline stage holds, all ranks of it hold, so that 16,384 devices cost no more than 8.
 ``lightning-mcore plan`` prints it; :func:`plan_of` makes it from a Trainer and a module.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quoted numbers, flags and nulls of a LightningCLI file, read as jsonargparse reads them.
 
-jsonargparse takes ``"4"`` where an int is wanted, ``"true"`` where a bool is. ``cli_settings.py`` does the same with
+jsonargparse takes ``"4"`` where an int is wanted, ``"true"`` where a bool is. ``planning/cli_settings.py`` does the same with
 this, so that ``plan`` refuses nothing that ``fit`` runs.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from lightning_mcore.config.field_values import accepts
-from lightning_mcore.planning.megatron_source import Argument
+from lightning_mcore.config.signatures import Argument
 
 
 def unquoted(values: Mapping[str, Any], known: Mapping[str, Argument]) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from lightning_mcore.config.field_values import accepts, choices_of
-from lightning_mcore.config.spelling import unknown_name
-from lightning_mcore.planning.megatron_source import Argument
+from lightning_mcore.config.signatures import Argument
+from lightning_mcore.config.text import unknown_name
 
 T = TypeVar("T")
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from lightning_mcore.config.fp8 import check_start
 from lightning_mcore.config.run import RunSettings
+from lightning_mcore.config.signatures import GPT, TRAINER, parameters
 from lightning_mcore.models.recipe import check_end
 from lightning_mcore.planning.batch import GlobalBatch, global_batch
 from lightning_mcore.planning.gpt_fields import GPTFields
-from lightning_mcore.planning.megatron_source import GPT, TRAINER, parameters
 from lightning_mcore.planning.model_rules import check_batch, check_gpt, check_gpt_on_layout
 from lightning_mcore.planning.rule_book import RuleBook
 from lightning_mcore.planning.strategy_rules import StrategyRules

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.config.spelling import unknown_name
+from lightning_mcore.config.text import unknown_name
 from lightning_mcore.planning.parameter_tensors import ParameterTensor
 
 OPTIMIZERS: Mapping[str, int] = {"adam": 2, "adamw": 2, "sgd": 1, "sgd_without_momentum": 0, "muonwithadamw": 2}

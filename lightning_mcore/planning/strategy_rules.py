@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``MCoreStrategy`` and ``MCorePrecision`` refuse, worked out from plain data.
 
-The checks that need no Megatron object are called as they are (layout, loss scale, FP8, ``optimizer_options.py``,
-``CommunicationOptions``). Those of ``settings.py``, ``parallelism.py`` and ``tensor_overlap.py`` work on Megatron's
-configs; their rules stand here a second time, on dicts, over the same tables (``field_homes.py``). A test holds both
+The checks that need no Megatron object are called as they are (layout, loss scale, FP8, ``optimizer/options.py``,
+``CommunicationOptions``). Those of ``strategy/gradients.py``, ``strategy/parallelism.py`` and ``strategy/overlap.py`` work on Megatron's
+configs; their rules stand here a second time, on dicts, over the same tables (``config/field_homes.py``). A test holds both
 together.
 """
 
@@ -23,9 +23,7 @@ from lightning_mcore.config.field_homes import (
 from lightning_mcore.config.fp8 import FP8Settings
 from lightning_mcore.config.fp16 import LossScaling
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.config.sizes import require_size
-from lightning_mcore.optimizer.options import refused_of_config, refused_on_device
-from lightning_mcore.planning.megatron_source import (
+from lightning_mcore.config.signatures import (
     DDP,
     OPTIMIZER,
     PRECISION,
@@ -34,9 +32,11 @@ from lightning_mcore.planning.megatron_source import (
     choices_named,
     parameters,
 )
-from lightning_mcore.planning.megatron_source import (
+from lightning_mcore.config.signatures import (
     dataclass_fields as fields_in_source,
 )
+from lightning_mcore.config.sizes import require_size
+from lightning_mcore.optimizer.options import refused_of_config, refused_on_device
 from lightning_mcore.planning.rule_book import RuleBook
 
 _SHARED = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")

@@ -4,7 +4,7 @@
 The global batch of the file stays. Tried are tensor parallelism within a node, pipelines with and without interleaving,
 context parallelism for long sequences, expert parallelism, microbatches of a few sizes, and as little recomputation as
 fits. What the rules refuse or memory forbids is dropped; the rest is ordered by the estimated time of a step
-(``step_time.py``). The estimate is rough: measure the first few.
+(``planning/step_time.py``). The estimate is rough: measure the first few.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,11 +13,11 @@ from typing import Any
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.run import RunSettings
+from lightning_mcore.config.signatures import STRATEGY, Argument, parameters, transformer_arguments
 from lightning_mcore.config.sizes import divisors
 from lightning_mcore.planning.files import Door
 from lightning_mcore.planning.gpt_fields import GPTFields
 from lightning_mcore.planning.machines import Machine
-from lightning_mcore.planning.megatron_source import STRATEGY, Argument, parameters, transformer_arguments
 from lightning_mcore.planning.plan import Plan, make_plan
 from lightning_mcore.planning.rank_parameters import rank_tensors
 from lightning_mcore.planning.report import GIB, table_text

@@ -2,7 +2,7 @@
 """What FP8 needs of the machine, of the strategy's settings and of the model's sizes; what lacks it is refused.
 
 The checks are functions of plain values, so that they are tested without a GPU; those of sizes stand in
-``fp8_sizes.py``. :func:`check_run` calls those that can be made when the strategy meets the module, before anything is
+``config/fp8_sizes.py``. :func:`check_run` calls those that can be made when the strategy meets the module, before anything is
 allocated; :func:`check_chunks` when the model is built; :func:`check_microbatch` before each run of the schedule, with
 the shape of its microbatches.
 

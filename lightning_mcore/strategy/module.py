@@ -3,7 +3,7 @@
 
 :class:`MCoreModule` adds to a LightningModule what a split model needs. The heart of it is
 :meth:`MCoreModule.pipeline`: ``configure_model`` hands it a factory, and it builds the chunks of the model that this
-rank owns. The result is called like the whole model. ``pipeline.py`` says how
+rank owns. The result is called like the whole model. ``parallel/pipeline.py`` says how
 an ordinary ``training_step`` becomes a pipeline stage.
 
 Under a strategy that is not ours the model is built whole, and the class runs as it is.
@@ -34,10 +34,10 @@ from lightning_mcore.layers.language_step import (
     split_packed_batch,
     token_mean,
 )
+from lightning_mcore.layers.session import SingleModelSession, single_process
 from lightning_mcore.parallel.context import split_for_context_parallel
 from lightning_mcore.parallel.groups import pipeline_stage, process_group, process_groups_are_open, used_by
 from lightning_mcore.parallel.pipeline import ChunkFactory, Pipeline, PipelineHost
-from lightning_mcore.parallel.session import SingleModelSession, single_process
 
 
 class MCoreModule(pl.LightningModule):
@@ -181,7 +181,7 @@ class MCoreModule(pl.LightningModule):
         every layout; Lightning's own strategies average microbatches and ranks.
 
         Args:
-            batch: ``tokens`` and ``labels``, [b, s], dense or packed; see ``language_step.py`` for what else.
+            batch: ``tokens`` and ``labels``, [b, s], dense or packed; see ``layers/language_step.py`` for what else.
             normalization: Mean over tokens, or over samples of the mean over the tokens of each.
 
         Returns:

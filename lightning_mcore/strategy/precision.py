@@ -18,7 +18,7 @@ A LightningModule that was not built with ``pipeline()`` keeps Lightning's meani
 fp32 parameters under autocast.
 
 With bf16, matrix products of TransformerEngine's layers may run in FP8: ``MCorePrecision("bf16-mixed",
-fp8_recipe="tensorwise")``. ``fp8.py`` has the recipes, what they need, and what is refused.
+fp8_recipe="tensorwise")``. ``config/fp8.py`` has the recipes, what they need, and what is refused.
 
 The plugin also carries out the steps that Lightning leaves to precision plugins: the backward pass, the optimizer step
 and clipping. Where the schedule has already run backward inside ``training_step``, :meth:`MCorePrecision.backward` has
@@ -27,7 +27,7 @@ nothing left to do; elsewhere it runs it and lets the strategy reduce the gradie
 On a CPU Lightning's Trainer turns the string ``"16-mixed"`` into ``"bf16-mixed"``, with a warning, before the strategy
 sees it; ``plugins=MCorePrecision("16-mixed")`` trains in fp16 there too.
 
-With fp16 the loss is scaled (``loss_scale.py``). A step whose gradients overflow is skipped on every rank: weights and
+With fp16 the loss is scaled (``optimizer/loss_scale.py``). A step whose gradients overflow is skipped on every rank: weights and
 optimizer state stay as they are, and so does a learning-rate schedule by step. Lightning counts it like any other in
 ``global_step`` and ``max_steps``. Each step logs ``loss_scale``, the scale of the next one, and ``skipped_steps``, how
 many there were; a callback finds ``loss_scale``, ``step_skipped`` and ``num_skipped_steps`` at the optimizer. The scale

@@ -13,7 +13,7 @@ replaced while a fit lasts, and what they are for happens between steps: the end
 (``SIGTERMException`` on every rank), and so is the requeueing of ``SLURMEnvironment(auto_requeue=True)``.
 
 What this cannot do: a rank that waits for a dead peer inside a collective runs no Python, so its handler has to wait
-as well. It ends some seconds after the peer (``rank_watch.py``), with this callback as without it.
+as well. It ends some seconds after the peer (``parallel/rank_watch.py``), with this callback as without it.
 """
 
 import contextlib

@@ -23,26 +23,11 @@ from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from lightning.pytorch.utilities.data import extract_batch_size
 
+from lightning_mcore.config.text import human
 from lightning_mcore.config.throughput import StepClock, model_copies
 
 _TOKENS = ("tokens", "input_ids")  # where a batch of a language model holds them
 _OWN = ("tokens_per_second", "grad_norm", "skipped_steps", "loss_scale", "v_num")  # shown by us, or not worth the room
-_PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
-
-
-def human(value: float) -> str:
-    """Return a number in few characters: ``12.3k``, ``2.31``, ``4.1e-05``.
-
-    Args:
-        value: Any number.
-    """
-    size = abs(value)
-    for prefix, unit in _PREFIXES:
-        if unit * 0.9995 <= size < 1e15:
-            return f"{value / unit:#.3g}".rstrip(".") + prefix
-    if size == 0 or 1e-3 <= size < 1e3:
-        return f"{value:.4g}"
-    return f"{value:.2g}"
 
 
 class MCoreProgressBar(RichProgressBar):

@@ -2,7 +2,7 @@
 """Exact resume: k steps, a checkpoint, a new process and N-k steps equal N steps, bit for bit.
 
 Weights, optimizer and loops are in every checkpoint of Lightning. :class:`ExactResume` adds what it leaves out, the
-random states (``random_state.py``) and the place in the data (``data_position.py``), as a dict of each rank,
+random states (``parallel/random_state.py``) and the place in the data (``data/position.py``), as a dict of each rank,
 :meth:`~ExactResume.rank_state`; the strategy calls its other methods from the hooks of the same name.
 
 *The place* is an epoch and the batches of it that count. Lightning's own counters say where a run stands, but not the

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.layers.core_attention import TorchAttention
-from lightning_mcore.models.transformer_config import build_transformer_config
+from lightning_mcore.layers.transformer_config import build_transformer_config
 from lightning_mcore.parallel.context import split_for_context_parallel, unsplit_from_context_parallel
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.parallel.groups import close_process_groups, open_process_groups

@@ -18,7 +18,7 @@ from megatron.core.transformer import multi_latent_attention
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.layers.spec import gpt_block_spec
-from lightning_mcore.models.transformer_config import build_transformer_config
+from lightning_mcore.layers.transformer_config import build_transformer_config
 from lightning_mcore.parallel.context import split_for_context_parallel
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.parallel.groups import close_process_groups, open_process_groups, process_group

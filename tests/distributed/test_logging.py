@@ -416,7 +416,9 @@ class HostCopies(TorchFunctionMode):
         copies = func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor)
         if self.listening and copies and (kwargs or {}).get("device") is not None:
             files = [Path(frame.filename) for frame in traceback.extract_stack()[:-1]]
-            caller = next(file for file in reversed(files) if file.name != "cpu_runtime.py")  # which passes it on
+            caller = next(
+                file for file in reversed(files) if file.name != "parallel/cpu_runtime.py"
+            )  # which passes it on
             if caller.parent.name == "lightning_mcore":
                 self.places.append(caller.name)
         return func(*args, **(kwargs or {}))

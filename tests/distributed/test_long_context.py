@@ -18,7 +18,7 @@ from lightning_mcore.layers import context_attention as gathered_keys
 from lightning_mcore.layers.attention import Reach, Softmax, attend, packed_runs
 from lightning_mcore.layers.packed_sequences import packed_sequences, split_packed_rows
 from lightning_mcore.layers.spec import gpt_block_spec
-from lightning_mcore.models.transformer_config import build_transformer_config
+from lightning_mcore.layers.transformer_config import build_transformer_config
 from lightning_mcore.parallel.context import packed_positions
 from tests.distributed.test_attention import groups_of
 from tests.ranks import run_ranks

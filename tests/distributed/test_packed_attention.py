@@ -16,7 +16,7 @@ from lightning_mcore.config.positions import set_yarn
 from lightning_mcore.layers.multi_token import MultiTokenGPT, check_multi_token, gpt_mtp_block_spec
 from lightning_mcore.layers.packed_sequences import packed_sequences, split_packed_rows
 from lightning_mcore.layers.spec import gpt_block_spec
-from lightning_mcore.models.transformer_config import build_transformer_config
+from lightning_mcore.layers.transformer_config import build_transformer_config
 from lightning_mcore.parallel.context import (
     packed_order,
 )

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.layers.multi_token import MultiTokenGPT, gpt_mtp_block_spec
 from lightning_mcore.layers.spec import gpt_block_spec
-from lightning_mcore.models.transformer_config import build_transformer_config
+from lightning_mcore.layers.transformer_config import build_transformer_config
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.parallel.groups import close_process_groups, open_process_groups, pipeline_stage
 from lightning_mcore.planning.gpt_fields import GPTFields

@@ -15,8 +15,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from lightning_mcore import MCoreGPT
+from lightning_mcore.layers.session import SingleModelSession, single_process
 from lightning_mcore.parallel.groups import process_groups_are_open
-from lightning_mcore.parallel.session import SingleModelSession, single_process
 from tests import hygiene
 from tests.ranks import run_ranks
 from tests.toy import Batch, StagedNet, loader, make_trainer, run_fit, weights

@@ -26,7 +26,7 @@ import finetune_hf
 import pretrain_gpt
 import run_report
 from lightning_mcore import MCoreGPT, MCoreStrategy, ParallelLayout
-from lightning_mcore.models.transformer_config import build_transformer_config
+from lightning_mcore.layers.transformer_config import build_transformer_config
 from lightning_mcore.planning.gpt_fields import GPTFields
 from lightning_mcore.planning.rank_memory import rank_memory
 from lightning_mcore.planning.rank_parameters import model_parameters
@@ -121,7 +121,7 @@ def test_the_yaml_runs_and_takes_another_layout_from_the_command_line(
     output = run_on_ranks(
         capsys,
         2,
-        "cli.py",
+        "cli/__init__.py",
         *("fit", f"--config={EXAMPLES / 'configs/pretrain_gpt.yaml'}", "--trainer.devices=2"),
         *("--trainer.strategy.tensor_model_parallel_size=1", "--trainer.strategy.sequence_parallel=false"),
         *("--trainer.max_steps=2", "--trainer.val_check_interval=2", "--model.transformer.hidden_size=32"),
@@ -178,7 +178,7 @@ def test_a_loss_curve_without_its_logger_is_refused_before_training() -> None:
 
 
 def build(config: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> LightningCLI:
-    monkeypatch.setattr(sys, "argv", ["cli.py", "--config", str(config), *more])
+    monkeypatch.setattr(sys, "argv", ["cli/__init__.py", "--config", str(config), *more])
     return cli.make_cli(run=False)
 
 

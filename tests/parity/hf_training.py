@@ -23,7 +23,7 @@ from lightning_mcore.hf import find_family
 from lightning_mcore.hf.family import complete_fields
 from lightning_mcore.hf.model_pieces import pieces_of_module
 from lightning_mcore.hf.weight_map import WeightMap
-from lightning_mcore.models.generation import gather_sequence
+from lightning_mcore.layers.sampling import gather_sequence
 from lightning_mcore.parallel.groups import process_group
 from tests.hf_models import VARIANTS, VOCAB_SIZE, read_tensors, tiny_folder
 from tests.layouts import Layout

@@ -25,194 +25,10 @@ PYTHON_FILES = sorted(
     path for folder in ("lightning_mcore", "tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")
 )
 
-HF_FAMILIES = {path.stem for path in (PACKAGE / "hf" / "families").glob("*.py")} - {"__init__"}
-
-# Who may know whom: a file imports only files of the levels above it.
-LEVELS = [
-    {
-        "sizes",
-        "spelling",
-        "without_torch",
-        "loss_normalization",
-        "run_settings",
-        "argument_fields",
-        "megatron_source",
-        "foreign_fields",
-        "command_errors",
-        *("factory_file", "factory_keys", "refused_keys", "loss_record"),
-        "step_callbacks",
-        "strategy_name",
-        "rectangles",
-        "muon",
-        "cpu_runtime",
-        "context_split",
-        "throughput",
-        "evaluation",
-        "field_support",
-        "field_values",
-        "moe_router",
-        "positions",
-        "optimizer_parts",
-        "atomic_directory",
-        "checkpoint_format",
-        "agreement",
-        "background_task",
-        "tensor_record",
-        "random_state",
-        "epoch_place",
-        "file_checksums",
-        "indexed_shares",
-        "preprocess_worker",
-        "preprocess_tokenizer",
-        "packing_statistics",
-        "data_files",
-        "value_range",
-        "download_checksums",
-        "weight_rules",
-        "config_rules",
-        "training_fields",
-        "learning_rate",
-        "fp16",
-    },
-    {
-        "additional_configs",
-        "ray_arguments",
-        "model_shape",
-        "command_parser",
-        "training_guard",
-        "rank_connections",
-        "model_folder",
-        "config_faults",
-        "attention",
-        "packed_sequences",
-        "gathered_keys",
-        "progress",
-        "checkpoint_files",
-        "checksummed_file",
-        "shard_plan",
-        "torch_dist_metadata",
-        "checkpoint_reader",
-        "indexed_files",
-        "checked_cache",
-        "preprocess_inputs",
-        "preprocess_workers",
-        "sampling",
-        "packing",
-        "conversations",
-        "chat_templates",
-        *("dataset_info", "key_rules", "translated_keys"),
-    },
-    {
-        "rank_watch",
-        "optimizer_recipe",
-        "pipeline_split",
-        "core_attention",
-        "checkpoint_writer",
-        "safetensors_file",
-        "checkpoint_staging",
-        "checkpoint_report",
-        "preprocess_journal",
-        "indexed_blend",
-        "data_position",
-        "packed_rows",
-        "chat_tokens",
-        "template_encoder",
-        "gpt_fields",
-    },
-    {
-        "layout",
-        "backend",
-        "checkpoint",
-        "checkpoint_save",
-        "preprocess",
-        "pretraining_data",
-        "online_packing",
-        "packed_dataset",
-        "tokenized_files",
-        "saved_tensors",
-    },
-    {"fp8", "preprocess_command", "token_stream", "text_blocks", "factory_rows", "stage_layers", "flight_order"},
-    {"field_homes", "field_rules", "fp8_arguments", "fp8_sizes"},
-    {"distributing_arguments", "training_rules", "optimizer_options"},
-    {"megatron_arguments", "run_mapping"},
-    {"trainer_parts"},
-    {
-        "process_groups",
-        "packed_layout",
-        "streaming",
-        "exact_resume",
-        "transformer_fields",
-        "settings",
-        "optimizer_kinds",
-        "loss_scale",
-        "communication",
-        "tensor_overlap",
-        "multi_token",
-        "parameter_tensors",
-    },
-    {
-        "session",
-        "step_logs",
-        "finetuning_data",
-        "auxiliary_logs",
-        "log_names",
-        "plateau",
-        "generation",
-        "checkpoint_io",
-        "rank_parameters",
-        "state_memory",
-        "activation_memory",
-        "family",
-        "rope_rules",
-    },
-    {"factory_data", "pipeline", "rank_memory", "decoder_rules", "expert_rules", "known_families", "weight_map"},
-    {"chunks", "optimizer", "checkpoint_manifest", "hf_config", "export_plan", *HF_FAMILIES},
-    {"optimizer_shards", "safetensors_folder", "stored_tensors"},
-    {"stored_state", "hf_weights"},
-    {"sharded_state", "optimizer_factory", "hf_source"},
-    {"weights", "language_step", "model_pieces"},
-    {"metrics", "pretrained", "live_tensors"},
-    {"module", "exported_config"},
-    {"averaging", "fp8_checks", "speed_logs"},
-    {"schedule", "precision"},
-    {"parallelism", "gpt", "preemption"},
-    {"persistence", "folder_import", "dft_loss"},
-    {"strategy", "export", "import_command"},
-    {"save_hf_model", "export_command", "cli"},
-    {"training_cli"},
-    {"fit_command"},
-    {"lightning_objects"},
-    {"training_arguments"},
-    {"argument_parsing", "factory_run"},
-    {"llamafactory_command", "llamafactory_settings"},
-    {"machines", "transformer_rules", "global_batch", "rank_grid", "pipeline_schedule"},
-    {"rule_book", "schedule_picture", "communication_volume", "quoted_values"},
-    {"step_work", "step_time", "strategy_rules", "trainer_rules", "cli_settings"},
-    {"model_rules"},
-    {"run_rules"},
-    {"run_warnings", "plan_files", "real_check"},
-    {"plan"},
-    {"plan_report", "live_run"},
-    {"suggest"},
-    {"plan_command"},
-    {"__init__"},
-]
-
-
-def stems_of(folder: str) -> set[str]:
-    return {path.stem for path in (PACKAGE / folder).glob("*.py")} - {"__init__"}
-
-
-PURE_ARITHMETIC = {
-    *("sizes", "spelling", "run_settings", "rectangles", "model_shape", "pipeline_split", "layout", "throughput"),
-    *("field_homes", "field_values", "fp8_sizes", "fp16", "loss_normalization"),
-    *("factory_file", "factory_keys", "refused_keys", "key_rules", "model_folder", "dataset_info", "chat_templates"),
-    *stems_of("arguments")
-    - {"argument_parsing", "lightning_objects", "step_callbacks", "training_arguments"}
-    - {"training_rules"},
-    *stems_of("planning") - {"live_run", "real_check"},
-}
-MAY_ENTER_THE_CPU_RUNTIME = {"parallelism", "session"}  # our strategy, and a module under a strategy that is not ours
+ROOMS = ["config", "parallel", "layers", "optimizer", "checkpoint", "data", "strategy", "models", "hf", "arguments"]
+ROOMS += ["planning", "cli"]  # each imports only those before it; import-linter holds that (pyproject.toml)
+# Our strategy, and a module under a strategy that is not ours.
+MAY_ENTER_THE_CPU_RUNTIME = {"strategy/parallelism.py", "layers/session.py"}
 PASSES_ON_BY_NAME = {("TrainingArguments", "trainer")}  # to Lightning's Trainer, after looking every name up there
 SAYS_NOTHING = {"utils", "helpers", "common", "base", "misc"}
 MAX_FILE_LINES = 600
@@ -243,13 +59,6 @@ def imported_modules(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def imported_siblings(path: Path) -> set[str]:
-    files = {file.stem for file in PACKAGE_FILES}
-    parts = [name.split(".") for name in imported_modules(path)]
-    found = (next((name for name in part[1:] if name in files), None) for part in parts if part[0] == "lightning_mcore")
-    return {name for name in found if name is not None}
-
-
 def names_from(path: Path, packages: set[str]) -> set[str]:
     """Return the local names a file binds by importing from ``packages``."""
     bound = set()
@@ -262,50 +71,51 @@ def names_from(path: Path, packages: set[str]) -> set[str]:
     return bound
 
 
-def test_the_package_was_found() -> None:
-    assert len(PACKAGE_FILES) >= 10
+def in_package(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
 
 
-def test_every_level_names_files_that_exist() -> None:
-    assert sorted(set().union(*LEVELS)) == sorted({path.stem for path in PACKAGE_FILES})
-    assert sum(len(level) for level in LEVELS) == len({path.stem for path in PACKAGE_FILES})
-    outside = [path for path in PACKAGE_FILES if path.stem != "__init__"]
-    assert len({path.stem for path in outside}) == len(outside), "two files share a name"
+def test_the_root_of_the_package_lists_the_rooms() -> None:
+    entries = {path.name for path in PACKAGE.iterdir()} - {"__pycache__"}
+    assert entries == {*ROOMS, "__init__.py", "py.typed"}
+    for room in ROOMS:
+        assert ast.get_docstring(tree(PACKAGE / room / "__init__.py")), f"{room} does not say what it is for"
 
 
-@package_file
-def test_dependencies_point_one_way(path: Path) -> None:
-    level = next((level for level, files in enumerate(LEVELS) if path.stem in files), None)
-    assert level is not None, f"{path.name} has no place in LEVELS: say on which level of the package it stands"
-    assert imported_siblings(path) <= set().union(*LEVELS[:level])
+def test_the_linter_of_imports_knows_the_rooms_in_their_order() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    assert settings["contracts"][0]["layers"] == ROOMS[::-1]
 
 
-@pytest.mark.parametrize("path", [path for path in PACKAGE_FILES if path.stem in PURE_ARITHMETIC], ids=named)
-def test_pure_arithmetic_needs_no_torch(path: Path) -> None:
-    packages = {name.split(".")[0] for name in imported_modules(path)}
-    assert not packages & {"torch", "megatron", "lightning", "transformers"}
+def test_contributing_has_a_row_for_each_room() -> None:
+    rows = re.findall(r"^\| `(\w+)/` \|", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert rows == ROOMS
 
 
 def test_the_cpu_runtime_is_entered_by_its_owners_only() -> None:
-    users = {path.stem for path in PACKAGE_FILES if "cpu_runtime" in imported_siblings(path)}
-    assert users - {"__init__"} <= MAY_ENTER_THE_CPU_RUNTIME
+    users = {
+        in_package(path)
+        for path in PACKAGE_FILES
+        if "lightning_mcore.parallel.cpu_runtime" in set(imported_modules(path))
+    }
+    assert users <= MAY_ENTER_THE_CPU_RUNTIME
 
 
 def test_parallel_state_opens_and_closes_in_one_file() -> None:
     names = {"initialize_model_parallel", "destroy_model_parallel"}
     users = {
-        path.stem
+        in_package(path)
         for path in PACKAGE_FILES
         for node in ast.walk(tree(path))
         if (isinstance(node, ast.Attribute) and node.attr in names)
         or (isinstance(node, ast.ImportFrom) and names & {alias.name for alias in node.names})
     }
-    assert users == {"process_groups"}
+    assert users == {"parallel/groups.py"}
 
 
 @package_file
 def test_only_the_cpu_runtime_patches(path: Path) -> None:
-    if path.stem == "cpu_runtime":
+    if in_package(path) == "parallel/cpu_runtime.py":
         return
     foreign = names_from(path, {"torch", "megatron", "lightning", "transformers", "transformer_engine"})
     patched = []
@@ -424,14 +234,3 @@ def test_the_package_and_its_metadata_give_one_version() -> None:
     ]
     assert versions == [metadata["project"]["version"]]
     assert f"## [{versions[0]}]" in changelog
-
-
-def test_the_tour_names_every_file_of_the_package() -> None:
-    tour = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    named_files = set(
-        re.findall(
-            r"`(?:arguments/|data/|hf/|llamafactory/|planning/)?(\w+)\.py`",
-            tour.partition("## A tour")[2].partition("\n## ")[0],
-        )
-    )
-    assert {path.stem for path in PACKAGE_FILES} - {"__init__"} - HF_FAMILIES == named_files

@@ -19,7 +19,7 @@ from lightning_mcore.arguments import (
     TrainingArguments,
     parse_arguments,
 )
-from lightning_mcore.planning.megatron_source import transformer_arguments
+from lightning_mcore.config.signatures import transformer_arguments
 from tests.hf_models import save_tiny
 from tests.unit.test_optimizer_options import is_one_sentence
 

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from lightning_mcore import MCoreGPT
 from lightning_mcore.layers import spec as backend
+from lightning_mcore.layers.session import single_process
 from lightning_mcore.layers.spec import TorchAttention, TorchNorm, gpt_block_spec, resolve_transformer_impl
-from lightning_mcore.models.transformer_config import build_transformer_config
+from lightning_mcore.layers.transformer_config import build_transformer_config
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
-from lightning_mcore.parallel.session import single_process
 
 MODEL = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 16, "moe_token_dispatcher_type": "alltoall"}

@@ -18,7 +18,7 @@ from lightning_mcore.data.preprocess.tokenizer import load_tokenizer
 from lightning_mcore.hf.export import export_checkpoint
 from lightning_mcore.hf.import_checkpoint import import_checkpoint
 from lightning_mcore.hf.source import planned_settings
-from lightning_mcore.models.transformer_config import refuse_recorded_code
+from lightning_mcore.layers.transformer_config import refuse_recorded_code
 from tests.hf_models import tiny_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore")

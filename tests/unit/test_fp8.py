@@ -27,7 +27,7 @@ from lightning_mcore.checkpoint.weights import load_weights
 from lightning_mcore.config.field_support import check_fields
 from lightning_mcore.config.fp8 import ALIGNMENT, TRANSFORMER_FIELDS, FP8Recipe, FP8Settings
 from lightning_mcore.hf.pretrained import load_pretrained
-from lightning_mcore.models.transformer_config import check_transformer_fields
+from lightning_mcore.layers.transformer_config import check_transformer_fields
 from lightning_mcore.parallel.chunks import pipeline_config
 from lightning_mcore.parallel.pipeline import Pipeline
 from lightning_mcore.strategy import checkpointing as persistence

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.layers import sampling
 from lightning_mcore.models import generation
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.learning_rate import warmup_cosine
@@ -263,14 +264,14 @@ def test_draws_follow_the_probabilities_and_the_seed() -> None:
 
 def test_padding_of_the_vocabulary_is_never_the_most_probable() -> None:
     logits = torch.tensor([[[0.0, 1.0, 5.0, 9.0]]])
-    assert generation.vocab_parallel_argmax(logits, 2, ONE_RANK).tolist() == [[1]]
+    assert sampling.vocab_parallel_argmax(logits, 2, ONE_RANK).tolist() == [[1]]
 
 
 def test_logits_are_those_of_the_position_asked_for_without_padding() -> None:
     logits = torch.arange(24.0).view(2, 3, 4)
     positions = torch.tensor([[0, 1, 2], [0, 1, 2]])
     asked = torch.tensor([2, 0])
-    found = generation.logits_at(logits, positions, asked, 3, ONE_RANK, ONE_RANK)
+    found = sampling.logits_at(logits, positions, asked, 3, ONE_RANK, ONE_RANK)
     assert found.tolist() == [[8.0, 9.0, 10.0], [12.0, 13.0, 14.0]]
 
 

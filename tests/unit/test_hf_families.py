@@ -16,7 +16,7 @@ from lightning_mcore.hf.config import complete_config
 from lightning_mcore.hf.family import IRRELEVANT, complete_fields, split_fields
 from lightning_mcore.hf.training_fields import TRAINING_ONLY
 from lightning_mcore.hf.weight_map import WeightMap
-from lightning_mcore.models.transformer_config import check_transformer_fields
+from lightning_mcore.layers.transformer_config import check_transformer_fields
 from tests.hf_models import CONFIGS, FAMILIES, MULTI_TOKEN, VARIANTS, YARN
 
 ALL: dict[str, tuple[str, dict[str, Any]]] = {**{name: (name, {}) for name in FAMILIES}, **VARIANTS}

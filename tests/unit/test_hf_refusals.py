@@ -24,7 +24,7 @@ from lightning_mcore.hf.import_checkpoint import import_checkpoint
 from lightning_mcore.hf.safetensors_folder import INDEX_FILE, SafetensorsFolder
 from lightning_mcore.hf.source import planned_settings
 from lightning_mcore.hf.weights import HFWeights
-from lightning_mcore.parallel.session import single_process
+from lightning_mcore.layers.session import single_process
 from tests.hf_models import YARN, read_tensors, save_tiny, tiny_folder
 
 Damage = Callable[[Path], object]

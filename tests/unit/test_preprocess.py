@@ -364,7 +364,7 @@ def test_a_worker_that_dies_takes_nothing_with_it(folder: Path, tmp_path: Path, 
     def kill_worker(progress: Progress, total: int) -> None:
         if progress.pieces == 3:
             for child in psutil.Process().children():
-                if "preprocess_worker.py" in " ".join(child.cmdline()):
+                if "data/preprocess/worker.py" in " ".join(child.cmdline()):
                     child.kill()
 
     with pytest.raises(

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from lightning_mcore.strategy.progress import human
+from lightning_mcore.config.text import human
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.models.transformer_config import build_transformer_config, check_transformer_fields
+from lightning_mcore.layers.transformer_config import build_transformer_config, check_transformer_fields
 
 TINY: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
 

@@ -3,7 +3,7 @@
 
 The file is where LLaMA-Factory's tools look for losses: ``{"step": 10, "loss": 1.25, "lr": 1e-05, "epoch": 0}`` for
 training, ``{"step": 10, "eval_loss": 1.5, "epoch": 0}`` for evaluation. Rank 0 writes it, a resumed run goes on in it.
-``llamafactory_command.py`` adds the callback to the trainer.
+``cli/llamafactory.py`` adds the callback to the trainer.
 """
 
 import json

@@ -2,9 +2,9 @@
 """A training file of LLaMA-Factory as a run: every key sorted, checked against the others, and carried on.
 
 :func:`read_run` makes a :class:`FactoryRun` of a file, or says in one sentence why it cannot be run. What it holds are
-the keys that mean something here (``factory_keys.py``), the arguments of training and of Megatron, and the datasets. No
+the keys that mean something here (``arguments/llamafactory/keys.py``), the arguments of training and of Megatron, and the datasets. No
 model is built and no data is read for it, and neither Lightning nor megatron-core is imported: ``lightning-mcore plan``
-goes this way too. ``llamafactory_command.py`` runs what comes out.
+goes this way too. ``cli/llamafactory.py`` runs what comes out.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from lightning_mcore.arguments.llamafactory.refused_keys import REFUSED
 from lightning_mcore.arguments.llamafactory.rules import check_keys
 from lightning_mcore.arguments.llamafactory.translated_keys import notes_of, translated
 from lightning_mcore.config.run import RunSettings
-from lightning_mcore.config.spelling import unknown_name
+from lightning_mcore.config.text import unknown_name
 from lightning_mcore.data.finetuning.chat_templates import ChatTemplate, named_template
 from lightning_mcore.data.preprocess.tokenizer import auto_tokenizer
 from lightning_mcore.hf.config import family_of, read_config

@@ -3,7 +3,7 @@
 
 It is written in ``<parent>/.unfinished/<name>``, a hidden folder on the same disk, and renamed when its writer says
 that it is whole. What stood under the name until then stays there to the last moment, and goes away afterwards. A
-checkpoint of a model that no rank holds alone is such a directory; ``checkpoint_files.py`` says what lies in one.
+checkpoint of a model that no rank holds alone is such a directory; ``checkpoint/files.py`` says what lies in one.
 
 All of these functions are called by one process, rank 0, while others write into the directory. A file on the local
 disk, a directory and a symbolic link under the name are replaced and removed alike; a link is never followed.

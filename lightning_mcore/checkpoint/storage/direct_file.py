@@ -7,7 +7,7 @@ slower than the disk, and push out pages of the training data. Such writes need 
 disk, so everything passes through a buffer. Where the disk refuses (memory disks, some network disks), the same buffer
 is written in the ordinary way.
 
-``checkpoint_writer.py`` writes all files of a checkpoint with it.
+``checkpoint/writer.py`` writes all files of a checkpoint with it.
 """
 
 import errno

@@ -8,7 +8,7 @@ uncompressed zip file with a pickle of shape and type, and the bytes. So the wri
 :func:`frame_tensor` around the memory of the tensor, and the reader finds these bytes in a mapped file
 (:func:`find_tensor`). ``torch.load`` reads what is framed here; what ``torch.save`` wrote is found here, too.
 
-``checkpoint_writer.py`` writes with it and ``checkpoint_reader.py`` reads with it. No files, no ranks here.
+``checkpoint/writer.py`` writes with it and ``checkpoint/reader.py`` reads with it. No files, no ranks here.
 """
 
 import io

@@ -3,7 +3,7 @@
 
 What is held in memory are three numbers for each sample (its length, its targets, its row); the tokens stay in the
 memory-mapped files of ``datasets`` until a row is asked for. Rows are packed once, before training, from all samples;
-loaders shuffle whole rows in each epoch. ``finetuning_data.py`` makes both.
+loaders shuffle whole rows in each epoch. ``data/finetuning/datamodule.py`` makes both.
 """
 
 from collections.abc import Sequence
@@ -118,7 +118,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return a row; ``packed_rows.py`` says what is in it."""
+        """Return a row; ``data/packing/rows.py`` says what is in it."""
         return build_row(self._samples.take(self._rows[index]), self._row_length, self._multiple)
 
 

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sentence for a name that does not exist, with its nearest neighbour.
-
-Every front door (command line, YAML, arguments in the style of Hugging Face, LLaMA-Factory) refuses a misspelt key with
-it. Pure arithmetic on strings.
-"""
+"""Text for people: an unknown name with its nearest neighbour, and a number in few characters."""
 
 import difflib
 from collections.abc import Iterable
+
+_PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
@@ -23,3 +21,18 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
         return f"unknown {what} {name!r}; did you mean {close[0]!r}?"
     shown = ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:12])}, ..."
     return f"unknown {what} {name!r}; choose from {shown}"
+
+
+def human(value: float) -> str:
+    """Return a number in few characters: ``12.3k``, ``2.31``, ``4.1e-05``.
+
+    Args:
+        value: Any number.
+    """
+    size = abs(value)
+    for prefix, unit in _PREFIXES:
+        if unit * 0.9995 <= size < 1e15:
+            return f"{value / unit:#.3g}".rstrip(".") + prefix
+    if size == 0 or 1e-3 <= size < 1e3:
+        return f"{value:.4g}"
+    return f"{value:.2g}"

@@ -26,22 +26,22 @@ TRANSFORMER: tuple[Owner, ...] = (
 LATENT: Owner = ("megatron/core/transformer/transformer_config.py", "MLATransformerConfig")
 DDP: Owner = ("megatron/core/distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig")
 OPTIMIZER: Owner = ("megatron/core/optimizer/optimizer_config.py", "OptimizerConfig")
-STRATEGY: Owner = ("lightning_mcore/parallelism.py", "MCoreParallelism")
-PRECISION: Owner = ("lightning_mcore/precision.py", "MCorePrecision")
-GPT: Owner = ("lightning_mcore/gpt.py", "MCoreGPT")
+STRATEGY: Owner = ("lightning_mcore/strategy/parallelism.py", "MCoreParallelism")
+PRECISION: Owner = ("lightning_mcore/strategy/precision.py", "MCorePrecision")
+GPT: Owner = ("lightning_mcore/models/gpt.py", "MCoreGPT")
 TRAINER: Owner = ("lightning/pytorch/trainer/trainer.py", "Trainer")
 
 
 _ALIASES = {
-    "PositionEmbedding": "lightning_mcore/positions.py",
-    "OptimizerName": "lightning_mcore/optimizer_recipe.py",
-    "SchedulerName": "lightning_mcore/optimizer_recipe.py",
-    "TransformerImpl": "lightning_mcore/backend.py",
-    "LossNormalization": "lightning_mcore/loss_normalization.py",
-    "PrecisionName": "lightning_mcore/precision.py",
-    "FP8Format": "lightning_mcore/fp8.py",
-    "FP8Recipe": "lightning_mcore/fp8.py",
-    "AmaxComputeAlgo": "lightning_mcore/fp8.py",
+    "PositionEmbedding": "lightning_mcore/config/positions.py",
+    "OptimizerName": "lightning_mcore/models/recipe.py",
+    "SchedulerName": "lightning_mcore/models/recipe.py",
+    "TransformerImpl": "lightning_mcore/layers/spec.py",
+    "LossNormalization": "lightning_mcore/config/loss_normalization.py",
+    "PrecisionName": "lightning_mcore/strategy/precision.py",
+    "FP8Format": "lightning_mcore/config/fp8.py",
+    "FP8Recipe": "lightning_mcore/config/fp8.py",
+    "AmaxComputeAlgo": "lightning_mcore/config/fp8.py",
 }
 """Where the names stand that our own constructors use for a choice."""
 
