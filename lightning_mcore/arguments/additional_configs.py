@@ -3,7 +3,7 @@
 
 A dict, or the path of a JSON file with one. A name that Megatron does not have is refused with its nearest neighbour; a
 name that is an argument too is taken over by the argument if that says nothing, and refused if it says something else.
-What belongs to the strategy or to the precision goes there (``arguments/mapping.py``); what others fill in is refused here.
+What belongs to the strategy or to the precision goes there (``mapping.py``); what others fill in is refused here.
 """
 
 import dataclasses

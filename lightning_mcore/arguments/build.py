@@ -2,7 +2,7 @@
 """Lightning's objects made of a run's settings: strategy, precision, trainer, model and data.
 
 ``TrainingArguments`` calls these; they take plain data, so that another front door may call them with its own. Of
-this package it and ``arguments/callbacks.py`` import Lightning.
+this package it and ``callbacks.py`` import Lightning.
 """
 
 import importlib.util

@@ -2,7 +2,7 @@
 """``DistributingParallelArguments``: how a model is cut, recomputed and quantised, under mcore_adapter's names.
 
 None keeps what the checkpoint says or, where it says nothing, Megatron's default (``calculate_per_token_loss``: ours).
-The rules that hold between fields are in ``arguments/megatron_rules.py``; ``arguments/mapping.py`` says where each field lands. Where a
+The rules that hold between fields are in ``megatron_rules.py``; ``mapping.py`` says where each field lands. Where a
 default differs from mcore_adapter's, the help text says so: it overwrites checkpoints there, or contradicts Megatron.
 """
 

@@ -2,7 +2,7 @@
 """transformers' own training arguments: which are carried out, and why the others are refused.
 
 ``TrainingArguments`` of transformers has more than a hundred fields, and each serves its Trainer. The tables below say
-what becomes of them: :data:`HONOURED` land somewhere (``arguments/mapping.py``, ``arguments/trainer_parts.py``), :data:`REFUSED` are an
+what becomes of them: :data:`HONOURED` land somewhere (``mapping.py``, ``trainer_parts.py``), :data:`REFUSED` are an
 error unless they have their default, with the reason. :data:`AS_IT_IS` name what happens anyway, or what nobody can
 tell from a default. A field of a newer transformers that is in none of them is refused as unknown.
 """

@@ -2,7 +2,7 @@
 """Where every field of ``TrainingArguments`` lands: a run as plain data, a ``RunSettings``.
 
 :data:`LANDINGS` is the table of the fields that keep their value on the way; the functions below it say what becomes of
-the others. Callbacks and loggers are in ``arguments/trainer_parts.py``. Nothing is imported that takes time, so that
+the others. Callbacks and loggers are in ``trainer_parts.py``. Nothing is imported that takes time, so that
 ``lightning-mcore plan`` can read a run here.
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Callbacks and loggers that ``TrainingArguments`` ask for, as plain data: names of classes and their arguments.
 
-``arguments/build.py`` makes them. Checkpoints lie in ``output_dir`` as ``checkpoint-<step>.ckpt``, as near to
+``build.py`` makes them. Checkpoints lie in ``output_dir`` as ``checkpoint-<step>.ckpt``, as near to
 transformers' names as Lightning's suffix allows.
 """
 

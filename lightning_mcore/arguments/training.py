@@ -3,7 +3,7 @@
 
 Making one checks it and touches no device: transformers' class wants ``accelerate`` for choosing one, and asks for a
 GPU where bf16 is asked for, but the device is the strategy's, and arguments are read on machines without GPUs too.
-What the fields mean is said by ``arguments/mapping.py``; the Lightning objects are made by ``arguments/build.py``.
+What the fields mean is said by ``mapping.py``; the Lightning objects are made by ``build.py``.
 """
 
 import dataclasses

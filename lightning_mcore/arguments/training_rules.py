@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules between transformers' training arguments and Megatron's, checked when ``TrainingArguments`` is made.
 
-``arguments/foreign_fields.py`` has refused what nobody would carry out; here stand those fields that are carried out, and what
+``foreign_fields.py`` has refused what nobody would carry out; here stand those fields that are carried out, and what
 they need of each other.
 """
 

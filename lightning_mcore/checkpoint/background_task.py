@@ -2,7 +2,7 @@
 """A function that runs in a thread, and whose result or error is fetched later.
 
 The thread ends with the process, whatever it is doing: what it writes is put under its name by nobody then. (Threads of
-``concurrent.futures`` would hold up the end of a process whose disk hangs.) ``checkpoint/save.py`` writes with it.
+``concurrent.futures`` would hold up the end of a process whose disk hangs.) ``save.py`` writes with it.
 """
 
 import contextlib

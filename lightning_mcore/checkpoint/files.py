@@ -15,7 +15,7 @@ Rank 0 calls :func:`begin`, every rank writes its files into the directory that 
 holds on stores that cannot rename, too. ``checkpoint/storage/atomic.py`` puts the directory in place at once.
 
 What reads (:func:`read_manifest`, :func:`check_sizes`, :func:`verify`) takes remote paths such as ``s3://bucket/x.ckpt``
-as well; to write and load those there is ``checkpoint/remote.py``. No ranks and no ``torch.distributed`` here.
+as well; to write and load those there is ``remote.py``. No ranks and no ``torch.distributed`` here.
 """
 
 import contextlib

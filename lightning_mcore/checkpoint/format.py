@@ -6,7 +6,7 @@ The manifest is JSON, so that a checkpoint can be read without the code that wro
     {"format": "lightning_mcore", "format_version": 1, "global_step": 400, ...,
      "files": {"__0_0.distcp": {"size": 1048576, "crc32": "9ae0daaf"}, ...}}
 
-``checkpoint/manifest.py`` says what else stands in it. ``checkpoint/files.py`` writes and reads the files; every
+``manifest.py`` says what else stands in it. ``files.py`` writes and reads the files; every
 refusal of a path or a file comes from here, so that they read the same. No torch, no files.
 """
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a sharded checkpoint says of itself, in JSON, so that it can be read without the code that wrote it.
 
-``strategy/checkpointing.py`` puts :func:`describe` into every checkpoint, beside the tensors, and before anything of one is read
-:func:`check_model` compares it with the run that asks. The entries are listed in :func:`describe`; names, shapes and
-checksums are added where the files are written.
+``strategy/checkpointing.py`` puts :func:`describe` into every checkpoint, beside the tensors, and before anything of
+one is read :func:`check_model` compares it with the run that asks. The entries are listed in :func:`describe`; names,
+shapes and checksums are added where the files are written.
 """
 
 import dataclasses

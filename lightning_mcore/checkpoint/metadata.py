@@ -4,7 +4,7 @@
 The format keeps names, shapes, types and places of all tensors in ``.metadata``, which is a pickle, and a pickle can
 run anything. :func:`read_metadata` admits the classes that ``torch.distributed.checkpoint`` writes there and no
 others, so that a checkpoint from elsewhere can be looked at. Of ``common.pt``, where Megatron-LM keeps its arguments,
-:func:`read_common` takes the plain values and puts empty objects in the places of all others. ``checkpoint/commands.py`` shows
+:func:`read_common` takes the plain values and puts empty objects in the places of all others. ``commands.py`` shows
 both.
 
 Source: ``torch.distributed.checkpoint.filesystem.FileSystemWriter.finish``, torch 2.6 to 2.13.

@@ -7,8 +7,8 @@ say themselves where their parts belong (``sharded_state_dict``); a plain Lightn
 keeps its names; a chunk that is neither is named after its place in the pipeline, ``chunk<n>.<name>``, which another
 number of stages does not have.
 
-``strategy/checkpointing.py`` calls :func:`collect` and :func:`load`; the optimizer's part is ``checkpoint/optimizer_state.py``, what is on
-the disk is ``checkpoint/io.py``.
+``strategy/checkpointing.py`` calls :func:`collect` and :func:`load`; the optimizer's part is ``optimizer_state.py``,
+what is on the disk is ``io.py``.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

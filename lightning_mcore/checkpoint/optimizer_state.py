@@ -15,7 +15,7 @@ So one format serves all three, and each reads what another wrote. What is not a
 ``step`` or the rows and columns of Adafactor, is kept apart: :func:`gather_numbers`. An optimizer with state of the
 second kind needs whole matrices, so it is refused where tensors are split.
 
-``checkpoint/model_state.py`` calls this with the sharded state of the model, in which the tensors are the parameters themselves.
+``model_state.py`` calls this with the sharded state of the model, in which the tensors are the parameters themselves.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping

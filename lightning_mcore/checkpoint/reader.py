@@ -11,7 +11,7 @@ its strategy (:class:`ShardLoadStrategy`) with a reader of our own, :class:`Shar
   asked for is copied once, into its place;
 * does not see that a file is damaged. Here the checksum of each piece is compared.
 
-``checkpoint/io.py`` calls :func:`load_shards`.
+``io.py`` calls :func:`load_shards`.
 """
 
 import io

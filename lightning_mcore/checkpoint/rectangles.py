@@ -2,7 +2,7 @@
 """Ranges of a flattened tensor as blocks of the tensor.
 
 The distributed optimizer gives each rank a range of the elements of a parameter, and checkpoints know blocks: a range
-of a matrix is the rest of a row, some whole rows, and the beginning of another. ``checkpoint/optimizer_state.py`` stores its
+of a matrix is the rest of a row, some whole rows, and the beginning of another. ``optimizer_state.py`` stores its
 shards so.
 """
 

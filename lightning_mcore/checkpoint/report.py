@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a checkpoint holds, as text for people: step, layout, model, number of parameters, sizes, tensors.
 
-It is made of the manifest alone; an entry that is not there has no line. ``checkpoint/commands.py`` makes something like a
+It is made of the manifest alone; an entry that is not there has no line. ``commands.py`` makes something like a
 manifest for checkpoints that have none, of Megatron-LM or of a single file, and prints what comes from here.
 """
 

@@ -4,7 +4,7 @@
 :meth:`CheckpointSave.start` agrees with all ranks on who writes what and starts the writers; training may go on then,
 if it was given memory for a copy. :meth:`CheckpointSave.advance` waits for them, and rank 0 writes what belongs to all
 and puts the checkpoint in place. Whatever fails on one rank fails on all, and leaves nothing behind but the checkpoint
-that was there before. Both are collective over the world. ``checkpoint/io.py`` keeps the saves that are in flight.
+that was there before. Both are collective over the world. ``io.py`` keeps the saves that are in flight.
 
 A checkpoint on a remote store is written to local disks and then uploaded, each rank its own files, in the background.
 """

@@ -7,7 +7,7 @@ they belong. But it checks on rank 0 alone, and when something is wrong there th
 descriptions of all their pieces for it, which takes longer than to copy them; since nothing but the values changes from
 one save of a run to the next, the planner keeps the last plan and asks only whether it still holds everywhere.
 
-``checkpoint/save.py`` calls it, and ``checkpoint/writer.py`` writes what it says.
+``save.py`` calls it, and ``writer.py`` writes what it says.
 """
 
 import io

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint to read from: what is in it, and how that differs from a model that asks.
 
-``strategy/checkpointing.py`` and ``checkpoint/weights.py`` open a :class:`StoredState`, and ``checkpoint/model_state.py`` reads from it into whatever
-layout runs.
+``strategy/checkpointing.py`` and ``weights.py`` open a :class:`StoredState`, and ``model_state.py`` reads from it into
+whatever layout runs.
 """
 
 from collections.abc import Callable, Sequence

@@ -7,7 +7,7 @@ DistributedDataParallel do. :func:`write_pieces` writes directly from the memory
 the file on the way, past the page cache and flushed to the disk.
 
 A save that training does not wait for writes from a copy: :class:`Staging` keeps the memory for it, because memory that
-is touched for the first time is slow. ``checkpoint/save.py`` calls this; any ``dist_checkpointing.load`` reads the
+is touched for the first time is slow. ``save.py`` calls this; any ``dist_checkpointing.load`` reads the
 result.
 """
 

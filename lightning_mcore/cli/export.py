@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lightning-mcore export``: a Hugging Face model of a sharded checkpoint.
 
-``cli/__init__.py`` calls :func:`run`; the work is that of ``hf/export.py``, which is imported when the arguments are read.
+``__init__.py`` calls :func:`run`; the work is that of ``hf/export.py``, which is imported when the arguments are read.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lightning-mcore fit``, ``validate``, ``test`` and ``predict``: a run from a YAML file, through LightningCLI.
 
-``cli/__init__.py`` calls :func:`run`. ``cli/training_cli.py`` is the command line itself, ``cli/guard.py`` says how it ends;
+``__init__.py`` calls :func:`run`. ``training_cli.py`` is the command line itself, ``guard.py`` says how it ends;
 both import Lightning, so they are imported when it is sure that they can be.
 """
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lightning-mcore import``: a sharded checkpoint of a Hugging Face model.
 
-``cli/__init__.py`` calls :func:`run`; the work is that of ``hf/import_checkpoint.py``, which is imported when the arguments are
-read.
+``__init__.py`` calls :func:`run`; the work is that of ``hf/import_checkpoint.py``, which is imported when the arguments
+are read.
 """
 
 from collections.abc import Sequence

@@ -8,8 +8,9 @@
     lightning-mcore plan run.yaml --devices 64 --suggest --memory 80GB
     lightning-mcore plan llama.yaml cutoff_len=8192 --devices 8 --json
 
-Reads the files of every front door (``planning/files.py``) and imports neither torch, Lightning nor megatron-core for those
-of LightningCLI; ``--check`` builds the real objects too. Exit code 2 where the run would be refused, with all errors.
+Reads the files of every front door (``planning/files.py``) and imports neither torch, Lightning nor megatron-core for
+those of LightningCLI; ``--check`` builds the real objects too. Exit code 2 where the run would be refused, with all
+errors.
 """
 
 import json

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""``lightning-mcore preprocess``: text, jsonl or parquet files become Megatron's indexed datasets.
 
-``cli/__init__.py`` calls :func:`run`; the work is that of ``data/preprocess/run.py``. What is done survives whatever ends it, so its
-errors say where it is kept, and their exit code is 1.
+``__init__.py`` calls :func:`run`; the work is that of ``data/preprocess/run.py``. What is done survives whatever ends
+it, so its errors say where it is kept, and their exit code is 1.
 """
 
 import argparse

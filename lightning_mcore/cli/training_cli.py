@@ -3,7 +3,7 @@
 
 ``lightning-mcore fit`` is :func:`train`. :class:`TrainingCLI` may be used like ``LightningCLI``, but for two
 things: an ``optimizer:`` in the file is made when the trainer asks for it, because a model that is cut into stages has
-no parameters before; and what is wrong in file or arguments is said by ``cli/config_errors.py``.
+no parameters before; and what is wrong in file or arguments is said by ``config_errors.py``.
 """
 
 import argparse

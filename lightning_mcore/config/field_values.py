@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether plain data fits the type of a field: what YAML can say of Megatron's configs.
 
-Functions are given as import paths, members of an enum by name. ``layers/transformer_config.py`` checks the fields of a model
-with it; ``lightning-mcore plan`` does, with types read from Megatron's source.
+Functions are given as import paths, members of an enum by name. ``layers/transformer_config.py`` checks the fields of a
+model with it; ``lightning-mcore plan`` does, with types read from Megatron's source.
 """
 
 import enum

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Over what the loss of a language model is a mean, and which models have losses that only one of the two fits.
 
-``MCoreModule`` and ``MCoreGPT`` ask before they train, ``parallel/chunks.py`` before it wraps a model, ``lightning-mcore plan``
-before there is one.
-Pure arithmetic.
+``MCoreModule`` and ``MCoreGPT`` ask before they train, ``parallel/chunks.py`` before it wraps a model,
+``lightning-mcore plan`` before there is one. Pure arithmetic.
 """
 
 from typing import Any, Literal, TypeAlias, get_args

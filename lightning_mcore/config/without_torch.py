@@ -2,8 +2,8 @@
 """A process that reads configs and nothing else does so without torch.
 
 transformers needs no torch for a config or for training arguments. Where torch is installed it imports it all the same,
-and half of its compiler, to know the names of activations: four seconds instead of one. ``cli/__init__.py`` keeps torch out of a
-process that is only there to plan; a config is the same either way.
+and half of its compiler, to know the names of activations: four seconds instead of one. ``cli/__init__.py`` keeps torch
+out of a process that is only there to plan; a config is the same either way.
 """
 
 import os

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders of files that are made once and read by many runs, and made anew when they are not as they were made.
 
-A folder stands under its name when all of it is written (``checkpoint/storage/atomic.py``), with the checksums of its files
-beside them (``data/file_checksums.py``). Whoever wants to read it calls :func:`stand` first: what was damaged or changed
-since is made again from its source, which a line in the log says. So a file in a cache never decides what is learnt.
+A folder stands under its name when all of it is written (``checkpoint/storage/atomic.py``), with the checksums of its
+files beside them (``file_checksums.py``). Whoever wants to read it calls :func:`stand` first: what was damaged or
+changed since is made again from its source, which a line in the log says. So a file in a cache never decides what is
+learnt.
 
 ``data/pretraining/blend.py`` keeps Megatron's index files so, ``data/finetuning/tokenized.py`` the tokens of files.
 """

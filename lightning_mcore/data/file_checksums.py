@@ -9,7 +9,8 @@ A file of checksums: a line of JSON, which names the files with their sizes; the
 that order, little-endian u32; the CRC32 of all this. Its last four bytes therefore stand for the content of all files
 (:attr:`Checksums.identity`).
 
-``data/pretraining/index.py`` has one beside each dataset that is made here, ``data/checked_cache.py`` one in each folder of a cache.
+``data/pretraining/index.py`` has one beside each dataset that is made here, ``checked_cache.py`` one in each folder of
+a cache.
 """
 
 import errno

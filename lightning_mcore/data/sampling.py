@@ -5,7 +5,7 @@ The order of an epoch follows from the seed and the number of the epoch alone. :
 in turns: with ``n`` data-parallel ranks, rank ``r`` reads the samples ``r``, ``r + n``, ``r + 2 n`` and so on. What all
 ranks have read together is then always a prefix of the order, whatever ``n`` is, so that a run on other ranks with the
 same global batch sees the same samples in every step, and a resumed one goes on where the other stopped
-(``data/position.py``). Ranks of one model copy read the same samples.
+(``position.py``). Ranks of one model copy read the same samples.
 
 An epoch ends with the last whole global batch. The samples that are left over are counted in the log; another epoch's
 order leaves out others. Lightning's own sampler repeats samples instead, as many as the ranks ask for.

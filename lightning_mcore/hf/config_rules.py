@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the keys of a Hugging Face config become settings of Megatron, and the other way.
 
-A family (``hf/family.py``) is a list of such rules. Each answers for some keys: it maps them, knows that they change no
+A family (``family.py``) is a list of such rules. Each answers for some keys: it maps them, knows that they change no
 number, or refuses them. What no rule answers for is refused, so that no key that changes the numbers is passed over.
 
 *Fields* are settings by the name they have here: those of ``TransformerConfig``, and the arguments of ``MCoreGPT`` such

@@ -6,7 +6,7 @@ generation config, and the tokenizer files of the model that training began with
 before the first tensor is read; the folder stands under its name when it is whole.
 
 :func:`export_checkpoint` is what ``lightning-mcore export`` runs: one process, no GPU, a few tensors in memory.
-:func:`export_model` runs on every rank of a training run, and each writes files of its own; ``hf/callback.py`` is the
+:func:`export_model` runs on every rank of a training run, and each writes files of its own; ``callback.py`` is the
 callback for it.
 """
 

@@ -2,7 +2,7 @@
 """What an export writes: which Hugging Face tensor goes into which file, and of which rectangles it is made.
 
 The rectangles (:class:`Place`) are those of a checkpoint or those that ranks hold in memory; nothing here knows which.
-So ``hf/export.py`` uses one plan for both, and every rank that makes it from the same places makes the same one.
+So ``export.py`` uses one plan for both, and every rank that makes it from the same places makes the same one.
 """
 
 import re

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A family of Hugging Face models: what its config means here, and how its weights are named.
 
-A :class:`Family` is data: rules for config keys (``hf/config_rules.py``), rules for weights (``hf/weight_rules.py``), and the
-prefixes of layers. Those that come with the package lie in ``families/``; ``hf/known_families.py`` finds them, and yours.
+A :class:`Family` is data: rules for config keys (``config_rules.py``), rules for weights (``weight_rules.py``), and the
+prefixes of layers. Those that come with the package lie in ``families/``; ``known_families.py`` finds them, and yours.
 How a model is split over ranks is no part of it. megatron-core is imported where its defaults are needed, not to read a
 config.
 """

@@ -6,7 +6,7 @@ of that file, and sends from its own what the others ask for. Every rank knows t
 sides go through the same list in the same order. What travels is in main memory, and already in the type that is
 written. A rank holds the file that it fills, and a bounded number of bytes on their way out.
 
-``hf/export.py`` calls :func:`places_of_all` and :func:`exchange`.
+``export.py`` calls :func:`places_of_all` and :func:`exchange`.
 """
 
 from collections.abc import Iterator, Sequence

@@ -26,7 +26,7 @@ class ModelPiece:
     """A rectangle of a tensor of the whole model, held by this rank.
 
     Args:
-        name: Whole name of the tensor, as in ``hf/weight_map.py``.
+        name: Whole name of the tensor, as in ``weight_map.py``.
         start: Where the rectangle begins in it.
         shape: Its shape there; axes of size 1 may stand in front of those of ``data``.
         data: The values, in the memory of the model.

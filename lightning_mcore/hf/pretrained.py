@@ -2,7 +2,7 @@
 """Start from a Hugging Face model: its weights fill the chunks of the running layout.
 
 :func:`load_pretrained` reads into each chunk that a rank has built the rectangles that belong there. No rank reads more
-of a tensor than it holds. What the model is, its config says, before there are ranks: ``hf/source.py``.
+of a tensor than it holds. What the model is, its config says, before there are ranks: ``source.py``.
 
 It takes a checkpoint directory as well, which ``lightning-mcore import`` or a run of ``MCoreGPT`` wrote: it has the
 settings and the weights, and the Hugging Face folder is not needed any more.

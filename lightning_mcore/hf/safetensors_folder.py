@@ -6,7 +6,7 @@ A model is one ``model.safetensors``, or several files with an index. Only heade
 download is found before a model is built. A rectangle is a view of the mapped file: nothing is read before it is
 copied, and nothing is copied twice.
 
-``hf/pretrained.py`` and ``hf/import_checkpoint.py`` read models with it. The format is simple enough to be read here, in a
+``pretrained.py`` and ``import_checkpoint.py`` read models with it. The format is simple enough to be read here, in a
 dozen lines, which says more precisely than the library what is wrong with a file, and where in it a tensor lies.
 
 Source: safetensors 0.6, "Format" in its README: 8 bytes with the length of the header, the header as JSON, the tensors.

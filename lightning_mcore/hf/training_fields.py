@@ -3,7 +3,7 @@
 
 Whoever exports a model may have trained it with any of these: losses of routers, recomputation, fused kernels, the
 precision of a softmax, how many tokens an expert takes at most. A Hugging Face config has no place for them and needs
-none. All other fields have to be in the config that ``hf/family.py`` writes, or the export is refused.
+none. All other fields have to be in the config that ``family.py`` writes, or the export is refused.
 """
 
 _LOSSES_AND_CHANCE = (

@@ -2,7 +2,7 @@
 """Weights that are no numbers to begin with, and those that would become infinite without a word, are refused here.
 
 Only float16 is narrow enough for this to happen to weights: its largest value is 65504, and bfloat16 has larger ones.
-Export (``hf/export_plan.py``, ``hf/live_tensors.py``) and import ask before they convert. What is read from a Hugging Face
+Export (``export_plan.py``, ``live_tensors.py``) and import ask before they convert. What is read from a Hugging Face
 model is finite; a model that was trained to infinity is exported as it is.
 """
 

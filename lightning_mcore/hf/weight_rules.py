@@ -7,7 +7,7 @@ rectangle of Megatron's tensor and the rectangle of a Hugging Face tensor that e
 directions. Neither says how a tensor is split over ranks: whoever holds a rectangle takes what lies in it.
 
 Megatron's names are those in checkpoints, with the layer's number; those of a layer are given without what stands
-before (``self_attention.linear_qkv.weight``, ``self_attn.q_proj.weight``). ``hf/weight_map.py`` puts rules on a model.
+before (``self_attention.linear_qkv.weight``, ``self_attn.q_proj.weight``). ``weight_map.py`` puts rules on a model.
 """
 
 from collections.abc import Mapping

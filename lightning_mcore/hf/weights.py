@@ -2,7 +2,7 @@
 """The tensors of a Hugging Face model as those of Megatron's: checked as a whole, then read rectangle by rectangle.
 
 Whoever fills a model, or writes a checkpoint of it, says which rectangle of which of Megatron's tensors it wants
-(:meth:`HFWeights.fill`) and gets exactly that. ``hf/pretrained.py`` asks for what a rank holds, ``hf/import_checkpoint.py``
+(:meth:`HFWeights.fill`) and gets exactly that. ``pretrained.py`` asks for what a rank holds, ``import_checkpoint.py``
 for one tensor after the other.
 """
 

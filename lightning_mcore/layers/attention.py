@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of some queries over the keys of whole sequences, without a mask of the size of the scores.
 
-Pure PyTorch: nothing here knows Megatron or communicates. ``layers/core_attention.py`` gathers the keys and calls
+Pure PyTorch: nothing here knows Megatron or communicates. ``core_attention.py`` gathers the keys and calls
 :func:`attend`. Two small values say all there is to say about who sees whom:
 
 * A :class:`QueryRun` is a stretch of neighbouring queries and the keys of the sequence they belong to: the whole

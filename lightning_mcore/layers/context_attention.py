@@ -6,7 +6,7 @@ over the context-parallel ranks, in one collective, and put in the order of the 
 backward: on each rank, for each layer, as much as without context parallelism. Here a rank keeps its own share alone
 and gathers the rest a second time when backward reaches the layer. TransformerEngine does the same.
 
-:func:`over_whole_sequences` is what ``layers/core_attention.py`` calls. Two nodes of the autograd graph stand around the
+:func:`over_whole_sequences` is what ``core_attention.py`` calls. Two nodes of the autograd graph stand around the
 attention in between: the one behind it, which backward meets first, gathers again; the one before it lets go and
 returns to each rank the gradients of its own tokens, summed over the ranks that looked at them. Both run on every rank
 that has any query, even one whose queries are all padding, so that every rank takes part in every collective.

@@ -3,13 +3,13 @@
 
 Megatron's own ``DotProductAttention`` holds the whole ``[s, s]`` matrix of scores and refuses context parallelism; the
 other one is TransformerEngine's, which needs CUDA. :class:`TorchAttention` takes their place
-(``backend.gpt_block_spec`` puts it there). It turns what Megatron passes into the terms of ``layers/attention.py``.
+(``backend.gpt_block_spec`` puts it there). It turns what Megatron passes into the terms of ``attention.py``.
 
-Packed sequences come as one row, with ``PackedSeqParams`` that say where each of them lies (``layers/packed_sequences.py``).
+Packed sequences come as one row, with ``PackedSeqParams`` that say where each of them lies (``packed_sequences.py``).
 They are computed one by one, so that no memory grows with the square of the row, and no bit of one depends on another.
 
-Under context parallelism a rank holds two slices of each sequence (``parallel/context.py``). Its queries stay where they
-are; the keys and values of all ranks are gathered (``layers/context_attention.py``).
+Under context parallelism a rank holds two slices of each sequence (``parallel/context.py``). Its queries stay where
+they are; the keys and values of all ranks are gathered (``context_attention.py``).
 
 Multi-latent attention rotates one key head that all heads share, those of other tensor-parallel ranks too. Megatron's
 local layers leave its gradient a partial sum on each rank; here it is completed (``_CompleteSharedGradient``).

@@ -11,8 +11,8 @@
 
 A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted; -100 where there is no target), and
 optionally ``loss_mask`` (1 where a token counts, 0 elsewhere), ``position_ids``, and ``lengths`` [b], the tokens of
-each row that are no padding. A packed one, as ``data/packing/rows.py`` makes it, has the boundaries of its sub-sequences
-too, ``cu_seqlens`` and ``cu_seqlens_padded``, [b, n + 1].
+each row that are no padding. A packed one, as ``data/packing/rows.py`` makes it, has the boundaries of its
+sub-sequences too, ``cu_seqlens`` and ``cu_seqlens_padded``, [b, n + 1].
 """
 
 from dataclasses import dataclass

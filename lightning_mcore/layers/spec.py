@@ -5,7 +5,7 @@ Megatron describes a model by a *spec*, a tree of classes. Its local spec, for m
 norm that refuses sequence parallelism and a core attention that refuses context parallelism. :func:`gpt_block_spec`
 takes that spec and puts :class:`TorchNorm` and :class:`~lightning_mcore.layers.core_attention.TorchAttention` in their
 places; every projection and expert stays Megatron's. Where TransformerEngine is chosen, its spec is returned. In both,
-experts get the router of ``layers/router.py``.
+experts get the router of ``router.py``.
 
 Weights are named in checkpoints as TransformerEngine names them, so that what one backend saved the other loads.
 

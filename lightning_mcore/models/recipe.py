@@ -3,7 +3,7 @@
 
 ``MCoreGPT`` checks the names in its constructor (:func:`check_recipe`), where nothing is allocated yet, and builds both
 in ``configure_optimizers`` (:func:`build_recipe`), which alone needs torch: ``lightning-mcore plan`` calls the checks.
-A course is our own warm-up and cosine (``models/learning_rate.py``), or
+A course is our own warm-up and cosine (``learning_rate.py``), or
 one of those that transformers has, by its name there, so that a run described in its terms has its learning rates.
 """
 

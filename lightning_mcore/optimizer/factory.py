@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the optimizers of ``optimizer/megatron.py``: rebuilds the user's optimizer as Megatron's, or wraps it.
+"""Makes the optimizers of ``megatron.py``: rebuilds the user's optimizer as Megatron's, or wraps it.
 
 The strategy calls :func:`make_optimizer` in ``setup`` for each optimizer that ``configure_optimizers`` returned.
 """

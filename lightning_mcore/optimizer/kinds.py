@@ -7,7 +7,7 @@ its rule looks at one element at a time. A rule that looks at a whole matrix (Mu
 a parameter (LARS, LAMB) or at all parameters at once (LBFGS) gives other numbers on a part of it, without any error;
 :func:`check_kind` refuses it there.
 
-``optimizer/factory.py`` calls both, on every rank alike, before Megatron makes anything.
+``factory.py`` calls both, on every rank alike, before Megatron makes anything.
 """
 
 from collections.abc import Iterable, Sequence

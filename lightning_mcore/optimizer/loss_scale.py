@@ -13,7 +13,7 @@ Megatron's ``DynamicGradScaler``, with the settings of ``config/fp16.py``; this 
   the other wrong by the factor between them. Here the parts share one scale, which moves when all have reported;
 * :class:`SkippableSchedule` is a learning-rate schedule that is not due after a skipped step.
 
-``strategy/precision.py`` makes the scaler, ``optimizer/factory.py`` attaches it to the optimizers.
+``strategy/precision.py`` makes the scaler, ``factory.py`` attaches it to the optimizers.
 """
 
 from collections.abc import Sequence

@@ -14,8 +14,8 @@ slices of the first are followed by its two slices of the second. So every rank 
 and the boundaries on a rank are those of the row divided by ``size``.
 
 The batch is cut this way before the step (``MCoreModule.shard_context``), rotary embeddings by Megatron, and keys and
-values are put back in order by the core attention (``layers/attention.py``). These are functions of tensors only; nothing here
-communicates.
+values are put back in order by the core attention (``layers/attention.py``). These are functions of tensors only;
+nothing here communicates.
 
 Source: ``get_batch_on_this_cp_rank`` (megatron.core.utils, 0.16.1); for packed sequences
 ``_get_thd_freqs_on_this_cp_rank`` (megatron.core.models.common.embeddings.rope_utils, 0.16.1), which follows

@@ -3,7 +3,7 @@
 
 The kernel closes a connection when its process ends, whatever ended it; nothing has to be sent for that. A machine that
 is gone without a word is noticed by the kernel's own probes. A message is a list, one JSON text in a line, so that what
-arrives is never run. ``parallel/rank_watch.py`` listens on these connections.
+arrives is never run. ``rank_watch.py`` listens on these connections.
 """
 
 import contextlib

@@ -25,8 +25,8 @@ they like. The next run begins when all ranks have come to it, and is refused if
 Before all ranks are connected, those that one rank has started end with it; ranks that a scheduler has started are its
 to end (``srun --kill-on-bad-exit``; torchrun always does).
 
-``strategy/parallelism.py`` wraps its launcher in :func:`run` and calls :func:`begin` with the process groups; the strategy calls
-:func:`cleared_up` at the end of its teardown, and what saves checkpoints asks :func:`can_meet`.
+``strategy/parallelism.py`` wraps its launcher in :func:`run` and calls :func:`begin` with the process groups; the
+strategy calls :func:`cleared_up` at the end of its teardown, and what saves checkpoints asks :func:`can_meet`.
 """
 
 import atexit

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes of activations that one rank holds at its peak.
 
-Most of it is what forward keeps for backward (``planning/saved_tensors.py``), of every microbatch in flight
-(``planning/flight_order.py``), less what is recomputed. To that comes what backward needs for a while at its worst moment: with
+Most of it is what forward keeps for backward (``saved_tensors.py``), of every microbatch in flight
+(``flight_order.py``), less what is recomputed. To that comes what backward needs for a while at its worst moment: with
 the loss, the logits in 16 bits and the gradient of the output layer; elsewhere the gradients of one feed-forward part,
 or a layer that is computed again. Pure arithmetic.
 """

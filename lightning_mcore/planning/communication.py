@@ -9,8 +9,8 @@ is sent again. Left out, for it is small: gradients of norms over tensor-paralle
 Sources: ``tensor_parallel/layers.py`` and ``mappings.py`` (tensor and sequence parallelism: an all-reduce, or an
 all-gather and a reduce-scatter, on each side of a pair of matrices, and another all-gather for the gradient of the
 weight), ``moe/token_dispatcher.py``, ``pipeline_parallel/schedules.py`` and ``distributed/param_and_grad_buffer.py`` of
-megatron-core 0.16.1; ``layers/context_attention.py`` here. The volumes of tensor parallelism agree with Narayanan et al., 2021
-(8 b s h (t - 1) / t elements a layer), and Korthikanti et al., 2022.
+megatron-core 0.16.1; ``layers/context_attention.py`` here. The volumes of tensor parallelism agree with Narayanan et
+al., 2021 (8 b s h (t - 1) / t elements a layer), and Korthikanti et al., 2022.
 """
 
 from collections.abc import Mapping

@@ -2,7 +2,7 @@
 """How many microbatches of each chunk are in flight on a pipeline rank, at the moments when most can be.
 
 A microbatch is in flight from its forward pass through a chunk to its backward pass through it; meanwhile its
-activations are kept. ``planning/activation_memory.py`` weighs the counts. Pure arithmetic.
+activations are kept. ``activation_memory.py`` weighs the counts. Pure arithmetic.
 
 Source: ``get_pp_rank_microbatches`` and ``get_schedule_table`` of megatron-core 0.16.1.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``MCoreGPT`` refuses, alone and on a layout, worked out from plain data.
 
-The model's config is a stand-in with the names and defaults of ``TransformerConfig`` (``config/signatures.py``), so that
-the checks of ``config/field_support.py`` run on it as they are.
+The model's config is a stand-in with the names and defaults of ``TransformerConfig`` (``config/signatures.py``), so
+that the checks of ``config/field_support.py`` run on it as they are.
 """
 
 import importlib.util

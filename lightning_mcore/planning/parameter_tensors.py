@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameters of one chunk on one rank, tensor by tensor, as Megatron's modules make them.
 
-Sums of these are the counts of ``planning/rank_parameters.py``; the single tensors matter to ``planning/state_memory.py``, for the
+Sums of these are the counts of ``rank_parameters.py``; the single tensors matter to ``state_memory.py``, for the
 distributed optimizer pads each of them. Biases of row-parallel layers, norms, routers and gates are whole on every
 tensor-parallel rank. Pure arithmetic.
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quoted numbers, flags and nulls of a LightningCLI file, read as jsonargparse reads them.
 
-jsonargparse takes ``"4"`` where an int is wanted, ``"true"`` where a bool is. ``planning/cli_settings.py`` does the same with
+jsonargparse takes ``"4"`` where an int is wanted, ``"true"`` where a bool is. ``cli_settings.py`` does the same with
 this, so that ``plan`` refuses nothing that ``fit`` runs.
 """
 

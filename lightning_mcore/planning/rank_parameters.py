@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many parameters one rank of a pipeline stage holds, and how many the whole model has.
 
-All ranks of a stage hold as many: axes divide evenly (``config/layout.py`` refuses the rest). The sum over ranks is more than
-the model has, for norms, routers and some biases are whole on every tensor-parallel rank, a tied embedding is on the
-first and on the last stage, and multi-token prediction has an embedding of its own stage. Pure arithmetic.
+All ranks of a stage hold as many: axes divide evenly (``config/layout.py`` refuses the rest). The sum over ranks is
+more than the model has, for norms, routers and some biases are whole on every tensor-parallel rank, a tied embedding is
+on the first and on the last stage, and multi-token prediction has an embedding of its own stage. Pure arithmetic.
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 """What each part of a GPT keeps of its forward pass for backward: a table of tensors, by their size for one token.
 
 A row says how many elements a token has in the tensor, of how many bytes, and which ranks share it. What two layers
-keep of one tensor is one row, that of the layer which made it. ``planning/activation_memory.py`` adds the rows up. Pure
+keep of one tensor is one row, that of the layer which made it. ``activation_memory.py`` adds the rows up. Pure
 arithmetic.
 
 The rows of the torch backend are those that ``torch.autograd.graph.saved_tensors_hooks`` shows on a CPU with PyTorch

@@ -3,7 +3,7 @@
 
 time = (compute + communication of every microbatch) / (1 - bubble) + communication once a step that is not overlapped,
 of the slowest stage. It is an estimate to rank layouts with: the shares of peak and bandwidth that training reaches are
-the constants of ``planning/machines.py``, and memory-bound layers and uneven experts are left out.
+the constants of ``machines.py``, and memory-bound layers and uneven experts are left out.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Lightning's ``Trainer`` refuses of plain data: the arguments that runs of several ranks set.
 
-``planning/rules.py`` calls :func:`check_trainer`. Names and types of the arguments were checked before it.
+``rules.py`` calls :func:`check_trainer`. Names and types of the arguments were checked before it.
 
 Source: ``Trainer.__init__``, ``_AcceleratorConnector``, ``FitLoop`` and ``_determine_batch_limits`` of Lightning 2.6.
 """

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules of ``TransformerConfig`` between fields, as data, so that they are known without importing megatron-core.
 
-Each rule is what Megatron refuses and the sentence for it. What layouts refuse stands in ``config/layout.py``, what this
-package does not carry out in ``config/field_support.py``. ``plan --check`` builds the real config, for what is not here.
+Each rule is what Megatron refuses and the sentence for it. What layouts refuse stands in ``config/layout.py``, what
+this package does not carry out in ``config/field_support.py``. ``plan --check`` builds the real config, for what is not
+here.
 
 Source: ``TransformerConfig.__post_init__``, ``MLATransformerConfig.__post_init__`` and
 ``ModelParallelConfig.__post_init__`` of megatron-core 0.16.1.

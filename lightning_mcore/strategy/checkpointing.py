@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lightning's checkpoint hooks: what is one file, what is a directory, and when each part is read.
 
-:class:`MCorePersistence` is the part of the strategy that saves and resumes; ``strategy/strategy.py`` builds the steps on it.
+:class:`MCorePersistence` is the part of the strategy that saves and resumes; ``strategy.py`` builds the steps on it.
 
 ==========================================  ===================================================================
 a plain module, optimizer not sharded       one file, as Lightning writes it; ``"ddp"`` reads it and the other way,

@@ -2,9 +2,9 @@
 """What FP8 needs of the machine, of the strategy's settings and of the model's sizes; what lacks it is refused.
 
 The checks are functions of plain values, so that they are tested without a GPU; those of sizes stand in
-``config/fp8_sizes.py``. :func:`check_run` calls those that can be made when the strategy meets the module, before anything is
-allocated; :func:`check_chunks` when the model is built; :func:`check_microbatch` before each run of the schedule, with
-the shape of its microbatches.
+``config/fp8_sizes.py``. :func:`check_run` calls those that can be made when the strategy meets the module, before
+anything is allocated; :func:`check_chunks` when the model is built; :func:`check_microbatch` before each run of the
+schedule, with the shape of its microbatches.
 
 Sources: ``get_fp8_recipe`` and ``get_fp8_align_size`` of megatron-core (0.16.1); ``check_fp8_support`` and its kin of
 TransformerEngine (2.x), and its "datatype and hardware support matrix".

@@ -3,7 +3,7 @@
 
 :class:`MCoreParallelism` is the half of the strategy that knows nothing of steps: it takes the settings and refuses
 wrong ones before anything is allocated, opens and closes the process groups, tells samplers which ranks read the same
-data, and says over which ranks a metric is averaged and a decision is taken. ``strategy/strategy.py`` builds the other half on
+data, and says over which ranks a metric is averaged and a decision is taken. ``strategy.py`` builds the other half on
 it.
 """
 

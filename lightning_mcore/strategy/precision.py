@@ -27,12 +27,12 @@ nothing left to do; elsewhere it runs it and lets the strategy reduce the gradie
 On a CPU Lightning's Trainer turns the string ``"16-mixed"`` into ``"bf16-mixed"``, with a warning, before the strategy
 sees it; ``plugins=MCorePrecision("16-mixed")`` trains in fp16 there too.
 
-With fp16 the loss is scaled (``optimizer/loss_scale.py``). A step whose gradients overflow is skipped on every rank: weights and
-optimizer state stay as they are, and so does a learning-rate schedule by step. Lightning counts it like any other in
-``global_step`` and ``max_steps``. Each step logs ``loss_scale``, the scale of the next one, and ``skipped_steps``, how
-many there were; a callback finds ``loss_scale``, ``step_skipped`` and ``num_skipped_steps`` at the optimizer. The scale
-is saved in checkpoints under the plugin's name, as Lightning does. ``on_before_optimizer_step`` sees unscaled gradients
-where parameters are fp32, those of the scaled loss elsewhere.
+With fp16 the loss is scaled (``optimizer/loss_scale.py``). A step whose gradients overflow is skipped on every rank:
+weights and optimizer state stay as they are, and so does a learning-rate schedule by step. Lightning counts it like any
+other in ``global_step`` and ``max_steps``. Each step logs ``loss_scale``, the scale of the next one, and
+``skipped_steps``, how many there were; a callback finds ``loss_scale``, ``step_skipped`` and ``num_skipped_steps`` at
+the optimizer. The scale is saved in checkpoints under the plugin's name, as Lightning does.
+``on_before_optimizer_step`` sees unscaled gradients where parameters are fp32, those of the scaled loss elsewhere.
 """
 
 import contextlib

@@ -3,7 +3,7 @@
 
 The strategy hands :class:`Schedule` the microbatches of one optimizer step (or one evaluation batch) and the name of
 the step. Megatron's schedule asks for one microbatch and one chunk at a time; the answer here is to activate the
-chunk in the user's pipeline and to call the user's step (``strategy/module.py`` tells how the step becomes a stage).
+chunk in the user's pipeline and to call the user's step (``module.py`` tells how the step becomes a stage).
 
 What a loss means. The step returns
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``MCoreStrategy``: Lightning's hooks, in the order in which the trainer calls them, carried out with megatron-core.
 
-Each hook is a few lines that delegate: settings to ``strategy/gradients.py``, groups to ``parallel/groups.py``, wrapping to
-``parallel/chunks.py``, steps to ``strategy/schedule.py``, the optimizer to ``optimizer/megatron.py``, number formats to ``strategy/precision.py``,
-checkpoints to ``strategy/checkpointing.py``.
+Each hook is a few lines that delegate: settings to ``gradients.py``, groups to ``parallel/groups.py``, wrapping to
+``parallel/chunks.py``, steps to ``schedule.py``, the optimizer to ``optimizer/megatron.py``, number formats to
+``precision.py``, checkpoints to ``checkpointing.py``.
 
 Two ways to run a step:
 

@@ -3,7 +3,7 @@
 
 Each dataset is tokenised by its own reading, and kept in the cache by itself; then they stand one after another. Rows
 of conversations are packed or padded as the data module does it. Texts, the stage ``pt``, stand one after another and
-are cut into blocks (``data/packing/text_blocks.py``), or each has a row of its own. ``arguments/llamafactory/run.py`` says which; the command
+are cut into blocks (``data/packing/text_blocks.py``), or each has a row of its own. ``run.py`` says which; the command
 makes it.
 """
 

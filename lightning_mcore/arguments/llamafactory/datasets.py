@@ -4,7 +4,7 @@
 The file lies in ``dataset_dir`` and gives each name a file or folder beside it, a form (``alpaca``, ``sharegpt`` or
 ``openai``), and the names of columns and tags where they are others than usual. :func:`read_datasets` finds the names
 that are asked for. A dataset that would have to be fetched is refused: nothing is downloaded in silence. No torch, no
-megatron-core. ``arguments/llamafactory/rows.py`` reads rows by the result.
+megatron-core. ``rows.py`` reads rows by the result.
 """
 
 import json

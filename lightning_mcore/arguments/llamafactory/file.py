@@ -2,7 +2,7 @@
 """A training file of LLaMA-Factory as a dict: YAML or JSON, and ``key=value`` behind it on the command line.
 
 Numbers are read as YAML 1.2 has them, so that ``3e-6`` is a number and not a text. A later value takes the place of an
-earlier one; ``a.b=1`` reaches into a dict. No torch, no megatron-core. ``arguments/llamafactory/run.py`` asks.
+earlier one; ``a.b=1`` reaches into a dict. No torch, no megatron-core. ``run.py`` asks.
 """
 
 import json

@@ -4,7 +4,7 @@
 A training file is one flat list of keys of five kinds there: of the model, the data, the fine-tuning, the generation
 and the training. Those of training and of Megatron have the names of ``lightning_mcore.arguments`` and go there as they
 are. The others that mean something here are the fields of :class:`FactoryKeys`; all that is left is refused, by
-``arguments/llamafactory/refused_keys.py`` with a reason, or as unknown. ``arguments/llamafactory/run.py`` sorts them.
+``refused_keys.py`` with a reason, or as unknown. ``run.py`` sorts them.
 """
 
 from dataclasses import dataclass
@@ -59,12 +59,12 @@ class FactoryKeys:
         mixed_precision: ``bf16_mixed`` is ``bf16: true``, ``fp16_mixed`` is ``fp16: true``; None: what those say.
         export_hf_on_finish: Write the model in Hugging Face form at the end.
         masked_softmax_fusion: A field of ``TransformerConfig``; None keeps its default.
-        deepspeed: DeepSpeed's config, a file or the dict itself; see ``arguments/llamafactory/translated_keys.py``, also for the next four.
+        deepspeed: DeepSpeed's config, a file or the dict itself; see ``translated_keys.py``, also for the next four.
         pure_bf16: The same as ``bf16``.
         flash_attn: Megatron's attention is used.
         enable_liger_kernel: Megatron's layers are used.
         use_v1_kernels: The same.
-        use_dft_loss: The loss of Dynamic Fine-Tuning, see ``arguments/llamafactory/dft_loss.py``.
+        use_dft_loss: The loss of Dynamic Fine-Tuning, see ``dft_loss.py``.
         use_mca: This is such a run anyway.
         use_megatron_bridge: This is such a run anyway.
     """

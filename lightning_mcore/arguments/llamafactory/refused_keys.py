@@ -2,8 +2,8 @@
 """Keys of LLaMA-Factory that this package does not carry out, each with its default there and the reason.
 
 A key at its default asks for nothing, and passes: files often spell defaults out. With any other value it is refused
-with its reason, because a run without it would be another one. Pure data; ``arguments/llamafactory/keys.py`` has the keys that are
-carried out, and ``arguments/llamafactory/run.py`` goes through both. The test of this table holds it against the number of keys there.
+with its reason, because a run without it would be another one. Pure data; ``keys.py`` has the keys that are
+carried out, and ``run.py`` goes through both. The test of this table holds it against the number of keys there.
 """
 
 from typing import Any

@@ -3,10 +3,10 @@
 
 ``alpaca`` rows are an instruction, more of it in another column, and an answer, perhaps with earlier exchanges;
 ``sharegpt`` and ``openai`` rows a list of messages under the dataset's own names of roles. What differs from
-``data/finetuning/conversations.py``: the names come from ``dataset_info.json``, the two parts of an instruction are joined by one
-line break, and a conversation that does not alternate is left out and counted, because there a file with a few such
-rows is trained on too. A row that calls tools is refused: the templates here do not write them.
-``arguments/llamafactory/data.py`` gives the readings of this file to the data module.
+``data/finetuning/conversations.py``: the names come from ``dataset_info.json``, the two parts of an instruction are
+joined by one line break, and a conversation that does not alternate is left out and counted, because there a file with
+a few such rows is trained on too. A row that calls tools is refused: the templates here do not write them. ``data.py``
+gives the readings of this file to the data module.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

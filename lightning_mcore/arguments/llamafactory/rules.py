@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which keys of a LLaMA-Factory file contradict each other, and which values are not carried out.
 
-Each rule is one sentence that names the keys; ``arguments/llamafactory/run.py`` asks before it makes anything of a file.
+Each rule is one sentence that names the keys; ``run.py`` asks before it makes anything of a file.
 """
 
 from collections.abc import Mapping

@@ -2,7 +2,7 @@
 """A training file of LLaMA-Factory as a run: every key sorted, checked against the others, and carried on.
 
 :func:`read_run` makes a :class:`FactoryRun` of a file, or says in one sentence why it cannot be run. What it holds are
-the keys that mean something here (``arguments/llamafactory/keys.py``), the arguments of training and of Megatron, and the datasets. No
+the keys that mean something here (``keys.py``), the arguments of training and of Megatron, and the datasets. No
 model is built and no data is read for it, and neither Lightning nor megatron-core is imported: ``lightning-mcore plan``
 goes this way too. ``cli/llamafactory.py`` runs what comes out.
 """

@@ -12,7 +12,7 @@ whole text. A template that writes earlier turns differently once more messages 
 refused. A token that reaches over the beginning of a turn is not learnt.
 
 A tokenizer without a chat template can do one exchange alone: the prompt with the special tokens that the tokenizer
-puts before a text, the response, and the EOS token. ``data/finetuning/datamodule.py`` and ``data/finetuning/stream_loader.py`` call
+puts before a text, the response, and the EOS token. ``datamodule.py`` and ``stream_loader.py`` call
 :class:`ChatEncoder`.
 """
 

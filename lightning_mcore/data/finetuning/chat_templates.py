@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat templates by name: how the turns of a conversation are written around, for models that were trained that way.
 
-Most tokenizers bring a chat template of their own, in Jinja, and ``data/finetuning/chat.py`` goes by it. LLaMA-Factory goes by
+Most tokenizers bring a chat template of their own, in Jinja, and ``chat.py`` goes by it. LLaMA-Factory goes by
 templates of its own, which a training file names: ``template: llama3``. Those for text models of the families that this
 package knows are here, as plain data and under the same names, so that a conversation becomes the same tokens.
 
 A :class:`ChatTemplate` says what is written before and after the text of each turn, in *pieces*. Each piece is
 tokenised by itself, which fixes where tokens end: at the edges of a turn, whatever the text in it begins with. A piece
-is text, with ``{text}`` where that of the turn goes, or :data:`BOS` or :data:`EOS`. ``data/finetuning/template_encoder.py`` makes
+is text, with ``{text}`` where that of the turn goes, or :data:`BOS` or :data:`EOS`. ``template_encoder.py`` makes
 tokens of all this; ``MCoreFinetuningData(template=...)`` takes a name or a template.
 """
 

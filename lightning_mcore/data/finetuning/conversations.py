@@ -10,7 +10,7 @@ Data sets for fine-tuning come in four forms, and each has columns of its own, s
 
 A text that is null counts as empty, and a row without an answer is left out and counted. Other columns, and other
 fields of a message, are left alone; a message that calls tools is refused, because its text alone would teach something
-else. ``data/finetuning/chat.py`` makes tokens of the messages.
+else. ``chat.py`` makes tokens of the messages.
 """
 
 from collections.abc import Iterable, Mapping

@@ -4,19 +4,20 @@
 What happens to a file, and when:
 
 1. ``prepare_data``, on one process of each machine, reads the files with Hugging Face ``datasets``, makes a
-   conversation of each row (``data/finetuning/conversations.py``) and tokens of each conversation (``data/finetuning/chat.py``). The tokens are
+   conversation of each row (``conversations.py``) and tokens of each conversation (``chat.py``). The tokens are
    kept in the cache of ``datasets``, named after the files, the tokenizer and the settings that decide them, so that
    the next run finds them.
 2. ``setup``, on every rank, opens the cache, leaves out what teaches nothing, cuts or splits what is longer than a row,
-   and decides which samples share a row (``data/packing/dataset.py``). What became of the samples is one line in the log.
-   What is wrong with the files, or with a row, is the same sentence on every rank.
+   and decides which samples share a row (``data/packing/dataset.py``). What became of the samples is one line in the
+   log. What is wrong with the files, or with a row, is the same sentence on every rank.
 3. The loaders read rows in an order that is the same on every layout (``data/sampling.py``).
 
 A checkpoint says what the training data was made of. A run that goes on in the middle of an epoch needs the same; one
 that goes on from the end of an epoch warns of what changed.
 
-With ``streaming`` nothing is prepared: training files are tokenised and packed while they are read (``data/finetuning/stream_loader.py``).
-Batches are packed or dense ones, as ``data/packing/rows.py`` describes them, for ``MCoreModule.forward_step``.
+With ``streaming`` nothing is prepared: training files are tokenised and packed while they are read
+(``stream_loader.py``). Batches are packed or dense ones, as ``data/packing/rows.py`` describes them, for
+``MCoreModule.forward_step``.
 """
 
 from collections.abc import Callable

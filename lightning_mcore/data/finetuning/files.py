@@ -3,7 +3,7 @@
 
 ``datasets`` reads jsonl and parquet fast and keeps what it read in a cache. Of a broken file it does not say which one
 it is, nor which line. So where it fails the files are read once more, slowly, until the place is found
-(:func:`explained`). ``data/finetuning/datamodule.py`` and ``data/finetuning/stream.py`` open files here.
+(:func:`explained`). ``datamodule.py`` and ``stream.py`` open files here.
 """
 
 import contextlib

@@ -8,7 +8,7 @@ with its rows: tokenise, draw from a buffer in random order, pack online, put ``
 
 From time to time an item carries a *state*: how far the files are read, the samples in the buffer, the open rows, the
 random numbers. It is plain data. A reader that is given a state goes on with exactly the items that come after it.
-``data/finetuning/stream_loader.py`` runs the readers and keeps their states.
+``stream_loader.py`` runs the readers and keeps their states.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``StreamLoader``: batches of a stream for training, on every data-parallel rank alike, resumed exactly.
 
-Each data-parallel rank has one reader (``data/finetuning/stream.py``) in its own process, or one in each worker. The batches of
+Each data-parallel rank has one reader (``stream.py``) in its own process, or one in each worker. The batches of
 workers are taken in turns. What this loader adds:
 
 * **One end for all.** The shares of the ranks do not have exactly as many batches. Before a batch is handed out the
@@ -9,10 +9,10 @@ workers are taken in turns. What this loader adds:
   log. A failure of one rank, such as a broken line, is the failure of all, with the same words. So is an epoch without
   any batch: nothing would be learnt, and a run that counts steps would never end.
 * **Its own state in the checkpoint.** Lightning saves the state of a loader that has ``state_dict``, and
-  ``strategy/resume.py`` keeps one for each data-parallel rank. It says how many batches of the epoch count, which is not
-  how many were handed out: Lightning reads one batch ahead, and a checkpoint between two optimizer steps belongs to the
-  last of them. Readers send their states from time to time, so it holds of each reader a state and how many batches to
-  make again from there, without training on them.
+  ``strategy/resume.py`` keeps one for each data-parallel rank. It says how many batches of the epoch count, which is
+  not how many were handed out: Lightning reads one batch ahead, and a checkpoint between two optimizer steps belongs to
+  the last of them. Readers send their states from time to time, so it holds of each reader a state and how many batches
+  to make again from there, without training on them.
 
 A state belongs to one place among the data-parallel ranks, and to one number of workers; in the middle of an epoch a
 run goes on with as many. ``MCoreFinetuningData(streaming=True)`` makes this loader.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Conversations as tokens by a template of ``data/finetuning/chat_templates.py``, and which of them are learnt.
+r"""Conversations as tokens by a template of ``chat_templates.py``, and which of them are learnt.
 
 A conversation is a system's text, if there is one, and *exchanges*: a user's turn and an answer. Each exchange becomes
 two lists of tokens, the prompt and the answer, of which the second is learnt. What stands before the first turn is part
-of the first prompt. :class:`TemplateEncoder` has the interface of ``chat_tokens.ChatEncoder``; ``data/finetuning/tokenized.py``
+of the first prompt. :class:`TemplateEncoder` has the interface of ``chat_tokens.ChatEncoder``; ``tokenized.py``
 makes one or the other.
 
 With ``longest``, exchanges are cut as LLaMA-Factory cuts them, so that an answer to a prompt that is too long is not

@@ -3,7 +3,7 @@
 
 Tokenising is done once. The cache is named after all that decides the tokens: the files with their sizes and times of
 change, the tokenizer with its chat template, and the settings of :class:`Reading`. The length of a row is not among
-them, so that it can be changed without tokenising again. ``data/finetuning/datamodule.py`` asks for the dataset on every rank, one
+them, so that it can be changed without tokenising again. ``datamodule.py`` asks for the dataset on every rank, one
 of each machine first. That one compares the cache with its checksums, and makes it anew where they differ
 (``data/checked_cache.py``). The rows that Hugging Face ``datasets`` reads on the way are not kept: nothing would tell
 whether they are still those of the files.

@@ -11,7 +11,7 @@ the best fit for a sample of length ``l`` is so again for the next one, until le
 A :class:`TokenSample` of ``l + 1`` tokens takes ``l`` places: each token but the last predicts the next. What does not
 fit into a row or teaches nothing is dealt with first, by :func:`fit_sample`, and counted.
 
-``data/packing/rows.py`` makes tensors of the rows, ``data/packing/online.py`` is the form for streams.
+``rows.py`` makes tensors of the rows, ``online.py`` is the form for streams.
 """
 
 from bisect import bisect_left, insort

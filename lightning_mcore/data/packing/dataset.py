@@ -118,7 +118,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return a row; ``data/packing/rows.py`` says what is in it."""
+        """Return a row; ``rows.py`` says what is in it."""
         return build_row(self._samples.take(self._rows[index]), self._row_length, self._multiple)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What became of samples on their way into rows: counts, the share of the rows that is filled, one line for the log.
 
-Every sample that is cut, split or left out is counted here, so that nothing disappears in silence. ``data/packing/best_fit.py`` and
-``data/packing/online.py`` count, ``packed_rows.pack`` and the data modules log the line.
+Every sample that is cut, split or left out is counted here, so that nothing disappears in silence. ``best_fit.py`` and
+``online.py`` count, ``packed_rows.pack`` and the data modules log the line.
 """
 
 import dataclasses

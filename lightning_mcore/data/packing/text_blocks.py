@@ -2,7 +2,7 @@
 """Documents one after another, cut into blocks of one length: the rows of pretraining on tokenised files.
 
 Attention goes across the documents in a block, as it does in Megatron's pretraining and in LLaMA-Factory's; for
-documents that do not see each other, pack them (``data/packing/dataset.py``). The tokens stay in the memory-mapped files of
+documents that do not see each other, pack them (``dataset.py``). The tokens stay in the memory-mapped files of
 ``datasets``. The data of a LLaMA-Factory file with ``stage: pt`` are made of it.
 """
 

@@ -16,7 +16,7 @@ cut off when the command goes on, and what counts is compared with its checksums
 making it. The journal also remembers the end of the last file that is done as a whole: when a later one was mended, the
 command goes on from there. At the end the files get their names, the index last, for Megatron needs both.
 
-``data/preprocess/run.py`` is the only user.
+``run.py`` is the only user.
 """
 
 import contextlib

@@ -5,7 +5,7 @@ One thread hands out pieces and takes in tokens. A worker has a piece in hand an
 wait. Results that come early wait for their turn; how far the fastest worker may run ahead is limited, and so is the
 memory.
 
-``data/preprocess/run.py`` owns the workers; ``data/preprocess/worker.py`` is what they run.
+``run.py`` owns the workers; ``worker.py`` is what they run.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ class Workers:
 
     Args:
         count: How many.
-        settings: Of ``data/preprocess/worker.py``.
+        settings: Of ``worker.py``.
     """
 
     def __init__(self, count: int, settings: dict[str, Any]) -> None:

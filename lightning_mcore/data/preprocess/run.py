@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lightning-mcore preprocess``: Megatron's indexed datasets from text, jsonl and parquet files.
 
-The input is cut into pieces (``data/preprocess/inputs.py``), processes of their own tokenise these
-(``data/preprocess/pool.py``) and the tokens are written in the order of the input (``data/preprocess/journal.py``). So the
+The input is cut into pieces (``inputs.py``), processes of their own tokenise these
+(``pool.py``) and the tokens are written in the order of the input (``journal.py``). So the
 dataset is the same, byte for byte, whatever the number of workers and however often the command was interrupted: it
 goes on where it stopped.
 
-:func:`preprocess` is the command as a function; ``cli/__init__.py`` gives it a command line. ``data/pretraining/datamodule.py`` and
-Megatron-LM read what it makes.
+:func:`preprocess` is the command as a function; ``cli/__init__.py`` gives it a command line.
+``data/pretraining/datamodule.py`` and Megatron-LM read what it makes.
 """
 
 import importlib

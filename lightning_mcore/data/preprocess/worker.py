@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker of ``lightning-mcore preprocess``: reads pieces of the input and sends their tokens back.
 
-It is a program of its own, ``python -P data/preprocess/worker.py DESCRIPTOR``, that imports nothing of this package: it has
-started after 0.1 s with 20 MB, where the package takes 5 s and 440 MB. The start methods of multiprocessing would
-import the caller's script, which may have no main guard, or fork a process that has threads. ``data/preprocess/pool.py``
-starts it and talks to it over the pipe of that descriptor, in plain tuples:
+It is a program of its own, ``python -P data/preprocess/worker.py DESCRIPTOR``, that imports nothing of this package: it
+has started after 0.1 s with 20 MB, where the package takes 5 s and 440 MB. The start methods of multiprocessing would
+import the caller's script, which may have no main guard, or fork a process that has threads. ``pool.py`` starts it and
+talks to it over the pipe of that descriptor, in plain tuples:
 
 =========  ================================================================================================
-to it      settings (dict) once, then pieces (dict, made by ``data/preprocess/inputs.py``); the pipe's end ends it
+to it      settings (dict) once, then pieces (dict, made by ``inputs.py``); the pipe's end ends it
 from it    ``("done", tokens, lengths, empty, text bytes)``, or ``("refused", sentence)`` for bad input, or
            ``("failed", traceback)``
 =========  ================================================================================================

@@ -4,18 +4,18 @@
 Megatron cuts documents into samples and shuffles them once, into index files that all ranks then map. Its
 ``BlendedMegatronDatasetBuilder`` puts barriers between rank 0, which writes those files, and the others, which read
 them; when rank 0 fails the others wait for it until the process group's timeout. Its classes need no barriers. Here
-rank 0 builds, every rank hears how that went (``parallel/consensus.py``), and then all of them read. The samples are those of
-the builder; a test compares both.
+rank 0 builds, every rank hears how that went (``parallel/consensus.py``), and then all of them read. The samples are
+those of the builder; a test compares both.
 
 Index files stand in ``CACHE_DIR/<digest>``, which appears when they are whole, and is made anew when they are not as
-they were made (``data/checked_cache.py``). The digest covers the dataset's files, too: Megatron's own names do not, so that
-a dataset that was made anew would meet the index of the old one.
+they were made (``data/checked_cache.py``). The digest covers the dataset's files, too: Megatron's own names do not, so
+that a dataset that was made anew would meet the index of the old one.
 
 Megatron reads index files with ``numpy.load(allow_pickle=True)``, which runs whatever somebody has put there. The two
 classes here write them as Megatron does and read them without. What is read of a .bin file that has checksums is
 compared with them, block by block.
 
-``data/pretraining/datamodule.py`` is the only user.
+``datamodule.py`` is the only user.
 """
 
 import copy

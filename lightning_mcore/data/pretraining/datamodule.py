@@ -2,9 +2,9 @@
 """``MCorePretrainingData``: a LightningDataModule on Megatron's indexed datasets, blends and splits.
 
 ``lightning-mcore preprocess`` or Megatron-LM makes the files. Megatron's ``GPTDataset`` cuts their documents into rows
-of ``seq_length`` tokens and shuffles them; ``data/pretraining/blend.py`` builds it. Its order does not know of ranks, so the
-loaders of ``data/sampling.py`` read it as it stands: every step sees the same samples whatever the layout, and a resumed run
-goes on with the next.
+of ``seq_length`` tokens and shuffles them; ``blend.py`` builds it. Its order does not know of ranks, so the loaders of
+``data/sampling.py`` read it as it stands: every step sees the same samples whatever the layout, and a resumed run goes
+on with the next.
 
 That order depends on the number of samples that are drawn, which follows from ``max_steps``: Megatron puts as many
 passes over the documents in a row as it takes, and shuffles over all of them. A run that is resumed with another number

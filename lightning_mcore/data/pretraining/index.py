@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's indexed datasets as files: ``PREFIX.bin`` holds tokens, ``PREFIX.idx`` where each document lies in it.
 
-``data/preprocess/run.py`` writes them and ``data/pretraining/datamodule.py`` looks into them before it gives them to Megatron. Megatron's
-own ``IndexedDatasetBuilder`` keeps every document as several Python objects, 150 bytes each, and takes torch and four
-seconds to import; here the same bytes come from whole arrays. A test compares both.
+``data/preprocess/run.py`` writes them and ``datamodule.py`` looks into them before it gives them to Megatron.
+Megatron's own ``IndexedDatasetBuilder`` keeps every document as several Python objects, 150 bytes each, and takes torch
+and four seconds to import; here the same bytes come from whole arrays. A test compares both.
 
 Two more files are ours. ``PREFIX.preprocess.json`` has the tokenizer's vocabulary and end-of-document token, which the
 others do not say; nothing needs it but a data module that is asked to tell documents apart. ``PREFIX.checksums`` has

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user says of indexed datasets: which, with which weights, and which share of them is for what; checked.
 
-``data/pretraining/datamodule.py`` reads its arguments with these functions. They look at no file.
+``datamodule.py`` reads its arguments with these functions. They look at no file.
 """
 
 import math

@@ -5,7 +5,7 @@ A step may log a name on some batches only (``if mask.any(): self.log(...)``). W
 each name over the data-parallel ranks at the end of the run; a rank that never logged it would not take part, and the
 others would wait for it, or take the value of another name for it. So at the last batch of each dataloader the ranks
 compare what they have, log what they lack with no weight, and put all into one order, for that is the order in which
-they merge. The same happens at the end of an epoch of a plain module; with ``pipeline()``, ``strategy/logs/step.py`` settles it
+they merge. The same happens at the end of an epoch of a plain module; with ``pipeline()``, ``step.py`` settles it
 at each step.
 
 The strategy calls :meth:`EvaluationNames.start`, :meth:`EvaluationNames.end_of_batch` and :func:`agree_on_names`.
