@@ -99,7 +99,7 @@ _HOMES = {
     "collate_padded": "data.packing.rows",
     "collate_rows": "data.packing.rows",
     "pack": "data.packing.rows",
-    "single_process": "parallel.session",
+    "single_process": "layers.session",
 }
 """The module of each name."""
 

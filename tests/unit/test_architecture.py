@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "lightning_mcore"
-PACKAGE_FILES = sorted(PACKAGE.rglob("*.py"))
+PACKAGE_FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.stem != "__main__")
 PYTHON_FILES = sorted(
     path for folder in ("lightning_mcore", "tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")
 )

@@ -12,6 +12,7 @@ from lightning_mcore.config import field_support
 from lightning_mcore.config.field_support import check_fields
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.layers.multi_token import check_multi_token, multi_token_prediction
+from lightning_mcore.layers.spec import check_backend
 from lightning_mcore.parallel.chunks import pipeline_config
 from lightning_mcore.parallel.pipeline import Pipeline
 
@@ -159,7 +160,7 @@ def test_fields_of_other_models_are_refused_for_a_gpt_alone(name: str) -> None:
 )
 def test_combinations_that_megatron_would_compute_wrongly_are_refused(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        check_fields(config_of(**fields), "local", "cpu")
+        check_backend(config_of(**fields), "local", "cpu")
 
 
 def test_a_model_of_ones_own_is_checked_too() -> None:

@@ -45,8 +45,8 @@ def refusal(folder: Path, **options: Any) -> str:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    for file in ("streaming", "finetuning_data"):
-        monkeypatch.setattr(f"lightning_mcore.data.{file}.rank_zero_info", lines.append)
+    for file in ("stream_loader", "datamodule"):
+        monkeypatch.setattr(f"lightning_mcore.data.finetuning.{file}.rank_zero_info", lines.append)
     return lines
 
 
