@@ -159,7 +159,7 @@ def _what_is_wrong(file: str) -> str | None:
 
         try:
             ParquetFile(file).close()
-        except (ArrowException, OSError) as error:
+        except (ArrowException, OSError, ValueError) as error:  # a name in it may not be UTF-8
             return f"{file} is no whole parquet file: {' '.join(str(error).split())}"
         return None
     with open(file, "rb") as lines:
