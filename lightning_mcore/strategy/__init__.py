@@ -1,6 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """``MCoreStrategy``, ``MCorePrecision`` and ``MCoreModule``: what runs a LightningModule on megatron-core."""
 
-from lightning_mcore.strategy.strategy import MCoreStrategy
+import lightning
+
+LIGHTNING = "2.6"
+"""The minor release of Lightning that this package is tested with."""
+
+
+def check_lightning() -> None:
+    """Refuse another minor release of Lightning: some of what this package reads there has no public name.
+
+    Raises:
+        ImportError: Another one is installed.
+    """
+    if not lightning.__version__.startswith(f"{LIGHTNING}."):
+        following = f"2.{int(LIGHTNING.split('.')[1]) + 1}"
+        raise ImportError(
+            f"lightning {lightning.__version__} is installed, and lightning_mcore works with {LIGHTNING}; install it:"
+            f' pip install "lightning>={LIGHTNING},<{following}"'
+        )
+
+
+check_lightning()
+
+from lightning_mcore.strategy.strategy import MCoreStrategy  # noqa: E402 - a name that is missing is not the first error
 
 __all__ = ["MCoreStrategy"]
