@@ -130,9 +130,7 @@ def sources(owner: type | ModuleType) -> list[str]:
 
 def test_another_minor_release_of_lightning_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning.__version__", "2.7.1")
-    with pytest.raises(
-        ImportError, match=r"^lightning 2\.7\.1 is installed, .*: pip install \"lightning>="
-    ):
+    with pytest.raises(ImportError, match=r"^lightning 2\.7\.1 is installed, .*: pip install \"lightning>="):
         check_lightning()
 
 
