@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_mcore.layers.language_step import IGNORED_LABEL
+from lightning_mcore.layers.inputs import IGNORED_LABEL
 from lightning_mcore.layers.sampling import vocab_parallel_argmax
 from lightning_mcore.parallel.groups import process_group, process_groups_are_open
 

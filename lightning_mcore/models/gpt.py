@@ -27,13 +27,13 @@ from lightning_mcore.config.model_shape import ModelShape
 from lightning_mcore.config.positions import PositionEmbedding, check_positions, gpt_arguments, set_yarn
 from lightning_mcore.config.sizes import require_size
 from lightning_mcore.layers import sampling
-from lightning_mcore.layers.language_step import (
+from lightning_mcore.layers.inputs import (
     ModelInputs,
     check_places,
     check_vocabulary,
     microbatch_shape,
-    token_mean,
 )
+from lightning_mcore.layers.losses import token_mean
 from lightning_mcore.layers.metrics import TokenAccuracy, TokenPerplexity
 from lightning_mcore.layers.multi_token import MultiTokenGPT, check_multi_token, gpt_mtp_block_spec
 from lightning_mcore.layers.spec import TransformerImpl, check_backend, gpt_block_spec, resolve_transformer_impl

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mcore.config.throughput import StepClock, model_copies, training_flops_per_token
-from lightning_mcore.layers.language_step import num_tokens
+from lightning_mcore.layers.inputs import num_tokens
 from lightning_mcore.strategy.module import MCoreModule
 
 

@@ -26,14 +26,13 @@ from lightning_mcore.checkpoint.io import MCoreCheckpointIO, checked_file
 from lightning_mcore.checkpoint.weights import build_from_checkpoint, hyper_parameters_of, load_weights, refuse_code
 from lightning_mcore.config.layout import ModelShape, ParallelLayout
 from lightning_mcore.config.loss_normalization import LossNormalization, check_normalization
-from lightning_mcore.layers.language_step import (
+from lightning_mcore.layers.inputs import (
     ModelInputs,
     is_packed,
     microbatch_shape,
-    sample_mean,
     split_packed_batch,
-    token_mean,
 )
+from lightning_mcore.layers.losses import sample_mean, token_mean
 from lightning_mcore.layers.session import SingleModelSession, single_process
 from lightning_mcore.parallel.context import split_for_context_parallel
 from lightning_mcore.parallel.groups import pipeline_stage, process_group, process_groups_are_open, used_by
@@ -181,7 +180,7 @@ class MCoreModule(pl.LightningModule):
         every layout; Lightning's own strategies average microbatches and ranks.
 
         Args:
-            batch: ``tokens`` and ``labels``, [b, s], dense or packed; see ``layers/language_step.py`` for what else.
+            batch: ``tokens`` and ``labels``, [b, s], dense or packed; see ``layers/inputs.py`` for what else.
             normalization: Mean over tokens, or over samples of the mean over the tokens of each.
 
         Returns:

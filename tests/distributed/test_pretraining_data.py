@@ -24,7 +24,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from torch import Tensor
 
 from lightning_mcore import MCoreGPT
-from lightning_mcore.data.file_checksums import checksums_of
+from lightning_mcore.data.checked_files import checksums_of
 from lightning_mcore.data.pretraining.blend import Rows, _EndOfDocument
 from lightning_mcore.data.pretraining.datamodule import MCorePretrainingData
 from lightning_mcore.data.pretraining.index import (

@@ -11,8 +11,15 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lightning_mcore.data.finetuning.chat_templates import BOS, TEMPLATES, TEXT, ChatTemplate, named_template
-from lightning_mcore.data.finetuning.template_encoder import DocumentEncoder, TemplateEncoder
+from lightning_mcore.data.finetuning.templates import (
+    BOS,
+    TEMPLATES,
+    TEXT,
+    ChatTemplate,
+    DocumentEncoder,
+    TemplateEncoder,
+    named_template,
+)
 from lightning_mcore.data.packing.best_fit import TokenSample
 
 # What LLaMA-Factory (ff6d4d12) makes of the conversations below: stretches of text, and whether each is learnt.

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore.data.finetuning.chat import ChatEncoder
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
-from lightning_mcore.data.packing.multiples import PackingMultiples
+from lightning_mcore.data.packing.rows import PackingMultiples
 from tests.chats import Row, characters, exchanges, write
 
 Samples = dict[int, tuple[list[int], list[int]]]

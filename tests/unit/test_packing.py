@@ -10,6 +10,7 @@ import pytest
 
 from lightning_mcore.data.packing.best_fit import (
     PackedRows,
+    PackingStatistics,
     TokenSample,
     as_samples,
     count_rows,
@@ -17,7 +18,6 @@ from lightning_mcore.data.packing.best_fit import (
     fit_samples,
     pack_lengths,
 )
-from lightning_mcore.data.packing.statistics import PackingStatistics
 
 SEEDS = range(60)
 
@@ -275,7 +275,7 @@ def test_counts_add_up_and_say_what_was_lost(caplog: pytest.LogCaptureFixture) -
     cut.add_rows(2, 8, 12, 1)
     total = cut + split
 
-    with caplog.at_level(logging.INFO, "lightning_mcore.data.packing.statistics"):
+    with caplog.at_level(logging.INFO, "lightning_mcore.data.packing.best_fit"):
         total.log()
 
     assert str(total) == (
@@ -288,7 +288,7 @@ def test_counts_add_up_and_say_what_was_lost(caplog: pytest.LogCaptureFixture) -
 
 
 def test_counts_without_losses_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "lightning_mcore.data.packing.statistics"):
+    with caplog.at_level(logging.INFO, "lightning_mcore.data.packing.best_fit"):
         PackingStatistics(samples=2, packed=2).log()
 
     assert [record.levelname for record in caplog.records] == ["INFO"]

@@ -226,7 +226,7 @@ def test_what_does_not_fit_into_one_row_is_refused() -> None:
 
 
 def test_packing_says_in_the_log_what_was_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "lightning_mcore.data.packing.statistics"):
+    with caplog.at_level(logging.INFO, "lightning_mcore.data.packing.best_fit"):
         pack([[1, 2, 3], [4], list(range(20))], 8, overlong="cut", empty="drop")
 
     assert caplog.messages == [

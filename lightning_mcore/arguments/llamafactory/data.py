@@ -3,7 +3,7 @@
 
 Each dataset is tokenised by its own reading, and kept in the cache by itself; then they stand one after another. Rows
 of conversations are packed or padded as the data module does it. Texts, the stage ``pt``, stand one after another and
-are cut into blocks (``data/packing/text_blocks.py``), or each has a row of its own. ``run.py`` says which; the command
+are cut into blocks (``data/packing/dataset.py``), or each has a row of its own. ``run.py`` says which; the command
 makes it.
 """
 
@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from lightning_mcore.arguments.llamafactory.rows import FactoryReading
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.data.finetuning.files import with_rows
-from lightning_mcore.data.packing.dataset import TokenizedSamples
-from lightning_mcore.data.packing.text_blocks import TextBlocks
+from lightning_mcore.data.packing.dataset import TextBlocks, TokenizedSamples
 
 
 class FactoryData(MCoreFinetuningData):

@@ -17,7 +17,7 @@ import numpy as np
 
 from lightning_mcore.arguments.llamafactory.datasets import DatasetEntry
 from lightning_mcore.data.finetuning.conversations import Message, Row
-from lightning_mcore.data.finetuning.template_encoder import DocumentEncoder
+from lightning_mcore.data.finetuning.templates import DocumentEncoder
 from lightning_mcore.data.finetuning.tokenized import Encoder, Reading
 
 

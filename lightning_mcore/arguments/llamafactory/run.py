@@ -22,7 +22,7 @@ from lightning_mcore.arguments.llamafactory.rules import check_keys
 from lightning_mcore.arguments.llamafactory.translated_keys import notes_of, translated
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.config.text import unknown_name
-from lightning_mcore.data.finetuning.chat_templates import ChatTemplate, named_template
+from lightning_mcore.data.finetuning.templates import ChatTemplate, named_template
 from lightning_mcore.data.preprocess.tokenizer import auto_tokenizer
 from lightning_mcore.hf.config import family_of, read_config
 

@@ -33,11 +33,11 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from lightning_mcore.config.sizes import require_flag, require_size
-from lightning_mcore.data.finetuning.chat_templates import ChatTemplate, named_template
 from lightning_mcore.data.finetuning.conversations import Format, LossOn, require_choice
 from lightning_mcore.data.finetuning.files import find_files, load_rows, require_same_columns, with_rows
 from lightning_mcore.data.finetuning.stream import StreamSettings
 from lightning_mcore.data.finetuning.stream_loader import StreamLoader
+from lightning_mcore.data.finetuning.templates import ChatTemplate, named_template
 from lightning_mcore.data.finetuning.tokenized import (
     Reading,
     columns_of_stream,
@@ -47,11 +47,9 @@ from lightning_mcore.data.finetuning.tokenized import (
     tokenize_files,
 )
 from lightning_mcore.data.loop_position import Place
-from lightning_mcore.data.packing.best_fit import Overlong
+from lightning_mcore.data.packing.best_fit import Overlong, PackingStatistics
 from lightning_mcore.data.packing.dataset import PackedDataset, TokenizedSamples
-from lightning_mcore.data.packing.multiples import PackingMultiples, packing_multiples
-from lightning_mcore.data.packing.rows import collate_padded, collate_rows
-from lightning_mcore.data.packing.statistics import PackingStatistics
+from lightning_mcore.data.packing.rows import PackingMultiples, collate_padded, collate_rows, packing_multiples
 from lightning_mcore.data.preprocess.tokenizer import auto_tokenizer
 from lightning_mcore.data.sampling import data_parallel_place, evaluation_loader, training_loader
 from lightning_mcore.parallel.consensus import decide, together
@@ -79,7 +77,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
         response_column: Column of the response, of ``prompt_response``.
         loss_on: What is learnt: the turns of the ``assistant``, the ``last_assistant`` turn alone, or ``all`` tokens.
         template: The way in which turns are written: the name of a template of LLaMA-Factory, as ``llama3``, or a
-            :class:`~lightning_mcore.data.finetuning.chat_templates.ChatTemplate`; None for the tokenizer's own.
+            :class:`~lightning_mcore.data.finetuning.templates.ChatTemplate`; None for the tokenizer's own.
         packing: Put several samples into a row; otherwise each has a row of its own, as long as the longest of a batch.
         overlong: A sample that is longer than a row is an ``error``, or it is ``cut`` or ``split``.
         streaming: Read, tokenise and pack the training files while training; for files that are too many to prepare.

@@ -23,10 +23,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 from lightning_mcore.data.finetuning.conversations import Row
 from lightning_mcore.data.finetuning.files import explained, load_rows, name_of_row
 from lightning_mcore.data.finetuning.tokenized import Encoder, RowReader
-from lightning_mcore.data.packing.best_fit import Overlong, TokenSample, fit_sample
+from lightning_mcore.data.packing.best_fit import Overlong, PackingStatistics, TokenSample, fit_sample
 from lightning_mcore.data.packing.online import OnlinePacker
 from lightning_mcore.data.packing.rows import collate_padded, collate_rows
-from lightning_mcore.data.packing.statistics import PackingStatistics
 
 Batch = dict[str, Tensor]
 State = dict[str, Any]

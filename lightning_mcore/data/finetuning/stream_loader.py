@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore.data.finetuning.stream import Batch, Item, ReaderPlace, ReaderStreams, StreamSettings
 from lightning_mcore.data.loop_position import Place
-from lightning_mcore.data.packing.statistics import PackingStatistics
+from lightning_mcore.data.packing.best_fit import PackingStatistics
 from lightning_mcore.parallel.consensus import all_true, gather, together
 
 T = TypeVar("T")

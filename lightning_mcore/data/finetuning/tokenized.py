@@ -5,7 +5,7 @@ Tokenising is done once. The cache is named after all that decides the tokens: t
 change, the tokenizer with its chat template, and the settings of :class:`Reading`. The length of a row is not among
 them, so that it can be changed without tokenising again. ``datamodule.py`` asks for the dataset on every rank, one
 of each machine first. That one compares the cache with its checksums, and makes it anew where they differ
-(``data/checked_cache.py``). The rows that Hugging Face ``datasets`` reads on the way are not kept: nothing would tell
+(``data/checked_files.py``). The rows that Hugging Face ``datasets`` reads on the way are not kept: nothing would tell
 whether they are still those of the files.
 
 Beside the tokens lies what they were made of (:func:`sources_of`), by which a run that is resumed knows its data again.
@@ -24,10 +24,8 @@ from typing import Any, Protocol
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_mcore.data.checked_cache import stand
-from lightning_mcore.data.file_checksums import fingerprints
+from lightning_mcore.data.checked_files import cached_folder, fingerprints
 from lightning_mcore.data.finetuning.chat import ChatEncoder
-from lightning_mcore.data.finetuning.chat_templates import ChatTemplate
 from lightning_mcore.data.finetuning.conversations import (
     ConversationReader,
     Format,
@@ -37,7 +35,7 @@ from lightning_mcore.data.finetuning.conversations import (
     require_choice,
 )
 from lightning_mcore.data.finetuning.files import explained, file_marks, load_rows
-from lightning_mcore.data.finetuning.template_encoder import TemplateEncoder
+from lightning_mcore.data.finetuning.templates import ChatTemplate, TemplateEncoder
 from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.preprocess.tokenizer import tokenizer_digest
 
@@ -156,7 +154,7 @@ def tokenize_files(
             json.dump(describe_sources(files, tokenizer, reading), file)
 
     folder = os.path.join(_cache_folder(cache_dir), "lightning_mcore", key)
-    checksums = stand(folder, make, f"the tokens of {name}", check)
+    checksums = cached_folder(folder, make, f"the tokens of {name}", check)
     return _opened([os.path.join(folder, file) for file in sorted(checksums.files) if file.startswith(_TOKENS)])
 
 

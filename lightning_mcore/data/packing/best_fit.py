@@ -1,29 +1,143 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which samples share a row: best-fit decreasing over the lengths of samples, in plain numpy.
 
-A row of fixed length holds several samples one after another, so that almost nothing of it is padding. Finding the
-fewest rows is bin packing; *best-fit decreasing* takes the samples from the longest to the shortest and puts each into
-the fullest row that still has room. :func:`pack_lengths` gives the result of that rule, without going from sample to
-sample: samples of one length are interchangeable, and so are rows with the same room. A row with room ``r`` that is
-the best fit for a sample of length ``l`` is so again for the next one, until less than ``l`` is left; it takes
-``r // l`` of them at once. So whole stretches of equal rows are filled in one step.
+A row of fixed length holds several samples one after another, so that almost none of it is padding. Finding the fewest
+rows is bin packing. *Best-fit decreasing* takes the samples from the longest to the shortest and puts each into the
+fullest row that still has room. :func:`pack_lengths` gives the result of that rule without going from sample to sample:
+samples of one length are interchangeable, and so are rows with the same room. A row with room ``r`` that is the best
+fit for a sample of length ``l`` is also the best fit for the next one, until less than ``l`` is left; it takes
+``r // l`` of them at once. So whole runs of equal rows are filled in one step.
 
-A :class:`TokenSample` of ``l + 1`` tokens takes ``l`` places: each token but the last predicts the next. What does not
-fit into a row or teaches nothing is dealt with first, by :func:`fit_sample`, and counted.
+A :class:`TokenSample` of ``l + 1`` tokens takes ``l`` places: each token but the last predicts the next. First,
+:func:`fit_sample` handles what does not fit into a row or has nothing to learn. Every sample that is cut, split or left
+out is counted in :class:`PackingStatistics`, which is one line in the log.
 
-``rows.py`` makes tensors of the rows, ``online.py`` is the form for streams.
+``rows.py`` makes tensors of the rows; ``online.py`` packs streams.
 """
 
+import dataclasses
+import logging
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_mcore.config.sizes import require_size
-from lightning_mcore.data.packing.statistics import PackingStatistics
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class PackingStatistics:
+    """Counts of samples, rows and tokens; two of them can be added.
+
+    Args:
+        samples: Samples that were given.
+        packed: Samples that are in the rows, the pieces of a split one counted as one.
+        rows: Rows that were made.
+        tokens: Places in the rows that hold a real token.
+        sub_sequence_padding: Places that fill sub-sequences up to their multiple.
+        row_padding: Places at the ends of rows.
+        cut: Samples that were longer than a row and cut.
+        cut_tokens: Tokens that were cut off them.
+        split: Samples that were longer than a row and split.
+        pieces: Pieces that these were split into.
+        pieces_without_target: Pieces that were left out because no target is in them.
+        too_short: Samples that were left out because they have fewer than two tokens.
+        without_target: Samples that were left out because no target is in them.
+        without_answer: Samples that were left out because nothing in them is said that could be learnt.
+    """
+
+    samples: int = 0
+    packed: int = 0
+    rows: int = 0
+    tokens: int = 0
+    sub_sequence_padding: int = 0
+    row_padding: int = 0
+    cut: int = 0
+    cut_tokens: int = 0
+    split: int = 0
+    pieces: int = 0
+    pieces_without_target: int = 0
+    too_short: int = 0
+    without_target: int = 0
+    without_answer: int = 0
+
+    @property
+    def padding(self) -> int:
+        """Places in the rows that hold no real token."""
+        return self.sub_sequence_padding + self.row_padding
+
+    @property
+    def padding_share(self) -> float:
+        """Share of the places that hold no real token, 0 to 1; 0 where there are no rows."""
+        return self.padding / (self.tokens + self.padding) if self.rows else 0.0
+
+    @property
+    def fill(self) -> float:
+        """Share of the places that hold a real token, 0 to 1; 1 where there are no rows."""
+        return 1.0 - self.padding_share
+
+    @property
+    def left_out(self) -> int:
+        """Samples that are in no row."""
+        return self.without_answer + self.too_short + self.without_target
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every token of every sample is in the rows."""
+        return not (self.cut or self.left_out or self.pieces_without_target)
+
+    def add_rows(self, rows: int, row_length: int, tokens: int, sub_sequence_padding: int) -> None:
+        """Count rows that were made.
+
+        Args:
+            rows: How many.
+            row_length: Places in each, tokens.
+            tokens: Real tokens in all of them.
+            sub_sequence_padding: Places in all of them that fill sub-sequences up to their multiple.
+        """
+        self.rows += rows
+        self.tokens += tokens
+        self.sub_sequence_padding += sub_sequence_padding
+        self.row_padding += rows * row_length - tokens - sub_sequence_padding
+
+    def leave_out_unanswered(self) -> None:
+        """Count a sample in which nothing is said that could be learnt."""
+        self.samples += 1
+        self.without_answer += 1
+
+    def log(self) -> None:
+        """Write the line to the log: a warning where something was left out or cut, else for information."""
+        logger.log(logging.INFO if self.lossless else logging.WARNING, "%s", self)
+
+    def __add__(self, other: Self) -> Self:
+        names = [field.name for field in dataclasses.fields(self)]
+        return type(self)(*(getattr(self, name) + getattr(other, name) for name in names))
+
+    def __str__(self) -> str:
+        filled = f", {self.fill:.2%} filled" if self.rows else ""
+        parts = [
+            f"packed {self.packed:,} of {self.samples:,} samples, {self.tokens:,} tokens, into {self.rows:,} rows"
+            + filled
+        ]
+        if self.cut:
+            parts.append(f"cut {self.cut:,} that were longer than a row by {self.cut_tokens:,} tokens")
+        if self.split:
+            parts.append(f"split {self.split:,} that were longer than a row into {self.pieces:,} pieces")
+        if self.pieces_without_target:
+            parts.append(f"left out {self.pieces_without_target:,} pieces without a target")
+        if self.without_answer:
+            parts.append(f"left out {self.without_answer:,} without an answer")
+        if self.too_short:
+            parts.append(f"left out {self.too_short:,} of fewer than two tokens")
+        if self.without_target:
+            parts.append(f"left out {self.without_target:,} without a target")
+        return "; ".join(parts)
+
 
 Overlong = Literal["error", "cut", "split"]
 Empty = Literal["error", "drop"]

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenised samples from disk as a map-style dataset: one sample a row, or packed rows.
+"""Tokenised samples from disk as map-style datasets: one sample per row, packed rows, or blocks of running text.
 
-What is held in memory are three numbers for each sample (its length, its targets, its row); the tokens stay in the
-memory-mapped files of ``datasets`` until a row is asked for. Rows are packed once, before training, from all samples;
-loaders shuffle whole rows in each epoch. ``data/finetuning/datamodule.py`` makes both.
+Only three numbers per sample are held in memory (its length, its targets, its row). The tokens stay in the
+memory-mapped files of ``datasets`` until a row is asked for. ``data/finetuning/datamodule.py`` makes the datasets.
+
+:class:`PackedDataset` packs rows once, before training, from all samples; loaders shuffle whole rows in each epoch.
+:class:`TextBlocks` joins documents and cuts them into blocks of one length, for pretraining on tokenised files.
+Attention crosses the documents in a block, as in Megatron's and LLaMA-Factory's pretraining; to keep documents apart,
+pack them. A LLaMA-Factory file with ``stage: pt`` uses it.
 """
 
 from collections.abc import Sequence
@@ -14,9 +18,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_mcore.data.packing.best_fit import Overlong, TokenSample, count_rows, fit_sample, pack_lengths
+from lightning_mcore.data.packing.best_fit import (
+    Overlong,
+    PackingStatistics,
+    TokenSample,
+    count_rows,
+    fit_sample,
+    pack_lengths,
+)
 from lightning_mcore.data.packing.rows import build_row
-from lightning_mcore.data.packing.statistics import PackingStatistics
 
 
 class TokenizedSamples(Dataset[TokenSample]):
@@ -126,3 +136,65 @@ def _column(tokenized: Any, name: str) -> NDArray[np.int64]:
     """Return a column of numbers."""
     column: NDArray[np.int64] = tokenized.data.column(name).to_numpy().astype(np.int64)
     return column
+
+
+class TextBlocks(TokenizedSamples):
+    """Blocks of ``row_length + 1`` tokens each, so that a block takes one row; what is left at the end is left out.
+
+    Args:
+        tokenized: A ``datasets.Dataset`` with ``tokens`` (lists of ints) and their ``length``.
+        indices: [n] numbers of the documents of it that belong here.
+        row_length: Places in a row, tokens.
+        name: What the data is, for errors.
+        first_token: Put in the place of the first token of each block; None: that stays.
+
+    Attributes:
+        lengths: [blocks] places that each takes; all are ``row_length``.
+        statistics: What became of the documents.
+
+    Raises:
+        ValueError: All documents together are shorter than a block.
+    """
+
+    def __init__(
+        self,
+        tokenized: Any,
+        indices: NDArray[np.int64],
+        row_length: int,
+        name: str,
+        first_token: int | None = None,
+    ) -> None:
+        self._documents = tokenized.with_format("numpy")
+        self._indices = indices
+        self._block = row_length + 1
+        self._first_token = first_token
+        lengths = np.asarray(tokenized.data.column("length").to_numpy(), np.int64)[indices]
+        counts = np.where(lengths > 0, lengths + 1, 0)  # an empty document has no token
+        self._ends = np.cumsum(counts)
+        total = int(self._ends[-1]) if len(counts) else 0
+        blocks = total // self._block
+        if not blocks:
+            raise ValueError(
+                f"{name} has {total} tokens in all, fewer than the {self._block} of a block; choose a smaller"
+                " seq_length, or give more text"
+            )
+        self.lengths = np.full(blocks, row_length, np.int64)
+        empty = int((counts == 0).sum())
+        self.statistics = PackingStatistics(samples=len(counts), packed=len(counts) - empty, without_answer=empty)
+        self.statistics.add_rows(blocks, row_length, blocks * row_length, 0)
+
+    def __getitem__(self, index: int) -> TokenSample:
+        """Return a block."""
+        start = index * self._block
+        first, last = np.searchsorted(self._ends, [start, start + self._block - 1], side="right").tolist()
+        read = self._documents[self._indices[first : last + 1].tolist()]["tokens"]
+        tokens = np.concatenate([np.asarray(document, np.int64) for document in read])
+        begins = start - (int(self._ends[first - 1]) if first else 0)
+        tokens = tokens[begins : begins + self._block].copy()
+        if self._first_token is not None:
+            tokens[0] = self._first_token
+        return TokenSample(tokens, None, index)
+
+    def take(self, indices: Any) -> list[TokenSample]:
+        """Return several blocks."""
+        return [self[int(index)] for index in indices]

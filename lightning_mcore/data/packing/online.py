@@ -20,9 +20,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_mcore.config.sizes import require_size
-from lightning_mcore.data.packing.best_fit import Empty, Overlong, TokenSample, fit_sample, require_multiple
+from lightning_mcore.data.packing.best_fit import (
+    Empty,
+    Overlong,
+    PackingStatistics,
+    TokenSample,
+    fit_sample,
+    require_multiple,
+)
 from lightning_mcore.data.packing.rows import build_row
-from lightning_mcore.data.packing.statistics import PackingStatistics
 
 
 class _OpenRow(NamedTuple):

@@ -5,24 +5,34 @@ A *packed row* is a dict of tensors without a batch dimension, ``s`` places and 
 
 * ``tokens`` [s], ``labels`` [s] int64: each label is the next token of the same sample, so that no target crosses a
   boundary; 0 where nothing is predicted. ``loss_mask`` [s] fp32: 1 where the label counts.
-* ``position_ids`` [s] int64: they start again in each sub-sequence and count on in its padding.
+* ``position_ids`` [s] int64: they start again in each sub-sequence and continue through its padding.
 * ``cu_seqlens``, ``cu_seqlens_padded`` [n + 1] int32, with TransformerEngine's meaning: sub-sequence ``i`` lies at
   ``cu_seqlens_padded[i]`` to ``cu_seqlens_padded[i + 1]``, and its first ``cu_seqlens[i + 1] - cu_seqlens[i]`` places
   hold tokens. The rest of a row is padding of its last sub-sequence.
 * ``sample_ids`` [n] int64.
 
-:func:`pack` does all at once for samples that fit into memory. Data modules call :func:`build_row` for the row that is
-asked for, and the collate functions in their loaders. ``MCoreModule.forward_step`` takes both kinds of batches.
+:func:`pack` does everything at once for samples that fit into memory. Data modules call :func:`build_row` for each row
+that is asked for, and their loaders call the collate functions. ``MCoreModule.forward_step`` takes both kinds of batch.
+
+A layout and a precision may need lengths that divide: :func:`packing_multiples` says by what. Context parallelism cuts
+each sub-sequence into two slices per rank, so each sub-sequence is padded to a multiple of that. Sequence parallelism
+and the FP8 recipes cut a row as a whole, wherever sub-sequences begin, so only the row must be a multiple of theirs.
+Padding every sub-sequence to it as well would fill rows with padding.
 """
 
+import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_mcore.config.fp8 import FP8Settings
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.sizes import neighbours
 from lightning_mcore.data.packing.best_fit import (
     Empty,
     Overlong,
@@ -231,3 +241,49 @@ def _running_sum(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 def _extend(values: Tensor, length: int, value: int) -> Tensor:
     """Return a vector with so many values, ``value`` where it had fewer."""
     return torch.nn.functional.pad(values, (0, length - values.numel()), value=value)
+
+
+class PackingMultiples(NamedTuple):
+    """What lengths must be multiples of, in tokens.
+
+    Attributes:
+        sub_sequence: For each sub-sequence with its padding.
+        row: For a whole row.
+    """
+
+    sub_sequence: int
+    row: int
+
+    def check_row(self, row_length: int) -> None:
+        """Refuse a row that this run cannot cut.
+
+        Args:
+            row_length: Tokens of a row.
+
+        Raises:
+            ValueError: It is not a multiple of :attr:`row`.
+        """
+        if row_length % self.row:
+            raise ValueError(
+                f"seq_length={row_length} is not a multiple of {self.row}, which the layout and the precision of this"
+                f" run ask of a row; choose {neighbours(row_length, self.row)}"
+            )
+
+
+def packing_multiples(trainer: pl.Trainer | None) -> PackingMultiples:
+    """Return what a run asks of the lengths of packed sequences; 1 and 1 where nothing is split.
+
+    Args:
+        trainer: Of the run, with any strategy; None outside of one.
+    """
+    strategy: Any = getattr(trainer, "strategy", None)
+    layout = getattr(strategy, "layout", None)
+    if not isinstance(layout, ParallelLayout):
+        return PackingMultiples(1, 1)
+    cp = layout.context_parallel_size
+    row = layout.sequence_multiple
+    fp8 = getattr(strategy.precision_plugin, "fp8", None)
+    if isinstance(fp8, FP8Settings) and fp8.is_on:
+        ranks = cp * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
+        row = math.lcm(row, ranks * fp8.alignment)
+    return PackingMultiples(2 * cp if cp > 1 else 1, row)

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """One split of a blend of indexed datasets, as Megatron's ``GPTDataset`` and ``BlendedDataset``.
 
+:func:`parse_paths` and :func:`parse_split` read what a user gives: which datasets, with which weights, and which share
+of their documents each split gets. :func:`build` makes the samples of a split.
+
 Megatron cuts documents into samples and shuffles them once, into index files that all ranks then map. Its
 ``BlendedMegatronDatasetBuilder`` puts barriers between rank 0, which writes those files, and the others, which read
-them; when rank 0 fails the others wait for it until the process group's timeout. Its classes need no barriers. Here
-rank 0 builds, every rank hears how that went (``parallel/consensus.py``), and then all of them read. The samples are
-those of the builder; a test compares both.
+them. When rank 0 fails, the others wait until the process group times out. The dataset classes themselves need no
+barriers. Here rank 0 builds, every rank hears whether that worked (``parallel/consensus.py``), and then all of them
+read. The samples equal those of Megatron's builder; a test compares both.
 
-Index files stand in ``CACHE_DIR/<digest>``, which appears when they are whole, and is made anew when they are not as
-they were made (``data/checked_cache.py``). The digest covers the dataset's files, too: Megatron's own names do not, so
-that a dataset that was made anew would meet the index of the old one.
+Index files lie in ``CACHE_DIR/<digest>``. The folder appears when it is complete, and is built again when its files no
+longer match their checksums (``data/checked_files.py``). The digest covers the dataset's files as well. Megatron's own
+names do not, so a dataset that was rebuilt would be read with the index of the old one.
 
-Megatron reads index files with ``numpy.load(allow_pickle=True)``, which runs whatever somebody has put there. The two
-classes here write them as Megatron does and read them without. What is read of a .bin file that has checksums is
-compared with them, block by block.
-
-``datamodule.py`` is the only user.
+Megatron reads index files with ``numpy.load(allow_pickle=True)``, which runs whatever code the file contains. The two
+classes here write the files as Megatron does and read them without pickle. What is read of a .bin file that has
+checksums is compared with them, block by block.
 """
 
 import copy
@@ -25,8 +26,9 @@ import json
 import logging
 import math
 import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -36,15 +38,88 @@ import torch
 import torch.distributed as dist
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import convert_split_vector_to_split_matrix
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from lightning_mcore.data.checked_cache import is_made, stand
-from lightning_mcore.data.file_checksums import CheckedBlocks
+from lightning_mcore.data.checked_files import CheckedBlocks, cached_folder, is_cached
 from lightning_mcore.data.pretraining.index import Index, checksums_path, read_index
-from lightning_mcore.data.pretraining.shares import SPLITS, Blend
 from lightning_mcore.parallel.consensus import decide, together
+
+SPLITS = ("train", "val", "test")  # in Megatron's order
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Which datasets, and how much of each.
+
+    Attributes:
+        prefixes: Of their files.
+        weights: Share of the samples of each, positive; None takes them as they are.
+    """
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+
+
+def parse_split(split: str) -> list[tuple[float, float] | None]:
+    """Return from where to where the documents of each split go, as shares of all; None for an empty one.
+
+    Raises:
+        ValueError: It is no list of at most three shares.
+    """
+    parts = split.split(",")
+    if len(parts) > len(SPLITS) or not all(re.fullmatch(r"\s*\d+(\.\d*)?\s*", part) for part in parts):
+        raise ValueError(
+            f"split={split!r} is no list of shares for training, validation and test; give up to three numbers such as"
+            " '969,30,1'"
+        )
+    shares = [float(part) for part in parts] + [0.0] * (len(SPLITS) - len(parts))
+    if sum(shares) == 0:
+        raise ValueError(f"split={split!r} leaves nothing to any split; give a positive share")
+    matrix: list[tuple[float, float] | None] = convert_split_vector_to_split_matrix(
+        [share / sum(shares) for share in shares]
+    )
+    return matrix
+
+
+def parse_paths(name: str, paths: object) -> Blend:
+    """Return the blend that an argument stands for.
+
+    Args:
+        name: Of the argument.
+        paths: A prefix, a list of prefixes, or a dict of prefixes and weights.
+
+    Raises:
+        TypeError: It is something else.
+        ValueError: It is empty, names a dataset twice, or has a weight that is not positive.
+    """
+    if isinstance(paths, str):
+        paths = [paths]
+    if isinstance(paths, dict):
+        bad = [key for key, weight in paths.items() if not _is_weight(weight)]
+        if bad:
+            raise ValueError(
+                f"{name} gives {bad[0]} the weight {paths[bad[0]]!r}; give a positive number, or leave the dataset out"
+            )
+        prefixes, weights = tuple(map(str, paths)), tuple(float(weight) for weight in paths.values())
+    elif isinstance(paths, Sequence) and all(isinstance(path, str) for path in paths):
+        prefixes, weights = tuple(paths), None
+    else:
+        raise TypeError(
+            f"{name}={paths!r} is neither a prefix nor a list of prefixes nor a dict of prefixes and weights"
+        )
+    if not prefixes:
+        raise ValueError(f"{name} is empty; name the prefix of a dataset")
+    if len(set(prefixes)) < len(prefixes):
+        raise ValueError(f"{name} names a dataset twice; name it once, and give it a larger weight")
+    return Blend(prefixes, weights)
+
+
+def _is_weight(weight: object) -> bool:
+    return isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight < math.inf
+
 
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 _SHARED_DISK_SECONDS = 30.0  # that a network disk may take to show what another machine wrote
@@ -188,7 +263,7 @@ def _prepare(request: SplitRequest, cache_dir: str) -> str:
         count, seconds = len(_dataset(request, partial)), time.monotonic() - clock
         _log.info("built the index of %d samples for %s in %.1f s", count, SPLITS[request.split], seconds)
 
-    stand(folder, make, "the index files of the dataset")
+    cached_folder(folder, make, "the index files of the dataset")
     return folder
 
 
@@ -287,7 +362,7 @@ def _stored(
     folder = dataset.config.path_to_cache
     stem = f"{dataset.unique_description_hash}-{type(dataset).__name__}-{split}"
     paths = [os.path.join(folder, f"{stem}-{name}.npy") for name in names]
-    if is_made(folder):
+    if is_cached(folder):
         try:
             return tuple(np.load(path, mmap_mode="r", allow_pickle=False) for path in paths)
         except (ValueError, OSError) as error:

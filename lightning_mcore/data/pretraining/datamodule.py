@@ -18,17 +18,20 @@ import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
 from lightning_mcore.config.sizes import require_flag, require_size
-from lightning_mcore.data.file_checksums import fingerprints
+from lightning_mcore.data.checked_files import fingerprints
 from lightning_mcore.data.pretraining.blend import (
+    SPLITS,
+    Blend,
     Rows,
     SplitRequest,
     at_first_rank,
     build,
+    parse_paths,
+    parse_split,
     require_helpers,
     require_samples,
 )
 from lightning_mcore.data.pretraining.index import read_facts, read_index
-from lightning_mcore.data.pretraining.shares import SPLITS, Blend, parse_paths, parse_split
 from lightning_mcore.data.sampling import data_parallel_place, evaluation_loader, training_loader
 
 DEFAULT_SPLIT = "969,30,1"

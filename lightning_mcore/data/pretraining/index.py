@@ -7,7 +7,7 @@ and four seconds to import; here the same bytes come from whole arrays. A test c
 
 Two more files are ours. ``PREFIX.preprocess.json`` has the tokenizer's vocabulary and end-of-document token, which the
 others do not say; nothing needs it but a data module that is asked to tell documents apart. ``PREFIX.checksums`` has
-the checksums of the other three (``data/file_checksums.py``). Index and facts are compared with them before a run reads
+the checksums of the other three (``data/checked_files.py``). Index and facts are compared with them before a run reads
 them, a block of tokens when something in it is first read. A dataset that Megatron made has none; there, only what
 contradicts itself is found: sizes, and the places of the sequences, which follow from their lengths.
 
@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mcore.data.file_checksums import Checksums, checksums_of, read_checksums, write_checksums
+from lightning_mcore.data.checked_files import Checksums, checksums_of, read_checksums, write_checksums
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEAD = struct.Struct("<9sQBQQ")

@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of files, block by block, in a file beside them.
+"""Files that are checked against checksums before they are used, and cached folders that are rebuilt when they differ.
 
-A dataset of tokens may be larger than what can be read at each start, so each block of a file has a checksum of its
-own. A reader checks a block when it first reads from it (:class:`CheckedBlocks`), or all of them at once
-(:meth:`Checksums.check`), which is as fast as the disk and a few threads are.
+**Checksums.** A dataset of tokens may be too large to read at each start, so each block of a file has its own checksum.
+A reader checks a block when it first reads from it (:class:`CheckedBlocks`), or all of them at once
+(:meth:`Checksums.check`), which is as fast as the disk and a few threads allow.
 
-A file of checksums: a line of JSON, which names the files with their sizes; the CRC32 of each block of each of them in
-that order, little-endian u32; the CRC32 of all this. Its last four bytes therefore stand for the content of all files
-(:attr:`Checksums.identity`).
+A checksum file holds: a line of JSON with the names and sizes of the files; the CRC32 of each block of each file in
+that order, little-endian u32; the CRC32 of all of this. Its last four bytes therefore identify the content of all files
+(:attr:`Checksums.identity`). ``data/pretraining/index.py`` writes one beside each dataset that is made here.
 
-``data/pretraining/index.py`` has one beside each dataset that is made here, ``checked_cache.py`` one in each folder of
-a cache.
+**Cached folders.** :func:`cached_folder` makes a folder once for many runs. The folder appears when it is complete
+(``checkpoint/storage/atomic.py``), with the checksums of its files inside. When something in it was damaged or changed
+since, it is made again from its source, and the log says so. So a file in a cache never decides what is learnt.
+``data/pretraining/blend.py`` keeps Megatron's index files this way, ``data/finetuning/tokenized.py`` tokens.
 """
 
 import errno
+import functools
 import json
+import logging
 import os
 import struct
+import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +31,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_mcore.checkpoint.storage.atomic import abandon, begin, publish
+
 BLOCK = 1 << 16  # bytes; a sample is a few KiB, and the system reads 128 KiB ahead of it anyway
 
+_log = logging.getLogger(__name__)
+
+_CHECKSUMS = "checksums"  # the checksum file of a cached folder
 _FORMAT = 1
 _SPAN = BLOCK * 128  # bytes that one thread reads at a time
 _THREADS = 4
@@ -234,3 +244,73 @@ def _other_size(path: str, found: int, wanted: int) -> str:
 def _damaged(path: str, block: int, blocks: int = 1) -> str:
     more = f", and in {blocks - 1} more blocks" if blocks > 1 else ""
     return f"{path} is not as it was written: the checksum differs in the bytes from {block * BLOCK} on{more}"
+
+
+def cached_folder(folder: str, make: Callable[[str], None], what: str, check: bool = True) -> Checksums:
+    """Let a folder stand that is as it was made; return its checksums.
+
+    Args:
+        folder: Of the cache.
+        make: Called with an empty folder to write the files into, if there are none or not the right ones.
+        what: What they are, for the log and for errors, such as ``"the index files of the dataset"``.
+        check: Read the files and compare them, once in a process; one process of those on a machine does.
+
+    Raises:
+        OSError: They cannot be written.
+        Exception: Whatever ``make`` raises; then nothing stands there.
+    """
+    while True:
+        try:
+            return _checked(folder, _marks(folder)) if check else read_checksums(os.path.join(folder, _CHECKSUMS))
+        except (ValueError, OSError) as error:
+            if os.path.lexists(folder):
+                _log.warning("%s are made anew: %s", what, error)
+        try:
+            partial = begin(folder)
+        except RuntimeError as error:  # another run writes the same
+            _log.info("waiting for %s, which another run makes: %s", what, error)
+            time.sleep(1.0)
+            continue
+        except OSError as error:
+            raise OSError(
+                f"{what} cannot be written to cache_dir={os.path.dirname(folder)!r} ({error.strerror}); give a folder"
+                " that can be written and that every machine sees"
+            ) from error
+        try:
+            make(partial)
+            names = sorted(os.listdir(partial))
+            found = {name: checksums_of(os.path.join(partial, name)) for name in names}
+            write_checksums(os.path.join(partial, _CHECKSUMS), found)
+            publish(folder)
+        except BaseException:
+            abandon(folder)
+            raise
+        return read_checksums(os.path.join(folder, _CHECKSUMS))
+
+
+def is_cached(folder: str) -> bool:
+    """Return whether a folder is one that :func:`cached_folder` made, and not one that is being made."""
+    return os.path.exists(os.path.join(folder, _CHECKSUMS))
+
+
+def _marks(folder: str) -> tuple[tuple[Any, ...], ...]:
+    """Return what changes when one of the files in a folder does."""
+    with os.scandir(folder) as entries:
+        stats = [(entry.name, entry.stat()) for entry in entries]
+    return tuple(sorted((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats))
+
+
+@functools.lru_cache(maxsize=1024)
+def _checked(folder: str, marks: tuple[tuple[Any, ...], ...]) -> Checksums:
+    """Return the checksums of a folder whose files are as they were made.
+
+    Raises:
+        ValueError: They are not.
+        OSError: One of them is not there.
+    """
+    checksums = read_checksums(os.path.join(folder, _CHECKSUMS))
+    for name in checksums.files:
+        if os.path.basename(name) != name:
+            raise ValueError(f"{checksums.path} names files of another folder")
+        checksums.check(name, os.path.join(folder, name))
+    return checksums

@@ -13,16 +13,15 @@ from lightning_mcore import MCoreModule
 from lightning_mcore.config.loss_normalization import check_normalization
 from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.packing.rows import collate_padded, collate_rows, pack
-from lightning_mcore.layers.language_step import (
+from lightning_mcore.layers.inputs import (
     ModelInputs,
     check_places,
     check_vocabulary,
     microbatch_shape,
     num_tokens,
-    sample_mean,
     split_packed_batch,
-    token_mean,
 )
+from lightning_mcore.layers.losses import sample_mean, token_mean
 
 Batch = dict[str, Tensor]
 SAMPLES = [list(range(1, 7)), list(range(20, 24)), list(range(40, 51))]  # 5, 3 and 10 places

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_mcore.data import file_checksums
-from lightning_mcore.data.checked_cache import stand
-from lightning_mcore.data.file_checksums import (
+from lightning_mcore.data import checked_files
+from lightning_mcore.data.checked_files import (
     BLOCK,
     BlockChecksums,
     CheckedBlocks,
+    cached_folder,
     checksums_of,
     fingerprints,
     read_checksums,
@@ -80,8 +80,8 @@ def test_checksums_that_are_damaged_are_refused_wherever_that_is(tmp_path: Path)
 def test_a_fingerprint_of_large_files_sees_what_is_put_in_and_the_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_checksums, "_WHOLE", BLOCK)
-    monkeypatch.setattr(file_checksums, "_SAMPLED", 3)
+    monkeypatch.setattr(checked_files, "_WHOLE", BLOCK)
+    monkeypatch.setattr(checked_files, "_SAMPLED", 3)
     file = tmp_path / "file"
     file.write_bytes(content(9 * BLOCK))
     first = fingerprints([str(file)])
@@ -92,13 +92,13 @@ def test_a_fingerprint_of_large_files_sees_what_is_put_in_and_the_ends(
         seen[place] = fingerprints([str(file)]) != first
         flip(file, place)
     assert seen == {0: True, BLOCK: False, 4 * BLOCK: True, 9 * BLOCK - 1: True}
-    monkeypatch.setattr(file_checksums, "_WHOLE", 9 * BLOCK)
+    monkeypatch.setattr(checked_files, "_WHOLE", 9 * BLOCK)
     whole = fingerprints([str(file)])
     flip(file, BLOCK)
     assert fingerprints([str(file)]) != whole
 
 
-def test_a_folder_of_a_cache_is_made_anew_when_it_is_not_as_it_was_made(
+def test_a_folder_of_a_cache_is_cached_anew_when_it_is_not_as_it_was_made(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, made = tmp_path / "cache" / "key", []
@@ -109,7 +109,7 @@ def test_a_folder_of_a_cache_is_made_anew_when_it_is_not_as_it_was_made(
         (Path(partial) / "b").write_bytes(b"")
 
     def damages() -> None:
-        stand(str(folder), make, "the things")
+        cached_folder(str(folder), make, "the things")
         assert (folder / "a").read_bytes() == content()
 
     damages()
@@ -139,6 +139,6 @@ def test_what_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
         raise ValueError("it cannot")
 
     with pytest.raises(ValueError, match="it cannot"):
-        stand(str(tmp_path / "key"), fail, "the things")
+        cached_folder(str(tmp_path / "key"), fail, "the things")
     assert list(tmp_path.rglob("half")) == []
     assert not (tmp_path / "key").exists()

@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward step of a language model: a batch, dense or packed, as the model takes it, and the loss that it gives.
+"""The inputs of a language model: a batch, dense or packed, as the model takes it.
 
-``MCoreModule.forward_step`` is made of the two halves here:
-
-* :class:`ModelInputs` is a rank's share of a batch as the arguments of Megatron's ``GPTModel``. A packed batch becomes
-  one long sequence in the ``thd`` format, with its boundaries; what the layers must know of padding goes with it.
-* :func:`token_mean` and :func:`sample_mean` turn the loss of each token into a loss and a count. Summed over
-  microbatches, data- and context-parallel ranks and divided by the summed counts they are exact on every layout: the
-  mean over tokens, or over samples of the mean within each.
+:class:`ModelInputs` is a rank's share of a batch as the arguments of Megatron's ``GPTModel``. A packed batch becomes
+one long sequence in the ``thd`` format, with its boundaries and with what the layers must know about padding.
+``MCoreModule.forward_step`` reads it; ``losses.py`` turns the loss of each token into the loss of the batch.
 
 A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted; -100 where there is no target), and
-optionally ``loss_mask`` (1 where a token counts, 0 elsewhere), ``position_ids``, and ``lengths`` [b], the tokens of
-each row that are no padding. A packed one, as ``data/packing/rows.py`` makes it, has the boundaries of its
-sub-sequences too, ``cu_seqlens`` and ``cu_seqlens_padded``, [b, n + 1].
+optionally ``loss_mask`` (1 where a token counts, 0 elsewhere), ``position_ids``, and ``lengths`` [b], the number of
+tokens of each row without padding. A packed batch, as ``data/packing/rows.py`` makes it, also has the boundaries of its
+sub-sequences, ``cu_seqlens`` and ``cu_seqlens_padded``, [b, n + 1].
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -179,51 +174,6 @@ def split_packed_batch(batch: dict[str, Tensor], rank: int, size: int) -> dict[s
         name: split_packed_rows(value, padded, rank, size) if _is_of_tokens(name, value, whole) else value
         for name, value in batch.items()
     }
-
-
-def token_mean(losses: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean over the tokens that count and how many these are.
-
-    Args:
-        losses: A loss for each token of this rank.
-        loss_mask: 1 where a token counts, 0 elsewhere; a fraction lets a token that counts weigh less.
-
-    Returns:
-        A scalar, to be differentiated, and its weight.
-    """
-    count = (loss_mask != 0).sum()
-    return (losses * loss_mask.to(losses.dtype)).sum() / count.clamp(min=1), count.int()
-
-
-def sample_mean(losses: Tensor, inputs: ModelInputs, cp_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Return the mean over samples of the mean over the tokens that count in each, and the number of samples.
-
-    A context-parallel rank has some tokens of each sample, so the ranks add up their counts first. Each of them returns
-    all samples as its weight and its own part as many times: weighted and divided, that is the mean again.
-
-    Args:
-        losses: A loss for each token of this rank.
-        inputs: Whose losses they are.
-        cp_group: The ranks that share the sequences; None for this one alone.
-
-    Returns:
-        A scalar, to be differentiated, and the number of samples that have tokens which count.
-    """
-    weights, num_samples = sample_weights(inputs, cp_group)
-    size = 1 if cp_group is None else cp_group.size()
-    return (losses * weights).sum() * size / num_samples.clamp(min=1), num_samples
-
-
-def sample_weights(inputs: ModelInputs, cp_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Return the share of each token in its sample, 0 where it does not count, and the number of samples that count."""
-    assert inputs.loss_mask is not None
-    mask = inputs.loss_mask
-    counting = (mask != 0).to(mask.dtype).reshape(-1)
-    counts = mask.new_zeros(inputs.num_samples).index_add_(0, inputs.samples.reshape(-1), counting)
-    if cp_group is not None and cp_group.size() > 1:
-        dist.all_reduce(counts, group=cp_group)
-    weights: Tensor = mask / counts.clamp(min=1)[inputs.samples]
-    return weights, (counts > 0).sum().int()
 
 
 def check_vocabulary(batch: dict[str, Tensor], vocab_size: int) -> None:
