@@ -5,7 +5,7 @@ A :class:`Landing` names a field, a value that is not its default, and an expres
 ``becomes``) in a run. :data:`LIVE` has the runs: their landings' values are set together, a tiny model is trained on
 gloo ranks, and every expression is evaluated on the objects of the live run. :data:`ON_CONFIGS` has the fields that a
 CPU cannot exercise; their expressions are evaluated on config objects. :data:`REFUSED_OURS` has those of Megatron's
-that are refused whatever is done. A field in none of these, nor in the tables of ``arguments/foreign_fields.py``, fails
+that are refused whatever is done. A field in none of these, nor in the tables of ``arguments/training_rules.py``, fails
 a test.
 """
 

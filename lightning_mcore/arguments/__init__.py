@@ -17,15 +17,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_mcore.arguments.distributing_arguments import DistributingParallelArguments
     from lightning_mcore.arguments.llamafactory.fp8 import Fp8Arguments
     from lightning_mcore.arguments.megatron import MegatronArguments
+    from lightning_mcore.arguments.parallel import DistributingParallelArguments
     from lightning_mcore.arguments.parsing import parse_arguments
     from lightning_mcore.arguments.ray import RayArguments
     from lightning_mcore.arguments.training import Seq2SeqTrainingArguments, TrainingArguments
 
 _HOMES = {
-    "DistributingParallelArguments": "distributing_arguments",
+    "DistributingParallelArguments": "parallel",
     "Fp8Arguments": "llamafactory.fp8",
     "MegatronArguments": "megatron",
     "RayArguments": "ray",

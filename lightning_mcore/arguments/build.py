@@ -23,7 +23,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
 from lightning_mcore.arguments.callbacks import StepCheckpoint, StepEvaluation
-from lightning_mcore.arguments.trainer_parts import callback_settings, logger_settings
+from lightning_mcore.arguments.mapping import callback_settings, logger_settings
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.run import RunSettings

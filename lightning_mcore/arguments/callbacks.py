@@ -4,7 +4,7 @@
 What is done every n steps there is done after the last step, too, whichever number it has: a run of 700 steps with
 ``save_steps=500`` leaves checkpoints of steps 500 and 700. Lightning saves and validates at multiples only. And of an
 evaluation before the first step (``eval_on_start``) Lightning, for which it is a check of the code, logs nothing.
-``trainer_parts.py`` says when a run has which callback, ``build.py`` makes them.
+``mapping.py`` says when a run has which callback, ``build.py`` makes them.
 """
 
 from typing import Any

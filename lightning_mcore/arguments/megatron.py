@@ -7,9 +7,9 @@ Added to ``DistributingParallelArguments``; ``TrainingArguments`` adds transform
 import dataclasses
 from typing import Literal
 
-from lightning_mcore.arguments.distributing_arguments import DistributingParallelArguments
 from lightning_mcore.arguments.fields import flag, option
 from lightning_mcore.arguments.megatron_rules import check_megatron
+from lightning_mcore.arguments.parallel import DistributingParallelArguments
 
 
 @dataclasses.dataclass

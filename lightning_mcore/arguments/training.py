@@ -14,11 +14,16 @@ from transformers import Seq2SeqTrainingArguments as HFSeq2SeqTrainingArguments
 from transformers import TrainingArguments as HFTrainingArguments
 
 from lightning_mcore.arguments.fields import check_types
-from lightning_mcore.arguments.foreign_fields import REFUSED, check_foreign
-from lightning_mcore.arguments.mapping import run_settings
+from lightning_mcore.arguments.mapping import newest_checkpoint, run_settings
 from lightning_mcore.arguments.megatron import MegatronArguments
-from lightning_mcore.arguments.trainer_parts import newest_checkpoint
-from lightning_mcore.arguments.training_rules import check_course, check_loggers, check_training, check_validation
+from lightning_mcore.arguments.training_rules import (
+    REFUSED,
+    check_course,
+    check_foreign,
+    check_loggers,
+    check_training,
+    check_validation,
+)
 from lightning_mcore.config.run import RunSettings
 
 if TYPE_CHECKING:

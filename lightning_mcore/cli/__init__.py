@@ -20,7 +20,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lightning_mcore.cli.command_errors import DONE, is_of_transformer_engine, refused
+from lightning_mcore.cli.command import DONE, is_of_transformer_engine, refused
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.config.without_torch import keep_torch_out
 
@@ -37,13 +37,13 @@ COMMANDS = {
         "lightning_mcore.cli.preprocess",
         "make Megatron's indexed datasets from text, jsonl or parquet files",
     ),
-    "import": ("lightning_mcore.cli.import_", "make a sharded checkpoint from a Hugging Face model"),
-    "export": ("lightning_mcore.cli.export", "make a Hugging Face model from a sharded checkpoint"),
+    "import": ("lightning_mcore.cli.hf", "make a sharded checkpoint from a Hugging Face model"),
+    "export": ("lightning_mcore.cli.hf", "make a Hugging Face model from a sharded checkpoint"),
     "checkpoint": ("lightning_mcore.checkpoint.commands", "check a checkpoint, or look into it"),
 }
 """The module of each command, and what it does."""
 
-_NAMED = ("lightning_mcore.cli.fit",)  # modules of several commands, which are told which one is asked for
+_NAMED = ("lightning_mcore.cli.fit", "lightning_mcore.cli.hf")  # modules of several commands, which get the name too
 
 
 def console() -> int:

@@ -1,16 +1,176 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lightning-mcore fit``, ``validate``, ``test`` and ``predict``: a run from a YAML file, through LightningCLI.
 
-``__init__.py`` calls :func:`run`. ``training_cli.py`` is the command line itself, ``guard.py`` says how it ends;
-both import Lightning, so they are imported when it is sure that they can be.
+``__init__.py`` calls :func:`run`. :class:`TrainingCLI` may be used like ``LightningCLI``, with two differences: an
+``optimizer:`` in the file is made when the trainer asks for it, because a model that is split into stages has no
+parameters before; and ``config_errors.py`` words the errors in the file or the arguments. ``guard.py`` decides how a
+command ends.
 """
 
+import argparse
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from types import MethodType
+from typing import Any
 
-from lightning_mcore.cli.command_errors import refused
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningCLI, instantiate_class
+
+from lightning_mcore.checkpoint.weights import hyper_parameters_of, refuse_code
+from lightning_mcore.cli.command import refused
+from lightning_mcore.cli.config_errors import explain, on_one_line
+from lightning_mcore.cli.guard import Beginning, guarded
+from lightning_mcore.config.strategy_name import NAME as STRATEGY_NAME
+from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
+from lightning_mcore.data.pretraining.datamodule import MCorePretrainingData
+from lightning_mcore.hf.callback import SaveHFModel
+from lightning_mcore.models.gpt import MCoreGPT
+from lightning_mcore.models.recipe import RECIPE
+from lightning_mcore.strategy.precision import MCorePrecision
+from lightning_mcore.strategy.preemption import PreemptionCheckpoint
+from lightning_mcore.strategy.progress import MCoreProgressBar
+from lightning_mcore.strategy.strategy import MCoreStrategy
+
+# Imported, so that jsonargparse finds a class by its short name: --model=MCoreGPT, --trainer.strategy=MCoreStrategy
+SHORT_NAMES = (
+    MCoreFinetuningData,
+    MCoreGPT,
+    MCorePrecision,
+    MCorePretrainingData,
+    MCoreProgressBar,
+    MCoreStrategy,
+    PreemptionCheckpoint,
+    SaveHFModel,
+)
+"""Classes that a file may name without their module."""
+
+_NO_GPU = "No supported gpu backend found!"  # all that Lightning says
+
+
+class TrainingCLI(LightningCLI):
+    """``LightningCLI`` for ``MCoreStrategy``; takes the same arguments."""
+
+    def parse_arguments(self, parser: Any, args: Any) -> None:
+        """Parse the command line, and say in one sentence what is wrong with it.
+
+        Args:
+            parser: Lightning's.
+            args: What to parse; None for the command line.
+
+        Raises:
+            ValueError: It is wrong, and the parser was told not to exit (``exit_on_error=False``).
+        """
+        if not isinstance(args, list | None):
+            super().parse_arguments(parser, args)
+            return
+        given: list[str] = sys.argv[1:] if args is None else args
+        try:
+            self.config = parser.parse_args(given)
+        except argparse.ArgumentError as error:
+            command = given[0] if given else ""
+            asked = self._subcommand_parsers.get(command, parser) if hasattr(self, "_subcommand_parsers") else parser
+            raise ValueError(explain(asked, given if asked is parser else given[1:], str(error))) from error
+
+    def _parse_ckpt_path(self) -> None:
+        """Refuse a file that names code, before the hyper-parameters in it become arguments of the model.
+
+        Source: ``LightningCLI._parse_ckpt_path`` (Lightning 2.6), which imports what a ``class_path`` in it names.
+        """
+        command = self.config.get("subcommand")
+        path = self.config[command].get("ckpt_path") if command else None
+        if path and Path(path).is_file():
+            refuse_code(path, hyper_parameters_of(path, weights_only=True))
+        super()._parse_ckpt_path()
+
+    def before_instantiate_classes(self) -> None:
+        """Take the strategy's class name for the strategy: where a name is allowed, jsonargparse leaves it as text."""
+        trainer = self._get(self.config, "trainer")
+        if trainer["strategy"] == MCoreStrategy.__name__:
+            trainer["strategy"] = STRATEGY_NAME
+
+    def instantiate_classes(self) -> None:
+        """Make model, data and trainer.
+
+        Raises:
+            ValueError: A constructor refuses its arguments, in its own words, which jsonargparse hides in its lists.
+        """
+        try:
+            super().instantiate_classes()
+        except MisconfigurationException as error:
+            if str(error) != _NO_GPU:
+                raise
+            raise ValueError(
+                "trainer.accelerator='gpu' is given and this machine has no GPU that torch sees; choose 'cpu' or 'auto'"
+            ) from error
+        except ValueError as error:
+            if "\n" not in str(error):
+                raise
+            raise ValueError(on_one_line(str(error))) from error
+
+    def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
+        """Let the model make the optimizer of the file when the trainer asks for it.
+
+        Source: ``LightningCLI`` (Lightning 2.6), which makes it now, of a model that has no parameters yet.
+        """
+        parser = self._parser(subcommand)
+        if not self.auto_configure_optimizers or [*parser._optimizers] != ["optimizer"]:
+            super()._add_configure_optimizers_method_to_model(subcommand)
+            return
+        optimizer, scheduler = (self._get(self.config_init, name) for name in ("optimizer", "lr_scheduler"))
+        if not optimizer:
+            if scheduler:
+                raise ValueError("lr_scheduler is given without optimizer, which it belongs to; give both, or neither")
+            return
+        _refuse_recipe(self.model)
+        build = self.configure_optimizers
+
+        def configure_optimizers(module: pl.LightningModule) -> Any:
+            made = instantiate_class(module.parameters(), optimizer)
+            return build(module, made, instantiate_class(made, scheduler) if scheduler else None)
+
+        self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
+
+
+def train(arguments: Sequence[str], beginning: Beginning) -> None:
+    """Run a command of LightningCLI.
+
+    Args:
+        arguments: ``fit``, ``validate``, ``test`` or ``predict``, and what follows it.
+        beginning: Learns that the run has begun.
+
+    Raises:
+        ValueError: The arguments, or the file that they name, are wrong.
+    """
+    quiet = {"exit_on_error": False}
+    TrainingCLI(
+        args=list(arguments),
+        parser_kwargs={"prog": "lightning-mcore", **quiet, **{name: dict(quiet) for name in TrainingCLI.subcommands()}},
+        save_config_kwargs={"overwrite": True},  # a second run into the same folder is the usual thing
+        trainer_defaults={"callbacks": [beginning]},
+    )
+
+
+def _refuse_recipe(model: pl.LightningModule) -> None:
+    """Refuse settings of a model's own optimizer beside an ``optimizer:`` that takes its place.
+
+    Raises:
+        ValueError: One is given.
+    """
+    if not isinstance(model, MCoreGPT):
+        return
+    parameters = inspect.signature(MCoreGPT).parameters
+    for name in RECIPE:
+        default, given = parameters[name].default, model.hparams.get(name)
+        if given != default and not (isinstance(default, tuple) and given == list(default)):
+            raise ValueError(
+                f"optimizer: takes the place of the model's own, so model.{name}={given!r} would have no effect; leave"
+                " one of them out"
+            )
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -24,7 +184,4 @@ def run(arguments: Sequence[str]) -> int:
         return refused(f'lightning-mcore {name} needs jsonargparse; pip install "lightning-mcore[cli]"')
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # class_path finds a module of this folder, as with python -m
-    from lightning_mcore.cli.guard import guarded
-    from lightning_mcore.cli.training_cli import train
-
     return guarded(lambda beginning: train(arguments, beginning))

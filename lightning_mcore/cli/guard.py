@@ -21,7 +21,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_mcore.cli.command_errors import DONE, EXPECTED, INTERRUPTED, WRONG, refused, sentence
+from lightning_mcore.cli.command import DONE, EXPECTED, INTERRUPTED, WRONG, refused, sentence
 
 _NOT_THE_USERS = [
     str(Path(__file__).resolve().parents[1]),

@@ -17,13 +17,12 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_mcore.cli.command_errors import DONE, carried_out
-from lightning_mcore.cli.command_parser import CommandParser
+from lightning_mcore.cli.command import DONE, CommandParser, run_command
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_mcore.arguments.llamafactory.loss_record import LossRecord
+    from lightning_mcore.arguments.llamafactory.output import LossRecord
     from lightning_mcore.arguments.llamafactory.run import FactoryRun
     from lightning_mcore.cli.guard import Beginning
 
@@ -40,7 +39,7 @@ def run(arguments: Sequence[str]) -> int:
     options = _parser().read([word for word in arguments if word not in pairs])  # which may stand between the options
     options["overrides"] += pairs
     read: list[FactoryRun] = []
-    code = carried_out(lambda: read.append(_read(options)))  # before anything heavy is imported
+    code = run_command(lambda: read.append(_read(options)))  # before anything heavy is imported
     if code != DONE:
         return code
     from lightning_mcore.cli.guard import guarded
@@ -69,8 +68,7 @@ def _read(options: dict[str, Any]) -> "FactoryRun":
 
 
 def _train(asked: "FactoryRun", options: dict[str, Any], beginning: "Beginning") -> None:
-    from lightning_mcore.arguments.llamafactory.loss_record import LossRecord
-    from lightning_mcore.arguments.llamafactory.model_folder import move_in, unfinished
+    from lightning_mcore.arguments.llamafactory.output import LossRecord, move_in, unfinished
     from lightning_mcore.hf.callback import SaveHFModel
 
     arguments, folder = asked.arguments, str(asked.arguments.output_dir)
@@ -97,7 +95,7 @@ def _train(asked: "FactoryRun", options: dict[str, Any], beginning: "Beginning")
 
 def _finish_moving(folder: str, trainer: "pl.Trainer") -> None:
     """Put the model in its place that a run before left on its way there; the other ranks wait for rank 0."""
-    from lightning_mcore.arguments.llamafactory.model_folder import is_waiting, move_in
+    from lightning_mcore.arguments.llamafactory.output import is_waiting, move_in
 
     if trainer.is_global_zero:
         move_in(folder)
@@ -113,7 +111,7 @@ def _finish_moving(folder: str, trainer: "pl.Trainer") -> None:
 
 def _resume(asked: "FactoryRun") -> str | None:
     """Return the checkpoint to go on from; only training looks for one by itself."""
-    from lightning_mcore.arguments.llamafactory.model_folder import where_to_resume
+    from lightning_mcore.arguments.llamafactory.output import where_to_resume
 
     arguments = asked.arguments
     folder = str(arguments.output_dir)
@@ -195,7 +193,7 @@ def batch_line(asked: "FactoryRun", trainer: "pl.Trainer") -> str:
 
 def _outcome(asked: "FactoryRun", record: "LossRecord", exports: bool) -> str:
     """Return what came out of a run, as lines."""
-    from lightning_mcore.arguments.llamafactory.loss_record import LOG, PICTURE
+    from lightning_mcore.arguments.llamafactory.output import LOG, PICTURE
 
     folder = str(asked.arguments.output_dir)
     lines = []

@@ -18,8 +18,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_mcore.cli.command_errors import DONE, WRONG, carried_out
-from lightning_mcore.cli.command_parser import CommandParser
+from lightning_mcore.cli.command import DONE, WRONG, CommandParser, run_command
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.planning.files import door_of, model_of_files, read_document, settings_of_files
 from lightning_mcore.planning.machines import MACHINES, Machine, machine_named, parse_memory
@@ -38,7 +37,7 @@ def run(arguments: Sequence[str]) -> int:
     parser = _parser()
     known, overrides = _split(parser, arguments)
     options = parser.read(known)
-    return carried_out(lambda: _plan(options, overrides))
+    return run_command(lambda: _plan(options, overrides))
 
 
 def _parser() -> CommandParser:

@@ -11,8 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_mcore.cli.command_errors import DONE, EXPECTED, FAILED, INTERRUPTED, refused, sentence
-from lightning_mcore.cli.command_parser import CommandParser
+from lightning_mcore.cli.command import DONE, EXPECTED, FAILED, INTERRUPTED, CommandParser, refused, sentence
 from lightning_mcore.data.preprocess.inputs import FORMATS, UNFINISHED
 from lightning_mcore.data.preprocess.run import Options, ProgressLine, preprocess
 

@@ -67,11 +67,11 @@ def settings_of_files(
     elif len(paths) > 1:
         raise ValueError(f"{' and '.join(paths)} are two files, which LightningCLI alone merges; give one")
     elif door == "llamafactory":
-        from lightning_mcore.arguments.llamafactory.settings import settings_of_file
+        from lightning_mcore.arguments.llamafactory.run import read_run
 
         texts = [f"{key}={value}" for key, value in overrides]
         texts += [f"model_name_or_path={model}"] if model is not None else []
-        settings = settings_of_file(paths[0], texts)
+        settings = read_run(paths[0], texts).settings()
     else:
         settings = _arguments(documents[0], paths[0], overrides, model)
     if seq_length is None:
@@ -140,7 +140,7 @@ def argument_names() -> set[str]:
     from lightning_mcore.config.signatures import dataclass_fields
 
     homes = (
-        ("lightning_mcore/arguments/distributing_arguments.py", "DistributingParallelArguments"),
+        ("lightning_mcore/arguments/parallel.py", "DistributingParallelArguments"),
         ("lightning_mcore/arguments/megatron.py", "MegatronArguments"),
         ("transformers/training_args.py", "TrainingArguments"),
     )

@@ -17,7 +17,7 @@ import yaml
 
 from lightning_mcore import MCoreFinetuningData, MCoreGPT, MCorePrecision, MCoreStrategy
 from lightning_mcore.arguments import TrainingArguments
-from lightning_mcore.arguments.llamafactory.loss_record import LOG, LossRecord
+from lightning_mcore.arguments.llamafactory.output import LOG, LossRecord
 from lightning_mcore.cli import fit as fit_command
 from lightning_mcore.cli import llamafactory as llamafactory_command
 from tests.factory_files import rows, write_run
@@ -71,7 +71,7 @@ def data(folder: str) -> dict[str, Any]:
 
 def through_lightning_cli(folder: str, layout: dict[str, int], devices: int) -> None:
     strategy = {"class_path": "MCoreStrategy", "init_args": {**layout, "use_distributed_optimizer": True}}
-    record = {"class_path": "lightning_mcore.arguments.llamafactory.loss_record.LossRecord"}
+    record = {"class_path": "lightning_mcore.arguments.llamafactory.output.LossRecord"}
     settings = {
         "seed_everything": 42,
         "trainer": {

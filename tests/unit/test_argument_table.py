@@ -23,8 +23,8 @@ from lightning_mcore.arguments import (
     parse_arguments,
 )
 from lightning_mcore.arguments.build import make_precision, make_strategy
-from lightning_mcore.arguments.foreign_fields import AS_IT_IS, HONOURED, REFUSED
-from lightning_mcore.arguments.trainer_parts import callback_settings, logger_settings
+from lightning_mcore.arguments.mapping import callback_settings, logger_settings
+from lightning_mcore.arguments.training_rules import AS_IT_IS, HONOURED, REFUSED
 from tests.argument_table import LIVE, ON_CONFIGS, REFUSED_OURS, Landing
 from tests.distributed.test_arguments import words
 

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from lightning_mcore import MCoreStrategy, cli
-from lightning_mcore.cli.command_errors import carried_out, sentence
-from lightning_mcore.cli.training_cli import TrainingCLI
+from lightning_mcore.cli.command import run_command, sentence
+from lightning_mcore.cli.fit import TrainingCLI
 
 TINY = """
 seed_everything: 1
@@ -79,14 +79,14 @@ def test_a_command_ends_with_a_sentence_and_a_code(
             raised.with_traceback(None)
             raise raised
 
-    assert carried_out(command) == code
+    assert run_command(command) == code
     assert capsys.readouterr().err == said
-    assert carried_out(lambda: 1) == 1
+    assert run_command(lambda: 1) == 1
 
 
 def test_a_fault_of_ours_keeps_its_traceback() -> None:
     with pytest.raises(AttributeError):
-        carried_out(lambda: None.missing)  # type: ignore[attr-defined]
+        run_command(lambda: None.missing)  # type: ignore[attr-defined]
 
 
 def test_a_misspelt_option_of_a_command_names_its_neighbour(capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,7 +289,7 @@ def test_what_is_accepted_is_never_explained(tiny: str, monkeypatch: pytest.Monk
     def refuse(*_: Any) -> str:
         raise AssertionError("jsonargparse decides")
 
-    monkeypatch.setattr("lightning_mcore.cli.training_cli.explain", refuse)
+    monkeypatch.setattr("lightning_mcore.cli.fit.explain", refuse)
     built = TrainingCLI(run=False, args=["--config", tiny], parser_kwargs={"exit_on_error": False})
     assert built.model.vocab_size == 64
     with pytest.raises(AssertionError, match="jsonargparse decides"):

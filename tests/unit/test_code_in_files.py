@@ -13,7 +13,7 @@ import torch
 
 from lightning_mcore import MCoreFinetuningData, MCoreGPT, single_process
 from lightning_mcore.arguments.llamafactory.run import _tokenizer
-from lightning_mcore.cli.training_cli import TrainingCLI
+from lightning_mcore.cli.fit import TrainingCLI
 from lightning_mcore.data.preprocess.tokenizer import load_tokenizer
 from lightning_mcore.hf.export import export_checkpoint
 from lightning_mcore.hf.import_checkpoint import import_checkpoint

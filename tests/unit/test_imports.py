@@ -46,7 +46,7 @@ def imported_by(code: str) -> list[str]:
         "from lightning_mcore import cli; assert cli.main(['fti']) == 2",
         "from lightning_mcore import ParallelLayout",
         "import lightning_mcore.cli.preprocess",
-        "import lightning_mcore.cli.import_, lightning_mcore.cli.export",
+        "import lightning_mcore.cli.hf",
     ],
 )
 def test_what_is_light_imports_nothing_heavy(code: str) -> None:

@@ -11,11 +11,9 @@ import pytest
 
 from lightning_mcore.arguments import Seq2SeqTrainingArguments
 from lightning_mcore.arguments.llamafactory.file import read_file
-from lightning_mcore.arguments.llamafactory.keys import FactoryKeys
-from lightning_mcore.arguments.llamafactory.model_folder import where_to_resume
-from lightning_mcore.arguments.llamafactory.refused_keys import REFUSED
+from lightning_mcore.arguments.llamafactory.keys import REFUSED, FactoryKeys
+from lightning_mcore.arguments.llamafactory.output import where_to_resume
 from lightning_mcore.arguments.llamafactory.run import FactoryRun, read_run
-from lightning_mcore.arguments.llamafactory.settings import settings_of_file
 from lightning_mcore.cli.llamafactory import run
 from tests.factory_files import LLAMA3, QWEN3_MOE, write_run
 
@@ -289,7 +287,7 @@ def test_the_dft_loss_is_a_model_of_its_own(file: str) -> None:
 
 
 def test_a_file_is_a_run_as_plain_data(file: str) -> None:
-    settings = settings_of_file(file, ["tensor_model_parallel_size=2"])
+    settings = read_run(file, ["tensor_model_parallel_size=2"]).settings()
     assert settings.strategy["tensor_model_parallel_size"] == 2
     assert settings.model["path"] == str(Path(file).parent / "model")
     assert (settings.model["seq_length"], settings.data["seq_length"], settings.data["batch_size"]) == (48, 48, 1)
@@ -298,7 +296,7 @@ def test_a_file_is_a_run_as_plain_data(file: str) -> None:
 
 
 def test_the_file_of_the_model_with_experts_is_a_run(tmp_path: Path) -> None:
-    settings = settings_of_file(write_run(tmp_path, QWEN3_MOE, "qwen3_moe"))
+    settings = read_run(write_run(tmp_path, QWEN3_MOE, "qwen3_moe")).settings()
     assert settings.strategy["pipeline_model_parallel_size"] == 4
     assert settings.model["transformer"]["moe_grouped_gemm"] is True
     assert settings.model["lr_scheduler_type"] == "constant"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_mcore.arguments.llamafactory.file import read_file
-from lightning_mcore.arguments.llamafactory.model_folder import is_waiting, move_in, unfinished, where_to_resume
+from lightning_mcore.arguments.llamafactory.output import is_waiting, move_in, unfinished, where_to_resume
 from lightning_mcore.arguments.llamafactory.run import read_run
 from lightning_mcore.cli.llamafactory import run
 from tests.factory_files import LLAMA3, write_run

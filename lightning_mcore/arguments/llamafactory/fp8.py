@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from lightning_mcore.arguments.additional_configs import load_additional_configs
 from lightning_mcore.arguments.fields import check_types, flag, option
+from lightning_mcore.arguments.parallel import load_additional_configs
 
 _OTHER_BACKENDS = {
     "torchao": "torchao's FP8 is for torch's own linear layers, and Megatron's layers are not",

@@ -1,12 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of LLaMA-Factory that are carried out, as one dataclass; the keys of training and of Megatron are elsewhere.
+"""The keys of a LLaMA-Factory training file that are not arguments of training or of Megatron.
 
-A training file is one flat list of keys of five kinds there: of the model, the data, the fine-tuning, the generation
-and the training. Those of training and of Megatron have the names of ``lightning_mcore.arguments`` and go there as they
-are. The others that mean something here are the fields of :class:`FactoryKeys`; all that is left is refused, by
-``refused_keys.py`` with a reason, or as unknown. ``run.py`` sorts them.
+A training file is one flat list of keys: of the model, the data, the fine-tuning, the generation and the training.
+Those of training and of Megatron have the names of ``lightning_mcore.arguments`` and are passed on unchanged. The
+others fall into three groups:
+
+- The fields of :class:`FactoryKeys` are supported.
+- :data:`REFUSED` are not. A key at its default asks for nothing and passes, because files often spell defaults out.
+  With any other value it is refused with its reason, because a run without it would be a different one.
+- Some supported keys mean something slightly different here. :func:`translated` returns the arguments that they
+  become, and :func:`notes_of` a line for each, which ``lightning-mcore llamafactory`` prints before it trains and
+  ``lightning-mcore plan`` prints with its assumptions.
+
+Of DeepSpeed's config the ZeRO stage counts. Megatron's sharded optimizer, ``use_distributed_optimizer``, saves what
+stages 1 and 2 save; instead of stage 3, the parallel sizes split weights that do not fit. Buckets and the like are
+Megatron's. What would change the run (offloading, a second optimizer, other batch sizes) is refused.
 """
 
+import json
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,7 +72,7 @@ class FactoryKeys:
         mixed_precision: ``bf16_mixed`` is ``bf16: true``, ``fp16_mixed`` is ``fp16: true``; None: what those say.
         export_hf_on_finish: Write the model in Hugging Face form at the end.
         masked_softmax_fusion: A field of ``TransformerConfig``; None keeps its default.
-        deepspeed: DeepSpeed's config, a file or the dict itself; see ``translated_keys.py``, also for the next four.
+        deepspeed: DeepSpeed's config, a file or the dict itself; see ``keys.py``, also for the next four.
         pure_bf16: The same as ``bf16``.
         flash_attn: Megatron's attention is used.
         enable_liger_kernel: Megatron's layers are used.
@@ -122,3 +135,386 @@ class FactoryKeys:
         if self.neat_packing or self.sequence_packing or self.use_packed_sequences:
             return True
         return self.stage == "pt" if self.packing is None else self.packing
+
+
+_FULL = "belongs to fine-tuning of a part of the weights, and here all of them are trained (finetuning_type: full)"
+_PREFERENCES = "belongs to learning from preferences or rewards, and the stages here are pt and sft"
+_VISION = "belongs to models of images, video or sound, and those here read text"
+_QUANTIZED = "belongs to quantised weights; numbers are chosen here with bf16, fp16 and fp8"
+_OPTIMIZER = "belongs to an optimizer that is not there; choose optim: adamw_torch or sgd"
+_GENERATION = "belongs to generating text, which a training run here does not do"
+_EXPORT = "belongs to LLaMA-Factory's export; lightning-mcore export writes a checkpoint in Hugging Face form"
+_ENGINE = "belongs to an inference engine, and this command trains"
+_KT = "belongs to KTransformers; Megatron's layers are used"
+_KERNELS = "replaces layers of transformers, and Megatron's are used"
+_ASFT = "needs a second model, which the run would keep beside the one that it trains; use_dft_loss is its other part"
+_EAFT = "weighs tokens with the entropy of their logits, and Megatron hands out the loss of a token alone"
+_MUON = (
+    "treats queries, keys and values as matrices of their own there, and Megatron keeps them in one; in Python,"
+    " MuonWithAdamW trains that one, without tensor parallelism and the distributed optimizer"
+)
+_SWANLAB = "belongs to SwanLab; choose report_to: tensorboard or wandb"
+_TOKENS = "changes the vocabulary, and the embedding has that of model_name_or_path; change tokenizer and model before"
+_HUB = "asks for a model of a hub with more than its name; fetch it first, and give its folder as model_name_or_path"
+_HYPER = "belongs to HyperParallel; the parallel sizes are tensor_model_parallel_size and its like"
+_PROFILER = "belongs to a profiler that is not there; give the Trainer a profiler in Python"
+_RAY = "belongs to a launch on Ray, which is not there; start the same command with torchrun"
+
+_GROUPS: dict[str, dict[str, Any]] = {
+    _FULL: {
+        "adapter_name_or_path": None,
+        "adapter_folder": None,
+        "freeze_trainable_layers": 2,
+        "freeze_trainable_modules": "all",
+        "freeze_extra_modules": None,
+        "additional_target": None,
+        "lora_alpha": None,
+        "lora_dropout": 0.0,
+        "lora_rank": 8,
+        "lora_target": "all",
+        "loraplus_lr_ratio": None,
+        "loraplus_lr_embedding": 1e-6,
+        "use_rslora": False,
+        "use_dora": False,
+        "pissa_init": False,
+        "pissa_iter": 16,
+        "pissa_convert": False,
+        "create_new_adapter": False,
+        "module_dropout": 0.0,
+        "oft_rank": 0,
+        "oft_block_size": 32,
+        "oft_target": "all",
+        "use_llama_pro": False,
+    },
+    _PREFERENCES: {
+        "pref_beta": 0.1,
+        "pref_ftx": 0.0,
+        "pref_bco_weight": 0.0,
+        "pref_loss": "sigmoid",
+        "dpo_label_smoothing": 0.0,
+        "kto_chosen_weight": 1.0,
+        "kto_rejected_weight": 1.0,
+        "simpo_gamma": 0.5,
+        "ppo_buffer_size": 1,
+        "ppo_epochs": 4,
+        "ppo_score_norm": False,
+        "ppo_target": 6.0,
+        "ppo_whiten_rewards": False,
+        "ref_model": None,
+        "ref_model_adapters": None,
+        "ref_model_quantization_bit": None,
+        "reward_model": None,
+        "reward_model_adapters": None,
+        "reward_model_quantization_bit": None,
+        "reward_model_type": "lora",
+        "ld_alpha": None,
+    },
+    _VISION: {
+        "media_dir": None,
+        "image_max_pixels": 768 * 768,
+        "image_min_pixels": 32 * 32,
+        "image_do_pan_and_scan": False,
+        "crop_to_patches": False,
+        "video_max_pixels": 256 * 256,
+        "video_min_pixels": 16 * 16,
+        "video_fps": 2.0,
+        "video_maxlen": 128,
+        "use_audio_in_video": False,
+        "audio_sampling_rate": 16000,
+        "freeze_vision_tower": True,
+        "freeze_multi_modal_projector": True,
+        "freeze_language_model": False,
+    },
+    _QUANTIZED: {
+        "quantization_method": "bnb",
+        "quantization_bit": None,
+        "quantization_type": "nf4",
+        "double_quantization": True,
+        "quantization_device_map": None,
+        "upcast_layernorm": False,
+        "upcast_lmhead_output": False,
+        "fp8_enable_fsdp_float8_all_gather": False,
+    },
+    _OPTIMIZER: {
+        "use_galore": False,
+        "galore_target": "all",
+        "galore_rank": 16,
+        "galore_update_interval": 200,
+        "galore_scale": 2.0,
+        "galore_proj_type": "std",
+        "galore_layerwise": False,
+        "use_apollo": False,
+        "apollo_target": "all",
+        "apollo_rank": 16,
+        "apollo_update_interval": 200,
+        "apollo_scale": 32.0,
+        "apollo_proj": "random",
+        "apollo_proj_type": "std",
+        "apollo_scale_type": "channel",
+        "apollo_layerwise": False,
+        "apollo_scale_front": False,
+        "use_badam": False,
+        "badam_mode": "layer",
+        "badam_start_block": None,
+        "badam_switch_mode": "ascending",
+        "badam_switch_interval": 50,
+        "badam_update_ratio": 0.05,
+        "badam_mask_mode": "adjacent",
+        "badam_verbose": 0,
+        "use_adam_mini": False,
+    },
+    _GENERATION: {
+        "do_sample": True,
+        "temperature": 0.95,
+        "top_p": 0.7,
+        "top_k": 50,
+        "num_beams": 1,
+        "max_length": 1024,
+        "max_new_tokens": 1024,
+        "repetition_penalty": 1.0,
+        "length_penalty": 1.0,
+        "skip_special_tokens": True,
+        "eval_num_beams": None,
+        "use_kv_cache": True,
+        "infer_dtype": "auto",
+        "offload_folder": "offload",
+    },
+    _EXPORT: {
+        "export_dir": None,
+        "export_size": 5,
+        "export_device": "cpu",
+        "export_quantization_bit": None,
+        "export_quantization_dataset": None,
+        "export_quantization_nsamples": 128,
+        "export_quantization_maxlen": 1024,
+        "export_legacy_format": False,
+        "export_hub_model_id": None,
+    },
+    _ENGINE: {
+        "infer_backend": "huggingface",
+        "vllm_maxlen": 4096,
+        "vllm_gpu_util": 0.7,
+        "vllm_enforce_eager": False,
+        "vllm_max_lora_rank": 32,
+        "vllm_config": None,
+        "sglang_maxlen": 4096,
+        "sglang_mem_fraction": 0.7,
+        "sglang_tp_size": -1,
+        "sglang_config": None,
+        "sglang_lora_backend": "triton",
+    },
+    _KT: {
+        "use_kt": False,
+        "kt_cpu_activation": None,
+        "kt_weight_path": None,
+        "kt_non_expert_weight_path": None,
+        "kt_expert_checkpoint_path": None,
+        "kt_use_lora_experts": None,
+        "kt_lora_expert_num": None,
+        "kt_lora_expert_intermediate_size": None,
+        "kt_config": None,
+    },
+    _KERNELS: {
+        "use_unsloth": False,
+        "use_unsloth_gc": False,
+        "shift_attn": False,
+        "mixture_of_depths": None,
+    },
+    _ASFT: {"use_asft_loss": False, "asft_alpha": 0.1},
+    _EAFT: {"use_eaft_loss": False, "eaft_alpha": 1.0},
+    _MUON: {"use_muon": False},
+    _SWANLAB: {
+        "use_swanlab": False,
+        "swanlab_project": "llamafactory",
+        "swanlab_workspace": None,
+        "swanlab_run_name": None,
+        "swanlab_mode": "cloud",
+        "swanlab_api_key": None,
+        "swanlab_logdir": None,
+        "swanlab_lark_webhook_url": None,
+        "swanlab_lark_secret": None,
+    },
+    _TOKENS: {
+        "resize_vocab": False,
+        "add_tokens": None,
+        "add_special_tokens": None,
+        "new_special_tokens_config": None,
+        "init_special_tokens": "noise_init",
+    },
+    _HUB: {"model_revision": "main", "hf_hub_token": None, "ms_hub_token": None, "om_hub_token": None},
+    _HYPER: {"use_hyper_parallel": False, "hyper_parallel_args": None, "hyper_parallel_cp_size": 1},
+    _PROFILER: {
+        "enable_torch_profiler": False,
+        "profiler_output_dir": None,
+        "profiler_wait_steps": 1,
+        "profiler_warmup_steps": 1,
+        "profiler_active_steps": 1,
+        "profiler_repeat": 1,
+        "profiler_record_shapes": True,
+        "profiler_profile_memory": True,
+        "profiler_with_stack": True,
+        "profile_modules": None,
+        "print_param_status": False,
+    },
+    _RAY: {"ray_num_workers": 1, "ray_init_kwargs": None, "master_addr": None, "master_port": None},
+    "asks for a slow tokenizer, and transformers has fast ones for these models": {"use_fast_tokenizer": True},
+    "splits special tokens, and templates are made of them": {"split_special_tokens": False},
+    "is how transformers reads weights; here each rank reads its own rectangles of them": {"low_cpu_mem_usage": True},
+    "is not there; stretch positions in rope_parameters of the model's config.json": {"rope_scaling": None},
+    "is how PyTorch recomputes; Megatron recomputes by recompute_granularity": {"use_reentrant_gc": True},
+    "starts from random weights; in Python, MCoreGPT(...) without from_pretrained does that": {
+        "train_from_scratch": False
+    },
+    "mixes datasets in turns; they are read one after another here, and shuffled (mix_strategy: concat)": {
+        "mix_strategy": "concat",
+        "interleave_probs": None,
+    },
+    "is where LLaMA-Factory keeps tokens; here they are kept in cache_dir, by files, tokenizer and settings": {
+        "tokenized_path": None
+    },
+    "calls tools, which the templates here do not write": {"tool_format": None},
+    "counts padding in the loss, and padding is never learnt here": {"ignore_pad_token_for_loss": True},
+    "reports each evaluation dataset by itself; they are evaluated as one here": {"eval_on_each_dataset": False},
+    "is always logged here, as val_accuracy; leave it out": {"compute_accuracy": False},
+    "is always logged here, as tokens_per_second; leave it out": {"include_effective_tokens_per_second": False},
+    "is a checkpoint of Megatron-Bridge; give model_name_or_path, a Hugging Face model or a checkpoint of ours": {
+        "megatron_pretrained_checkpoint": None
+    },
+    "holds paths of Megatron-Bridge's own config; give fields of TransformerConfig in additional_configs": {
+        "extra_config": None
+    },
+}
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    key: (default, reason) for reason, keys in _GROUPS.items() for key, default in keys.items()
+}
+"""Each key that is not carried out: its default, and why it is refused with any other value."""
+
+
+_SAME = {  # numbers that DeepSpeed's config may repeat, and their defaults in a training file
+    "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", 8),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", 1),
+    "gradient_clipping": ("max_grad_norm", 1.0),
+}
+_SHARDED = "use_distributed_optimizer: true, which shards the optimizer's state over the data-parallel ranks"
+_STAGES = {
+    0: "plain data parallelism, as without it",
+    1: _SHARDED,
+    2: f"{_SHARDED}; each of them keeps the buffer of its gradients whole",
+    3: f"{_SHARDED}; stage 3 shards the weights too, which tensor_model_parallel_size and"
+    " pipeline_model_parallel_size do here",
+}
+
+
+def translated(keys: FactoryKeys, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of training and of Megatron, with those that such keys become.
+
+    Args:
+        keys: Those that mean something here.
+        values: Arguments of training and of Megatron that the file gives, by name.
+
+    Raises:
+        FileNotFoundError: DeepSpeed's config is not there.
+        ValueError: It asks for what is not carried out, or it contradicts the file.
+    """
+    found = {**values, "bf16": True} if keys.pure_bf16 else dict(values)
+    if keys.deepspeed is None or (stage := _stage(keys.deepspeed, found)) == 0:
+        return found
+    if found.get("use_distributed_optimizer") is False:
+        raise ValueError(
+            f"deepspeed: {_name(keys.deepspeed)} is stage {stage} of ZeRO, which shards the optimizer, and contradicts"
+            " use_distributed_optimizer: False; leave one of them out"
+        )
+    return {**found, "use_distributed_optimizer": True}
+
+
+def notes_of(keys: FactoryKeys) -> tuple[str, ...]:
+    """Return a line for each key that is carried out in another way than there."""
+    notes = []
+    if keys.deepspeed is not None:
+        stage = _stage_of(_read(keys.deepspeed), _name(keys.deepspeed))
+        notes.append(f"deepspeed: {_name(keys.deepspeed)} (ZeRO stage {stage}) is carried out as {_STAGES[stage]}")
+    if keys.pure_bf16:
+        notes.append(
+            "pure_bf16: True is carried out as bf16: true; Megatron's optimizer keeps an fp32 copy of each weight, 4"
+            " bytes, which use_distributed_optimizer shards"
+        )
+    if keys.flash_attn != "auto":
+        notes.append(
+            f"flash_attn: {keys.flash_attn} chooses among the attentions of transformers; Megatron's is used, on GPUs"
+            " TransformerEngine's, which chooses for itself or by NVTE_FLASH_ATTN"
+        )
+    for name in ("enable_liger_kernel", "use_v1_kernels"):
+        if getattr(keys, name):
+            notes.append(f"{name}: True replaces layers of transformers by faster ones; Megatron's layers are used")
+    return tuple(notes)
+
+
+def _name(given: str | dict[str, Any]) -> str:
+    return given if isinstance(given, str) else "{...}"
+
+
+def _read(given: str | dict[str, Any]) -> dict[str, Any]:
+    """Return DeepSpeed's config; ``given`` is itself, or the path of a file."""
+    if not isinstance(given, str):
+        return given
+    if not os.path.isfile(given):
+        raise FileNotFoundError(
+            f"deepspeed: {given} is not a file; give the path of DeepSpeed's config, or leave it out and set"
+            " use_distributed_optimizer: true"
+        )
+    try:
+        with open(given, encoding="utf-8") as file:
+            config = json.load(file)
+    except ValueError as error:
+        raise ValueError(f"deepspeed: {given} is not JSON ({error}); mend it, or leave it out") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"deepspeed: {given} holds a {type(config).__name__}, not an object; give DeepSpeed's config")
+    return config
+
+
+def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    part = config.get(name)
+    return part if isinstance(part, Mapping) else {}
+
+
+def _stage_of(config: Mapping[str, Any], name: str) -> int:
+    stage = _part(config, "zero_optimization").get("stage", 0)
+    if stage not in _STAGES or isinstance(stage, bool):
+        raise ValueError(f"deepspeed: {name} has stage {stage!r} of zero_optimization; choose 0, 1, 2 or 3")
+    return int(stage)
+
+
+def _stage(given: str | dict[str, Any], values: Mapping[str, Any]) -> int:
+    """Return the stage of ZeRO, after everything else has been found to be as in the training file."""
+    config, name = _read(given), _name(given)
+    zero = _part(config, "zero_optimization")
+    next_steps = {
+        "offload_optimizer": "leave deepspeed out, and set use_distributed_optimizer: true and optimizer_cpu_offload:"
+        " true",
+        "offload_param": "leave it out; tensor_model_parallel_size and pipeline_model_parallel_size split the weights",
+    }
+    for key, next_step in next_steps.items():
+        if _part(zero, key).get("device", "none") not in (None, "none"):
+            raise ValueError(f"deepspeed: {name} asks for {key}; {next_step}")
+    tensor = _part(config, "tensor_parallel").get("autotp_size", 0)
+    if tensor not in (0, 1):
+        raise ValueError(
+            f"deepspeed: {name} has autotp_size {tensor}; leave it out, and set tensor_model_parallel_size: {tensor}"
+        )
+    for key in ("optimizer", "scheduler"):
+        if config.get(key):
+            raise ValueError(
+                f"deepspeed: {name} has {'an' if key == 'optimizer' else 'a'} {key} of its own; leave it out there, and"
+                " say it by learning_rate, optim and lr_scheduler_type in the training file"
+            )
+    said: dict[str, tuple[Any, Any]] = {
+        key: (config.get(key), values.get(own, default)) for key, (own, default) in _SAME.items()
+    }
+    said |= {kind: (_part(config, kind).get("enabled"), bool(values.get(kind))) for kind in ("bf16", "fp16")}
+    for key, (there, here) in said.items():
+        if there not in (None, "auto", here):
+            raise ValueError(
+                f"deepspeed: {name} has {key}: {there}, and the training file says {here}; set it to 'auto' there"
+            )
+    return _stage_of(config, name)

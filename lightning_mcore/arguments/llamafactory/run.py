@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training file of LLaMA-Factory as a run: every key sorted, checked against the others, and carried on.
+r"""A training file of LLaMA-Factory as a run: every key sorted, checked against the others, and carried on.
 
 :func:`read_run` makes a :class:`FactoryRun` of a file, or says in one sentence why it cannot be run. What it holds are
 the keys that mean something here (``keys.py``), the arguments of training and of Megatron, and the datasets. No
 model is built and no data is read for it, and neither Lightning nor megatron-core is imported: ``lightning-mcore plan``
 goes this way too. ``cli/llamafactory.py`` runs what comes out.
+
+
+@@@
+A training file of LLaMA-Factory as ``RunSettings``, for ``lightning-mcore plan``.
+
+Imports neither Lightning nor megatron-core, and reads no data.
 """
 
 import dataclasses
@@ -16,10 +22,8 @@ from lightning_mcore.arguments.fields import check_type, check_types
 from lightning_mcore.arguments.llamafactory.datasets import DatasetEntry, read_datasets
 from lightning_mcore.arguments.llamafactory.file import read_file
 from lightning_mcore.arguments.llamafactory.fp8 import Fp8Arguments
-from lightning_mcore.arguments.llamafactory.keys import FactoryKeys
-from lightning_mcore.arguments.llamafactory.refused_keys import REFUSED
+from lightning_mcore.arguments.llamafactory.keys import REFUSED, FactoryKeys, notes_of, translated
 from lightning_mcore.arguments.llamafactory.rules import check_keys
-from lightning_mcore.arguments.llamafactory.translated_keys import notes_of, translated
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.data.finetuning.templates import ChatTemplate, named_template

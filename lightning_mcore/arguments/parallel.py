@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``DistributingParallelArguments``: how a model is cut, recomputed and quantised, under mcore_adapter's names.
+"""``DistributingParallelArguments``: how a model is split, recomputed and quantised, under mcore_adapter's names.
 
-None keeps what the checkpoint says or, where it says nothing, Megatron's default (``calculate_per_token_loss``: ours).
-The rules that hold between fields are in ``megatron_rules.py``; ``mapping.py`` says where each field lands. Where a
-default differs from mcore_adapter's, the help text says so: it overwrites checkpoints there, or contradicts Megatron.
+None keeps what the checkpoint says or, if it says nothing, Megatron's default (``calculate_per_token_loss``: ours).
+``megatron_rules.py`` has the rules between fields; ``mapping.py`` says where each field goes. Where a default differs
+from mcore_adapter's, the help text says so: mcore_adapter overwrites the checkpoint there, or contradicts Megatron.
+
+``additional_configs`` gives the fields of Megatron's ``TransformerConfig`` that have no argument, as a dict or as the
+path of a JSON file with one. A name that Megatron does not have is refused with its nearest neighbour. A name that is
+also an argument sets the argument if that is None, and is refused if the two differ. What belongs to the strategy or to
+the precision plugin goes there (``mapping.py``); what others fill in is refused here.
 """
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from lightning_mcore.arguments.additional_configs import load_additional_configs, take_over
 from lightning_mcore.arguments.fields import check_types, flag, option
 from lightning_mcore.arguments.megatron_rules import check_distribution, interleaving_of
+from lightning_mcore.config.signatures import transformer_arguments
 from lightning_mcore.config.text import unknown_name
 
 _KEEPS = "Default: the checkpoint's (mcore_adapter overwrites it with False)."
@@ -175,3 +181,88 @@ class DistributingParallelArguments:
             if name not in known:
                 raise ValueError(unknown_name(f"key of {path}", name, known))
         return cls(**given)
+
+
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype"), "it follows from bf16 and fp16"
+    ),
+    **dict.fromkeys(("bf16", "fp16"), "it is an argument of its own, beside additional_configs"),
+    **dict.fromkeys(("fp4", "fp4_recipe", "fp4_param"), "FP4 is not supported yet"),
+    **dict.fromkeys(
+        ("timers", "finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
+        "the strategy fills it in while it runs the model",
+    ),
+    **dict.fromkeys(
+        ("rotary_base", "rotary_percent", "rotary_scaling_factor"), "positions are those of the checkpoint's own config"
+    ),
+}
+
+
+def load_additional_configs(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    """Return the dict that was given, as such, as JSON text or as the path of a JSON file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is not a JSON object.
+    """
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return dict(given)
+    is_text = given.lstrip().startswith("{")
+    if not is_text and not Path(given).is_file():
+        raise FileNotFoundError(
+            f"additional_configs={given!r} is not a file; give the path of a JSON file, or a JSON object"
+        )
+    text = given if is_text else Path(given).read_text(encoding="utf-8")
+    try:
+        loaded = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"additional_configs={given!r} is not JSON: {error}; give an object of TransformerConfig's fields"
+        ) from error
+    if not isinstance(loaded, dict):
+        raise ValueError(
+            f"additional_configs={given!r} holds a {type(loaded).__name__}; give an object of fields of"
+            " TransformerConfig"
+        )
+    return loaded
+
+
+def take_over(arguments: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Let fields that were left None take their values from ``additional_configs``.
+
+    Args:
+        arguments: A dataclass of arguments; its fields are set.
+        extra: The additional configs.
+
+    Returns:
+        Those that are no fields of it.
+
+    Raises:
+        ValueError: A name is unknown or not to be set, or a field has another value.
+    """
+    fields = {field.name: field for field in dataclasses.fields(arguments)}
+    known = transformer_arguments(latent=True)
+    rest = {}
+    for name, value in extra.items():
+        if name in fields and name != "additional_configs" and name in known:
+            _take(arguments, name, value)
+            continue
+        if name not in known:
+            raise ValueError(unknown_name("key of additional_configs", name, known))
+        if name in _ELSEWHERE:
+            raise ValueError(f"additional_configs has {name}={value!r}, but {_ELSEWHERE[name]}; remove it")
+        rest[name] = value
+    return rest
+
+
+def _take(arguments: Any, name: str, value: Any) -> None:
+    own = getattr(arguments, name)
+    if name == "recompute_modules" and isinstance(value, list):
+        value = ",".join(map(str, value))
+    if own is None:
+        setattr(arguments, name, value)
+    elif own != value:
+        raise ValueError(f"{name}={own!r} contradicts {name}={value!r} in additional_configs; set it in one place")

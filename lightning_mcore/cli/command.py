@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a command of ``lightning-mcore`` ends: its exit code, and one line for what was wrong.
+"""What the commands of ``lightning-mcore`` share: how they read their arguments, and how they end.
 
-Every command is run by :func:`carried_out`, so that wrong input is one sentence and never a traceback. Anything that is
-not expected of a command keeps its traceback: it is a fault of ours.
+:class:`CommandParser` refuses wrong arguments in one sentence and names the nearest neighbour of a misspelt option.
+Every command runs under :func:`run_command`, so that wrong input is one sentence and never a traceback. Any other error
+keeps its traceback: it is a bug of ours. This file imports nothing slow, so that ``--help`` answers at once.
 """
 
+import argparse
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from lightning_mcore.config.text import unknown_name
 
 DONE = 0
 FAILED = 1  # it could not be done, while it was being done
@@ -18,7 +23,7 @@ EXPECTED = (OSError, ValueError, TypeError, RuntimeError, ImportError)
 """Errors whose text is for the user."""
 
 
-def carried_out(command: Callable[[], int | None]) -> int:
+def run_command(command: Callable[[], int | None]) -> int:
     """Run a command, print what was wrong as one line, ``error: <sentence>``, and return the exit code.
 
     Args:
@@ -76,3 +81,46 @@ def is_of_transformer_engine(error: Exception) -> bool:
         return False
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>")
     return any(str(frame.f_globals.get("__name__", "")).startswith("transformer_engine") for frame in frames)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An ``ArgumentParser`` that ends with one line, ``error: <sentence>``, and exit code 2.
+
+    Args:
+        name: Of the command, such as ``"preprocess"``.
+        description: What it does.
+    """
+
+    def __init__(self, name: str, description: str) -> None:
+        super().__init__(f"lightning-mcore {name}".strip(), description=description, allow_abbrev=False)
+
+    def read(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """Return what the arguments say, by name.
+
+        Args:
+            arguments: What follows the name of the command.
+
+        Raises:
+            SystemExit: An argument is wrong (exit code 2), or help was asked for (exit code 0).
+        """
+        _refuse_unknown_options(self, arguments)
+        return vars(self.parse_args(arguments))
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line, and not the page of usage; ``--help`` shows that.
+
+        Args:
+            message: Of argparse.
+        """
+        sys.exit(refused(f"{message} (see {self.prog} --help)", WRONG))
+
+
+def _refuse_unknown_options(parser: CommandParser, arguments: Sequence[str]) -> None:
+    """Refuse a misspelt option before argparse does, which misses the required ones first and names no neighbour."""
+    known = [name for name in parser._option_string_actions if name.startswith("--")]
+    for argument in arguments:
+        if argument == "--":
+            break
+        name = argument.partition("=")[0]
+        if name.startswith("--") and name not in known:
+            parser.error(unknown_name("option", name, known))

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a LLaMA-Factory run writes into ``output_dir``: its losses, its checkpoints and, at the end, its model.
+
+:class:`LossRecord` writes ``trainer_log.jsonl``, where LLaMA-Factory's tools look for losses:
+``{"step": 10, "loss": 1.25, "lr": 1e-05, "epoch": 0}`` for training, ``{"step": 10, "eval_loss": 1.5, "epoch": 0}`` for
+evaluation. Rank 0 writes it, and a resumed run appends to it.
+
+Checkpoints (``checkpoint-<step>...``) are saved while a run goes on. The model in Hugging Face form follows at the end,
+beside them, so that the folder itself can be loaded. It is first written whole to a folder inside, and then moved;
+``config.json``, without which nothing can load it, moves last. The next run finishes a move that was interrupted.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+
+from lightning_mcore.checkpoint.storage.atomic import sync_directory
+
+LOG = "trainer_log.jsonl"
+PICTURE = "training_loss.png"
+
+
+class LossRecord(Callback):
+    """Writes down the losses of training and of evaluation.
+
+    Args:
+        folder: Where the file is written.
+        picture: Whether they are drawn at the end, too.
+
+    Attributes:
+        training: Optimizer steps and their losses, at each step that is logged.
+        evaluation: Optimizer steps and the losses of the evaluations there.
+
+    Raises:
+        ModuleNotFoundError: There is no matplotlib to draw with.
+    """
+
+    def __init__(self, folder: str, picture: bool = False) -> None:
+        super().__init__()
+        if picture:
+            _require_matplotlib()
+        self.training: list[tuple[int, float]] = []
+        self.evaluation: list[tuple[int, float]] = []
+        self._folder = folder
+        self._picture = picture
+        self._step = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take note of the step that the run goes on from."""
+        self._step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        """Write down the loss of an optimizer step, where it is logged."""
+        step = trainer.global_step
+        if step == self._step:
+            return
+        self._step = step
+        every = getattr(trainer, "log_every_n_steps", 0)
+        loss = trainer.callback_metrics.get("train_loss")
+        if not every or step % every or loss is None:
+            return
+        self.training.append((step, float(loss)))
+        rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        self._write(trainer, {"step": step, "loss": float(loss), "lr": max(rates, default=0.0)})
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write down the loss of an evaluation, that before the first step too (``eval_on_start``)."""
+        loss = trainer.callback_metrics.get("val_loss")
+        if loss is None:
+            return
+        self.evaluation.append((trainer.global_step, float(loss)))
+        self._write(trainer, {"step": trainer.global_step, "eval_loss": float(loss)})
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Draw the losses."""
+        if self._picture and trainer.is_global_zero:
+            self._draw()
+
+    def _write(self, trainer: pl.Trainer, line: dict[str, Any]) -> None:
+        if not trainer.is_global_zero:
+            return
+        os.makedirs(self._folder, exist_ok=True)
+        with open(os.path.join(self._folder, LOG), "a", encoding="utf-8") as log:
+            log.write(json.dumps({**line, "epoch": trainer.current_epoch}) + "\n")
+
+    def _draw(self) -> None:
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axes = figure.subplots()
+        for name, losses in (("training", self.training), ("evaluation", self.evaluation)):
+            if losses:
+                axes.plot(*zip(*losses, strict=True), label=name, marker="." if len(losses) < 30 else None)
+        axes.set(xlabel="optimizer step", ylabel="loss")
+        axes.legend()
+        figure.savefig(os.path.join(self._folder, PICTURE), dpi=120)
+
+
+def _require_matplotlib() -> None:
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "plot_loss: True needs the package matplotlib; install it, or leave plot_loss out and read the losses in"
+            f" {LOG}"
+        ) from None
+
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)(-v\d+)?\.ckpt")
+_PREEMPTED = re.compile(r"last-preempted(-v\d+)?\.ckpt")  # of enable_jit_checkpoint
+_OF_A_MODEL = ("config.json", "model.safetensors", "model.safetensors.index.json")
+_UNFINISHED = "unfinished-model"
+_NAMES, _PART = ".files-of-the-model", ".part"  # what is moved, noted beside it
+
+
+def where_to_resume(output_dir: str, overwrite: bool) -> str | None:
+    """Return the newest checkpoint in a folder; None to start anew.
+
+    Args:
+        output_dir: The folder; need not exist.
+        overwrite: Whether to start anew whatever stands there.
+
+    Raises:
+        ValueError: A model stands there, and no checkpoint to go on from.
+    """
+    folder = Path(output_dir)
+    if overwrite or not folder.is_dir():
+        return None
+    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))]
+    preempted = [path for path in folder.iterdir() if _PREEMPTED.fullmatch(path.name)]
+    newest = ([max(found)[1]] if found else []) + preempted
+    if newest:
+        return str(max(newest, key=lambda path: path.stat().st_mtime))
+    there = [name for name in _OF_A_MODEL if (folder / name).exists()]
+    if there:
+        raise ValueError(
+            f"output_dir: {output_dir} holds a model already ({there[0]}), and no checkpoint to go on from; choose"
+            " another folder, or set overwrite_output_dir: true"
+        )
+    return None
+
+
+def unfinished(output_dir: str) -> str:
+    """Return the folder inside, to which the model is first written."""
+    return os.path.join(output_dir, _UNFINISHED)
+
+
+def is_waiting(output_dir: str) -> bool:
+    """Return whether a whole model waits inside to be moved to its place, or is on its way there."""
+    source = Path(unfinished(output_dir))
+    return (source / _NAMES).is_file() or (source / _OF_A_MODEL[0]).is_file()
+
+
+def move_in(output_dir: str) -> None:
+    """Move the model that waits inside to its place, over one that stands there; where none waits, do nothing.
+
+    Whatever moment the process dies at, the old model stands there, or the new one, or the next call finishes the move:
+    the names of the new one are noted before the first file of the old one goes. Between, there is no ``config.json``,
+    so that nobody loads parts of both.
+    """
+    source, target = Path(unfinished(output_dir)), Path(output_dir)
+    if not is_waiting(output_dir):
+        return
+    if not (source / _NAMES).is_file():
+        _note(source, sorted({path.name for path in source.iterdir()} - {_NAMES + _PART}))
+    names = json.loads((source / _NAMES).read_text())
+    config, *_ = _OF_A_MODEL
+    if (source / config).exists():
+        (target / config).unlink(missing_ok=True)
+    for stale in (*target.glob("model*.safetensors"), target / _OF_A_MODEL[2]):
+        if stale.name not in names:
+            stale.unlink(missing_ok=True)
+    for name in sorted(names, key=lambda name: (name == config, name)):
+        if (source / name).exists():
+            os.replace(source / name, target / name)
+    sync_directory(output_dir)
+    (source / _NAMES).unlink()
+    source.rmdir()
+
+
+def _note(source: Path, names: list[str]) -> None:
+    part = source / (_NAMES + _PART)
+    with part.open("w") as file:
+        json.dump(names, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, source / _NAMES)

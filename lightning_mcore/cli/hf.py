@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lightning-mcore import`` and ``lightning-mcore export``: Hugging Face models to sharded checkpoints and back.
+
+``__init__.py`` calls :func:`run`. The work is done by ``hf/import_checkpoint.py`` and ``hf/export.py``, which are
+imported once the arguments are read.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_mcore.cli.command import CommandParser, run_command
+
+_DTYPES = ["auto", "bfloat16", "float16", "float32"]
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one of the two commands and return the exit code.
+
+    Args:
+        arguments: ``import`` or ``export``, and what follows it.
+    """
+    name, *rest = arguments
+    options = (_import_parser() if name == "import" else _export_parser()).read(rest)
+    return run_command(lambda: _import(**options) if name == "import" else _export(**options))
+
+
+def _import_parser() -> CommandParser:
+    parser = CommandParser(
+        "import", "Make CKPT, a sharded checkpoint for every layout, from a Hugging Face model; needs no GPU."
+    )
+    parser.add_argument(
+        "path", metavar="HF", help="folder of a Hugging Face model, in safetensors, or its name on the hub"
+    )
+    parser.add_argument("out", metavar="CKPT", help="the checkpoint, a directory that does not exist yet")
+    parser.add_argument("--family", help='model_type, or "package.module:FAMILY" (default: what its config says)')
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, default="auto", help="dtype of the weights in it (default: the model's)"
+    )
+    return parser
+
+
+def _export_parser() -> CommandParser:
+    parser = CommandParser(
+        "export", "Make OUT, a Hugging Face model, from a sharded checkpoint of any layout; needs no GPU."
+    )
+    parser.add_argument("path", metavar="CKPT", help="a checkpoint of MCoreStrategy or, with --like, of Megatron-LM")
+    parser.add_argument("out", metavar="OUT", help="the folder to write, which must be empty or not exist")
+    parser.add_argument(
+        "--like",
+        metavar="HF",
+        help="folder of a Hugging Face model whose config and tokenizer to use (default: what the checkpoint names)",
+    )
+    parser.add_argument("--family", help='model_type, or "package.module:FAMILY" (default: what the checkpoint says)')
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, default="auto", help="dtype of the weights (default: the checkpoint's)"
+    )
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file, such as 500MB (5GB)")
+    return parser
+
+
+def _import(path: str, out: str, **options: Any) -> None:
+    from lightning_mcore.hf.import_checkpoint import import_checkpoint
+
+    import_checkpoint(path, out, **options)
+
+
+def _export(path: str, out: str, **options: Any) -> None:
+    from lightning_mcore.hf.export import export_checkpoint
+
+    export_checkpoint(path, out, **options)
