@@ -31,7 +31,7 @@ from lightning_mcore.config.text import unknown_name
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.hf.callback import SaveHFModel
 from lightning_mcore.models.gpt import MCoreGPT
-from lightning_mcore.optimizer.options import refused_by_megatron
+from lightning_mcore.optimizer.rules import refused_by_megatron
 from lightning_mcore.strategy.precision import MCorePrecision
 from lightning_mcore.strategy.preemption import PreemptionCheckpoint
 from lightning_mcore.strategy.strategy import MCoreStrategy

@@ -32,8 +32,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from torch import Tensor
 
 from lightning_mcore.checkpoint.rectangles import rectangles
-from lightning_mcore.optimizer.megatron import MCoreOptimizer
-from lightning_mcore.optimizer.parts import optimizer_parts
+from lightning_mcore.optimizer.megatron import MCoreOptimizer, optimizer_parts
 from lightning_mcore.parallel.consensus import gather
 
 Numbers = dict[str, Any]

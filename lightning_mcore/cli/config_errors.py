@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from lightning_mcore.config.field_values import accepts, choices_of
+from lightning_mcore.config.checks import accepts, choices_of
 from lightning_mcore.config.text import unknown_name
 
 _CONFIG = ("-c", "--config")

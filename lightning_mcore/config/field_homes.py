@@ -3,7 +3,7 @@
 
 ``TransformerConfig`` mixes what a model is with how it is run. A module takes the first kind as plain data
 (``layers/transformer_config.py``), the strategy and the precision own the second, and ``OptimizerConfig`` says things a
-second time that torch's optimizer, the Trainer or the precision say already (``optimizer/options.py``). The tables
+second time that torch's optimizer, the Trainer or the precision say already (``optimizer/rules.py``). The tables
 stand here, apart from the checks that need Megatron, so that ``lightning-mcore plan`` knows them without importing it.
 """
 

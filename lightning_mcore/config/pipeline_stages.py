@@ -7,9 +7,12 @@ stage of its own size, and by a layout that names each stage. Each has its own r
 """
 
 import re
+from typing import TYPE_CHECKING
 
-from lightning_mcore.config.model_shape import ModelShape
-from lightning_mcore.config.sizes import choices, divisors, neighbours, require_divides
+from lightning_mcore.config.checks import choices, divisors, neighbours, require_divides
+
+if TYPE_CHECKING:
+    from lightning_mcore.config.layout import ModelShape
 
 PipelineLayout = str | list[list[str]]
 
@@ -100,7 +103,7 @@ def _check_places(given: str, stages: list[list[str]], pp: int) -> None:
         )
 
 
-def check_layers(layout: PipelineLayout | None, pp: int, vp: int | None, shape: ModelShape) -> None:
+def check_layers(layout: PipelineLayout | None, pp: int, vp: int | None, shape: "ModelShape") -> None:
     """Refuse layers that cannot be cut into the stages asked for.
 
     Args:

@@ -19,11 +19,9 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from torch.optim import Optimizer
 
-from lightning_mcore.optimizer.kinds import check_kind, megatron_fields
 from lightning_mcore.optimizer.loss_scale import LossScaler
-from lightning_mcore.optimizer.megatron import GROUP_INDEX, MCoreOptimizer
-from lightning_mcore.optimizer.options import check_options
-from lightning_mcore.optimizer.parts import optimizer_parts
+from lightning_mcore.optimizer.megatron import GROUP_INDEX, MCoreOptimizer, optimizer_parts
+from lightning_mcore.optimizer.rules import check_kind, check_options, megatron_fields
 from lightning_mcore.parallel.groups import process_group
 
 

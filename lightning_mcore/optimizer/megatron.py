@@ -21,16 +21,17 @@ and skip the step if one is inf or nan; where the parameters are fp32 (a plain m
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 from torch.optim import Optimizer
 
-from lightning_mcore.optimizer.loss_scale import AgreedGradScaler
-from lightning_mcore.optimizer.parts import optimizer_parts
 from lightning_mcore.parallel.groups import process_group
+
+if TYPE_CHECKING:
+    from lightning_mcore.optimizer.loss_scale import AgreedGradScaler
 
 # One of the four fields by which Megatron tells groups apart on loading; it has no other use, so it carries our index.
 GROUP_INDEX = "is_decoupled_lr"
@@ -61,7 +62,7 @@ class MCoreOptimizer(Optimizer):
         chunks: Sequence[DistributedDataParallel],
         rebuilt: bool,
         inline: bool,
-        scaler: AgreedGradScaler | None = None,
+        scaler: "AgreedGradScaler | None" = None,
     ) -> None:
         # Optimizer.__init__ is not called: groups, defaults and hooks are the user's optimizer's own.
         self.user = user
@@ -399,3 +400,8 @@ def optimizer_after_run(optimizer: Optimizer) -> Optimizer:
 
 def _itself(optimizer: Optimizer) -> Optimizer:
     return optimizer
+
+
+def optimizer_parts(megatron: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """Return the parts of Megatron's optimizer, stubs included, in its order; itself where it is not chained."""
+    return list(getattr(megatron, "chained_optimizers", [megatron]))

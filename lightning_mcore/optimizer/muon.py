@@ -4,7 +4,7 @@
 Muon is meant for hidden matrices; embeddings, output layers, norms and biases are trained by AdamW beside it. torch has
 both, as two optimizers, and Lightning's automatic optimization takes one. :class:`MuonWithAdamW` is an ordinary torch
 optimizer made of them, which runs under ``"auto"``, ``"ddp"`` and ``MCoreStrategy`` with data, pipeline and context
-parallelism. It looks at whole matrices, so ``kinds.py`` refuses it where tensor parallelism splits them and
+parallelism. It looks at whole matrices, so ``rules.py`` refuses it where tensor parallelism splits them and
 where the distributed optimizer shards them.
 
 Megatron's own Muon, which does both, needs the package ``emerging_optimizers`` and is not used here.

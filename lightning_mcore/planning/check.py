@@ -109,8 +109,7 @@ def _check_optimizer(module: Any, strategy: Any) -> None:
     from torch import nn, zeros
 
     from lightning_mcore.models.recipe import optimizer_of_recipe
-    from lightning_mcore.optimizer.kinds import check_kind, megatron_fields
-    from lightning_mcore.optimizer.options import check_options
+    from lightning_mcore.optimizer.rules import check_kind, check_options, megatron_fields
 
     optimizer = optimizer_of_recipe([("weight", nn.Parameter(zeros(1, 1)))], module.hparams)
     check_kind(

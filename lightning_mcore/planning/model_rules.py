@@ -12,18 +12,17 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+from lightning_mcore.config.checks import accepts, choices_of, is_callable, require_size
 from lightning_mcore.config.field_homes import DEFAULTS, REQUIRED, SHORT_NAMES, check_home, check_lengths
 from lightning_mcore.config.field_support import check_fields, check_without_transformer_engine
-from lightning_mcore.config.field_values import accepts, choices_of, is_callable
-from lightning_mcore.config.fp8_sizes import check_layers, check_microbatch, check_model
+from lightning_mcore.config.fp8 import check_layers, check_microbatch, check_model
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.loss_normalization import check_average_in_collective, check_normalization
 from lightning_mcore.config.positions import check_positions
 from lightning_mcore.config.signatures import GPT, parameters, source_file, transformer_arguments
-from lightning_mcore.config.sizes import require_size
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.models.recipe import check_recipe
-from lightning_mcore.optimizer.options import check_sharded, refused_of_optimizer
+from lightning_mcore.optimizer.rules import check_sharded, refused_of_optimizer
 from lightning_mcore.planning.batch import GlobalBatch
 from lightning_mcore.planning.gpt_fields import GPTFields
 from lightning_mcore.planning.rule_book import RuleBook

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from lightning_mcore.config.field_values import accepts
+from lightning_mcore.config.checks import accepts
 from lightning_mcore.config.signatures import Argument
 
 

@@ -4,7 +4,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from lightning_mcore.config.field_values import accepts, choices_of
+from lightning_mcore.config.checks import accepts, choices_of
 from lightning_mcore.config.signatures import Argument
 from lightning_mcore.config.text import unknown_name
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``MCoreStrategy`` and ``MCorePrecision`` refuse, worked out from plain data.
 
-The checks that need no Megatron object are called as they are (layout, loss scale, FP8, ``optimizer/options.py``,
+The checks that need no Megatron object are called as they are (layout, loss scale, FP8, ``optimizer/rules.py``,
 ``CommunicationOptions``). Those of ``strategy/gradients.py``, ``strategy/parallelism.py`` and ``strategy/overlap.py``
 work on Megatron's configs; their rules stand here a second time, on dicts, over the same tables
 (``config/field_homes.py``). A test holds both together.
@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from lightning_mcore.config.checks import require_size
 from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.field_homes import (
     DDP_NOT_AVAILABLE,
@@ -35,8 +36,7 @@ from lightning_mcore.config.signatures import (
 from lightning_mcore.config.signatures import (
     dataclass_fields as fields_in_source,
 )
-from lightning_mcore.config.sizes import require_size
-from lightning_mcore.optimizer.options import refused_of_config, refused_on_device
+from lightning_mcore.optimizer.rules import refused_of_config, refused_on_device
 from lightning_mcore.planning.rule_book import RuleBook
 
 _SHARED = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_mcore.config.checks import divisors
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.config.signatures import STRATEGY, Argument, parameters, transformer_arguments
-from lightning_mcore.config.sizes import divisors
 from lightning_mcore.planning.files import Door
 from lightning_mcore.planning.gpt_fields import GPTFields
 from lightning_mcore.planning.machines import Machine

@@ -12,7 +12,7 @@ Source: ``TransformerConfig.__post_init__``, ``MLATransformerConfig.__post_init_
 from collections.abc import Callable, Collection
 from typing import Any
 
-from lightning_mcore.config.sizes import choices
+from lightning_mcore.config.checks import choices
 
 RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 _OFFLOAD_MODULES = ("core_attn", "attn_proj", "expert_fc1", "moe_act", "attn_norm", "mlp_norm", "qkv_linear")

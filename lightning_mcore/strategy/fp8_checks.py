@@ -2,7 +2,7 @@
 """What FP8 needs of the machine, of the strategy's settings and of the model's sizes; what lacks it is refused.
 
 The checks are functions of plain values, so that they are tested without a GPU; those of sizes stand in
-``config/fp8_sizes.py``. :func:`check_run` calls those that can be made when the strategy meets the module, before
+``config/fp8.py``. :func:`check_run` calls those that can be made when the strategy meets the module, before
 anything is allocated; :func:`check_chunks` when the model is built; :func:`check_microbatch` before each run of the
 schedule, with the shape of its microbatches.
 
@@ -20,8 +20,7 @@ from megatron.core.optimizer import OptimizerConfig
 from packaging.version import Version
 from torch import nn
 
-from lightning_mcore.config.fp8 import FP8Settings
-from lightning_mcore.config.fp8_sizes import check_layers, check_microbatch, check_model
+from lightning_mcore.config.fp8 import FP8Settings, check_layers, check_microbatch, check_model
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.layers.spec import installed_version
 from lightning_mcore.parallel.consensus import all_true

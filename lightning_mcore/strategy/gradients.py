@@ -21,9 +21,9 @@ from unittest import mock
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig, param_and_grad_buffer
 
+from lightning_mcore.config.checks import require_flag, require_size
 from lightning_mcore.config.field_homes import DDP_NOT_AVAILABLE, FSDP, check_owned_by_precision
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.config.sizes import require_flag, require_size
 
 _DEFAULTS = DistributedDataParallelConfig()
 

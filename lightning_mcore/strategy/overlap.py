@@ -21,8 +21,8 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
+from lightning_mcore.config.checks import require_flag
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.config.sizes import require_flag
 
 
 class TensorParallelOverlap:

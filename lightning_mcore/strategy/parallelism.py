@@ -31,11 +31,11 @@ from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_mcore.config.checks import require_flag, require_size
 from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.config.sizes import require_flag, require_size
 from lightning_mcore.layers.spec import choice_of_attention_restored
-from lightning_mcore.optimizer.options import check_optimizer_config, check_optimizer_device
+from lightning_mcore.optimizer.rules import check_optimizer_config, check_optimizer_device
 from lightning_mcore.parallel import rank_watch
 from lightning_mcore.parallel.consensus import all_true
 from lightning_mcore.parallel.cpu_runtime import absent_names_bound, cpu_runtime

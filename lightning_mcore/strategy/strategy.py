@@ -37,9 +37,9 @@ from lightning_mcore.config.layout import ModelShape
 from lightning_mcore.layers.packed_sequences import keep_numbers
 from lightning_mcore.layers.spec import choose_attention
 from lightning_mcore.optimizer.factory import OptimizerSetting, configure_optimizers, make_optimizer
-from lightning_mcore.optimizer.kinds import check_not_summed, check_number
 from lightning_mcore.optimizer.megatron import optimizer_after_run
 from lightning_mcore.optimizer.plateau import agree_on_plateaus
+from lightning_mcore.optimizer.rules import check_not_summed, check_number
 from lightning_mcore.parallel import rank_watch
 from lightning_mcore.parallel.chunks import (
     check_gradients,

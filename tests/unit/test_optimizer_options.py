@@ -14,9 +14,14 @@ from megatron.core.optimizer import OptimizerConfig
 from torch import nn
 
 from lightning_mcore import CommunicationOptions, MCoreStrategy, MuonWithAdamW, ParallelLayout
-from lightning_mcore.optimizer.kinds import check_kind, megatron_fields
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
-from lightning_mcore.optimizer.options import check_optimizer_config, check_optimizer_device, check_options
+from lightning_mcore.optimizer.rules import (
+    check_kind,
+    check_optimizer_config,
+    check_optimizer_device,
+    check_options,
+    megatron_fields,
+)
 from lightning_mcore.parallel import groups as process_groups
 from lightning_mcore.parallel.chunks import wrap_chunks
 from lightning_mcore.strategy.gradients import GradientSettings

@@ -16,7 +16,7 @@ else. ``chat.py`` makes tokens of the messages.
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
-from lightning_mcore.config.sizes import choices
+from lightning_mcore.config.checks import choices
 
 Format = Literal["auto", "prompt_response", "alpaca", "sharegpt", "messages"]
 LossOn = Literal["assistant", "last_assistant", "all"]

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of plain data, each with the sentence that refuses it: what was given, what is allowed.
+
+:func:`require_size` and its neighbours compare one size with another; layout, pipeline stages and the model's shape
+use them, so that every refused size reads the same. :func:`accepts` says whether plain data fits the type of a field,
+which is what YAML can say of Megatron's configs: functions are given as import paths, members of an enum by name.
+"""
+
+import enum
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, Union
+
+
+def require_size(name: str, value: object, at_least: int = 1) -> None:
+    """Refuse a value that is no whole number of ranks, layers or tokens.
+
+    Raises:
+        TypeError: It is not an int; a bool is not one, since ``True`` would silently mean 1.
+        ValueError: It is too small.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} is not an int; give an int of {at_least} or more")
+    if value < at_least:
+        raise ValueError(f"{name}={value} is too small; choose {at_least} or more")
+
+
+def require_flag(name: str, value: object, or_none: bool = False) -> None:
+    """Refuse what is not a bool, or with ``or_none`` None.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    if not isinstance(value, bool) and not (or_none and value is None):
+        raise TypeError(f"{name}={value!r} is not a bool; give {'True, False or None' if or_none else 'True or False'}")
+
+
+def require_divides(name: str, size: int, of: str, whole: int | None) -> None:
+    """Refuse a ``size`` that does not divide ``whole``; an unknown whole (None) is not checked.
+
+    Raises:
+        ValueError: It does not divide.
+    """
+    if whole is not None and whole % size:
+        raise ValueError(f"{name}={size} does not divide {of}={whole}; choose {choices(divisors(whole))}")
+
+
+def divisors(whole: int) -> list[int]:
+    """Return the sizes that divide ``whole``, ascending."""
+    return [size for size in range(1, whole + 1) if whole % size == 0]
+
+
+def neighbours(value: int, unit: int) -> str:
+    """Return the multiples of ``unit`` around ``value`` as choices, zero left out."""
+    below = value // unit * unit
+    return choices([size for size in (below, below + unit) if size])
+
+
+def choices(values: Iterable[object]) -> str:
+    """Return ``1, 2 or 4``; a long list keeps its first eight and its last."""
+    *others, last = [str(value) for value in values]
+    shown = others if len(others) <= 8 else [*others[:8], "..."]
+    return f"{', '.join(shown)} or {last}" if shown else last
+
+
+def accepts(hint: Any, value: Any) -> bool:
+    """Whether plain data can become a value of this type; a type we do not know is left to Megatron."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (Union, types.UnionType):
+        return any(accepts(argument, value) for argument in arguments)
+    if origin is Literal:
+        return value in arguments
+    if is_callable(hint):
+        return isinstance(value, str)
+    if hint is type(None):
+        return value is None
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return value in hint.__members__
+    if origin is dict:
+        return isinstance(value, Mapping)
+    if origin in (list, tuple):
+        return isinstance(value, list | tuple) and _accepts_items(origin, arguments, value)
+    if hint in (int, float):
+        return isinstance(value, int | float if hint is float else int) and not isinstance(value, bool)
+    return not isinstance(hint, type) or isinstance(value, hint)
+
+
+def _accepts_items(origin: Any, arguments: tuple[Any, ...], items: list[Any] | tuple[Any, ...]) -> bool:
+    if origin is tuple and ... not in arguments:
+        return len(items) == len(arguments) and all(map(accepts, arguments, items))
+    return all(any(accepts(argument, item) for argument in arguments if argument is not ...) for item in items)
+
+
+def choices_of(hint: Any) -> str:
+    """Name the values of a type for an error message."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(choices_of(argument) for argument in arguments)
+    if origin is Literal:
+        return " or ".join(map(repr, arguments))
+    if is_callable(hint):
+        return "an import path such as 'torch.nn.functional.silu'"
+    if hint is type(None):
+        return "None"
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return " or ".join(map(repr, hint.__members__))
+    return f"a value of type {hint.__name__ if isinstance(hint, type) and not arguments else hint}"
+
+
+def is_callable(hint: Any) -> bool:
+    """Whether a value of this type is a function."""
+    choices = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return any(typing.get_origin(choice) is Callable for choice in choices)  # also of a bare typing.Callable
