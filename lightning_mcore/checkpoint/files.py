@@ -33,7 +33,7 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 
-from lightning_mcore.checkpoint.format import (
+from lightning_mcore.checkpoint.manifest import (
     DELETED_FIRST,
     FORMAT,
     FORMAT_VERSION,

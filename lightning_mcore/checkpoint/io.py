@@ -36,7 +36,7 @@ from lightning.fabric.utilities.types import _PATH
 
 from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.checkpoint import remote as checkpoint_staging
-from lightning_mcore.checkpoint.format import LIGHTNING_FILE, METADATA_FILE, RANKS_FILE, damaged
+from lightning_mcore.checkpoint.manifest import LIGHTNING_FILE, METADATA_FILE, RANKS_FILE, damaged
 from lightning_mcore.checkpoint.metadata import read_metadata
 from lightning_mcore.checkpoint.reader import ShardReader, load_shards
 from lightning_mcore.checkpoint.save import (

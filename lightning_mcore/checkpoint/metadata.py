@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lightning_mcore.checkpoint.format import METADATA_FILE
+from lightning_mcore.checkpoint.manifest import METADATA_FILE
 
 __all__ = ["COMMON_FILE", "METADATA_FILE", "least_sizes", "read_common", "read_metadata", "tensor_bytes", "tensors_of"]
 

@@ -1,27 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a live model and its optimizer goes into a sharded checkpoint, and back into any other layout of them.
+"""The model and its optimizer as sharded tensors: collected for a save, and filled again on any layout.
 
-Every tensor is described as a part of a global one under Megatron-LM's name, ``decoder.layers.mlp.linear_fc1.weight``,
-so a checkpoint does not know how it was cut: each rank that loads it asks for the parts it holds. Modules of Megatron
-say themselves where their parts belong (``sharded_state_dict``); a plain LightningModule is whole on every rank and
-keeps its names; a chunk that is neither is named after its place in the pipeline, ``chunk<n>.<name>``, which another
-number of stages does not have.
+Every tensor is a part of a global tensor with Megatron-LM's name, such as ``decoder.layers.mlp.linear_fc1.weight``. So
+a checkpoint does not depend on how it was cut: each rank that loads it asks for the parts that it holds. Megatron's
+modules know where their parts belong (``sharded_state_dict``). A plain LightningModule is whole on every rank and keeps
+its names. A chunk that is neither gets names after its place in the pipeline, ``chunk<n>.<name>``; it loads only with
+the same number of stages.
 
-``strategy/checkpointing.py`` calls :func:`collect` and :func:`load`; the optimizer's part is ``optimizer_state.py``,
-what is on the disk is ``io.py``.
+``strategy/checkpointing.py`` calls :func:`collect` and :func:`load`, ``weights.py`` only :func:`load`; both open a
+:class:`StoredState` to read from. The optimizer's part is ``optimizer_state.py``; ``io.py`` knows what is on the disk.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 
+from lightning_mcore.checkpoint.io import Contents, MCoreCheckpointIO
+from lightning_mcore.checkpoint.manifest import some_of
 from lightning_mcore.checkpoint.optimizer_state import (
     MAIN_NAMES,
     Numbers,
@@ -34,12 +38,16 @@ from lightning_mcore.checkpoint.optimizer_state import (
     place_share,
     shares_of,
 )
-from lightning_mcore.checkpoint.stored_state import OPTIMIZER, STRICT_LOADING, Differences, StoredState
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
 from lightning_mcore.parallel.chunks import ModelChunks
 from lightning_mcore.parallel.consensus import gather, on_all
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.pipeline import Pipeline
+
+Shape = tuple[int, ...]
+OPTIMIZER = "optimizer"  # first word of the names of what belongs to one
+STRICT_LOADING = "set strict_loading=False in the module"
+_SHOWN = 8  # names in an error
 
 _T = TypeVar("_T")
 
@@ -57,6 +65,79 @@ class CollectedState:
     tensors: dict[str, Any]
     numbers: list[Numbers]
     num_parameters: int
+
+
+# ---- what there is to read from
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """A checkpoint to read from.
+
+    Args:
+        path: Where it is, for messages.
+        contents: What is in it. Objects of TransformerEngine's layers may be missing, where the model ran without it.
+        numbers: What :func:`collect` returned beside the tensors; None if there is no state of an optimizer.
+        read: Fills the tensors of a sharded state from it and returns it; collective over the world.
+    """
+
+    path: str
+    contents: Contents
+    numbers: Sequence[Numbers] | None
+    read: Callable[[dict[str, Any]], dict[str, Any]]
+
+    @classmethod
+    def open(
+        cls,
+        io: MCoreCheckpointIO,
+        path: str,
+        numbers: Sequence[Numbers] | None = None,
+        weights_only: bool | None = None,
+    ) -> Self:
+        """Look into a checkpoint; collective over the world."""
+        contents = on_all(lambda: io.read_contents(path))
+        return cls(path, contents, numbers, partial(io.load_shards, path, weights_only=weights_only))
+
+    def weights(self) -> dict[str, Shape]:
+        """Global shapes of the tensors that belong to no optimizer."""
+        shapes = self.contents.shapes
+        return {name: shape for name, shape in shapes.items() if not name.startswith(f"{OPTIMIZER}.")}
+
+
+@dataclass
+class Differences:
+    """How the names and shapes of a checkpoint differ from those of a model."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    shapes: list[str] = field(default_factory=list)
+
+    def sentence(self, path: str, advice: str) -> str:
+        """Say it in one sentence, with the first names of each kind and what to do."""
+        kinds = (
+            ("lacks", self.missing),
+            ("has what this model does not:", self.unexpected),
+            ("has other shapes:", self.shapes),
+        )
+        found = "; it ".join(f"{text} {some_of(names, _SHOWN)}" for text, names in kinds if names)
+        return f"{path} is of another model: it {found}; {advice}"
+
+    def check(self, path: str, strict: bool, advice: str) -> None:
+        """Refuse what cannot be loaded, and warn of what stays as it is.
+
+        Args:
+            path: The checkpoint.
+            strict: Whether names must agree; shapes must in any case.
+            advice: How names need not agree.
+
+        Raises:
+            ValueError: The checkpoint does not fit.
+        """
+        if self.shapes or (strict and (self.missing or self.unexpected)):
+            other = "" if self.shapes else f", or {advice} to load what fits"
+            raise ValueError(self.sentence(path, f"load it into the model that wrote it{other}"))
+        if self.missing or self.unexpected:
+            rank_zero_warn(self.sentence(path, "what it lacks stays as it is"))
 
 
 # ---- saving

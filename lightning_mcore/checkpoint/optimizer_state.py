@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of Megatron's optimizers under the names and places of the weights it belongs to.
+"""The optimizer's state as sharded tensors, with the names and places of the weights that it belongs to.
 
-What an optimizer keeps of a parameter (``exp_avg``, a momentum, an fp32 copy) has the shape of the parameter, so it can
-be stored as the parameter is: as a part of one global tensor, ``optimizer.state.<name>.<name of the weight>``, from
-which every other layout can take the parts it needs. Megatron's optimizers hold it in three ways:
+What an optimizer keeps for a parameter (``exp_avg``, a momentum, an fp32 copy) has the parameter's shape. So it is
+stored as the parameter is: as a part of one global tensor, ``optimizer.state.<name>.<name of the weight>``, from which
+every other layout takes the parts that it needs. Megatron's optimizers hold this state in three ways:
 
 * ``FP32Optimizer`` steps the parameters themselves,
 * ``Float16OptimizerWithFloat16Params`` steps whole fp32 copies,
-* ``DistributedOptimizer`` steps flat ranges of the parameters: this rank's share of each. A flat range of a matrix is
-  at most three rectangles (the rest of a row, whole rows, the beginning of a row), so each rank writes and reads its
-  own share as rectangles of the global tensor, in place. Megatron gathers them first and needs the memory for it.
+* ``DistributedOptimizer`` steps flat ranges of the parameters, one share on each rank. A flat range of a matrix is
+  at most three rectangles (the rest of a row, whole rows, the beginning of a row). So each rank writes and reads its
+  share in place, as rectangles of the global tensor. Megatron gathers the shares first and needs the memory for it.
 
-So one format serves all three, and each reads what another wrote. What is not a tensor of that shape, such as Adam's
-``step`` or the rows and columns of Adafactor, is kept apart: :func:`gather_numbers`. An optimizer with state of the
-second kind needs whole matrices, so it is refused where tensors are split.
+One format serves all three, and each reads what another wrote. What does not have the parameter's shape, such as
+Adam's ``step`` or the rows and columns of Adafactor, is kept apart: :func:`gather_numbers`. An optimizer with such rows
+and columns needs whole matrices, so it is refused where tensors are split.
 
 ``model_state.py`` calls this with the sharded state of the model, in which the tensors are the parameters themselves.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
@@ -31,7 +31,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 from torch import Tensor
 
-from lightning_mcore.checkpoint.rectangles import rectangles
 from lightning_mcore.optimizer.megatron import MCoreOptimizer, optimizer_parts
 from lightning_mcore.parallel.consensus import gather
 
@@ -369,3 +368,35 @@ def load_whole_state(optimizer: MCoreOptimizer, state: Mapping[str, Any]) -> Non
             part.optimizer.state[stepped] = own
     for group, values in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({name: value for name, value in values.items() if name != "params"})
+
+
+def rectangles(shape: Sequence[int], begin: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a range of a flattened tensor into blocks of the tensor.
+
+    Args:
+        shape: The tensor's shape.
+        begin: First element of the range.
+        end: The element after the last.
+
+    Returns:
+        Offsets and sizes of the blocks, in the order of the range; at most ``2 * len(shape) - 1``.
+    """
+    if begin >= end:
+        return []
+    if not shape:
+        return [((), ())]
+    inner = prod(shape[1:])
+    first, last = -(-begin // inner), end // inner  # whole rows
+    if first > last:  # within one row
+        return _of_row(shape, end // inner, begin, end)
+    head = _of_row(shape, first - 1, begin, first * inner) if begin < first * inner else []
+    tail = _of_row(shape, last, last * inner, end) if last * inner < end else []
+    rest = tuple(shape[1:])
+    whole = [((first, *(0,) * len(rest)), (last - first, *rest))] if first < last else []
+    return [*head, *whole, *tail]
+
+
+def _of_row(shape: Sequence[int], row: int, begin: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    start = row * prod(shape[1:])
+    blocks = rectangles(shape[1:], begin - start, end - start)
+    return [((row, *offsets), (1, *sizes)) for offsets, sizes in blocks]

@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from lightning_mcore.checkpoint.format import METADATA_FILE, damaged, some_of
+from lightning_mcore.checkpoint.manifest import METADATA_FILE, damaged, some_of
 from lightning_mcore.checkpoint.storage.torch_archive import find_tensor
 from lightning_mcore.parallel.consensus import collect, on_all
 

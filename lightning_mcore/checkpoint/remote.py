@@ -22,7 +22,7 @@ from lightning_mcore.checkpoint.files import (
     record_file,
     require_replaceable,
 )
-from lightning_mcore.checkpoint.format import DELETED_FIRST, MANIFEST_FILE, METADATA_FILE, FileRecord, encode_manifest
+from lightning_mcore.checkpoint.manifest import DELETED_FIRST, MANIFEST_FILE, METADATA_FILE, FileRecord, encode_manifest
 
 
 def begin_upload(path: str) -> None:

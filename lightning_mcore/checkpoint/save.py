@@ -1,25 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One save of a sharded checkpoint, from the plan to the moment it stands under its name.
+"""One save of a sharded checkpoint: plan it, write it in the background, put it in place.
 
-:meth:`CheckpointSave.start` agrees with all ranks on who writes what and starts the writers; training may go on then,
-if it was given memory for a copy. :meth:`CheckpointSave.advance` waits for them, and rank 0 writes what belongs to all
-and puts the checkpoint in place. Whatever fails on one rank fails on all, and leaves nothing behind but the checkpoint
-that was there before. Both are collective over the world. ``io.py`` keeps the saves that are in flight.
+:meth:`CheckpointSave.start` agrees with all ranks on who writes what and starts the writers. Training may go on then,
+if the save was given memory for a copy. :meth:`CheckpointSave.advance` waits for the writers; rank 0 then writes what
+belongs to all ranks and puts the checkpoint in place. A failure on one rank is a failure on all, and leaves only the
+checkpoint that was there before. Both methods are collective over the world. ``io.py`` keeps the saves in flight.
 
-A checkpoint on a remote store is written to local disks and then uploaded, each rank its own files, in the background.
+A checkpoint on a remote store is written to local disks first. Each rank then uploads its own files in the background.
 """
 
+import contextlib
 import errno
 import io
 import json
 import os
 import pickle
 import shutil
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,8 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.checkpoint import remote as checkpoint_staging
-from lightning_mcore.checkpoint.background_task import BackgroundTask
-from lightning_mcore.checkpoint.format import LIGHTNING_FILE, METADATA_FILE, RANKS_FILE, FileRecord, unsaved
+from lightning_mcore.checkpoint.manifest import LIGHTNING_FILE, METADATA_FILE, RANKS_FILE, FileRecord, unsaved
 from lightning_mcore.checkpoint.metadata import COMMON_FILE, tensors_of
 from lightning_mcore.checkpoint.save_plan import Piece, ShardPlanner
 from lightning_mcore.checkpoint.storage import atomic as atomic_directory
@@ -42,6 +44,7 @@ RANK_STATE = "lightning_mcore/rank_state"
 CONTENT_METADATA = "lightning_mcore/content_metadata"
 
 _MEGATRON_CHECKPOINT_VERSION = 3.0  # of Megatron-LM's checkpoints since 2020
+_PRIORITY = 10  # of -20, the highest, to 19; of a writer that gives way
 
 T = TypeVar("T")
 Written = tuple[Places, dict[str, FileRecord]]
@@ -255,3 +258,52 @@ def _refused(path: str, function: Callable[[], Any]) -> Any:
         return function()
     except OSError as error:
         raise unsaved(path, error) from error
+
+
+class BackgroundTask(Generic[T]):
+    """A function in a thread of its own, whose result or error is fetched later; starts at once.
+
+    The thread ends with the process, whatever it is doing; nobody puts in place what it was writing. (Threads of
+    ``concurrent.futures`` would hold up the end of a process whose disk hangs.)
+
+    Args:
+        name: Of the thread, for debuggers.
+        function: What to run.
+        gives_way: Whether it leaves the processor to the threads of the training, where there are too few for all.
+    """
+
+    def __init__(self, name: str, function: Callable[[], T], gives_way: bool = False) -> None:
+        self._function: Callable[[], T] | None = function
+        self._gives_way = gives_way
+        self._result: list[T] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has returned or failed."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> T:
+        """Wait for the end and return the result.
+
+        Raises:
+            BaseException: What the function raised.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._result[0]
+
+    def _run(self) -> None:
+        assert self._function is not None
+        if self._gives_way and sys.platform == "linux":  # where threads have priorities of their own
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PRIORITY)
+        try:
+            self._result.append(self._function())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._function = None  # and what it holds: the memory of a copy may be used again

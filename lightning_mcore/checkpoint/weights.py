@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from lightning_mcore.checkpoint import manifest as checkpoint_manifest
 from lightning_mcore.checkpoint import model_state as sharded_state
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
-from lightning_mcore.checkpoint.stored_state import StoredState
+from lightning_mcore.checkpoint.model_state import StoredState
 from lightning_mcore.config.fp8 import check_start
 from lightning_mcore.layers.session import single_process
 from lightning_mcore.layers.transformer_config import refuse_recorded_code

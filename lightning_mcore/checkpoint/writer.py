@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
-from lightning_mcore.checkpoint.format import METADATA_FILE, FileRecord
+from lightning_mcore.checkpoint.manifest import METADATA_FILE, FileRecord
 from lightning_mcore.checkpoint.save_plan import Piece
 from lightning_mcore.checkpoint.storage.direct_file import ChecksummedFile
 from lightning_mcore.checkpoint.storage.torch_archive import frame_tensor, tensor_bytes

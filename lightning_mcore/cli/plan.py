@@ -135,7 +135,7 @@ def _say_what_is_missing(settings: RunSettings) -> None:
     path = settings.model.get("path")
     if path is None:
         return
-    from lightning_mcore.hf.config import is_unknown_on_hub  # which takes a second
+    from lightning_mcore.hf.source import is_unknown_on_hub  # which takes a second
 
     if is_unknown_on_hub(path):
         print(

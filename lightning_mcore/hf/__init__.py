@@ -11,8 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lightning_mcore.hf.config_rules import ConfigRule, Constants, Derived, Only, Preset, Same, Unused
-from lightning_mcore.hf.family import Family
-from lightning_mcore.hf.known_families import family_names, find_family
+from lightning_mcore.hf.family import Family, family_names, find_family
 from lightning_mcore.hf.weight_rules import (
     Block,
     Experts,

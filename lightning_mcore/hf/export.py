@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from lightning_mcore.checkpoint.format import unsaved
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
+from lightning_mcore.checkpoint.manifest import unsaved
 from lightning_mcore.checkpoint.storage import atomic as atomic_directory
 from lightning_mcore.hf.export_config import (
     Description,
@@ -36,11 +36,10 @@ from lightning_mcore.hf.export_config import (
     write_json,
 )
 from lightning_mcore.hf.export_plan import MAX_SHARD_SIZE, ExportPlan, Place, parse_dtype, parse_size
-from lightning_mcore.hf.known_families import find_family, recorded_family
+from lightning_mcore.hf.family import find_family, recorded_family
 from lightning_mcore.hf.live_tensors import exchange, places_of_all
-from lightning_mcore.hf.model_pieces import ModelPieces, pieces_of_module
-from lightning_mcore.hf.safetensors_file import write_safetensors
-from lightning_mcore.hf.safetensors_folder import INDEX_FILE
+from lightning_mcore.hf.pretrained import ModelPieces, pieces_of_module
+from lightning_mcore.hf.safetensors import INDEX_FILE, write_safetensors
 from lightning_mcore.hf.stored_tensors import StoredTensors
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import Shape

@@ -20,16 +20,15 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_mcore.config.field_homes import OF_THE_MODULE
-from lightning_mcore.hf.config import (
+from lightning_mcore.hf.family import Family, complete_fields, family_names, find_family, recorded_family
+from lightning_mcore.hf.files import read_json
+from lightning_mcore.hf.source import (
     CONFIG_FILE,
     GENERATION_FILE,
+    HFSource,
     complete_config,
     read_generation_config,
-    read_json,
 )
-from lightning_mcore.hf.family import Family, complete_fields
-from lightning_mcore.hf.known_families import family_names, find_family, recorded_family
-from lightning_mcore.hf.source import HFSource
 from lightning_mcore.hf.training_fields import TRAINING_ONLY
 from lightning_mcore.hf.weight_rules import Shape
 

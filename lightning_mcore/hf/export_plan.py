@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mcore.checkpoint.format import some_of
-from lightning_mcore.hf.value_range import require_fits
+from lightning_mcore.checkpoint.manifest import some_of
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import Block, Shape
+from lightning_mcore.hf.weights import require_fits
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 MAX_SHARD_SIZE = "5GB"

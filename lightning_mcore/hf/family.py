@@ -1,15 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A family of Hugging Face models: what its config means here, and how its weights are named.
+"""A family of Hugging Face models as data, and where families are found by name.
 
-A :class:`Family` is data: rules for config keys (``config_rules.py``), rules for weights (``weight_rules.py``), and the
-prefixes of layers. Those that come with the package lie in ``families/``; ``known_families.py`` finds them, and yours.
-How a model is split over ranks is no part of it. megatron-core is imported where its defaults are needed, not to read a
-config.
+A :class:`Family` holds rules for config keys (``config_rules.py``), rules for weights (``weight_rules.py``) and the
+prefixes of layers. It says nothing about how a model is split over ranks. megatron-core is imported for the defaults
+of its fields, not to read a config.
+
+The families of this package lie in ``families/``. Another package registers its own in its ``pyproject.toml``, and
+they are found by name from then on::
+
+    [project.entry-points."lightning_mcore.families"]
+    gemma = "my_package.gemma:FAMILY"
+
+Nothing is registered at run time, so a name means the same in every process.
+
+A path such as ``my_package.gemma:FAMILY`` is imported only when the user gives it. A downloaded file may name any
+module, so ``config.json`` and checkpoints may only name one of the families above; :func:`recorded_family`.
 """
 
 import dataclasses
+import importlib
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from typing import Any
 
 from lightning_mcore.config.field_homes import DEFAULTS, OF_THE_MODULE
@@ -237,3 +250,86 @@ def split_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     """Return the settings of the module and the fields of its ``transformer``."""
     module = {name: value for name, value in fields.items() if name in OF_THE_MODULE}
     return module, {name: value for name, value in fields.items() if name not in OF_THE_MODULE}
+
+
+ENTRY_POINTS = "lightning_mcore.families"
+
+_OWN = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "deepseek_v3",
+    "glm4_moe",
+)
+
+
+def family_names() -> list[str]:
+    """Return the names of all families, as they stand in ``config.json`` under ``model_type``."""
+    return [*_OWN, *sorted(entry.name for entry in entry_points(group=ENTRY_POINTS))]
+
+
+def find_family(name: str) -> Family:
+    """Return a family that the user has named.
+
+    Args:
+        name: Its ``model_type``, or the path of a :class:`Family`, such as ``"my_package.gemma:FAMILY"``.
+
+    Raises:
+        ValueError: There is none of that name; names those there are.
+    """
+    return _import(name) if ":" in name else registered_family(name)
+
+
+def recorded_family(name: str) -> Family:
+    """Return the family that a checkpoint names; a path is looked up in what is imported already, and never imported.
+
+    Args:
+        name: As it stands there.
+
+    Raises:
+        ValueError: There is none of that name, or it is a path whose module the user has not imported.
+    """
+    if ":" not in name:
+        return registered_family(name)
+    module, _, attribute = name.partition(":")
+    family = getattr(sys.modules.get(module), "__dict__", {}).get(attribute)
+    if not isinstance(family, Family):
+        raise ValueError(
+            f"the checkpoint names the family {name!r}, and code is not imported because a file names it; if it is your"
+            f" own, name it yourself: family={name!r} (--family {name})"
+        )
+    return family
+
+
+def registered_family(name: str) -> Family:
+    """Return a family by its ``model_type``: one of this package, or of another package that is installed.
+
+    Raises:
+        ValueError: There is none of that name; names those there are.
+    """
+    registered = next((entry.value for entry in entry_points(group=ENTRY_POINTS) if entry.name == name), None)
+    if registered is not None:
+        return _import(registered)
+    if name in _OWN:
+        return _import(f"lightning_mcore.hf.families.{name}:FAMILY")
+    raise ValueError(
+        f"models of type {name!r} are not supported; there are {', '.join(family_names())}, and you may give a family"
+        " of your own, family='package.module:FAMILY'"
+    )
+
+
+def _import(path: str) -> Family:
+    module, _, attribute = path.partition(":")
+    if not module or not attribute or module.startswith("."):
+        raise ValueError(f"family={path!r} is no path of a family; give 'package.module:FAMILY'")
+    try:
+        family = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"family={path!r} cannot be imported, for {error}; give 'package.module:FAMILY'") from error
+    if not isinstance(family, Family):
+        raise ValueError(f"family={path!r} is a {type(family).__name__}, not a Family; give the path of one")
+    return family

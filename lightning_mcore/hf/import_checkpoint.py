@@ -28,9 +28,8 @@ from lightning_mcore.checkpoint import model_state as sharded_state
 from lightning_mcore.checkpoint.save import MANIFEST, SHARDED_STATE, CheckpointSave
 from lightning_mcore.checkpoint.save_plan import Piece, ShardPlan, ShardPlanner
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.hf.model_pieces import pieces_of_module
-from lightning_mcore.hf.pretrained import check_downloads, running_fields
-from lightning_mcore.hf.safetensors_folder import SafetensorsFolder
+from lightning_mcore.hf.pretrained import check_downloads, pieces_of_module, running_fields
+from lightning_mcore.hf.safetensors import SafetensorsFolder
 from lightning_mcore.hf.source import HFSource, refuse_megatron_checkpoint, settings_of_source
 from lightning_mcore.hf.weight_map import whole_name
 from lightning_mcore.hf.weights import HFWeights

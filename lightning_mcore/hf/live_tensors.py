@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mcore.hf.export_plan import ExportPlan, Part, Place
-from lightning_mcore.hf.model_pieces import ModelPieces
+from lightning_mcore.hf.pretrained import ModelPieces
 from lightning_mcore.parallel.consensus import control_group, gather, on_all
 
 _ON_THEIR_WAY = 256 << 20  # bytes that a rank sends at once, or one rectangle that is larger

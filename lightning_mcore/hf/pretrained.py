@@ -1,34 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start from a Hugging Face model: its weights fill the chunks of the running layout.
+"""Fill a running model from a Hugging Face model: every rank reads the rectangles that it holds, and no more.
 
-:func:`load_pretrained` reads into each chunk that a rank has built the rectangles that belong there. No rank reads more
-of a tensor than it holds. What the model is, its config says, before there are ranks: ``source.py``.
+:func:`load_pretrained` fills the chunks that a rank has built. ``source.py`` has read the config before, when there
+were no ranks yet. A checkpoint directory of this package, from ``lightning-mcore import`` or from a run of
+``MCoreGPT``, holds the settings and the weights; then the Hugging Face folder is not needed.
 
-It takes a checkpoint directory as well, which ``lightning-mcore import`` or a run of ``MCoreGPT`` wrote: it has the
-settings and the weights, and the Hugging Face folder is not needed any more.
+:func:`pieces_of_module` returns the weights of a running model as rectangles of the whole model's tensors. Megatron's
+modules know which part of which tensor they hold (``sharded_state_dict``). An export uses it, too.
 """
 
 import os
 import socket
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from torch import Tensor
 from tqdm import tqdm
 
-from lightning_mcore.checkpoint.format import some_of
+from lightning_mcore.checkpoint.manifest import some_of
+from lightning_mcore.checkpoint.model_state import sharded_chunk
+from lightning_mcore.checkpoint.optimizer_state import pieces_of
 from lightning_mcore.checkpoint.weights import load_weights
 from lightning_mcore.config.fp8 import check_start
-from lightning_mcore.hf.download_checksums import check_download
 from lightning_mcore.hf.family import complete_fields
-from lightning_mcore.hf.model_pieces import ModelPieces, pieces_of_module
+from lightning_mcore.hf.files import check_download
 from lightning_mcore.hf.source import HFSource, absolute, is_own_checkpoint, pretrained_settings
+from lightning_mcore.hf.weight_map import whole_name, whole_names
+from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.hf.weights import HFWeights
-from lightning_mcore.parallel.chunks import find_pipeline
+from lightning_mcore.parallel.chunks import ModelChunks, built_chunks, find_pipeline
 from lightning_mcore.parallel.consensus import collect, gather, on_all
 
 __all__ = ["absolute", "load_pretrained", "pretrained_settings", "running_fields"]
@@ -37,6 +46,38 @@ _FILLED = "_filled_from_hugging_face"  # set on a model that load_pretrained has
 _HASHED = 4  # files that a rank compares at once
 _SHOWN = 2  # names of files in a line of the log
 _SILENT_SECONDS = 2.0  # reading that takes no longer shows no progress
+
+
+@dataclass(frozen=True)
+class ModelPiece:
+    """A rectangle of a tensor of the whole model, held by this rank.
+
+    Args:
+        name: Whole name of the tensor, as in ``weight_map.py``.
+        start: Where the rectangle begins in it.
+        shape: Its shape there; axes of size 1 may stand in front of those of ``data``.
+        data: The values, in the memory of the model.
+        is_main: Whether this rank is the one, of those with the same values, that speaks for them.
+    """
+
+    name: str
+    start: Shape
+    shape: Shape
+    data: Tensor
+    is_main: bool
+
+
+@dataclass(frozen=True)
+class ModelPieces:
+    """What this rank holds of a model, and the shapes of all its tensors.
+
+    Args:
+        own: Rectangles on this rank.
+        shapes: Shapes of the tensors of the whole model, by whole name.
+    """
+
+    own: list[ModelPiece]
+    shapes: dict[str, Shape]
 
 
 def load_pretrained(module: pl.LightningModule, path: str, family: str | None = None) -> None:
@@ -140,3 +181,47 @@ def _fill(folder: str, weights: HFWeights, pieces: ModelPieces) -> None:
     with torch.no_grad():
         for piece in own:
             weights.fill(piece.data, piece.name, piece.start, piece.shape)
+
+
+def pieces_of_module(module: pl.LightningModule) -> ModelPieces:
+    """Return what this rank holds of a module's model; collective over the world.
+
+    Args:
+        module: A module whose model is built with ``pipeline()``, wrapped or not.
+
+    Raises:
+        RuntimeError: There is no such model yet.
+    """
+    chunks = built_chunks(module)
+    if chunks.pipeline is None:
+        raise RuntimeError(
+            f"{type(module).__name__} has no model built with pipeline(), whose weights could be exchanged with"
+            " Hugging Face's; build it in configure_model()"
+        )
+    own, stored = on_all(lambda: _own_pieces(chunks))
+    shapes: dict[str, Shape] = {}
+    for of_rank in gather(stored):
+        for key, shape in of_rank.items():
+            shapes |= {name: inner for name, (_, inner) in whole_names(key, shape).items()}
+    return ModelPieces(own, shapes)
+
+
+def _own_pieces(chunks: ModelChunks) -> tuple[list[ModelPiece], dict[str, Shape]]:
+    """Return what this rank holds, and the shapes of the stored tensors that it is part of."""
+    own, stored = [], {}
+    for index in range(len(chunks.bare)):
+        for entry in nested_values(sharded_chunk(chunks, index)):
+            for piece in pieces_of(entry) if isinstance(entry, ShardedTensor | ShardedTensorFactory) else ():
+                stored[piece.place.key] = tuple(piece.place.global_shape)
+                own.append(_piece(entry, piece.place, piece.start))
+    return own, stored
+
+
+def _piece(entry: ShardedTensor | ShardedTensorFactory, place: ShardedTensor, start: int) -> ModelPiece:
+    data = entry.data.detach()
+    if prod(place.local_shape) != data.numel():
+        data = data.view(-1)[start : start + prod(place.local_shape)].view(place.local_shape)
+    shape = (1,) * (len(place.global_shape) - len(place.local_shape)) + tuple(place.local_shape)
+    return ModelPiece(
+        *whole_name(place.key, tuple(place.global_offset), shape), data=data, is_main=is_main_replica(place.replica_id)
+    )

@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face model as a source: its config, and the arguments of ``MCoreGPT`` that follow from it.
+"""A Hugging Face model as a source: its folder, its completed config, and the arguments of ``MCoreGPT`` from it.
 
-:func:`pretrained_settings` makes them before there are ranks: what is wrong with config or files is found there.
-``MCoreGPT.from_pretrained`` calls it, and ``lightning-mcore plan``; so neither Lightning nor megatron-core is imported
-here to read a ``config.json``. A checkpoint directory of ours has the settings in it, and takes Lightning to be read.
+:func:`pretrained_settings` makes the arguments before there are ranks, so faults in the config or the files are found
+then. ``MCoreGPT.from_pretrained`` and ``lightning-mcore plan`` call it. To read a ``config.json``, neither Lightning
+nor megatron-core is imported; for a checkpoint directory of this package, which holds the settings itself, Lightning
+is.
+
+transformers fills in the defaults of a ``config.json`` and renames old keys, so the rules of a family see one name for
+each key. Importing transformers takes two seconds; it is imported only here, when a config is completed.
 """
 
 import contextlib
+import copy
+import functools
+import json
 import logging
 import os
 from collections import defaultdict
@@ -18,27 +25,147 @@ from typing import TYPE_CHECKING, Any
 from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.config.field_homes import OF_THE_MODULE
 from lightning_mcore.config.without_torch import let_torch_in
-from lightning_mcore.hf.config import (
-    complete_config,
-    family_of,
-    local_folder,
-    read_config,
-    read_generation_config,
-    read_header,
-    read_json,
-)
-from lightning_mcore.hf.config_rules import LONGEST_SEQUENCE, refuse_outside
-from lightning_mcore.hf.family import Family, split_fields
-from lightning_mcore.hf.known_families import find_family
+from lightning_mcore.hf.config_rules import LONGEST_SEQUENCE, refuse_outside, refuse_unless
+from lightning_mcore.hf.family import Family, find_family, registered_family, split_fields
+from lightning_mcore.hf.files import read_header, read_json
 
-if TYPE_CHECKING:
-    from lightning_mcore.hf.safetensors_folder import SafetensorsFolder
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_MOST_LABELS = 1_000_000
+
+_DESCRIPTIONS = ("*.json",)
+_DOWNLOADED = (*_DESCRIPTIONS, "*.safetensors", "*.model", "*.jinja", "*.txt", "tokenizer*")
 
 _KEPT = sorted(OF_THE_MODULE - {"make_vocab_size_divisible_by", "transformer_impl"})  # what a model is, not how it runs
 
 _TIMES = 2  # what is off by less is compared tensor by tensor once the model is built
 
 _log = logging.getLogger(__name__)
+
+
+def local_folder(path: str | os.PathLike[str], weights: bool = True) -> str:
+    """Return the folder of a model; that of a name on the Hugging Face hub, such as ``"org/model"``, after a download.
+
+    Args:
+        path: Folder or name.
+        weights: Whether to download them too, or config and index alone.
+
+    Raises:
+        FileNotFoundError: There is no such folder, and no such name.
+    """
+    where = os.fspath(path)
+    if os.path.isdir(where):
+        return where
+    if not is_hub_name(where):
+        raise FileNotFoundError(f"{where} is no folder of a Hugging Face model; give one with a {CONFIG_FILE}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return str(snapshot_download(where, allow_patterns=list(_DOWNLOADED if weights else _DESCRIPTIONS)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise FileNotFoundError(
+            f"{where} is no folder, and no model of that name could be downloaded; give a folder with a {CONFIG_FILE}"
+        ) from error
+
+
+def is_hub_name(path: str) -> bool:
+    """Return whether a path, where nothing is, has the form of a name on the Hugging Face hub: ``"org/model"``."""
+    return not os.path.exists(path) and path.count("/") == 1 and not path.startswith((".", "/", "~"))
+
+
+def is_unknown_on_hub(path: str) -> bool:
+    """Return whether a path is a name on the Hugging Face hub, and its config has not been downloaded."""
+    if not is_hub_name(path):
+        return False
+    from huggingface_hub import try_to_load_from_cache
+
+    return not isinstance(try_to_load_from_cache(path, CONFIG_FILE), str)
+
+
+def read_config(folder: str) -> dict[str, Any]:
+    """Return a model's config as it stands in the file.
+
+    Args:
+        folder: Where its ``config.json`` lies.
+
+    Raises:
+        FileNotFoundError: There is no ``config.json``.
+        ValueError: It is no config of a model, or of one whose weights are quantised.
+    """
+    content = read_json(folder, CONFIG_FILE)
+    model_type = content.get("model_type")
+    if not isinstance(model_type, str):
+        raise ValueError(f"{folder}/{CONFIG_FILE} has no model_type; give the folder of a Hugging Face model")
+    quantised = content.get("quantization_config") or content.get("compression_config")
+    if quantised:
+        method = quantised.get("quant_method", "some method") if isinstance(quantised, dict) else "some method"
+        raise ValueError(
+            f"the weights in {folder} are quantised with {method}, and training needs whole ones; give the"
+            " model in bf16, fp16 or fp32"
+        )
+    return content
+
+
+def complete_config(family: Family, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a ``config.json`` with the defaults of transformers, where it knows the model.
+
+    transformers makes lists as long as the numbers say and looks names up in torch, so these are checked before.
+
+    Args:
+        family: Its family.
+        content: What stands in it.
+
+    Raises:
+        ValueError: A value is out of its range, or transformers refuses it.
+    """
+    family.check_sizes(content)
+    for key in ("dtype", "torch_dtype"):
+        refuse_unless(key, content.get(key), (None, *_DTYPES), "weights are trained in one of these")
+    if content.get("num_labels") is not None:
+        refuse_outside("num_labels", content["num_labels"], 0, _MOST_LABELS)
+    return copy.deepcopy(_completed(json.dumps(dict(content))))
+
+
+@functools.lru_cache(maxsize=16)  # a run asks several times, and transformers warns each time
+def _completed(text: str) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    given: dict[str, Any] = json.loads(text)
+    try:
+        config = AutoConfig.for_model(given.pop("model_type"), **given)
+        whole: dict[str, Any] = config.to_dict()
+    except Exception as error:  # keys are set as attributes, so any may take the place of anything
+        if "Unrecognized model identifier" in str(error):
+            found: dict[str, Any] = json.loads(text)
+            return found
+        reason = error.args[0] if isinstance(error, KeyError) and error.args else error  # str() of it has quotes
+        raise ValueError(f"transformers refuses {CONFIG_FILE}: {' '.join(str(reason).split())}") from error
+    return whole
+
+
+def family_of(config: Mapping[str, Any], family: str | None) -> Family:
+    """Return the family of a config.
+
+    Args:
+        config: As :func:`read_config` returns it.
+        family: Name or path of the family, as the user has given it; None for what the config says, which is a name.
+
+    Raises:
+        ValueError: There is no such family.
+    """
+    return find_family(family) if family else registered_family(str(config["model_type"]))
+
+
+def read_generation_config(folder: str) -> dict[str, Any] | None:
+    """Return the content of ``generation_config.json``; None where there is none."""
+    return read_json(folder, GENERATION_FILE) if os.path.exists(os.path.join(folder, GENERATION_FILE)) else None
+
+
+if TYPE_CHECKING:
+    from lightning_mcore.hf.safetensors import SafetensorsFolder
 
 
 @dataclass(frozen=True)
@@ -88,7 +215,7 @@ class HFSource:
             FileNotFoundError: A file is missing.
             ValueError: A file is damaged, the weights are quantised, or they are those of a far smaller model.
         """
-        from lightning_mcore.hf.safetensors_folder import SafetensorsFolder
+        from lightning_mcore.hf.safetensors import SafetensorsFolder
 
         tensors = SafetensorsFolder(self.folder, self.family.unread)
         there, least = sum(map(prod, tensors.shapes.values())), _least_weights(self.fields)

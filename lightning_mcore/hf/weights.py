@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of a Hugging Face model as those of Megatron's: checked as a whole, then read rectangle by rectangle.
+"""Hugging Face tensors read as Megatron's: checked against the model as a whole, then read rectangle by rectangle.
 
-Whoever fills a model, or writes a checkpoint of it, says which rectangle of which of Megatron's tensors it wants
+A caller that fills a model, or writes a checkpoint of it, asks for a rectangle of one of Megatron's tensors
 (:meth:`HFWeights.fill`) and gets exactly that. ``pretrained.py`` asks for what a rank holds, ``import_checkpoint.py``
 for one tensor after the other.
+
+:func:`require_finite` refuses weights that are infinite or NaN, :func:`require_fits` those that would become infinite
+in a narrower type. Among the types of weights that is only float16, whose largest value is 65504. Import and export
+call :func:`require_fits` before they convert. A model that was trained to infinity is exported as it is.
 """
 
 from collections import Counter
@@ -14,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mcore.checkpoint.format import some_of
+from lightning_mcore.checkpoint.manifest import some_of
 from lightning_mcore.hf.family import Family
-from lightning_mcore.hf.safetensors_folder import SafetensorsFolder
-from lightning_mcore.hf.value_range import require_finite, require_fits
+from lightning_mcore.hf.safetensors import SafetensorsFolder
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import Block, Shape
 
@@ -200,3 +203,43 @@ def _are_the_same(one: Tensor, other: Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def require_finite(name: str, values: Tensor) -> None:
+    """Refuse weights to start from that are infinite or not numbers: the file is damaged, or the model never worked.
+
+    Args:
+        name: Of the tensor, for the message.
+        values: It, or a part of it.
+
+    Raises:
+        ValueError: A value is not finite.
+    """
+    if values.numel() and not torch.stack(torch.aminmax(values)).isfinite().all():  # passes a NaN on, takes no memory
+        raise ValueError(f"{name} has values that are not finite, with which nothing can be trained; download it again")
+
+
+def require_fits(name: str, values: Tensor, dtype: torch.dtype) -> None:
+    """Refuse values that a type cannot hold. What is infinite already may stay so.
+
+    Args:
+        name: Of the tensor, for the message.
+        values: It, or a part of it, in the type that it has now.
+        dtype: The type that it shall have.
+
+    Raises:
+        ValueError: A finite value would become infinite.
+    """
+    if not values.numel() or torch.finfo(values.dtype).max <= torch.finfo(dtype).max:
+        return
+    ends = torch.stack(torch.aminmax(values))  # needs no memory; the rest is for few
+    if ends.to(dtype).isfinite().all():
+        return
+    lost = values.isfinite() & ~values.to(dtype).isfinite()
+    if lost.any():
+        largest = values[lost].abs().max().item()
+        kind = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{name} has values up to {largest:.6g}, and {kind} ends at {torch.finfo(dtype).max:.6g}; choose dtype"
+            " bfloat16 or float32"
+        )

@@ -33,8 +33,8 @@ from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.checkpoint import manifest as checkpoint_manifest
 from lightning_mcore.checkpoint import model_state as sharded_state
 from lightning_mcore.checkpoint.io import CONTENT_METADATA, MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
+from lightning_mcore.checkpoint.model_state import StoredState
 from lightning_mcore.checkpoint.optimizer_state import load_whole_state
-from lightning_mcore.checkpoint.stored_state import StoredState
 from lightning_mcore.config.fp8 import check_start
 from lightning_mcore.layers.metrics import settle_tokens_seen
 from lightning_mcore.optimizer.megatron import MCoreOptimizer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_mcore import MCoreGPT, MCoreStrategy
-from lightning_mcore.hf.model_pieces import pieces_of_module
+from lightning_mcore.hf.pretrained import pieces_of_module
 from tests.ranks import run_ranks
 
 VOCAB_SIZE, LARGEST = 101, 128

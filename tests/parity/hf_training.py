@@ -21,7 +21,7 @@ from lightning_mcore import MCoreGPT, MCoreStrategy
 from lightning_mcore.config.field_homes import OF_THE_MODULE
 from lightning_mcore.hf import find_family
 from lightning_mcore.hf.family import complete_fields
-from lightning_mcore.hf.model_pieces import pieces_of_module
+from lightning_mcore.hf.pretrained import pieces_of_module
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.layers.sampling import gather_sequence
 from lightning_mcore.parallel.groups import process_group

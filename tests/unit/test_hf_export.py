@@ -24,11 +24,11 @@ from lightning_mcore.hf.callback import SaveHFModel
 from lightning_mcore.hf.export import export_checkpoint, export_model
 from lightning_mcore.hf.export_config import describe, warn_of_what_is_lost
 from lightning_mcore.hf.export_plan import ExportPlan, Place, parse_size
+from lightning_mcore.hf.family import find_family
 from lightning_mcore.hf.import_checkpoint import import_checkpoint
-from lightning_mcore.hf.known_families import find_family
-from lightning_mcore.hf.value_range import require_fits
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import Shape
+from lightning_mcore.hf.weights import require_fits
 from tests.hf_models import read_tensors, save_tiny
 from tests.toy import PlainNet, loader
 

@@ -21,7 +21,7 @@ from lightning_mcore.checkpoint.save import CheckpointSave
 from lightning_mcore.hf.config_rules import shortened
 from lightning_mcore.hf.export import export_checkpoint
 from lightning_mcore.hf.import_checkpoint import import_checkpoint
-from lightning_mcore.hf.safetensors_folder import INDEX_FILE, SafetensorsFolder
+from lightning_mcore.hf.safetensors import INDEX_FILE, SafetensorsFolder
 from lightning_mcore.hf.source import planned_settings
 from lightning_mcore.hf.weights import HFWeights
 from lightning_mcore.layers.session import single_process
@@ -141,13 +141,13 @@ REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
     "a config that is cut off": (
         write("config.json", b'{"model_type": "lla'),
         ValueError,
-        r"FOLDER/config\.json is no JSON, or only a part of it \(.*\); download it again",
+        r"FOLDER/config\.json is not JSON, or only a part of it \(.*\); download it again",
     ),
     "a list for a config": (write("config.json", b"[]"), ValueError, r"config\.json holds a list, not an object"),
     "an index that is cut off": (
         write(INDEX_FILE, b'{"weight_map": {'),
         ValueError,
-        r"FOLDER/model\.safetensors\.index\.json is no JSON, or only a part of it",
+        r"FOLDER/model\.safetensors\.index\.json is not JSON, or only a part of it",
     ),
     "an index of something else": (write(INDEX_FILE, b"{}"), ValueError, r"has no weight_map of file names"),
     "an index that leads elsewhere": (
@@ -168,22 +168,22 @@ REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
     "a file cut off in its header": (
         lambda folder: first_file(folder).write_bytes(first_file(folder).read_bytes()[:40]),
         ValueError,
-        r"is damaged, for it has 40 bytes and announces a header of \d+; download it again",
+        r"is damaged: it has 40 bytes and announces a header of \d+; download it again",
     ),
     "an empty file": (
         lambda folder: first_file(folder).write_bytes(b""),
         ValueError,
-        r"is damaged, for it has 0 bytes and announces a header of 0; download it again",
+        r"is damaged: it has 0 bytes and announces a header of 0; download it again",
     ),
     "a header of noise": (
         lambda folder: first_file(folder).write_bytes((8).to_bytes(8, "little") + b"\xff\x00 noise" + bytes(100)),
         ValueError,
-        r"is damaged, for its header is no JSON; download it again",
+        r"the header of .* is not JSON, or only a part of it \(.*\); download it again",
     ),
     "a header of another kind": (
         lambda folder: first_file(folder).write_bytes((2).to_bytes(8, "little") + b"[]"),
         ValueError,
-        r"is damaged, for its header lists no tensors; download it again",
+        r"the header of .* holds a list, not an object; download it again",
     ),
     "a tensor without a place": (
         another_header(lambda header: header[EMBEDDING].pop("data_offsets")),
@@ -229,17 +229,17 @@ REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
     "a config nested without an end": (
         write("config.json", b'{"model_type": "llama", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
         ValueError,
-        r"config\.json is no JSON, or only a part of it \(.*\); download it again",
+        r"config\.json is not JSON, or only a part of it \(.*\); download it again",
     ),
     "a config nested deep": (
         write("config.json", b'{"model_type": "llama", "x": ' + b"[" * 80 + b"]" * 80 + b"}"),
         ValueError,
-        r"config\.json is no JSON, .* \(it is nested deeper than 64 levels\); download it again",
+        r"config\.json is not JSON, .* \(it is nested deeper than 64 levels\); download it again",
     ),
     "no number": (
         write("config.json", b'{"model_type": "llama", "rms_norm_eps": NaN}'),
         ValueError,
-        r"config\.json is no JSON, .* \(rms_norm_eps is nan, which is not a number of JSON\); download it again",
+        r"config\.json is not JSON, .* \(rms_norm_eps is nan, which is not a number of JSON\); download it again",
     ),
     "a key that takes a method's place": (
         change_config(to_dict=5),
@@ -274,7 +274,7 @@ REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
     "a tensor without an end": (
         another_header(lambda header: header[EMBEDDING].update(data_offsets=[0, 1e400])),
         ValueError,
-        r"is damaged, for its header is no JSON; download it again",
+        r"the header of .* is not JSON, or only a part of it \(.*\); download it again",
     ),
     "no folder": (shutil.rmtree, FileNotFoundError, r"FOLDER is no folder of a Hugging Face model; give one with a"),
     "a checkpoint of Megatron's": (

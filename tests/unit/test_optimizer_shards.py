@@ -7,8 +7,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from lightning_mcore.checkpoint.optimizer_state import pieces_of, place_range
-from lightning_mcore.checkpoint.rectangles import rectangles
+from lightning_mcore.checkpoint.optimizer_state import pieces_of, place_range, rectangles
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (3, 1, 2, 2)], ids=str)

@@ -28,7 +28,7 @@ from lightning_mcore.config.run import RunSettings
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.data.finetuning.templates import ChatTemplate, named_template
 from lightning_mcore.data.preprocess.tokenizer import auto_tokenizer
-from lightning_mcore.hf.config import family_of, read_config
+from lightning_mcore.hf.source import family_of, read_config
 
 if TYPE_CHECKING:
     from lightning_mcore.arguments.llamafactory.data import FactoryData

@@ -17,7 +17,7 @@ import os
 import zlib
 from typing import Self
 
-from lightning_mcore.checkpoint.format import FileRecord
+from lightning_mcore.checkpoint.manifest import FileRecord
 from lightning_mcore.checkpoint.storage.torch_archive import combine_checksums
 
 _BUFFER = 8 << 20  # bytes; large enough that a thread that waits for Python's lock between two writes loses little

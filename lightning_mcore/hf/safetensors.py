@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a Hugging Face model on the disk: which tensors there are, and any rectangle of one.
+"""The weights of a Hugging Face model on the disk: any rectangle of a tensor read, and files written tensor by tensor.
 
-A model is one ``model.safetensors``, or several files with an index. Only headers are read when a
-:class:`SafetensorsFolder` is opened, and every file is checked to be as long as its header says, so that a broken
-download is found before a model is built. A rectangle is a view of the mapped file: nothing is read before it is
-copied, and nothing is copied twice.
+A model is one ``model.safetensors``, or several files with an index. Opening a :class:`SafetensorsFolder` reads only
+headers, and checks that every file is as long as its header says. So a broken download is found before a model is
+built. A rectangle is a view of the mapped file: nothing is read before it is copied, and nothing is copied twice.
 
-``pretrained.py`` and ``import_checkpoint.py`` read models with it. The format is simple enough to be read here, in a
-dozen lines, which says more precisely than the library what is wrong with a file, and where in it a tensor lies.
+:func:`write_safetensors` keeps only one tensor in memory. The header says where each tensor will lie, which is known
+before the first tensor is. ``save_file`` of safetensors wants all tensors at once, writes a file that only this user
+may read, and goes through the page cache, which takes longer than a good disk
+(``checkpoint/storage/direct_file.py``).
 
-Source: safetensors 0.6, "Format" in its README: 8 bytes with the length of the header, the header as JSON, the tensors.
+Source: safetensors 0.8, "Format" in its README: 8 bytes with the length of the header, the header as JSON, the tensors.
 """
 
+import json
 import logging
 import mmap
 import os
+import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -23,7 +27,10 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from lightning_mcore.hf.config import read_header, read_json
+from lightning_mcore.checkpoint.storage.direct_file import ChecksummedFile
+from lightning_mcore.checkpoint.storage.torch_archive import tensor_bytes
+from lightning_mcore.hf.files import read_header, read_json
+from lightning_mcore.hf.weight_rules import Shape
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -231,3 +238,44 @@ class SafetensorsFolder:
 
 def _is_file_name(value: Any) -> bool:
     return isinstance(value, str) and value != "" and os.path.basename(value) == value
+
+
+_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_ALIGNMENT = 8  # bytes; where the data begin
+_NO_CHECKSUM = 0  # nobody asks for that of the file
+
+
+def write_safetensors(
+    path: str,
+    tensors: Mapping[str, tuple[torch.dtype, Shape]],
+    read: Callable[[str], torch.Tensor],
+) -> None:
+    """Write a file, to the disk.
+
+    Args:
+        path: Where to; what is there is replaced.
+        tensors: Type and shape of each tensor, by name.
+        read: Returns a tensor on the CPU, given its name; called once for each.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    names = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)  # so that each begins at a multiple of its own
+    with ChecksummedFile(path) as file:
+        file.write(_header(names, tensors))
+        for name in names:
+            tensor = read(name)
+            assert (tensor.dtype, tuple(tensor.shape)) == (tensors[name][0], tuple(tensors[name][1]))
+            file.write(tensor_bytes(tensor), _NO_CHECKSUM)
+
+
+def _header(names: list[str], tensors: Mapping[str, tuple[torch.dtype, Shape]]) -> bytes:
+    content: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        dtype, shape = tensors[name]
+        start, end = end, end + prod(shape) * dtype.itemsize
+        content[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text

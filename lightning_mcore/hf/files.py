@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Single files of a Hugging Face model: JSON, the header of safetensors, and the hub's checksums.
+
+The files of a model hold no checksums, so a bit that flips on the disk goes unseen: it only makes another weight. A
+file from the hub has a checksum beside it. In the cache the file is a link to a blob that is named after its checksum,
+and a download into a folder keeps it in ``.cache/huggingface/download``. Large files have their SHA-256, small ones
+git's SHA-1. A copy of such a folder has none, nor has a model that was made elsewhere.
+
+Source: "Understand caching" and ``_local_folder.py`` (huggingface_hub 1 and 2).
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+from typing import Any
+
+LONGEST_JSON = 100 << 20
+"""Bytes of a JSON file or a header that are read, as in the safetensors library; a longer one is damaged."""
+
+_LENGTH = 8  # bytes in front of the header of a safetensors file, with its length
+_DEEPEST = 64  # levels of JSON
+_GIT, _SHA256 = 40, 64  # hexadecimal digits
+_ETAG = re.compile(rf"[0-9a-f]{{{_GIT}}}|[0-9a-f]{{{_SHA256}}}")
+_CHUNK = 8 << 20  # bytes
+_LATER = 1.0  # seconds that a file may be younger than its metadata; clocks of disks are coarse
+
+
+def read_json(folder: str, name: str) -> dict[str, Any]:
+    """Return the content of a JSON file of a model.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It does not hold a JSON object, or is not the file that was downloaded.
+    """
+    path = os.path.join(folder, name)
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"{folder} has no {name}; give the folder of a Hugging Face model")
+    size = os.path.getsize(path)
+    if size > LONGEST_JSON:
+        raise ValueError(f"{path} has {size} bytes, and at most {LONGEST_JSON} are read; download it again")
+    check_download(path)
+    with open(path, "rb") as file:
+        return _parse_object(path, file.read())
+
+
+def read_header(path: str) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file, and where the tensors begin.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(_LENGTH), "little")
+        if not 0 < length <= min(size - _LENGTH, LONGEST_JSON):
+            raise ValueError(
+                f"{path} is damaged: it has {size} bytes and announces a header of {length}; download it again"
+            )
+        header = _parse_object(f"the header of {path}", file.read(length))
+    header.pop("__metadata__", None)
+    return header, _LENGTH + length
+
+
+def _parse_object(where: str, text: bytes) -> dict[str, Any]:
+    """Return a JSON object; ``where`` is the file or the part of one that holds ``text``, for the error.
+
+    Raises:
+        ValueError: It is not a JSON object, or it is nested too deep.
+    """
+    try:
+        content = json.loads(text.decode())
+        _check_plain(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON, or only a part of it ({error}); download it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{where} holds a {type(content).__name__}, not an object; download it again")
+    return content
+
+
+def _check_plain(content: Any) -> None:
+    """Refuse NaN and infinity, for which JSON has no words, and what is nested too deep to go through.
+
+    Raises:
+        ValueError: There is such a thing.
+    """
+    level = [("", content)]
+    for _ in range(_DEEPEST):
+        deeper: list[tuple[Any, Any]] = []
+        for key, value in level:
+            if isinstance(value, dict):
+                deeper += value.items()
+            elif isinstance(value, list):
+                deeper += [(key, item) for item in value]
+            elif isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{key} is {value}, which is not a number of JSON")
+        level = deeper
+    if level:
+        raise ValueError(f"it is nested deeper than {_DEEPEST} levels")
+
+
+def check_download(path: str) -> bool:
+    """Compare a file with the hub's checksum of it.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Whether there is one to compare with.
+
+    Raises:
+        ValueError: It differs.
+    """
+    told = _of_cache(path) or _of_folder(path)
+    if told is None:
+        return False
+    digest = hashlib.sha256() if len(told) == _SHA256 else hashlib.sha1(usedforsecurity=False)
+    with open(path, "rb") as file:
+        if len(told) == _GIT:
+            digest.update(b"blob %d\0" % os.fstat(file.fileno()).st_size)
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    if digest.hexdigest() != told:
+        raise ValueError(
+            f"{path} is not what the hub has under that name, for its checksum is {digest.hexdigest()[:12]} and the"
+            f" hub's {told[:12]}; download it again, or copy the folder elsewhere if the change is yours"
+        )
+    return True
+
+
+def _of_cache(path: str) -> str | None:
+    """Return the checksum that the blob behind a link is named by."""
+    if not os.path.islink(path):
+        return None
+    folder, name = os.path.split(os.readlink(path))
+    return name if os.path.basename(folder) == "blobs" and _ETAG.fullmatch(name) else None
+
+
+def _of_folder(path: str) -> str | None:
+    """Return the checksum that a download left; None where the file was changed since, on purpose."""
+    folder, name = os.path.split(path)
+    try:
+        with open(
+            os.path.join(folder, ".cache", "huggingface", "download", f"{name}.metadata"), encoding="utf-8"
+        ) as file:
+            _, told, time = (line.strip() for line in file.read(1000).splitlines()[:3])
+        if os.path.getmtime(path) - _LATER > float(time):
+            return None
+    except (OSError, ValueError):
+        return None
+    return told if _ETAG.fullmatch(told) else None
