@@ -38,7 +38,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.utils.data import DataLoader
 
 from benchmarks.overhead import REPOSITORY, RandomTokens, circumstances, transformer_fields, write_results
-from lightning_mcore import MCoreCheckpointIO, MCoreGPT, MCoreStrategy
+from lightning_mcore import MCoreCheckpointIO, MCoreGPT, MCoreStrategy, Recipe
 from lightning_mcore.checkpoint.files import verify
 from tests.ranks import run_ranks
 
@@ -71,7 +71,9 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    model = MCoreGPT(VOCAB_SIZE, options.seq_length, transformer_fields(options), learning_rate=LEARNING_RATE)
+    model = MCoreGPT(
+        VOCAB_SIZE, options.seq_length, transformer_fields(options), recipe=Recipe(learning_rate=LEARNING_RATE)
+    )
     trainer.fit(model, DataLoader(RandomTokens(2 * steps, options.seq_length), batch_size=1))
 
 

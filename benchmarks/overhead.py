@@ -44,7 +44,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_mcore import MCoreGPT, MCoreStrategy
+from lightning_mcore import MCoreGPT, MCoreStrategy, Recipe
 from lightning_mcore.layers.spec import gpt_block_spec
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.parallel.groups import open_process_groups, pipeline_stage
@@ -213,7 +213,9 @@ def fit(options: argparse.Namespace, parallel: dict[str, Any], world_size: int, 
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        model = MCoreGPT(VOCAB_SIZE, options.seq_length, transformer_fields(options), learning_rate=LEARNING_RATE)
+        model = MCoreGPT(
+            VOCAB_SIZE, options.seq_length, transformer_fields(options), recipe=Recipe(learning_rate=LEARNING_RATE)
+        )
         trainer.fit(model, data(options))
     return pairs
 

@@ -36,7 +36,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.utils.data import DataLoader, IterableDataset
 
 from benchmarks.overhead import LEARNING_RATE, REPOSITORY, circumstances, transformer_fields, write_results
-from lightning_mcore import MCoreGPT, MCoreStrategy
+from lightning_mcore import MCoreGPT, MCoreStrategy, Recipe
 from lightning_mcore.data.packing.best_fit import TokenSample, pack_lengths
 from lightning_mcore.data.packing.online import OnlinePacker
 from lightning_mcore.data.packing.rows import build_row, collate_padded, collate_rows
@@ -274,8 +274,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         VOCAB_SIZE,
         options.row_length,
         transformer_fields(options),
-        learning_rate=LEARNING_RATE,
-        min_learning_rate=LEARNING_RATE,
+        recipe=Recipe(learning_rate=LEARNING_RATE, min_learning_rate=LEARNING_RATE),
     )
     trainer.fit(model, DataLoader(forms, batch_size=None))
     for key, seconds in zip(forms.plan, times.seconds, strict=True):

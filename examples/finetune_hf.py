@@ -16,7 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 import quiet  # noqa: F401
-from lightning_mcore import MCoreFinetuningData, MCoreGPT, MCoreStrategy, SaveHFModel
+from lightning_mcore import MCoreFinetuningData, MCoreGPT, MCoreStrategy, Recipe, SaveHFModel
 from run_report import LayoutTable, StepBar
 from stdlib_dialogues import StdlibDialogues
 
@@ -81,7 +81,9 @@ def main() -> None:
     start, end = options.model or str(options.output / "start"), options.output / "tuned"
 
     module = MCoreGPT.from_pretrained(
-        start, options.seq_length, learning_rate=options.learning_rate, warmup_steps=options.max_steps // 10
+        start,
+        options.seq_length,
+        recipe=Recipe(learning_rate=options.learning_rate, warmup_steps=options.max_steps // 10),
     )
     data = MCoreFinetuningData(
         train_files=dialogues.train_files,

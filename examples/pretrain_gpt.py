@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger
 
 import quiet  # noqa: F401
-from lightning_mcore import MCoreGPT, MCoreStrategy
+from lightning_mcore import MCoreGPT, MCoreStrategy, Recipe
 from run_report import InTransformers, LayoutTable, LossCurve, StepBar, TextSample
 from stdlib_text import StdlibText
 
@@ -66,8 +66,7 @@ def build_model(options: argparse.Namespace) -> MCoreGPT:
             "activation_func": "silu",
             "add_bias_linear": False,
         },
-        learning_rate=options.learning_rate,
-        warmup_steps=options.max_steps // 10,
+        recipe=Recipe(learning_rate=options.learning_rate, warmup_steps=options.max_steps // 10),
     )
 
 

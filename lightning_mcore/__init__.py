@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from lightning_mcore.layers.session import single_process
     from lightning_mcore.models.gpt import MCoreGPT
+    from lightning_mcore.models.recipe import Recipe
     from lightning_mcore.optimizer.muon import MuonWithAdamW
     from lightning_mcore.strategy.module import MCoreModule
     from lightning_mcore.strategy.precision import MCorePrecision
@@ -58,6 +59,7 @@ __all__ = [
     "PaddingShare",
     "ParallelLayout",
     "PreemptionCheckpoint",
+    "Recipe",
     "SaveHFModel",
     "TokenAccuracy",
     "TokenLoss",
@@ -89,6 +91,7 @@ _HOMES = {
     "PaddingShare": "layers.metrics",
     "ParallelLayout": "config.layout",
     "PreemptionCheckpoint": "strategy.preemption",
+    "Recipe": "models.recipe",
     "SaveHFModel": "hf.callback",
     "TokenAccuracy": "layers.metrics",
     "TokenLoss": "layers.metrics",

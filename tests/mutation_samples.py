@@ -200,7 +200,7 @@ CLI_FILE: dict[str, Any] = {
     "model": {
         "class_path": "lightning_mcore.MCoreGPT",
         "init_args": {
-            "vocab_size": 128, "seq_length": 32, "learning_rate": 1.0e-3,
+            "vocab_size": 128, "seq_length": 32, "recipe": {"learning_rate": 1.0e-3},
             "transformer": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4},
         },
     },

@@ -61,11 +61,11 @@ LANDINGS: Mapping[str, str] = {
         )
     },
     "transformer_impl": "model.transformer_impl",
-    "learning_rate": "model.learning_rate",
-    "weight_decay": "model.weight_decay",
-    "adam_epsilon": "model.eps",
-    "lr_scheduler_kwargs": "model.lr_scheduler_kwargs",
-    "warmup_steps": "model.warmup_steps",
+    "learning_rate": "model.recipe.learning_rate",
+    "weight_decay": "model.recipe.weight_decay",
+    "adam_epsilon": "model.recipe.eps",
+    "lr_scheduler_kwargs": "model.recipe.lr_scheduler_kwargs",
+    "warmup_steps": "model.recipe.warmup_steps",
     "output_dir": "trainer.default_root_dir",
     "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
     "full_determinism": "trainer.deterministic",
@@ -110,7 +110,8 @@ def run_settings(
     parts["strategy"] |= _strategy(arguments, parts["strategy"].pop("ddp_config", {}))
     parts["precision"] |= _precision(arguments)
     transformer = {**parts["model"].pop("transformer", {}), **_transformer(arguments)}
-    parts["model"] |= {**_model(arguments), "transformer": transformer}
+    recipe = {**parts["model"].pop("recipe", {}), **_recipe(arguments)}
+    parts["model"] |= {"recipe": recipe, "transformer": transformer}
     if model_path is not None:
         parts["model"]["path"] = model_path
     if seq_length is not None:
@@ -193,7 +194,7 @@ def _recompute(arguments: Any) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
-def _model(arguments: Any) -> dict[str, Any]:
+def _recipe(arguments: Any) -> dict[str, Any]:
     return {
         "betas": (arguments.adam_beta1, arguments.adam_beta2),
         "optimizer": {"adam": "adamw", "sgd": "sgd"}[arguments.optimizer],

@@ -9,7 +9,6 @@ command ends.
 
 import argparse
 import importlib.util
-import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -30,7 +29,6 @@ from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.data.pretraining.datamodule import MCorePretrainingData
 from lightning_mcore.hf.callback import SaveHFModel
 from lightning_mcore.models.gpt import MCoreGPT
-from lightning_mcore.models.recipe import RECIPE
 from lightning_mcore.strategy.precision import MCorePrecision
 from lightning_mcore.strategy.preemption import PreemptionCheckpoint
 from lightning_mcore.strategy.progress import MCoreProgressBar
@@ -126,7 +124,8 @@ class TrainingCLI(LightningCLI):
             if scheduler:
                 raise ValueError("lr_scheduler is given without optimizer, which it belongs to; give both, or neither")
             return
-        _refuse_recipe(self.model)
+        if isinstance(self.model, MCoreGPT):
+            self.model.recipe.check_unused()
         build = self.configure_optimizers
 
         def configure_optimizers(module: pl.LightningModule) -> Any:
@@ -153,24 +152,6 @@ def train(arguments: Sequence[str], beginning: Beginning) -> None:
         save_config_kwargs={"overwrite": True},  # a second run into the same folder is the usual thing
         trainer_defaults={"callbacks": [beginning]},
     )
-
-
-def _refuse_recipe(model: pl.LightningModule) -> None:
-    """Refuse settings of a model's own optimizer beside an ``optimizer:`` that takes its place.
-
-    Raises:
-        ValueError: One is given.
-    """
-    if not isinstance(model, MCoreGPT):
-        return
-    parameters = inspect.signature(MCoreGPT).parameters
-    for name in RECIPE:
-        default, given = parameters[name].default, model.hparams.get(name)
-        if given != default and not (isinstance(default, tuple) and given == list(default)):
-            raise ValueError(
-                f"optimizer: takes the place of the model's own, so model.{name}={given!r} would have no effect; leave"
-                " one of them out"
-            )
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -29,6 +29,7 @@ OPTIMIZER: Owner = ("megatron/core/optimizer/optimizer_config.py", "OptimizerCon
 STRATEGY: Owner = ("lightning_mcore/strategy/parallelism.py", "MCoreParallelism")
 PRECISION: Owner = ("lightning_mcore/strategy/precision.py", "MCorePrecision")
 GPT: Owner = ("lightning_mcore/models/gpt.py", "MCoreGPT")
+RECIPE: Owner = ("lightning_mcore/models/recipe.py", "Recipe")
 TRAINER: Owner = ("lightning/pytorch/trainer/trainer.py", "Trainer")
 
 

@@ -39,7 +39,7 @@ from lightning_mcore.layers.multi_token import MultiTokenGPT, check_multi_token,
 from lightning_mcore.layers.spec import TransformerImpl, check_backend, gpt_block_spec, resolve_transformer_impl
 from lightning_mcore.layers.transformer_config import build_transformer_config, check_transformer_fields
 from lightning_mcore.models import generation
-from lightning_mcore.models.recipe import RECIPE, OptimizerName, SchedulerName, build_recipe, check_recipe
+from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.models.speed import SpeedLogs
 from lightning_mcore.parallel.groups import process_group
 
@@ -62,17 +62,7 @@ class MCoreGPT(SpeedLogs):
             ``multi_latent_attention``); ``num_layers``, ``hidden_size`` and ``num_attention_heads`` at least. Plain
             data: an activation as ``"silu"``, a function as its import path. Defaults are Megatron's but for
             ``hidden_dropout=0.0``, ``attention_dropout=0.0`` and ``calculate_per_token_loss=True``.
-        learning_rate: Its peak, reached after the warm-up.
-        min_learning_rate: What the cosine decays to at the last step.
-        weight_decay: Of matrices; biases and norms, which have one dimension, have none.
-        betas: AdamW's.
-        eps: AdamW's.
-        optimizer: ``"adamw"`` or ``"sgd"``.
-        sgd_momentum: Of SGD.
-        warmup_steps: Optimizer steps over which the learning rate rises; a number below 1 is a share of all steps.
-        lr_scheduler_type: A course of transformers by its name there, such as ``"linear"``; None for a linear warm-up
-            that already moves the weights in its first step, and a cosine.
-        lr_scheduler_kwargs: What else that course takes, such as ``min_lr``.
+        recipe: Optimizer and learning rate; :class:`~lightning_mcore.Recipe` has the fields and their defaults.
         position_embedding_type: Rotary, rotary stretched as in YaRN, a learned embedding for each position, or none.
         rotary_percent: Share of a head's channels that is rotated.
         rotary_base: Base of the rotary wavelengths.
@@ -100,16 +90,7 @@ class MCoreGPT(SpeedLogs):
         vocab_size: int,
         seq_length: int,
         transformer: dict[str, Any],
-        learning_rate: float = 3e-4,
-        min_learning_rate: float = 0.0,
-        weight_decay: float = 0.1,
-        betas: tuple[float, float] = (0.9, 0.95),
-        warmup_steps: float = 0,
-        eps: float = 1e-8,
-        optimizer: OptimizerName = "adamw",
-        sgd_momentum: float = 0.9,
-        lr_scheduler_type: SchedulerName | None = None,
-        lr_scheduler_kwargs: dict[str, Any] | None = None,
+        recipe: Recipe = Recipe(),
         position_embedding_type: PositionEmbedding = "rope",
         rotary_percent: float = 1.0,
         rotary_base: int = 10000,
@@ -124,10 +105,12 @@ class MCoreGPT(SpeedLogs):
         hf: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        self.recipe = Recipe.of(recipe)
+        recipe = self.recipe.plain()  # type: ignore[assignment]  # so that it is plain data which is saved
         self.save_hyperparameters()
+        self.hparams["recipe"] = recipe  # also of a subclass that has an argument of this name
         for name in ("vocab_size", "seq_length", "make_vocab_size_divisible_by"):
             require_size(name, self.hparams[name])
-        check_recipe(self.hparams)
         self.vocab_size = vocab_size
         self.seq_length = seq_length
         self.loss_normalization = loss_normalization
@@ -148,16 +131,7 @@ class MCoreGPT(SpeedLogs):
         path: str,
         seq_length: int | None = None,
         transformer: dict[str, Any] | None = None,
-        learning_rate: float = 3e-4,
-        min_learning_rate: float = 0.0,
-        weight_decay: float = 0.1,
-        betas: tuple[float, float] = (0.9, 0.95),
-        warmup_steps: float = 0,
-        eps: float = 1e-8,
-        optimizer: OptimizerName = "adamw",
-        sgd_momentum: float = 0.9,
-        lr_scheduler_type: SchedulerName | None = None,
-        lr_scheduler_kwargs: dict[str, Any] | None = None,
+        recipe: Recipe = Recipe(),
         make_vocab_size_divisible_by: int = 128,
         transformer_impl: TransformerImpl = "auto",
         loss_normalization: LossNormalization = "tokens",
@@ -173,19 +147,10 @@ class MCoreGPT(SpeedLogs):
                 ``lightning-mcore import`` or a run of this class made.
             seq_length: Tokens of a sequence; None for as many as the model was made for.
             transformer: Fields of ``TransformerConfig`` to use instead of those that follow from its config.
-            learning_rate: As in the constructor; so are those that follow.
-            min_learning_rate: See there.
-            weight_decay: See there.
-            betas: See there.
-            warmup_steps: See there.
-            eps: See there.
-            optimizer: See there.
-            sgd_momentum: See there.
-            lr_scheduler_type: See there.
-            lr_scheduler_kwargs: See there.
-            make_vocab_size_divisible_by: See there.
-            transformer_impl: See there.
-            loss_normalization: See there.
+            recipe: Optimizer and learning rate, as in the constructor.
+            make_vocab_size_divisible_by: The embedding has a multiple of this many rows, whatever the layout.
+            transformer_impl: ``"local"``, ``"transformer_engine"`` or ``"auto"``, as in the constructor.
+            loss_normalization: Mean of the loss over ``"tokens"`` or ``"samples"``, as in the constructor.
             family: What kind of model it is: a ``model_type``, or ``"package.module:FAMILY"`` for one of your own;
                 None for what its config says.
 
@@ -193,12 +158,11 @@ class MCoreGPT(SpeedLogs):
             FileNotFoundError: There is no such model.
             ValueError: It is of no known family, or its config asks for something that is not supported.
         """
-        given = locals()
         from lightning_mcore.hf.pretrained import absolute, pretrained_settings
 
         module = cls(
             **pretrained_settings(path, family, seq_length, transformer),
-            **{name: given[name] for name in RECIPE},
+            recipe=recipe,
             make_vocab_size_divisible_by=make_vocab_size_divisible_by,
             transformer_impl=transformer_impl,
             loss_normalization=loss_normalization,
@@ -246,9 +210,20 @@ class MCoreGPT(SpeedLogs):
         """Whether the weights come from a checkpoint of a run."""
         return self._trainer is not None and self._trainer.ckpt_path is not None
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the recipe as plain data, also where a subclass called ``save_hyperparameters()`` itself."""
+        kept = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})
+        if isinstance(kept.get("recipe"), Recipe):
+            kept["recipe"] = kept["recipe"].plain()
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leave the weights to the checkpoint."""
+        """Leave the weights to the checkpoint; read a recipe whose fields are hyper-parameters of their own."""
         self._starts_from = None
+        recorded = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})
+        flat = {name: recorded[name] for name in self.recipe.plain() if name in recorded}
+        if self._trainer is None and flat and "recipe" not in recorded and self.recipe == Recipe():
+            self.recipe = Recipe(**flat)
+            self.hparams["recipe"] = self.recipe.plain()
 
     def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
         """Build one chunk: the embedding where ``pre_process``, the output layer where ``post_process``."""
@@ -367,7 +342,7 @@ class MCoreGPT(SpeedLogs):
             ValueError: The number of steps is unknown, and the learning rate is to decay.
         """
         trained = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
-        return build_recipe(trained, self.hparams, self.trainer)
+        return self.recipe.build(trained, self.trainer)
 
     def _log_loss(self, name: str, losses: Tensor, inputs: ModelInputs) -> Any:
         """Return the loss of a step; log it with its weight, over tokens where it has none."""

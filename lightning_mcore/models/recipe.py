@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training recipe of ``MCoreGPT``: its optimizer and the course of its learning rate, by name.
+"""The training recipe of ``MCoreGPT``: its optimizer and the schedule of its learning rate, as plain data.
 
-``MCoreGPT`` checks the names in its constructor (:func:`check_recipe`), where nothing is allocated yet, and builds both
-in ``configure_optimizers`` (:func:`build_recipe`), which alone needs torch: ``lightning-mcore plan`` calls the checks.
-A course is our own warm-up and cosine (``learning_rate.py``), or
-one of those that transformers has, by its name there, so that a run described in its terms has its learning rates.
+A :class:`Recipe` checks its values when it is made, before anything is allocated; :meth:`Recipe.build` makes optimizer
+and scheduler once the parameters are there. torch and transformers are imported only by the methods that need them.
+
+The schedule is our own warm-up and cosine, or one of transformers' by its name there. Ours is not transformers'
+``"cosine"``: that one starts at a learning rate of zero, so that its first step moves nothing, and it needs
+transformers.
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from lightning_mcore.models.learning_rate import check_decay, learning_rate_course
+from lightning_mcore.config.text import unknown_name
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -33,171 +38,240 @@ SchedulerName: TypeAlias = Literal[
     "inverse_sqrt",
     "warmup_stable_decay",
 ]
-RECIPE = (
-    "learning_rate",
-    "min_learning_rate",
-    "weight_decay",
-    "betas",
-    "eps",
-    "optimizer",
-    "sgd_momentum",
-    "warmup_steps",
-    "lr_scheduler_type",
-    "lr_scheduler_kwargs",
-)
-"""The arguments of ``MCoreGPT`` that belong to its recipe."""
 
 _WITHOUT_WARMUP = "constant"
 _WITHOUT_END = (_WITHOUT_WARMUP, "constant_with_warmup", "inverse_sqrt")  # they need no number of steps
 
 
-def check_recipe(settings: Mapping[str, Any]) -> None:
-    """Refuse names that do not exist and numbers that contradict each other.
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Optimizer and learning rate: AdamW, linear warm-up and cosine decay unless asked otherwise.
 
     Args:
-        settings: The arguments of ``MCoreGPT``.
+        learning_rate: Its peak, reached after the warm-up.
+        min_learning_rate: What the cosine decays to at the last step.
+        weight_decay: Of matrices; biases and norms, which have one dimension, have none.
+        betas: AdamW's.
+        eps: AdamW's.
+        optimizer: ``"adamw"`` or ``"sgd"``.
+        sgd_momentum: Of SGD.
+        warmup_steps: Optimizer steps over which the learning rate rises; a number below 1 is a share of all steps.
+        lr_scheduler_type: A schedule of transformers by its name there, such as ``"linear"``; None for a linear warm-up
+            that already moves the weights in its first step, and a cosine.
+        lr_scheduler_kwargs: Further arguments of that schedule, such as ``min_lr``.
 
     Raises:
-        ValueError: As said.
+        ValueError: A name does not exist, a number is out of range, or two settings contradict each other.
+        TypeError: A value that has to be a number is not one.
     """
-    for name, known in (("optimizer", OptimizerName), ("lr_scheduler_type", SchedulerName)):
-        given = settings[name]
-        if given not in get_args(known) and not (name == "lr_scheduler_type" and given is None):
-            raise ValueError(f"{name}={given!r} is not available; choose one of {get_args(known)}")
-    peak, least, course = settings["learning_rate"], settings["min_learning_rate"], settings["lr_scheduler_type"]
-    if not 0 <= least <= peak:
-        raise ValueError(f"min_learning_rate={least} is not between 0 and learning_rate={peak}; choose one")
-    if course is None and settings["lr_scheduler_kwargs"]:
-        raise ValueError("lr_scheduler_kwargs needs lr_scheduler_type; give one of transformers', or leave both out")
-    if course is not None and least:
-        raise ValueError(
-            f"min_learning_rate={least} belongs to the course without lr_scheduler_type, which is {course!r}; leave one"
-            " out, or use lr_scheduler_type='cosine_with_min_lr' with lr_scheduler_kwargs={'min_lr': ...}"
-        )
-    _check_warmup(settings["warmup_steps"], course)
-    _check_numbers(settings)
+
+    learning_rate: float = 3e-4
+    min_learning_rate: float = 0.0
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    optimizer: OptimizerName = "adamw"
+    sgd_momentum: float = 0.9
+    warmup_steps: float = 0
+    lr_scheduler_type: SchedulerName | None = None
+    lr_scheduler_kwargs: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        self._check_types()
+        for name, known in (("optimizer", OptimizerName), ("lr_scheduler_type", SchedulerName)):
+            given = getattr(self, name)
+            if given not in get_args(known) and not (name == "lr_scheduler_type" and given is None):
+                raise ValueError(f"{name}={given!r} is not available; choose one of {get_args(known)}")
+        self._check_schedule()
+        self._check_warmup()
+        if not all(0 <= beta < 1 for beta in self.betas):  # torch's optimizers would refuse it once the model is built
+            raise ValueError(f"betas={self.betas} are out of range; choose two of 0 or more, below 1")
+        for name in ("weight_decay", "eps", "sgd_momentum"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} is too small; choose 0 or more")
+
+    @classmethod
+    def of(cls, given: "Recipe | Mapping[str, Any]") -> "Recipe":
+        """Return a recipe; a mapping of its fields, as files and hyper-parameters have it, becomes one.
+
+        Args:
+            given: Either of them.
+
+        Raises:
+            TypeError: It is neither.
+            ValueError: A name is unknown, or a value is refused.
+        """
+        if isinstance(given, Recipe):
+            return given
+        if not isinstance(given, Mapping):
+            raise TypeError(f"recipe={given!r} is not a Recipe; give one, or a dict of its fields")
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in given:
+            if name not in known:
+                raise ValueError(unknown_name("field of Recipe", str(name), known))
+        return cls(**given)
+
+    def plain(self) -> dict[str, Any]:
+        """Return all fields as plain data, which :meth:`of` reads back."""
+        return dataclasses.asdict(self)
+
+    def check_unused(self) -> None:
+        """Refuse settings beside an ``optimizer:`` of a LightningCLI file, which takes the place of the recipe.
+
+        Raises:
+            ValueError: A field does not have its default.
+        """
+        for field in dataclasses.fields(self):
+            if (given := getattr(self, field.name)) != field.default:
+                raise ValueError(
+                    "optimizer: takes the place of the model's own, so"
+                    f" model.recipe.{field.name}={given!r} would have no effect; leave one of them out"
+                )
+
+    def check_end(self, total: int | None) -> None:
+        """Refuse a schedule that needs the number of steps where that is unknown.
+
+        Args:
+            total: Optimizer steps of the run, None where they are unknown.
+
+        Raises:
+            ValueError: The schedule needs the number, and there is none.
+        """
+        if total is not None:
+            return
+        course, peak, least = self.lr_scheduler_type, self.learning_rate, self.min_learning_rate
+        if course is not None and course not in _WITHOUT_END:
+            raise ValueError(
+                f"the number of steps is unknown, and lr_scheduler_type={course!r} needs it; set Trainer(max_steps=...)"
+                f", or choose one of {_WITHOUT_END}"
+            )
+        if 0 < self.warmup_steps < 1:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} is a share of the steps, whose number is unknown; set"
+                " Trainer(max_steps=...), or give a number of steps"
+            )
+        if course is None and least != peak:
+            raise ValueError(
+                f"the number of steps is unknown, and learning_rate={peak} is to decay to min_learning_rate={least};"
+                " set Trainer(max_steps=...), or min_learning_rate=learning_rate for a constant rate"
+            )
+
+    def build(self, parameters: "list[tuple[str, Parameter]]", trainer: "pl.Trainer") -> "OptimizerLRSchedulerConfig":
+        """Return the optimizer and its scheduler, which steps with it.
+
+        Args:
+            parameters: Those that are trained, by name.
+            trainer: Knows how many steps there will be.
+
+        Raises:
+            ValueError: The number of steps is unknown and the schedule needs it, or transformers refuses its arguments.
+        """
+        optimizer = self.build_optimizer(parameters)
+        scheduler = self._build_scheduler(optimizer, trainer.estimated_stepping_batches)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def build_optimizer(self, parameters: "list[tuple[str, Parameter]]") -> "Optimizer":
+        """Return the optimizer, with weight decay on matrices only.
+
+        A pipeline stage may leave a group empty; both always exist, so that their order means the same on every rank.
+
+        Args:
+            parameters: Those that are trained, by name.
+        """
+        from torch.optim import SGD, AdamW
+
+        tensors = [parameter for _, parameter in sorted(parameters, key=lambda pair: pair[0])]
+        groups = [
+            {"params": [p for p in tensors if p.dim() > 1], "weight_decay": self.weight_decay},
+            {"params": [p for p in tensors if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        if self.optimizer == "sgd":
+            return SGD(groups, lr=self.learning_rate, momentum=self.sgd_momentum)
+        return AdamW(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps)
+
+    def _build_scheduler(self, optimizer: "Optimizer", estimated: float) -> "LRScheduler":
+        total = None if estimated < 0 or math.isinf(estimated) else int(estimated)
+        self.check_end(total)
+        warmup = int(self.warmup_steps)
+        if 0 < self.warmup_steps < 1:
+            assert total is not None, "check_end refuses a share of an unknown number"
+            warmup = math.ceil(total * self.warmup_steps)
+        if self.lr_scheduler_type is None:
+            from torch.optim.lr_scheduler import LambdaLR
+
+            least = self.min_learning_rate / self.learning_rate if self.learning_rate else 1.0
+            steps = math.inf if total is None else total
+            return LambdaLR(
+                optimizer, functools.partial(warmup_cosine, warmup_steps=warmup, total_steps=steps, least=least)
+            )
+        from transformers import get_scheduler
+
+        options = self.lr_scheduler_kwargs or {}
+        try:
+            scheduler: LRScheduler = get_scheduler(self.lr_scheduler_type, optimizer, warmup, total, options)
+        except (TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"lr_scheduler_type={self.lr_scheduler_type!r} with lr_scheduler_kwargs={options!r}: {reason}"
+            ) from error
+        return scheduler
+
+    def _check_types(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))  # YAML has lists
+        if len(self.betas) != 2:
+            raise ValueError(f"betas={self.betas} are not two numbers; give two, such as (0.9, 0.95)")
+        numbers = ("learning_rate", "min_learning_rate", "weight_decay", "eps", "sgd_momentum")
+        values = {
+            **{name: getattr(self, name) for name in numbers},
+            **{f"betas[{i}]": b for i, b in enumerate(self.betas)},
+        }
+        for name, value in values.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name}={value!r} is not a number; give one")
+
+    def _check_schedule(self) -> None:
+        peak, least, course = self.learning_rate, self.min_learning_rate, self.lr_scheduler_type
+        if not 0 <= least <= peak:
+            raise ValueError(f"min_learning_rate={least} is not between 0 and learning_rate={peak}; choose one")
+        if course is None and self.lr_scheduler_kwargs:
+            raise ValueError(
+                "lr_scheduler_kwargs needs lr_scheduler_type; name a schedule of transformers, or leave both out"
+            )
+        if course is not None and least:
+            raise ValueError(
+                f"min_learning_rate={least} works only without lr_scheduler_type, which is {course!r};"
+                " leave one out, or use lr_scheduler_type='cosine_with_min_lr' with lr_scheduler_kwargs="
+                "{'min_lr': ...}"
+            )
+
+    def _check_warmup(self) -> None:
+        warmup = self.warmup_steps
+        if isinstance(warmup, bool) or not isinstance(warmup, int | float):
+            raise TypeError(f"warmup_steps={warmup!r} is not a number; give steps, or a share of all steps below 1")
+        if warmup < 0:
+            raise ValueError(f"warmup_steps={warmup} is too small; choose 0 or more")
+        if warmup >= 1 and warmup != int(warmup):
+            raise ValueError(
+                f"warmup_steps={warmup} is neither a number of steps nor a share below 1 of them; choose one"
+            )
+        if warmup and self.lr_scheduler_type == _WITHOUT_WARMUP:
+            raise ValueError(
+                f"warmup_steps={warmup} with lr_scheduler_type='constant', which has no warm-up; choose"
+                " 'constant_with_warmup', or 0"
+            )
 
 
-def check_end(settings: Mapping[str, Any], total: int | None) -> None:
-    """Refuse a course that needs the number of steps of a run in which nobody knows it.
+def warmup_cosine(step: int, warmup_steps: int, total_steps: float, least: float) -> float:
+    """Return the factor of the learning rate: rises over the warm-up, falls as a cosine to ``least``, stays there.
 
     Args:
-        settings: The arguments of ``MCoreGPT``.
-        total: Optimizer steps of the run, None where nobody knows.
-
-    Raises:
-        ValueError: As said.
+        step: Optimizer steps taken so far.
+        warmup_steps: Steps over which it rises; the first one already moves the weights.
+        total_steps: Steps of the whole run, infinity where they are unknown.
+        least: Factor at its end.
     """
-    if total is not None:
-        return
-    course, warmup = settings["lr_scheduler_type"], settings["warmup_steps"]
-    if course is not None and course not in _WITHOUT_END:
-        raise ValueError(
-            f"the number of steps is unknown, and lr_scheduler_type={course!r} needs it; set Trainer(max_steps=...), or"
-            f" choose one of {_WITHOUT_END}"
-        )
-    if 0 < warmup < 1:
-        raise ValueError(
-            f"warmup_steps={warmup} is a share of the steps, whose number is unknown; set Trainer(max_steps=...), or"
-            " give a number of steps"
-        )
-    if course is None:
-        check_decay(math.inf, settings["learning_rate"], settings["min_learning_rate"])
-
-
-def build_recipe(
-    parameters: "list[tuple[str, Parameter]]", settings: Mapping[str, Any], trainer: "pl.Trainer"
-) -> "OptimizerLRSchedulerConfig":
-    """Return the optimizer and the course of its learning rate by steps.
-
-    Args:
-        parameters: Those that are trained, by name.
-        settings: The arguments of ``MCoreGPT``.
-        trainer: Knows how many steps there will be.
-
-    Raises:
-        ValueError: The number of steps is unknown, and the course needs it; or transformers refuses its arguments.
-    """
-    optimizer = optimizer_of_recipe(parameters, settings)
-    scheduler = _course(optimizer, settings, trainer)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-def optimizer_of_recipe(parameters: "list[tuple[str, Parameter]]", settings: Mapping[str, Any]) -> "Optimizer":
-    """Return the optimizer, with weight decay on matrices only.
-
-    A pipeline stage may leave a group empty; both always exist, so that their order means the same on every rank.
-
-    Args:
-        parameters: Those that are trained, by name.
-        settings: The arguments of ``MCoreGPT``.
-    """
-    from torch.optim import SGD, AdamW
-
-    tensors = [parameter for _, parameter in sorted(parameters, key=lambda pair: pair[0])]
-    groups = [
-        {"params": [p for p in tensors if p.dim() > 1], "weight_decay": settings["weight_decay"]},
-        {"params": [p for p in tensors if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    if settings["optimizer"] == "sgd":
-        return SGD(groups, lr=settings["learning_rate"], momentum=settings["sgd_momentum"])
-    betas = tuple(settings["betas"])
-    return AdamW(groups, lr=settings["learning_rate"], betas=betas, eps=settings["eps"])
-
-
-def _course(optimizer: "Optimizer", settings: Mapping[str, Any], trainer: "pl.Trainer") -> "LRScheduler":
-    name, warmup = settings["lr_scheduler_type"], settings["warmup_steps"]
-    total = _steps(trainer)
-    check_end(settings, total)
-    if name is None:
-        peak, least = settings["learning_rate"], settings["min_learning_rate"]
-        steps = _steps_of_warmup(warmup, total)
-        from torch.optim.lr_scheduler import LambdaLR
-
-        return LambdaLR(optimizer, learning_rate_course(trainer, peak, least, steps))
-    from transformers import get_scheduler
-
-    options = settings["lr_scheduler_kwargs"] or {}
-    steps = _steps_of_warmup(warmup, total)
-    try:
-        scheduler: LRScheduler = get_scheduler(name, optimizer, steps, total, options)
-    except (TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"lr_scheduler_type={name!r} with lr_scheduler_kwargs={options!r}: {reason}") from error
-    return scheduler
-
-
-def _check_numbers(settings: Mapping[str, Any]) -> None:
-    """Refuse now what torch's optimizers refuse once the model is built."""
-    if not all(0 <= beta < 1 for beta in settings["betas"]):
-        raise ValueError(f"betas={tuple(settings['betas'])} are out of range; choose two of 0 or more, below 1")
-    for name in ("weight_decay", "eps", "sgd_momentum"):
-        if settings[name] < 0:
-            raise ValueError(f"{name}={settings[name]} is too small; choose 0 or more")
-
-
-def _check_warmup(warmup: float, course: str | None) -> None:
-    if isinstance(warmup, bool) or not isinstance(warmup, int | float):
-        raise TypeError(f"warmup_steps={warmup!r} is not a number; give steps, or a share of all steps below 1")
-    if warmup < 0:
-        raise ValueError(f"warmup_steps={warmup} is too small; choose 0 or more")
-    if warmup >= 1 and warmup != int(warmup):
-        raise ValueError(f"warmup_steps={warmup} is neither a number of steps nor a share below 1 of them; choose one")
-    if warmup and course == _WITHOUT_WARMUP:
-        raise ValueError(
-            f"warmup_steps={warmup} with lr_scheduler_type='constant', which has no warm-up; choose"
-            " 'constant_with_warmup', or 0"
-        )
-
-
-def _steps(trainer: "pl.Trainer") -> int | None:
-    """Return the optimizer steps of a run, None where nobody knows."""
-    total = trainer.estimated_stepping_batches
-    return None if total < 0 or math.isinf(total) else int(total)
-
-
-def _steps_of_warmup(warmup: float, total: int | None) -> int:
-    if warmup == 0 or warmup >= 1:
-        return int(warmup)
-    assert total is not None, "check_end refuses a share of an unknown number"
-    return math.ceil(total * warmup)
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return least + (1 - least) * (1 + math.cos(math.pi * progress)) / 2

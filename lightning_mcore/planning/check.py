@@ -108,10 +108,9 @@ def _check_optimizer(module: Any, strategy: Any) -> None:
     """Make the optimizer on a parameter of its own, and ask whether it can do what the strategy asks of it."""
     from torch import nn, zeros
 
-    from lightning_mcore.models.recipe import optimizer_of_recipe
     from lightning_mcore.optimizer.rules import check_kind, check_options, megatron_fields
 
-    optimizer = optimizer_of_recipe([("weight", nn.Parameter(zeros(1, 1)))], module.hparams)
+    optimizer = module.recipe.build_optimizer([("weight", nn.Parameter(zeros(1, 1)))])
     check_kind(
         optimizer,
         inline=False,
@@ -126,11 +125,9 @@ def _check_trainer(module: Any, trainer: Mapping[str, Any]) -> None:
     """Ask Lightning's Trainer for its number of steps, and the recipe whether that is enough."""
     import lightning.pytorch as pl
 
-    from lightning_mcore.models.recipe import check_end
-
     if trainer.get("sync_batchnorm"):
         raise ValueError("sync_batchnorm=True is not available for a model built with pipeline(); set it to False")
     lengths = {name: trainer[name] for name in ("max_epochs", "max_steps", "max_time") if name in trainer}
     real = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, **lengths)
     endless = real.max_steps == -1 and real.max_epochs == -1
-    check_end(module.hparams, None if endless else 1)
+    module.recipe.check_end(None if endless else 1)

@@ -15,6 +15,7 @@ from lightning_mcore.config.signatures import (
     GPT,
     OPTIMIZER,
     PRECISION,
+    RECIPE,
     STRATEGY,
     TRAINER,
     Argument,
@@ -24,6 +25,7 @@ from lightning_mcore.config.signatures import (
     transformer_arguments,
 )
 from lightning_mcore.config.text import unknown_name
+from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.planning.quoted_values import unquoted
 
 TOP_KEYS = ("trainer", "model", "data", "optimizer", "lr_scheduler", "seed_everything", "ckpt_path", "verbose")
@@ -38,11 +40,6 @@ _NOT_OF_THE_RUN = ("strategy", "precision", "plugins", "callbacks", "logger", "p
 _OURS = "lightning_mcore."
 _SIZES = {name: Argument(int | None, None) for name in ("batch_size", "seq_length")}
 _MOMENTUM = {"momentum": Argument(float, 0.0)}
-_RECIPE = (
-    *("learning_rate", "min_learning_rate", "weight_decay", "betas", "eps", "optimizer", "sgd_momentum"),
-    *("warmup_steps", "lr_scheduler_type", "lr_scheduler_kwargs"),
-)
-"""As ``optimizer_recipe.RECIPE``, which needs Lightning; a test compares them."""
 _LIGHTNING_PRECISIONS = ("MixedPrecision", "HalfPrecision")
 _SHORT_PRECISIONS = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
@@ -149,6 +146,9 @@ def _model(given: Any, where: str) -> dict[str, Any]:
     if isinstance(transformer, Mapping):
         latent = transformer.get("multi_latent_attention") in (True, "true")
         arguments = {**arguments, "transformer": unquoted(transformer, transformer_arguments(latent))}
+    if arguments.get("recipe") is not None:
+        _, recipe = _class_and_arguments("model.recipe", _mapping("model.recipe", arguments["recipe"]))
+        arguments = {**arguments, "recipe": unquoted(recipe, dataclass_fields(RECIPE))}
     return unquoted(arguments, pretrained if "path" in arguments else gpt)
 
 
@@ -159,18 +159,12 @@ def _with_optimizer(model: dict[str, Any], document: Mapping[str, Any]) -> dict[
         if document.get("lr_scheduler") is not None:
             raise ValueError("lr_scheduler is given without optimizer, which it belongs to; give both, or neither")
         return model
-    known = parameters(GPT)
-    for name in _RECIPE:
-        default = known[name].default
-        if name in model and model[name] != (list(default) if isinstance(model[name], list) else default):
-            raise ValueError(
-                f"optimizer: takes the place of the model's own, so model.{name}={model[name]!r} would have no effect;"
-                " leave one of them out"
-            )
+    Recipe.of(model.get("recipe") or {}).check_unused()
     name, arguments = _class_and_arguments("optimizer", given)
     if name != "SGD":
         return model
-    return {**model, "optimizer": "sgd", "sgd_momentum": unquoted(arguments, _MOMENTUM).get("momentum") or 0.0}
+    momentum = unquoted(arguments, _MOMENTUM).get("momentum") or 0.0
+    return {**model, "recipe": {"optimizer": "sgd", "sgd_momentum": momentum}}
 
 
 def _data(given: Any) -> dict[str, Any]:

@@ -166,7 +166,7 @@ def _lightning(
     settings = settings_of_cli(merged, " and ".join(paths))
     if model is None:
         return settings
-    kept = {name: settings.model[name] for name in ("seq_length", "learning_rate") if name in settings.model}
+    kept = {name: settings.model[name] for name in ("seq_length", "recipe") if name in settings.model}
     return replace(settings, model={**kept, "path": model})
 
 

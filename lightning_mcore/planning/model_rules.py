@@ -19,9 +19,16 @@ from lightning_mcore.config.fp8 import check_layers, check_microbatch, check_mod
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.loss_normalization import check_average_in_collective, check_normalization
 from lightning_mcore.config.positions import check_positions
-from lightning_mcore.config.signatures import GPT, parameters, source_file, transformer_arguments
+from lightning_mcore.config.signatures import (
+    GPT,
+    RECIPE,
+    dataclass_fields,
+    parameters,
+    source_file,
+    transformer_arguments,
+)
 from lightning_mcore.config.text import unknown_name
-from lightning_mcore.models.recipe import check_recipe
+from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.optimizer.rules import check_sharded, refused_of_optimizer
 from lightning_mcore.planning.batch import GlobalBatch
 from lightning_mcore.planning.gpt_fields import GPTFields
@@ -51,7 +58,8 @@ def check_gpt(book: RuleBook, model: Mapping[str, Any]) -> GPTFields | None:
             book.attempt(lambda name=name: require_size(name, given[name]))  # type: ignore[misc]
     settings = {name: argument.default for name, argument in known.items()} | given
     transformer = given.get("transformer")
-    book.attempt(lambda: check_recipe(settings))
+    recipe = book.check_arguments("field of Recipe", given.get("recipe") or {}, dataclass_fields(RECIPE))
+    book.attempt(lambda: Recipe.of(recipe))
     if not isinstance(transformer, Mapping):
         return None
     right = _check_transformer(book, transformer)
@@ -134,7 +142,7 @@ def check_gpt_on_layout(
     book.attempt(lambda: check_normalization(model.get("loss_normalization") or "tokens", config))
     averages = bool(rules.resolved("average_in_collective"))
     book.attempt(lambda: check_average_in_collective(averages, config))
-    _check_optimizer(book, rules, str(model.get("optimizer") or "adamw"))
+    _check_optimizer(book, rules, str((model.get("recipe") or {}).get("optimizer") or "adamw"))
     if device_type == "cpu" and layout.expert_model_parallel_size > 1 and layout.expert_tensor_size > 1:
         book.refuse(
             f"expert_tensor_parallel_size={layout.expert_tensor_size} with expert_model_parallel_size="

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_mcore.config.fp8 import check_start
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.config.signatures import GPT, TRAINER, parameters
-from lightning_mcore.models.recipe import check_end
+from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.planning.batch import GlobalBatch, global_batch
 from lightning_mcore.planning.gpt_fields import GPTFields
 from lightning_mcore.planning.model_rules import check_batch, check_gpt, check_gpt_on_layout
@@ -112,8 +112,11 @@ def arguments_of_gpt(book: RuleBook, model: Mapping[str, Any]) -> dict[str, Any]
 
 def _check_end(book: RuleBook, model: Mapping[str, Any]) -> None:
     """Refuse a course of the learning rate that needs the number of steps."""
-    settings = {name: argument.default for name, argument in parameters(GPT).items()} | dict(model)
-    book.attempt(lambda: check_end(settings, None))
+    try:
+        recipe = Recipe.of(model.get("recipe") or {})
+    except (TypeError, ValueError):
+        return  # refused already
+    book.attempt(lambda: recipe.check_end(None))
 
 
 def _backend(model: Mapping[str, Any], device_type: str) -> str:

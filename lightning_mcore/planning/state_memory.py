@@ -35,8 +35,9 @@ _BUCKET_ALIGNMENT = 128
 
 def optimizer_of(model: Mapping[str, Any]) -> str:
     """Return the name in :data:`OPTIMIZERS` of the optimizer that arguments of ``MCoreGPT`` ask for."""
-    name = str(model.get("optimizer") or "adamw")
-    return "sgd_without_momentum" if name == "sgd" and model.get("sgd_momentum") == 0 else name
+    recipe = model.get("recipe") or {}
+    name = str(recipe.get("optimizer") or "adamw")
+    return "sgd_without_momentum" if name == "sgd" and recipe.get("sgd_momentum") == 0 else name
 
 
 @dataclass(frozen=True)

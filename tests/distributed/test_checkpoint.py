@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreGPT, build_from_checkpoint
+from lightning_mcore import MCoreGPT, Recipe, build_from_checkpoint
 from lightning_mcore.checkpoint.commands import verify
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from tests.ranks import run_ranks
@@ -457,7 +457,9 @@ def resume_gpt(strategy: dict[str, Any], precision: Any, folder: str) -> list[li
     losses = []
     for epochs, resume in ((1, None), (2, None), (2, f"{folder}/last.ckpt")):
         pl.seed_everything(1, verbose=False)
-        module = MCoreGPT(vocab_size=16, seq_length=8, transformer=sizes, learning_rate=1e-2, min_learning_rate=1e-2)
+        module = MCoreGPT(
+            vocab_size=16, seq_length=8, transformer=sizes, recipe=Recipe(learning_rate=1e-2, min_learning_rate=1e-2)
+        )
         callbacks = [ModelCheckpoint(folder, save_last=True)] if epochs == 1 else []
         arguments = {"accumulate_grad_batches": 2, "max_epochs": epochs, "precision": precision}
         watch = Losses()

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_mcore import MCoreGPT
+from lightning_mcore import MCoreGPT, Recipe
 from lightning_mcore.data.finetuning import stream as token_stream
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from tests.chats import APPENDING, END, characters, exchanges, write
@@ -55,7 +55,9 @@ class Watch(pl.Callback):
 def gpt() -> MCoreGPT:
     """Return a GPT for the tokens of bytes, with dropout."""
     sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "hidden_dropout": 0.1}
-    return MCoreGPT(vocab_size=260, seq_length=64, transformer=sizes, learning_rate=1e-2, min_learning_rate=1e-2)
+    return MCoreGPT(
+        vocab_size=260, seq_length=64, transformer=sizes, recipe=Recipe(learning_rate=1e-2, min_learning_rate=1e-2)
+    )
 
 
 def finetuning(folder: str, seq_length: int = 64, **options: Any) -> MCoreFinetuningData:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from lightning_mcore import MCoreGPT, MCoreStrategy
+from lightning_mcore import MCoreGPT, MCoreStrategy, Recipe
 from tests.ranks import run_ranks
 from tests.toy import Memory
 
@@ -125,8 +125,7 @@ def train(run: Run, folder: str) -> dict[str, Any]:
         seq_length=SEQ_LENGTH,
         transformer={**TRANSFORMER, **run.transformer},
         make_vocab_size_divisible_by=16,
-        learning_rate=1e-2,
-        warmup_steps=2,
+        recipe=Recipe(learning_rate=1e-2, warmup_steps=2),
         **run.model,
     )
     data = DataLoader(Counting(run.masked), batch_size=2)

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreCheckpointIO, MCoreGPT, MCoreStrategy, single_process
+from lightning_mcore import MCoreCheckpointIO, MCoreGPT, MCoreStrategy, Recipe, single_process
 from lightning_mcore.hf import live_tensors
 from lightning_mcore.hf.callback import SaveHFModel
 from lightning_mcore.hf.export import export_checkpoint, export_model
@@ -142,7 +142,7 @@ def train_and_save(jobs: list[tuple[str, str, dict[str, Any], str]]) -> None:
     """Train each model for two steps on a layout, save it, and write it from memory too."""
     for name, folder, layout, out in jobs:
         try:
-            module = MCoreGPT.from_pretrained(folder, seq_length=16, learning_rate=1e-2)
+            module = MCoreGPT.from_pretrained(folder, seq_length=16, recipe=Recipe(learning_rate=1e-2))
             strategy = MCoreStrategy(**layout)
             trainer = make_trainer(strategy, max_steps=2, precision="bf16-mixed", callbacks=[Halfway(out)])
             trainer.fit(module, data(16))
@@ -198,7 +198,7 @@ def fit_with_exports(folder: str, out: str) -> list[int]:
     strategy = MCoreStrategy(
         **TP2, use_distributed_optimizer=True, checkpoint_io=MCoreCheckpointIO(async_save="async" in out)
     )
-    module = MCoreGPT.from_pretrained(folder, seq_length=16, learning_rate=1e-2)
+    module = MCoreGPT.from_pretrained(folder, seq_length=16, recipe=Recipe(learning_rate=1e-2))
     trainer = make_trainer(strategy, max_steps=6, callbacks=callbacks, enable_checkpointing=True)
     trainer.fit(module, data(16))
     return speaks.tokens
@@ -214,7 +214,7 @@ def fit_epochs(folder: str, out: str) -> None:
     """Train for epochs at whose ends checkpoints are saved."""
     for name, (arguments, validates) in ENDS_OF_EPOCHS.items():
         callbacks = [SaveHFModel(every_checkpoint=True), ModelCheckpoint(f"{out}/{name}", **arguments)]
-        module = MCoreGPT.from_pretrained(folder, seq_length=16, learning_rate=1e-2)
+        module = MCoreGPT.from_pretrained(folder, seq_length=16, recipe=Recipe(learning_rate=1e-2))
         trainer = make_trainer(MCoreStrategy(**TP2), max_epochs=3, callbacks=callbacks, enable_checkpointing=True)
         trainer.fit(module, data(4), data(2) if validates else None)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreGPT, MCoreModule
+from lightning_mcore import MCoreGPT, MCoreModule, Recipe
 from lightning_mcore.checkpoint.commands import main as checkpoint_command
 from lightning_mcore.hf import load_pretrained
 from lightning_mcore.hf.import_checkpoint import import_checkpoint
@@ -154,11 +154,11 @@ def start(model: str, imported: str, folder: str) -> dict[str, Any]:
     loads.path = imported
     found["load_weights"] = validate(loads, TP2)
     for name, strategy in {"tp2": TP2, "pp2": PP2}.items():
-        still = MCoreGPT.from_pretrained(model, seq_length=SEQ_LENGTH, learning_rate=0.0)
+        still = MCoreGPT.from_pretrained(model, seq_length=SEQ_LENGTH, recipe=Recipe(learning_rate=0.0))
         trainer = make_trainer(strategy, max_steps=1, precision="bf16-mixed")
         trainer.fit(still, data())
         trainer.save_checkpoint(f"{folder}/{name}.ckpt", weights_only=True)
-    module = MCoreGPT.from_pretrained(model, seq_length=SEQ_LENGTH, learning_rate=1e-2)
+    module = MCoreGPT.from_pretrained(model, seq_length=SEQ_LENGTH, recipe=Recipe(learning_rate=1e-2))
     trainer = make_trainer(TP2, max_steps=2)
     trainer.fit(module, data())
     trainer.save_checkpoint(f"{folder}/trained.ckpt")
@@ -268,7 +268,7 @@ def go_on(path: str, imported: str) -> dict[str, Any]:
     """Rank function: what a run does from its checkpoint."""
     found: dict[str, Any] = {}
     for strategy in (PP2, TP2):
-        module = MCoreGPT.from_pretrained(path, seq_length=SEQ_LENGTH, learning_rate=1e-2)
+        module = MCoreGPT.from_pretrained(path, seq_length=SEQ_LENGTH, recipe=Recipe(learning_rate=1e-2))
         trainer = make_trainer(strategy, max_steps=4)
         trainer.fit(module, data(), ckpt_path=path)
         found["steps"] = trainer.global_step

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_mcore.arguments.llamafactory.dft_loss import DFTModel
 from lightning_mcore.cli.llamafactory import run
+from lightning_mcore.models.recipe import Recipe
 from tests.factory_files import LLAMA3, QWEN3_MOE, losses, rows, write_run
 from tests.hf_models import tiny_folder
 from tests.parity.hf_training import LENGTH, text
@@ -132,7 +133,7 @@ def some_text() -> dict[str, Tensor]:
 
 def dft_step(folder: str, strategy: dict[str, Any]) -> dict[str, float]:
     """Validate, and train one step of both rows; return what was logged."""
-    module = DFTModel.from_pretrained(folder, seq_length=LENGTH, learning_rate=1e-3)
+    module = DFTModel.from_pretrained(folder, seq_length=LENGTH, recipe=Recipe(learning_rate=1e-3))
     rows: Any = [dict(zip(some_text(), row, strict=True)) for row in zip(*some_text().values(), strict=True)]
     trainer = make_trainer(strategy, max_steps=1, accumulate_grad_batches=1)
     [logged] = trainer.validate(module, DataLoader(rows, batch_size=1), verbose=False)

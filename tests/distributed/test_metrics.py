@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreGPT
+from lightning_mcore import MCoreGPT, Recipe
 from lightning_mcore.data.packing.best_fit import TokenSample, pack_lengths
 from lightning_mcore.data.packing.rows import build_row, collate_padded, collate_rows
 from lightning_mcore.layers.metrics import (
@@ -81,7 +81,9 @@ class Measured(MCoreGPT):
 def build() -> Measured:
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    module = Measured(VOCAB_SIZE, ROW_LENGTH, TRANSFORMER, make_vocab_size_divisible_by=16, learning_rate=1e-3)
+    module = Measured(
+        VOCAB_SIZE, ROW_LENGTH, TRANSFORMER, make_vocab_size_divisible_by=16, recipe=Recipe(learning_rate=1e-3)
+    )
     module.loss, module.perplexity, module.accuracy = TokenLoss(), TokenPerplexity(), TokenAccuracy(VOCAB_SIZE)
     module.efficiency, module.share = PackingEfficiency(), PaddingShare()
     module.seen, module.targets = TokensSeen(), TokensSeen()

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreGPT
+from lightning_mcore import MCoreGPT, Recipe
 from lightning_mcore.data.packing.rows import collate_rows, pack
 from lightning_mcore.layers import packed_sequences
 from tests.parity.global_tensors import fill_weights
@@ -68,7 +68,7 @@ class Filled(MCoreGPT):
 
 def gpt() -> MCoreGPT:
     """Return the same model each time."""
-    return Filled(VOCAB_SIZE, ROW, TRANSFORMER, learning_rate=1e-2)
+    return Filled(VOCAB_SIZE, ROW, TRANSFORMER, recipe=Recipe(learning_rate=1e-2))
 
 
 def run(strategy: dict[str, Any], copies: int) -> tuple[dict[str, float], list[list[int]], list[dict[str, float]]]:
@@ -202,7 +202,7 @@ def count_reads(strategy: dict[str, Any], runs: list[tuple[int, int, dict[str, A
     for layers, microbatches, fields in runs:
         reads = CountReads()
         # not AdamW, whose counts of steps are on the host
-        model = MCoreGPT(VOCAB_SIZE, ROW, TRANSFORMER | {"num_layers": layers} | fields, optimizer="sgd")
+        model = MCoreGPT(VOCAB_SIZE, ROW, TRANSFORMER | {"num_layers": layers} | fields, recipe=Recipe(optimizer="sgd"))
         trainer = make_trainer(strategy, accumulate_grad_batches=microbatches, max_steps=2, callbacks=[reads])
         trainer.fit(model, loader(1, rows()[:microbatches] * 2))
         counted.append(sum(reads.steps[microbatches : 2 * microbatches]))  # names travel in the first step

@@ -110,7 +110,7 @@ RUNS: dict[str, LiveRun] = {
     "dense-bf16": run(precision="bf16-mixed"),
     "dense-bf16-true-two-rows": run(precision="bf16-true", rows=2),
     "dense-16": run(precision="16-mixed"),
-    "sgd": run(precision="bf16-true", optimizer="sgd"),
+    "sgd": run(precision="bf16-true", recipe={"optimizer": "sgd"}),
     "wide-and-long": run(DENSE | {"hidden_size": 128, "ffn_hidden_size": 320, "num_layers": 6}, seq_length=512),
     "large-vocabulary": run(precision="bf16-mixed", vocab_size=8000),
     "biased-learned-tied": run(

@@ -24,7 +24,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate, get_worker_info
 
-from lightning_mcore import MCoreGPT
+from lightning_mcore import MCoreGPT, Recipe
 from lightning_mcore.strategy.precision import MCorePrecision
 from tests.ranks import run_ranks
 from tests.toy import FEATURES, WIDTH, Batch, PlainNet, Samples, fill, make_trainer
@@ -101,7 +101,9 @@ class Gpt(MCoreGPT):
         sizes |= {"hidden_dropout": 0.2, "attention_dropout": 0.2}
         if experts:
             sizes |= {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall", "add_bias_linear": False}
-        super().__init__(vocab_size=32, seq_length=8, transformer=sizes, learning_rate=1e-2, min_learning_rate=1e-2)
+        super().__init__(
+            vocab_size=32, seq_length=8, transformer=sizes, recipe=Recipe(learning_rate=1e-2, min_learning_rate=1e-2)
+        )
 
 
 # How it is trained

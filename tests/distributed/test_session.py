@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from lightning_mcore import MCoreGPT
+from lightning_mcore import MCoreGPT, Recipe
 from lightning_mcore.layers.session import SingleModelSession, single_process
 from lightning_mcore.parallel.groups import process_groups_are_open
 from tests import hygiene
@@ -39,7 +39,7 @@ class Layers(MCoreGPT):
 
     def __init__(self, guarded: bool) -> None:
         sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "hidden_dropout": 0.1}
-        super().__init__(vocab_size=16, seq_length=8, transformer=sizes, learning_rate=1e-2)
+        super().__init__(vocab_size=16, seq_length=8, transformer=sizes, recipe=Recipe(learning_rate=1e-2))
         self.guarded = guarded
 
     def configure_model(self) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreGPT, single_process
+from lightning_mcore import MCoreGPT, Recipe, single_process
 from tests.ranks import run_ranks
 from tests.toy import make_trainer
 
@@ -50,7 +50,9 @@ class StartsFrom(MCoreGPT):
 def make(path: str = "", strict: bool = True, vocab_size: int = 16, **sizes: Any) -> StartsFrom:
     """Return the GPT of these tests, with other sizes as told."""
     pl.seed_everything(len(path), verbose=False)
-    module = StartsFrom(vocab_size=vocab_size, seq_length=8, transformer=SIZES | sizes, learning_rate=1e-2)
+    module = StartsFrom(
+        vocab_size=vocab_size, seq_length=8, transformer=SIZES | sizes, recipe=Recipe(learning_rate=1e-2)
+    )
     module.path, module.strict = path, strict
     return module
 
@@ -121,13 +123,13 @@ def test_the_whole_model_is_loaded_in_one_process(saved: tuple[str, float]) -> N
     module = StartsFrom.load_from_checkpoint(path)
     assert isinstance(module, StartsFrom)
     assert not dist.is_initialized()
-    assert module.hparams["learning_rate"] == 1e-2
+    assert module.recipe.learning_rate == 1e-2
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False
     )
     assert float(trainer.validate(module, data(), verbose=False)[0]["val_loss"]) == pytest.approx(loss, rel=1e-6)
-    other = StartsFrom.load_from_checkpoint(path, learning_rate=0.5)
-    assert other.hparams["learning_rate"] == 0.5
+    other = StartsFrom.load_from_checkpoint(path, recipe=Recipe(learning_rate=0.5))
+    assert other.hparams["recipe"]["learning_rate"] == 0.5
     for name, value in module.state_dict().items():
         assert not isinstance(value, torch.Tensor) or torch.equal(value, other.state_dict()[name]), name
 

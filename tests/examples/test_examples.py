@@ -266,9 +266,8 @@ def settings_of_data(data: object) -> dict[str, object]:
 
 
 def settings_of_model(model: MCoreGPT) -> dict[str, object]:
-    # YAML has no tuples; names with an underscore are what LightningCLI adds
-    hparams = {name: value for name, value in model.hparams.items() if not name.startswith("_")}
-    return hparams | {"betas": tuple(hparams["betas"])}
+    # names with an underscore are what LightningCLI adds
+    return {name: value for name, value in model.hparams.items() if not name.startswith("_")}
 
 
 def settings_of_trainer(trainer: Trainer) -> dict[str, object]:

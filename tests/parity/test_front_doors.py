@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import pytest
 import yaml
 
-from lightning_mcore import MCoreFinetuningData, MCoreGPT, MCorePrecision, MCoreStrategy
+from lightning_mcore import MCoreFinetuningData, MCoreGPT, MCorePrecision, MCoreStrategy, Recipe
 from lightning_mcore.arguments import TrainingArguments
 from lightning_mcore.arguments.llamafactory.output import LOG, LossRecord
 from lightning_mcore.cli import fit as fit_command
@@ -53,7 +53,8 @@ def through_python(folder: str, layout: dict[str, int], devices: int) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    model = MCoreGPT.from_pretrained(f"{folder}/model", seq_length=SEQ_LENGTH, betas=(0.9, 0.999), **RECIPE)
+    recipe = Recipe(betas=(0.9, 0.999), **RECIPE)
+    model = MCoreGPT.from_pretrained(f"{folder}/model", seq_length=SEQ_LENGTH, recipe=recipe)
     trainer.fit(model, datamodule=MCoreFinetuningData(**data(folder)))
 
 
@@ -83,7 +84,10 @@ def through_lightning_cli(folder: str, layout: dict[str, int], devices: int) -> 
         },
         "model": {
             "class_path": "lightning_mcore.MCoreGPT.from_pretrained",
-            "init_args": {"path": f"{folder}/model", "seq_length": SEQ_LENGTH, "betas": [0.9, 0.999], **RECIPE},
+            "init_args": {
+                **{"path": f"{folder}/model", "seq_length": SEQ_LENGTH},
+                "recipe": {"betas": [0.9, 0.999], **RECIPE},
+            },
         },
         "data": {"class_path": "MCoreFinetuningData", "init_args": data(folder)},
     }

@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreGPT
+from lightning_mcore import MCoreGPT, Recipe
 from lightning_mcore.config.throughput import StepClock
 from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.packing.rows import build_row, collate_padded, collate_rows
@@ -157,7 +157,10 @@ def train(layout: Layout, cases: Iterable[tuple[str, str]]) -> list[Logged]:
     for name, kind in cases:
         fields, arguments = (EXPERTS if layout.moe else DENSE)[name]
         transformer = tiny.TRANSFORMER | (tiny.EXPERTS if layout.moe else {}) | {"activation_func": "silu"} | fields
-        model, memory = Logging(tiny.VOCAB_SIZE, ROW, transformer, learning_rate=1e-3, **arguments), Memory()
+        model, memory = (
+            Logging(tiny.VOCAB_SIZE, ROW, transformer, recipe=Recipe(learning_rate=1e-3), **arguments),
+            Memory(),
+        )
         rows, validated = loaders(kind)
         trainer = make_trainer(
             layout.strategy_arguments,

@@ -142,8 +142,8 @@ FAULTS: dict[str, tuple[list[str], str]] = {
     ),
     "field of the model": (["--model.transformer.hiden_size=4"], "has no field hiden_size; did you mean hidden_size?"),
     "two homes": (
-        ["--optimizer=AdamW", "--model.learning_rate=0.1"],
-        "optimizer: takes the place of the model's own, so model.learning_rate=0.1 would have no effect",
+        ["--optimizer=AdamW", "--model.recipe.learning_rate=0.1"],
+        "optimizer: takes the place of the model's own, so model.recipe.learning_rate=0.1 would have no effect",
     ),
     "a scheduler alone": (
         ["--lr_scheduler=StepLR", "--lr_scheduler.step_size=1"],
@@ -181,8 +181,12 @@ FILES: dict[str, tuple[str, str]] = {
         "unknown key of trainer 'max_stepps'; did you mean 'max_steps'?",
     ),
     "of the model": (
-        _in_file(lambda all: all["model"]["init_args"].update(learning_ratee=1)),
-        "unknown key of model 'learning_ratee'; did you mean 'learning_rate'?",
+        _in_file(lambda all: all["model"]["init_args"].update(seq_lenght=1)),
+        "unknown key of model 'seq_lenght'; did you mean 'seq_length'?",
+    ),
+    "of the recipe": (
+        _in_file(lambda all: all["model"]["init_args"].update(recipe={"learning_ratee": 1})),
+        "unknown key of model.recipe 'learning_ratee'; did you mean 'learning_rate'?",
     ),
     "beside class_path": (
         _in_file(lambda all: all["model"].update(init_arg={})),
@@ -271,7 +275,7 @@ def test_the_name_of_the_strategy_alone_is_enough(tiny: str) -> None:
     [
         ("trainer.strategy", "MCoreStrategy", ["tensor_model_parallel_size", "Ranks that share"]),
         ("trainer.plugins", "MCorePrecision", ["fp8_recipe", "How tensors are scaled into FP8"]),
-        ("model", "MCoreGPT", ["--model.lr_scheduler_type", "--model.transformer"]),
+        ("model", "MCoreGPT", ["--model.recipe.lr_scheduler_type", "--model.transformer"]),
         ("data", "MCorePretrainingData", ["--data.reset_position_ids", "Let positions begin anew"]),
         ("optimizer", "torch.optim.AdamW", ["--optimizer.lr"]),
     ],

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import save_file
 
-from lightning_mcore import MCoreGPT, cli
+from lightning_mcore import MCoreGPT, Recipe, cli
 from lightning_mcore.checkpoint.storage import atomic as atomic_directory
 from lightning_mcore.hf import callback as save_hf_model
 from lightning_mcore.hf.callback import SaveHFModel
@@ -478,7 +478,7 @@ def train(*callbacks: pl.Callback) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(MCoreGPT(**settings(), learning_rate=1e-2), text())
+    trainer.fit(MCoreGPT(**settings(), recipe=Recipe(learning_rate=1e-2)), text())
 
 
 def test_a_model_made_from_scratch_becomes_one_of_transformers(tmp_path: Path) -> None:

@@ -299,7 +299,7 @@ def test_the_file_of_the_model_with_experts_is_a_run(tmp_path: Path) -> None:
     settings = read_run(write_run(tmp_path, QWEN3_MOE, "qwen3_moe")).settings()
     assert settings.strategy["pipeline_model_parallel_size"] == 4
     assert settings.model["transformer"]["moe_grouped_gemm"] is True
-    assert settings.model["lr_scheduler_type"] == "constant"
+    assert settings.model["recipe"]["lr_scheduler_type"] == "constant"
     assert settings.trainer["accumulate_grad_batches"] == 8
 
 

@@ -2,6 +2,7 @@
 """The optimizer of ``MCoreGPT`` and the course of its learning rate, by name."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,21 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mcore import MCoreGPT
-from lightning_mcore.models.recipe import build_recipe
-
-TRANSFORMER = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
-
-
-def settings(**arguments: Any) -> dict[str, Any]:
-    """Return the settings of a module, which its constructor has checked."""
-    return dict(MCoreGPT(vocab_size=100, seq_length=16, transformer=TRANSFORMER, **arguments).hparams)
+from lightning_mcore import MCoreGPT, Recipe
 
 
 def rates(steps: int, total: float = 10, **arguments: Any) -> list[float]:
     parameters = list(nn.Linear(2, 2).named_parameters())
     trainer = cast(Any, SimpleNamespace(estimated_stepping_batches=total))
-    recipe = cast(dict[str, Any], build_recipe(parameters, settings(learning_rate=1.0, **arguments), trainer))
+    recipe = cast(dict[str, Any], Recipe(**{"learning_rate": 1.0, **arguments}).build(parameters, trainer))
     seen = []
     for _ in range(steps):
         seen.append(recipe["optimizer"].param_groups[0]["lr"])
@@ -69,11 +62,11 @@ def test_a_warm_up_below_one_is_a_share_of_all_steps_rounded_up() -> None:
 def test_sgd_and_its_momentum_and_the_eps_of_adamw() -> None:
     trainer = cast(Any, SimpleNamespace(estimated_stepping_batches=10))
     parameters = list(nn.Linear(2, 2).named_parameters())
-    sgd = cast(Any, build_recipe(parameters, settings(optimizer="sgd", sgd_momentum=0.5), trainer))["optimizer"]
+    sgd = cast(Any, Recipe(optimizer="sgd", sgd_momentum=0.5).build(parameters, trainer))["optimizer"]
     assert type(sgd) is torch.optim.SGD
     assert [group["momentum"] for group in sgd.param_groups] == [0.5, 0.5]
     assert [group["weight_decay"] for group in sgd.param_groups] == [0.1, 0.0]
-    adamw = cast(Any, build_recipe(parameters, settings(eps=1e-6), trainer))["optimizer"]
+    adamw = cast(Any, Recipe(eps=1e-6).build(parameters, trainer))["optimizer"]
     assert type(adamw) is torch.optim.AdamW
     assert adamw.defaults["eps"] == 1e-6
 
@@ -84,14 +77,21 @@ def test_sgd_and_its_momentum_and_the_eps_of_adamw() -> None:
         ({"optimizer": "lion"}, "optimizer='lion' is not available; choose one of"),
         ({"lr_scheduler_type": "cosin"}, "lr_scheduler_type='cosin' is not available; choose one of"),
         ({"lr_scheduler_kwargs": {"min_lr": 1e-5}}, "lr_scheduler_kwargs needs lr_scheduler_type"),
-        ({"lr_scheduler_type": "cosine", "min_learning_rate": 1e-5}, "min_learning_rate=1e-05 belongs to the course"),
+        (
+            {"lr_scheduler_type": "cosine", "min_learning_rate": 1e-5},
+            "min_learning_rate=1e-05 works only without lr_scheduler_type",
+        ),
         ({"lr_scheduler_type": "constant", "warmup_steps": 3}, "which has no warm-up"),
         ({"warmup_steps": 1.5}, "warmup_steps=1.5 is neither"),
+        ({"warmup_steps": -1}, "warmup_steps=-1 is too small"),
+        ({"learning_rate": 1e-4, "min_learning_rate": 1e-3}, "min_learning_rate=0.001 is not between 0 and"),
+        ({"min_learning_rate": -1.0}, "min_learning_rate=-1.0 is not between 0 and"),
+        ({"betas": (0.9, 0.95, 0.99)}, "betas=.* are not two numbers"),
     ],
 )
-def test_what_contradicts_itself_is_refused_in_the_constructor(arguments: dict[str, Any], message: str) -> None:
+def test_what_contradicts_itself_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        settings(**arguments)
+        Recipe(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -112,3 +112,45 @@ def test_a_course_that_needs_the_number_of_steps_says_so(arguments: dict[str, An
 def test_options_that_the_course_does_not_take_are_refused() -> None:
     with pytest.raises(ValueError, match=r"lr_scheduler_type='linear' with lr_scheduler_kwargs=.*min_lr"):
         rates(1, lr_scheduler_type="linear", lr_scheduler_kwargs={"min_lr": 0.1})
+
+
+def test_what_is_not_a_number_is_refused() -> None:
+    with pytest.raises(TypeError, match="learning_rate='1e-3' is not a number"):
+        Recipe(learning_rate=cast(Any, "1e-3"))
+    with pytest.raises(TypeError, match=r"recipe=0\.1 is not a Recipe"):
+        Recipe.of(cast(Any, 0.1))
+
+
+def test_a_recipe_is_read_back_from_plain_data() -> None:
+    recipe = Recipe(learning_rate=1.0, betas=cast(Any, [0.8, 0.9]), lr_scheduler_type="linear")
+    assert recipe.betas == (0.8, 0.9)
+    assert Recipe.of(recipe.plain()) == Recipe.of(recipe) == recipe
+
+
+def test_hyper_parameters_that_name_the_fields_of_a_recipe_alone_are_read() -> None:
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+    module = MCoreGPT(vocab_size=100, seq_length=16, transformer=sizes)
+    module.on_load_checkpoint({"hyper_parameters": {"vocab_size": 100, "learning_rate": 0.5, "optimizer": "sgd"}})
+    assert module.recipe == Recipe(learning_rate=0.5, optimizer="sgd")
+    assert module.hparams["recipe"] == module.recipe.plain()
+    module.on_load_checkpoint({"hyper_parameters": {"recipe": {}, "learning_rate": 0.25}})
+    assert module.recipe.learning_rate == 0.5
+
+
+class WithRate(MCoreGPT):
+    """Saves its own arguments, as a user's subclass may."""
+
+    def __init__(self, width: int, recipe: Recipe = Recipe()) -> None:
+        sizes = {"num_layers": 2, "hidden_size": width, "num_attention_heads": 2}
+        super().__init__(vocab_size=100, seq_length=16, transformer=sizes, recipe=recipe)
+        self.save_hyperparameters()
+
+
+def test_a_subclass_that_saves_its_recipe_leaves_plain_data_in_a_checkpoint(tmp_path: Path) -> None:
+    module = WithRate(16, Recipe(learning_rate=0.5))
+    checkpoint = {"hyper_parameters": dict(module.hparams)}
+    module.on_save_checkpoint(checkpoint)
+    path = tmp_path / "last.ckpt"
+    torch.save(checkpoint, path)
+    read = torch.load(path, weights_only=True)["hyper_parameters"]
+    assert WithRate(read["width"], read["recipe"]).recipe == Recipe(learning_rate=0.5)

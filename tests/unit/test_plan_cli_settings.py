@@ -12,7 +12,7 @@ import pytest
 
 from lightning_mcore.cli.plan import run
 from lightning_mcore.config.run import RunSettings
-from lightning_mcore.planning.cli_settings import _RECIPE, settings_of_cli
+from lightning_mcore.planning.cli_settings import settings_of_cli
 from tests.unit.test_plan_command import cli_file, printed
 
 BASE: dict[str, Any] = {
@@ -63,7 +63,7 @@ QUOTED: dict[str, tuple[dict[str, Any], str, str, Any]] = {
     "flag": ({STRATEGY + "use_distributed_optimizer": "true"}, "strategy", "use_distributed_optimizer", True),
     "accumulation": ({"trainer.accumulate_grad_batches": "8"}, "trainer", "accumulate_grad_batches", 8),
     "nodes": ({"trainer.num_nodes": "2"}, "trainer", "num_nodes", 2),
-    "rate": ({MODEL + "learning_rate": "1e-4"}, "model", "learning_rate", 1e-4),
+    "rate": ({MODEL + "recipe": {"learning_rate": "1e-4"}}, "model", "recipe", {"learning_rate": 1e-4}),
     "null": ({STRATEGY + "micro_batch_size": "null"}, "strategy", "micro_batch_size", None),
     "of a config": ({STRATEGY + "ddp_config": {"bucket_size": "9"}}, "strategy", "ddp_config", {"bucket_size": 9}),
     "of own data": ({"data": {"class_path": "mine.Data", "init_args": {"batch_size": "3"}}}, "data", "batch_size", 3),
@@ -136,15 +136,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {STRATEGY + "align_grad_reduce": True, STRATEGY + "overlap_grad_reduce": True},
         "pipeline_model_parallel_size=2 or more",
     ),
-    "betas": ({MODEL + "betas": [0.9, 0.95, 0.99]}, "betas=[0.9, 0.95, 0.99]"),
+    "betas": ({MODEL + "recipe": {"betas": [0.9, 0.95, 0.99]}}, "betas=[0.9, 0.95, 0.99]"),
     "activation": (
         {MODEL + "transformer": {**BASE[MODEL + "transformer"], "activation_func": "silux"}},
         "did you mean 'silu'",
     ),
     "scheduler alone": ({"lr_scheduler": {"class_path": "torch.optim.lr_scheduler.StepLR"}}, "without optimizer"),
     "two recipes": (
-        {"optimizer": {"class_path": "torch.optim.AdamW"}, MODEL + "learning_rate": 0.5},
-        "model.learning_rate=0.5",
+        {"optimizer": {"class_path": "torch.optim.AdamW"}, MODEL + "recipe": {"learning_rate": 0.5}},
+        "model.recipe.learning_rate=0.5",
     ),
 }
 
@@ -160,12 +160,6 @@ def test_what_fit_refuses_plan_refuses(name: str, tmp_path: Path, capsys: pytest
 
 def test_the_base_of_this_table_is_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, json_file(tmp_path))[0] == 0
-
-
-def test_the_names_of_the_recipe_are_those_of_the_model() -> None:
-    from lightning_mcore.models.recipe import RECIPE
-
-    assert set(_RECIPE) == set(RECIPE)
 
 
 def test_a_words_class_takes_arguments_and_plus_adds_to_a_list(

@@ -219,8 +219,8 @@ def test_a_file_of_hugging_face_style_arguments(tmp_path: Path) -> None:
 
 
 def test_a_small_learning_rate_without_a_dot_is_a_number(tmp_path: Path) -> None:
-    settings = settings_of_files([cli_file(tmp_path)], [("model.learning_rate", "1e-4")])
-    assert settings.model["learning_rate"] == 1e-4
+    settings = settings_of_files([cli_file(tmp_path)], [("model.recipe.learning_rate", "1e-4")])
+    assert settings.model["recipe"]["learning_rate"] == 1e-4
 
 
 def test_warnings_name_what_idles_and_what_does_not_fit() -> None:

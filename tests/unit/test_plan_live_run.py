@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from lightning_mcore import MCoreGPT, MCorePrecision, MCoreStrategy
+from lightning_mcore import MCoreGPT, MCorePrecision, MCoreStrategy, Recipe
 from lightning_mcore.planning.live import plan_of, settings_of
 from lightning_mcore.planning.plan import make_plan
 from tests.unit.test_plan_rules import DENSE, run_with
@@ -30,9 +30,11 @@ def test_a_plan_of_objects_is_that_of_the_settings() -> None:
         "virtual_pipeline_model_parallel_size": 2,
         "use_distributed_optimizer": True,
     }
-    module = MCoreGPT(vocab_size=256, seq_length=32, transformer=DENSE, learning_rate=1e-3)
+    module = MCoreGPT(vocab_size=256, seq_length=32, transformer=DENSE, recipe=Recipe(learning_rate=1e-3))
     plan = plan_of(trainer_with(MCoreStrategy(**given)), module, batch_size=2)
-    settings = run_with(strategy=given, trainer={"accumulate_grad_batches": 4}, model={"learning_rate": 1e-3})
+    settings = run_with(
+        strategy=given, trainer={"accumulate_grad_batches": 4}, model={"recipe": {"learning_rate": 1e-3}}
+    )
     expected = make_plan(settings, 4, 4)
     assert plan.errors == ()
     assert plan.to_dict() == expected.to_dict()

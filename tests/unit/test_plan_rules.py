@@ -177,26 +177,26 @@ WRONG: dict[str, tuple[RunSettings, str]] = {
         "optimizer_config.exp_avg_dtype",
     ),
     "sharded SGD": (
-        run_with(strategy={"use_distributed_optimizer": True}, model={"optimizer": "sgd"}),
+        run_with(strategy={"use_distributed_optimizer": True}, model={"recipe": {"optimizer": "sgd"}}),
         "use_distributed_optimizer=True needs torch's Adam or AdamW",
     ),
     "batch norm over ranks": (run_with(trainer={"sync_batchnorm": True}), "sync_batchnorm=True"),
     "a cosine without an end": (run_with(trainer={"max_epochs": -1}), "the number of steps is unknown"),
     "a course without an end": (
-        run_with(trainer={"max_epochs": -1}, model={"lr_scheduler_type": "linear"}),
+        run_with(trainer={"max_epochs": -1}, model={"recipe": {"lr_scheduler_type": "linear"}}),
         "lr_scheduler_type='linear' needs it",
     ),
     "a share of steps without an end": (
         run_with(
             trainer={"max_epochs": -1},
-            model={"warmup_steps": 0.1, "learning_rate": 0.1, "min_learning_rate": 0.1},
+            model={"recipe": {"warmup_steps": 0.1, "learning_rate": 0.1, "min_learning_rate": 0.1}},
         ),
         "warmup_steps=0.1 is a share",
     ),
-    "betas": (run_with(model={"betas": [0.9, 1.5]}), "betas"),
-    "eps": (run_with(model={"eps": -1.0}), "eps=-1.0"),
-    "weight decay": (run_with(model={"weight_decay": -0.1}), "weight_decay=-0.1"),
-    "momentum": (run_with(model={"optimizer": "sgd", "sgd_momentum": -0.9}), "sgd_momentum=-0.9"),
+    "betas": (run_with(model={"recipe": {"betas": [0.9, 1.5]}}), "betas"),
+    "eps": (run_with(model={"recipe": {"eps": -1.0}}), "eps=-1.0"),
+    "weight decay": (run_with(model={"recipe": {"weight_decay": -0.1}}), "weight_decay=-0.1"),
+    "momentum": (run_with(model={"recipe": {"optimizer": "sgd", "sgd_momentum": -0.9}}), "sgd_momentum=-0.9"),
     "blockwise weights gathered in the forward pass": (
         run_with(
             strategy=dict.fromkeys(("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), True),
@@ -307,10 +307,11 @@ WRONG: dict[str, tuple[RunSettings, str]] = {
         ),
         "samples",
     ),
-    "unknown argument of MCoreGPT": (run_with(model={"lerning_rate": 0.1}), "did you mean 'learning_rate'"),
+    "unknown argument of MCoreGPT": (run_with(model={"seq_lenght": 32}), "did you mean 'seq_length'"),
+    "unknown field of Recipe": (run_with(model={"recipe": {"lerning_rate": 0.1}}), "did you mean 'learning_rate'"),
     "yarn without factor": (run_with(model={"position_embedding_type": "yarn", "yarn": {}}), "rotary_scaling_factor"),
-    "least above peak": (run_with(model={"min_learning_rate": 1.0}), "min_learning_rate"),
-    "unknown optimizer": (run_with(model={"optimizer": "lion"}), "lion"),
+    "least above peak": (run_with(model={"recipe": {"min_learning_rate": 1.0}}), "min_learning_rate"),
+    "unknown optimizer": (run_with(model={"recipe": {"optimizer": "lion"}}), "lion"),
     "no vocabulary": (run_with(model={"vocab_size": 0}), "vocab_size=0"),
     "TransformerEngine on the CPU": (run_with(model={"transformer_impl": "transformer_engine"}), "CUDA"),
 }  # fmt: skip
@@ -368,7 +369,7 @@ RIGHT: dict[str, RunSettings] = {
     "yarn": run_with(model={"position_embedding_type": "yarn", "yarn": {"rotary_scaling_factor": 4.0}}),
     "learned": run_with(model={"position_embedding_type": "learned_absolute"}),
     "tied": run_with(model={"share_embeddings_and_output_weights": True}),
-    "sgd": run_with(model={"optimizer": "sgd", "lr_scheduler_type": "linear", "warmup_steps": 0.1}),
+    "sgd": run_with(model={"recipe": {"optimizer": "sgd", "lr_scheduler_type": "linear", "warmup_steps": 0.1}}),
     "samples": run_with(model={"loss_normalization": "samples"}),
 }
 
