@@ -9,8 +9,8 @@
     trainer = args.trainer(devices=8)
     trainer.fit(args.model("Qwen/Qwen3-0.6B"), args.data("train.jsonl", tokenizer="Qwen/Qwen3-0.6B", seq_length=2048))
 
-They have the names of ROLL's ``mcore_adapter``, whose users keep their files. Importing this package imports nothing;
-``TrainingArguments`` brings transformers, and only the methods that make Lightning's objects bring Lightning.
+The names are those of ROLL's ``mcore_adapter``, so its users keep their files. Importing this package imports nothing
+else. ``TrainingArguments`` imports transformers; only the methods that make Lightning's objects import Lightning.
 """
 
 import importlib
@@ -53,5 +53,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Name the classes, though they are not imported yet."""
+    """Name the classes, whether or not they are imported yet."""
     return __all__

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning's objects made of a run's settings: strategy, precision, trainer, model and data.
+"""Lightning's objects made from a run's settings: strategy, precision, trainer, model and data.
 
-``TrainingArguments`` calls these; they take plain data, so that another front door may call them with its own. Of
-this package it and ``callbacks.py`` import Lightning.
+``TrainingArguments`` and the LLaMA-Factory command call these functions, which take plain data. In ``arguments/``, only
+this file, ``callbacks.py`` and three files of ``llamafactory/`` import Lightning.
 """
 
 import importlib.util
@@ -68,7 +68,7 @@ def make_strategy(settings: Mapping[str, Any]) -> MCoreStrategy:
 
 
 def _check_optimizer(settings: Mapping[str, Any]) -> None:
-    """Refuse now what Megatron's config answers with an error of its own."""
+    """Refuse what Megatron's config would refuse later, in its own words."""
     config, ddp_config = settings.get("optimizer_config"), settings.get("ddp_config")
     if not isinstance(config, Mapping):
         return
@@ -101,9 +101,9 @@ def make_model(
     """Make the model from a Hugging Face model.
 
     Args:
-        settings: ``RunSettings.model`` with ``path``.
-        transformer: More fields of ``TransformerConfig``; those of the settings come after them.
-        kind: Its class.
+        settings: ``RunSettings.model``, with ``path``.
+        transformer: More fields of ``TransformerConfig``; the settings override them.
+        kind: The class of the model.
 
     Raises:
         FileNotFoundError: There is no such model.
@@ -127,8 +127,8 @@ def make_trainer(arguments: Any, settings: RunSettings, overrides: Mapping[str, 
 
     Args:
         arguments: ``TrainingArguments``.
-        settings: What they mean.
-        overrides: Arguments of ``Trainer`` to use instead; ``callbacks`` and ``plugins`` are added.
+        settings: The run that they describe.
+        overrides: Arguments of ``Trainer`` to use instead; ``callbacks`` and ``plugins`` are added to the others.
 
     Raises:
         ModuleNotFoundError: A logger of ``report_to`` is not installed.
@@ -201,7 +201,7 @@ def seed_everything(arguments: Any) -> None:
 
 
 def _set_process(arguments: Any) -> None:
-    """Set what belongs to the process and not to the trainer: TF32 and how much is said."""
+    """Set what belongs to the process and not to the trainer: TF32 and the log level."""
     if arguments.tf32 is not None:
         torch.set_float32_matmul_precision("high" if arguments.tf32 else "highest")
     if arguments.log_level != "passive":

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of the argument classes: how one is declared, and the check that a value is of its type.
+"""Fields of the argument classes: how a field is declared, and the check that its value has its type.
 
-transformers' ``HfArgumentParser`` checks types and choices on the command line only; what comes from a file or a dict
-it puts into the dataclass as it is. :func:`check_types` runs when an object is made, so that a wrong value is refused
-whichever way it came, with the sentence that names the field, the value and what is allowed. Nothing is converted.
+transformers' ``HfArgumentParser`` checks types and choices on the command line only; it stores the values of a file or
+a dict unchecked. :func:`check_types` runs when an object is made, so that a wrong value is refused wherever it came
+from, in a sentence that names the field, the value and what is allowed. Nothing is converted.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ def option(help: str, default: Any = None) -> Any:
     """Declare a field with its help text and its default.
 
     Args:
-        help: What it means; the text of the command line.
+        help: What it means; the help text of the command line.
         default: Its default.
     """
     return dataclasses.field(default=default, metadata={"help": help})
@@ -27,7 +27,7 @@ def flag(help: str, default: bool | None = None) -> Any:
     """Declare a yes or no; on the command line the bare name means yes, whatever the default.
 
     Args:
-        help: What it means; the text of the command line.
+        help: What it means; the help text of the command line.
         default: Its default; None keeps what the checkpoint, or Megatron, has.
     """
     metadata: dict[str, Any] = {"help": help}
@@ -37,15 +37,15 @@ def flag(help: str, default: bool | None = None) -> Any:
 
 
 def check_types(arguments: Any, may_be_none: Collection[str] = ()) -> None:
-    """Refuse values that are not of the type of their field.
+    """Refuse values that do not have the type of their field.
 
     Args:
         arguments: A dataclass.
         may_be_none: Fields that may be None though their type does not say so.
 
     Raises:
-        TypeError: A value is of another type.
-        ValueError: A value is none of the choices of its field.
+        TypeError: A value has another type.
+        ValueError: A value is not one of the choices of its field.
     """
     hints = get_type_hints(type(arguments))
     for field in dataclasses.fields(arguments):
@@ -55,16 +55,16 @@ def check_types(arguments: Any, may_be_none: Collection[str] = ()) -> None:
 
 
 def check_type(name: str, value: Any, hint: Any) -> None:
-    """Refuse a value that is not of a type.
+    """Refuse a value that does not have a type.
 
     Args:
-        name: Of the option.
+        name: The name of the option.
         value: What was given.
         hint: A type, as ``typing.get_type_hints`` returns it.
 
     Raises:
-        TypeError: It is of another type.
-        ValueError: It is none of the choices.
+        TypeError: It has another type.
+        ValueError: It is not one of the choices.
     """
     if _fits(value, hint):
         return
@@ -78,7 +78,7 @@ def check_type(name: str, value: Any, hint: Any) -> None:
 
 
 def _at_yaml(value: Any, hint: Any) -> str:
-    """Return how a number comes to be text, where it is one."""
+    """Return why a number was read as text, if the value is one."""
     if not (isinstance(value, str) and _fits(0.5, hint) and _is_number(value)):
         return ""
     if "e" in value.lower():
@@ -108,14 +108,14 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _alternatives(union: Any) -> list[Any]:
-    """Return the types of a union; transformers writes "a member or its name" as an enumeration or str."""
+    """Return the types of a union; transformers writes "a member or its name" as ``Enum | str``."""
     found = list(get_args(union))
     has_choices = any(isinstance(item, type) and issubclass(item, enum.Enum) for item in found)
     return [item for item in found if not (has_choices and item is str)]
 
 
 def _choices(hint: Any) -> list[Any]:
-    """Return the choices of a type that has a finite number of them, none of others."""
+    """Return the choices of a type; an empty list if it is not a list of choices."""
     if get_origin(hint) in (Union, types.UnionType):
         return [choice for argument in _alternatives(hint) for choice in _choices(argument)]
     if get_origin(hint) is Literal:

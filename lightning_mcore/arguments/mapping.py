@@ -74,7 +74,7 @@ LANDINGS: Mapping[str, str] = {
     "dataloader_num_workers": "data.num_workers",
     "sequence_packing": "data.packing",
 }
-"""Fields that keep their value, and the place in ``RunSettings`` where it lands; None lands nowhere."""
+"""Fields that keep their value, and where they go in ``RunSettings``; None is left out."""
 
 _NEVER = 10**9  # epochs
 _EXTRA_OF_STRATEGY = ("microbatch_group_size_per_vp_stage", "tp_comm_overlap")
@@ -90,17 +90,17 @@ def run_settings(
     devices: int | str | None,
     num_nodes: int | None,
 ) -> RunSettings:
-    """Return the run that arguments mean.
+    """Return the run that arguments describe.
 
     Args:
         arguments: ``TrainingArguments``.
-        model_path: Folder of the Hugging Face model, or its name on the hub; None where the model is another.
+        model_path: Folder of the Hugging Face model, or its name on the hub; None for another model.
         seq_length: Tokens of a row; None for as many as the model was made for.
         devices: Ranks on each machine; None for what the Trainer finds.
         num_nodes: Machines; None for one.
 
     Raises:
-        ValueError: The model has experts, and a field is not for them.
+        ValueError: The model has experts, and a field does not allow them.
     """
     if model_path is not None:
         check_variable_lengths(arguments, _has_experts(model_path), f"{model_path} is one")
@@ -148,7 +148,7 @@ def _strategy(arguments: Any, ddp_config: dict[str, Any]) -> dict[str, Any]:
         values["optimizer_config"] = {
             "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": arguments.optimizer_offload_fraction,
-            "use_precision_aware_optimizer": True,  # whose code Megatron's offload shares, and which asks for the next
+            "use_precision_aware_optimizer": True,  # Megatron's offload shares its code; it needs the next one
             "use_distributed_optimizer": True,
         }
     communication = {name: extra[name] for name in _EXTRA_OF_COMMUNICATION if name in extra}
@@ -229,16 +229,16 @@ def _validation(arguments: Any) -> dict[str, Any]:
     if strategy == "epoch":
         return {"check_val_every_n_epoch": 1}
     every = steps_of(arguments, arguments.eval_steps)
-    # Lightning counts DataLoader batches, and over the ends of epochs where it is not told to count epochs.
+    # Lightning counts DataLoader batches; without a number of epochs it counts on past the end of an epoch.
     return {"val_check_interval": every * arguments.gradient_accumulation_steps, "check_val_every_n_epoch": None}
 
 
 def steps_of(arguments: Any, steps: float) -> int:
-    """Return a number of optimizer steps that may be given as a share of ``max_steps``.
+    """Return a number of optimizer steps.
 
     Args:
         arguments: ``TrainingArguments``.
-        steps: A number, or a share below 1.
+        steps: The number, or a share of ``max_steps`` below 1.
     """
     return int(steps) if steps >= 1 else math.ceil(arguments.max_steps * steps)
 
@@ -251,14 +251,14 @@ def _data(arguments: Any) -> dict[str, Any]:
 
 
 def _has_experts(model_path: str) -> bool:
-    """Whether a Hugging Face model in a local folder has experts; of others nothing is known here."""
+    """Whether the Hugging Face model in a local folder has experts; False for a name on the hub."""
     path = Path(model_path) / "config.json"
     if not path.is_file():
         return False
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError:
-        return False  # whoever opens the model says what is wrong with it
+        return False  # opening the model reports the fault
     return isinstance(config, dict) and any((config.get(name) or 0) > 1 for name in _EXPERTS_IN_CONFIGS)
 
 
@@ -307,7 +307,7 @@ def _model_checkpoint(arguments: Any) -> dict[str, Any]:
 
 
 def logger_settings(arguments: Any) -> dict[str, dict[str, Any]]:
-    """Return the arguments of each logger, by its name in ``report_to``; none where nothing is to be logged.
+    """Return the arguments of each logger, by its name in ``report_to``; empty if nothing is logged.
 
     Args:
         arguments: ``TrainingArguments``.
@@ -326,7 +326,7 @@ def logger_settings(arguments: Any) -> dict[str, dict[str, Any]]:
 
 
 def newest_checkpoint(folder: str) -> str:
-    """Return the checkpoint of a folder that was written last.
+    """Return the newest checkpoint of a folder.
 
     Args:
         folder: ``output_dir`` of a run.

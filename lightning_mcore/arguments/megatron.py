@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``MegatronArguments``: gradients, optimizer and checkpoints, under mcore_adapter's names.
 
-Added to ``DistributingParallelArguments``; ``TrainingArguments`` adds transformers' own.
+They extend ``DistributingParallelArguments``; ``TrainingArguments`` adds transformers' own.
 """
 
 import dataclasses
@@ -14,24 +14,24 @@ from lightning_mcore.arguments.parallel import DistributingParallelArguments
 
 @dataclasses.dataclass
 class MegatronArguments(DistributingParallelArguments):
-    """How gradients travel, what steps, and what is saved; each field's meaning is its help text.
+    """How gradients are reduced, which optimizer steps, and what is saved; each field's help text says what it means.
 
     Raises:
         FileNotFoundError: ``additional_configs`` names no file.
-        TypeError: A value is of another type.
+        TypeError: A value has another type.
         ValueError: A value is not available, contradicts another one, or needs what is not there.
     """
 
     accumulate_allreduce_grads_in_fp32: bool = flag(
-        "Sum gradients in fp32. With bf16 and fp32 they always are; with fp16 it says in which type.", default=False
+        "Sum gradients in fp32. With bf16 and fp32 this is always so; with fp16 this flag decides.", default=False
     )
     use_distributed_optimizer: bool = flag("Shard the optimizer over the data-parallel ranks.", default=False)
     distrib_optim_fully_reshardable: bool = flag(
-        "Checkpoints of the sharded optimizer load on every layout. They always do, whatever is said here.",
+        "Checkpoints of the sharded optimizer load on every layout. They always do, with or without this flag.",
         default=False,
     )
     distrib_optim_fully_reshardable_mem_efficient: bool = flag(
-        "Save them without gathering on GPUs. They never are gathered: each rank writes its own shard.", default=False
+        "Save them without gathering on GPUs. They are never gathered: each rank writes its own shard.", default=False
     )
     overlap_grad_reduce: bool = flag("Reduce gradients while backward still runs.", default=False)
     delay_grad_reduce: bool = flag(
@@ -45,7 +45,7 @@ class MegatronArguments(DistributingParallelArguments):
         default=False,
     )
     check_for_nan_in_loss_and_grad: bool = flag(
-        "End the run at a NaN or an infinity in the gradients, which one in the loss leads to. With fp16 such a step is"
+        "End the run at a NaN or an infinity in the gradients, which one in the loss causes. With fp16 such a step is"
         " skipped instead.",
         default=True,
     )
@@ -55,9 +55,7 @@ class MegatronArguments(DistributingParallelArguments):
     ddp_bucket_size: int | None = option(
         "Parameters in a bucket of gradients; needs overlap_grad_reduce. Default: Megatron's."
     )
-    optimizer: Literal["adam", "sgd"] = option(
-        "What steps: AdamW, or SGD with momentum 0.9, Megatron's default.", default="adam"
-    )
+    optimizer: Literal["adam", "sgd"] = option("AdamW, or SGD with momentum 0.9, Megatron's default.", default="adam")
     optimizer_cpu_offload: bool = flag(
         "Keep optimizer state on the host; needs CUDA, TransformerEngine and the distributed optimizer.", default=False
     )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules that hold between fields of the argument classes, each checked when the object is made.
+"""The rules between fields of the argument classes, checked when the object is made.
 
-Sizes are judged by ``ParallelLayout`` and FP8 by ``FP8Settings``, as they are for ``MCoreStrategy`` and
-``MCorePrecision``, so that arguments say the same sentences. What follows is what those two do not know. Nothing is set
-right in silence: a contradiction is an error that names both sides.
+``ParallelLayout`` checks sizes and ``FP8Settings`` checks FP8, as they do for ``MCoreStrategy`` and ``MCorePrecision``,
+so that the messages are the same. The rules below are those that these two do not know. Nothing is corrected silently:
+a contradiction is an error that names both sides.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _OF_LAYOUT = (
     "expert_tensor_parallel_size",
     "sequence_parallel",
 )
-# Of 0.16.1 and 0.19.2; an older one refuses what it lacks when the model is made.
+# Those of 0.16.1 and 0.19.2; an older Megatron refuses what it lacks when the model is made.
 _RECOMPUTED = (
     *("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"),
     "gdn_norm_out",
@@ -54,14 +54,14 @@ def interleaving_of(arguments: Any) -> int | None:
 
 
 def check_distribution(arguments: Any, extra: Mapping[str, Any]) -> None:
-    """Refuse what contradicts itself in ``DistributingParallelArguments``.
+    """Refuse contradictions in ``DistributingParallelArguments``.
 
     Args:
         arguments: The arguments.
         extra: What ``additional_configs`` sets beside them.
 
     Raises:
-        ValueError: As said.
+        ValueError: A value is not allowed, or two fields contradict each other.
     """
     layout = ParallelLayout(**given_layout(arguments))
     if arguments.overlap_p2p_comm and layout.virtual_pipeline_model_parallel_size is None:
@@ -88,7 +88,7 @@ def check_distribution(arguments: Any, extra: Mapping[str, Any]) -> None:
 
 
 def refuse_not_yet(arguments: Any, *names: str) -> None:
-    """Refuse fields that nobody would carry out.
+    """Refuse fields that are not supported yet.
 
     Raises:
         ValueError: One is set.
@@ -103,7 +103,7 @@ def fp8_settings(arguments: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         arguments: ``DistributingParallelArguments``.
-        extra: What ``additional_configs`` sets beside them, options of recipes among it.
+        extra: What ``additional_configs`` sets beside them, such as options of recipes.
 
     Raises:
         ValueError: They contradict each other.
@@ -122,15 +122,15 @@ def check_variable_lengths(arguments: Any, experts: bool, because: str) -> None:
 
     Args:
         arguments: ``DistributingParallelArguments``.
-        experts: Whether the model has experts.
+        experts: Whether the model has experts; dense models have no dispatcher.
         because: How that is known, for the message.
 
     Raises:
-        ValueError: As said. Dense models have no dispatcher.
+        ValueError: The dispatcher is ``allgather``.
     """
     if arguments.variable_seq_lengths and experts and arguments.moe_token_dispatcher_type in (None, "allgather"):
         given = arguments.moe_token_dispatcher_type
-        shown = f"={given!r}" if given else ", which is 'allgather' where nothing is said,"
+        shown = f"={given!r}" if given else ", whose default is 'allgather',"
         raise ValueError(
             f"variable_seq_lengths=True contradicts moe_token_dispatcher_type{shown} in a model with experts"
             f" ({because}); set moe_token_dispatcher_type='alltoall', or variable_seq_lengths=False"
@@ -164,7 +164,7 @@ def _check_recompute(arguments: Any) -> None:
         for name, value in (("recompute_method", method), ("recompute_num_layers", layers)):
             if value is not None:
                 raise ValueError(
-                    f"{name}={value!r} contradicts recompute_granularity={kind!r}, for it counts whole layers; set"
+                    f"{name}={value!r} contradicts recompute_granularity={kind!r}, because it counts whole layers; set"
                     " recompute_granularity='full', or leave it out"
                 )
     if modules is not None and kind != "selective" and not arguments.moe_layer_recompute:
@@ -188,10 +188,10 @@ def _modules(given: str | None) -> list[str]:
 
 
 def check_megatron(arguments: Any) -> None:
-    """Refuse what contradicts itself in ``MegatronArguments``.
+    """Refuse contradictions in ``MegatronArguments``.
 
     Raises:
-        ValueError: As said.
+        ValueError: A value is not allowed, or two fields contradict each other.
     """
     missing = [n for n in ("use_distributed_optimizer", "overlap_grad_reduce") if not getattr(arguments, n)]
     if arguments.overlap_param_gather and missing:
@@ -203,8 +203,8 @@ def check_megatron(arguments: Any) -> None:
         )
     if arguments.ddp_bucket_size is not None and not arguments.overlap_grad_reduce:
         raise ValueError(
-            f"ddp_bucket_size={arguments.ddp_bucket_size} does nothing without overlap_grad_reduce=True, for all"
-            " gradients are then one bucket; set both"
+            f"ddp_bucket_size={arguments.ddp_bucket_size} does nothing without overlap_grad_reduce=True, because"
+            " all gradients are then one bucket; set both"
         )
     if arguments.ddp_average_in_collective and arguments.calculate_per_token_loss in (None, True):
         raise ValueError(
@@ -221,7 +221,7 @@ def check_megatron(arguments: Any) -> None:
 def _check_offload(arguments: Any) -> None:
     fraction = arguments.optimizer_offload_fraction
     if not 0 <= fraction <= 1:
-        raise ValueError(f"optimizer_offload_fraction={fraction} is no fraction; choose more than 0, and at most 1")
+        raise ValueError(f"optimizer_offload_fraction={fraction} is not a fraction; choose more than 0, and at most 1")
     if not arguments.optimizer_cpu_offload:
         if 0 < fraction < 1:
             raise ValueError(
@@ -230,8 +230,8 @@ def _check_offload(arguments: Any) -> None:
         return
     if fraction == 0:
         raise ValueError(
-            "optimizer_offload_fraction=0.0 contradicts optimizer_cpu_offload=True, for it offloads nothing; choose"
-            " more than 0, and at most 1"
+            "optimizer_offload_fraction=0.0 contradicts optimizer_cpu_offload=True, because it offloads nothing;"
+            " choose more than 0, and at most 1"
         )
     if not arguments.use_distributed_optimizer:
         raise ValueError(

@@ -27,11 +27,11 @@ _KEEPS = "Default: the checkpoint's (mcore_adapter overwrites it with False)."
 
 @dataclasses.dataclass
 class DistributingParallelArguments:
-    """How a model is cut, recomputed and quantised; each field's meaning is its help text.
+    """How a model is split, recomputed and quantised; the help text of each field says what it means.
 
     Raises:
         FileNotFoundError: ``additional_configs`` names no file.
-        TypeError: A value is of another type.
+        TypeError: A value has another type.
         ValueError: A value is not available, contradicts another one, or needs what is not there.
     """
 
@@ -142,24 +142,24 @@ class DistributingParallelArguments:
 
     @property
     def extra_fields(self) -> dict[str, Any]:
-        """What ``additional_configs`` sets that is no field here."""
+        """What ``additional_configs`` sets beside the fields of this class."""
         assert isinstance(self.additional_configs, dict)
         own = {field.name for field in dataclasses.fields(self)}
         return {name: value for name, value in self.additional_configs.items() if name not in own}
 
     def get_config_dict(self) -> dict[str, Any]:
-        """Return what is set of this class's own fields, ``additional_configs`` unfolded; None is left out."""
+        """Return this class's fields that are not None, with those of ``additional_configs`` among them."""
         own = {field.name for field in dataclasses.fields(DistributingParallelArguments)} - {"additional_configs"}
         given = {name: getattr(self, name) for name in sorted(own)}
         return {**self.extra_fields, **{name: value for name, value in given.items() if value is not None}}
 
     def allow_variable_seq_lengths(self) -> bool:
-        """Whether the microbatches of a step may differ in length: asked for, or without stages that exchange them."""
+        """Whether the microbatches of a step may differ in length: if asked for, or without a pipeline."""
         return self.variable_seq_lengths or (self.pipeline_model_parallel_size or 1) == 1
 
     @classmethod
     def from_json_file(cls, path: str) -> Self:
-        """Make them from a JSON file.
+        """Make the arguments from a JSON file.
 
         Args:
             path: A file with one object: values by the names of fields.
@@ -200,7 +200,7 @@ _ELSEWHERE = {
 
 
 def load_additional_configs(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """Return the dict that was given, as such, as JSON text or as the path of a JSON file.
+    """Return ``additional_configs`` as a dict; it may be one, JSON text, or the path of a JSON file.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -231,17 +231,17 @@ def load_additional_configs(given: Mapping[str, Any] | str | None) -> dict[str, 
 
 
 def take_over(arguments: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Let fields that were left None take their values from ``additional_configs``.
+    """Set fields that are None from ``additional_configs``.
 
     Args:
-        arguments: A dataclass of arguments; its fields are set.
+        arguments: A dataclass of arguments, which is changed.
         extra: The additional configs.
 
     Returns:
-        Those that are no fields of it.
+        Those that are not fields of the dataclass.
 
     Raises:
-        ValueError: A name is unknown or not to be set, or a field has another value.
+        ValueError: A name is unknown or must not be set, or a field has another value.
     """
     fields = {field.name: field for field in dataclasses.fields(arguments)}
     known = transformer_arguments(latent=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments from the command line, from a YAML or JSON file, or from a dict, in one call.
 
-transformers' ``HfArgumentParser`` does the reading; what it says of an unknown name is a list of what was left over,
-and here it is a sentence with the nearest neighbour.
+transformers' ``HfArgumentParser`` does the reading. For an unknown name it reports a list of what was left over; here
+it is one sentence with the nearest neighbour.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ def parse_arguments(source: "Sequence[str] | str | Path | Mapping[str, Any]", *c
     Args:
         source: Words of a command line, a dict, or the path of a ``.yaml``, ``.yml`` or ``.json`` file. The words may
             be one such path.
-        classes: Dataclasses such as ``TrainingArguments``, which is meant where none is given.
+        classes: Dataclasses; ``TrainingArguments`` if none is given.
 
     Raises:
         FileNotFoundError: There is no such file.
-        SystemExit: Words of a command line are wrong; argparse has said what.
+        SystemExit: Words of a command line are wrong; argparse has printed what.
         TypeError: A value is of another type.
         ValueError: A name is unknown, a value is refused, or the file cannot be read.
     """

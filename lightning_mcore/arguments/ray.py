@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``RayArguments``: LLaMA-Factory's options of a launch on Ray, which is not there yet.
+"""``RayArguments``: LLaMA-Factory's options for a launch on Ray, which is not supported yet.
 
-Their values are read and checked, so that a file with the defaults of a launch without Ray is accepted; a file that
-asks for Ray's workers is refused.
+The values are read and checked, so that a file with the defaults is accepted. A file that asks for Ray's workers is
+refused.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ class RayArguments:
 
     Raises:
         TypeError: A value is of another type.
-        ValueError: A value is out of range, is no JSON, or asks for Ray's workers, as the environment variable USE_RAY
-            does.
+        ValueError: A value is out of range or not JSON, or it asks for Ray's workers; so does the environment variable
+            USE_RAY.
     """
 
     ray_num_workers: int = option("Workers that Ray would start; 1 for a launch without Ray.", default=1)
@@ -40,7 +40,7 @@ class RayArguments:
         check_types(self)
         self._read_init_kwargs()
         if self.master_port is not None and not (self.master_port.isdigit() and 0 < int(self.master_port) < 65536):
-            raise ValueError(f"master_port={self.master_port!r} is no port; choose 1 to 65535")
+            raise ValueError(f"master_port={self.master_port!r} is not a port; choose 1 to 65535")
         if self.ray_num_workers < 1:
             raise ValueError(f"ray_num_workers={self.ray_num_workers} is too small; choose 1 or more")
         if self.ray_num_workers > 1:
@@ -74,5 +74,5 @@ class RayArguments:
                 f"ray_init_kwargs={self.ray_init_kwargs!r} is not JSON: {error}; give an object"
             ) from error
         if not isinstance(loaded, dict):
-            raise ValueError(f"ray_init_kwargs={self.ray_init_kwargs!r} is no JSON object; give one")
+            raise ValueError(f"ray_init_kwargs={self.ray_init_kwargs!r} is not a JSON object; give one")
         self.ray_init_kwargs = loaded

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``TrainingArguments``: transformers' training arguments and Megatron's in one object, and the run that it means.
+"""``TrainingArguments``: transformers' training arguments and Megatron's in one object, and the run that it describes.
 
-Making one checks it and touches no device: transformers' class wants ``accelerate`` for choosing one, and asks for a
-GPU where bf16 is asked for, but the device is the strategy's, and arguments are read on machines without GPUs too.
-What the fields mean is said by ``mapping.py``; the Lightning objects are made by ``build.py``.
+Making one checks it and touches no device. transformers' class needs ``accelerate`` to choose a device, and a GPU for
+bf16; here the strategy chooses the device, and arguments are also read on machines without a GPU. ``mapping.py`` says
+where each field goes; ``build.py`` makes Lightning's objects.
 """
 
 import dataclasses
@@ -38,15 +38,15 @@ _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 
 @dataclasses.dataclass
 class TrainingArguments(MegatronArguments, HFTrainingArguments):
-    """transformers' training arguments and Megatron's; what of the first nobody would carry out is refused.
+    """transformers' training arguments and Megatron's; fields of transformers that are not supported are refused.
 
     ``activation_checkpointing=True`` (or ``gradient_checkpointing``, its old name) means
-    ``recompute_granularity="full"``. With ``bf16`` gradients are accumulated in fp32, and
-    ``accumulate_allreduce_grads_in_fp32`` says so.
+    ``recompute_granularity="full"``. ``bf16`` accumulates gradients in fp32 and sets
+    ``accumulate_allreduce_grads_in_fp32``.
 
     Raises:
         FileNotFoundError: ``additional_configs`` names no file.
-        TypeError: A value is of another type.
+        TypeError: A value has another type.
         ValueError: A value is not available, contradicts another one, or needs what is not there.
     """
 
@@ -73,7 +73,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         return HFTrainingArguments
 
     def _let_transformers_read(self) -> None:
-        """Run transformers' own ``__post_init__`` without what would look for a device, or warn of an old name."""
+        """Run transformers' own ``__post_init__`` without the fields that make it look for a device or warn."""
         names = [name for name in (*_TOUCH_DEVICES, *_CHECKPOINTING) if hasattr(self, name)]
         kept = {name: getattr(self, name) for name in names}
         for name in names:
@@ -90,7 +90,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
 
     @property
     def _setup_devices(self) -> "torch.device":
-        """Where transformers would set up its device; the strategy does that, when the trainer starts."""
+        """The CPU: transformers would set up its device here, but the strategy does that when the trainer starts."""
         self._n_gpu = 0
         self.distributed_state = None
         import torch
@@ -101,13 +101,13 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
 
     @property
     def stages(self) -> list[str]:
-        """Lightning's names of what ``do_train``, ``do_eval`` and ``do_predict`` ask for, in this order."""
+        """What ``do_train``, ``do_eval`` and ``do_predict`` ask for, by Lightning's names and in this order."""
         names = {"fit": self.do_train, "validate": self.do_eval and not self.do_train, "predict": self.do_predict}
         return [name for name, wanted in names.items() if wanted]
 
     @property
     def ckpt_path(self) -> str | None:
-        """Where ``Trainer.fit(ckpt_path=...)`` goes on from: ``resume_from_checkpoint``; "true" is the newest one.
+        """The checkpoint to resume from; ``resume_from_checkpoint="true"`` means the newest in ``output_dir``.
 
         Raises:
             FileNotFoundError: The newest checkpoint of ``output_dir`` is asked for, and there is none.
@@ -125,16 +125,16 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         devices: int | str | None = None,
         num_nodes: int | None = None,
     ) -> RunSettings:
-        """Return where every field lands, as plain data; makes nothing, imports neither Lightning nor Megatron.
+        """Return the run as plain data; makes nothing, and imports neither Lightning nor Megatron.
 
         Args:
-            model_path: Folder of the Hugging Face model, or its name on the hub; None where the model is another.
+            model_path: Folder of the Hugging Face model, or its name on the hub; None for another model.
             seq_length: Tokens of a row; None for as many as the model was made for.
             devices: Ranks on each machine; None for what the Trainer finds.
             num_nodes: Machines; None for one.
 
         Raises:
-            ValueError: The model has experts, and a field is not for them.
+            ValueError: The model has experts, and a field does not allow them.
         """
         return run_settings(self, model_path, seq_length=seq_length, devices=devices, num_nodes=num_nodes)
 
@@ -155,7 +155,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
 
         Args:
             overrides: Arguments of ``Trainer``, such as ``devices`` and ``num_nodes``, to use instead of those that
-                follow from the arguments; ``callbacks`` and ``plugins`` are added to theirs.
+                follow from the arguments; ``callbacks`` and ``plugins`` are added to the others.
 
         Raises:
             ModuleNotFoundError: A logger of ``report_to`` is not installed.
@@ -172,12 +172,12 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         seq_length: int | None = None,
         transformer: Mapping[str, Any] | None = None,
     ) -> "MCoreGPT":
-        """Make the model from a Hugging Face model, with these arguments' learning rate and fields.
+        """Make the model from a Hugging Face model, with the optimizer and fields of these arguments.
 
         Args:
             path: Its folder or its name on the hub.
             seq_length: Tokens of a row; None for as many as the model was made for.
-            transformer: More fields of ``TransformerConfig``, before those of the arguments.
+            transformer: More fields of ``TransformerConfig``; the arguments override them.
 
         Raises:
             FileNotFoundError: There is no such model.
@@ -198,10 +198,10 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         """Make the data module for fine-tuning on files.
 
         Args:
-            train_files: As ``MCoreFinetuningData`` takes them.
-            tokenizer: Likewise.
+            train_files: Files, as ``MCoreFinetuningData`` takes them.
+            tokenizer: A tokenizer, as ``MCoreFinetuningData`` takes it.
             seq_length: Tokens of a row.
-            overrides: Other arguments of it, such as ``validation_files``.
+            overrides: Other arguments of ``MCoreFinetuningData``, such as ``validation_files``.
 
         Raises:
             ValueError: A setting does not fit.
@@ -221,11 +221,12 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
 
 @dataclasses.dataclass
 class Seq2SeqTrainingArguments(TrainingArguments, HFSeq2SeqTrainingArguments):
-    """:class:`TrainingArguments` with transformers' fields for sequence to sequence, which are refused when set.
+    """:class:`TrainingArguments` with transformers' fields for sequence to sequence, which are refused if set.
 
     Raises:
-        TypeError: As there.
-        ValueError: As there.
+        FileNotFoundError: ``additional_configs`` names no file.
+        TypeError: A value has another type.
+        ValueError: A value is not available, contradicts another one, or needs what is not there.
     """
 
     @staticmethod

@@ -21,28 +21,28 @@ METRICS = {
 }
 LOGGERS = ("tensorboard", "wandb", "mlflow", "csv")
 _OPTIMIZERS = {"adamw_torch": "adam", "adamw_torch_fused": "adam", "sgd": "sgd"}
-_NO_COURSES = {
-    "reduce_lr_on_plateau": "it needs the loss of an evaluation, which a course by steps has not",
-    "greedy": "it needs the loss of an evaluation, which a course by steps has not",
+_REFUSED_SCHEDULES = {
+    "reduce_lr_on_plateau": "it needs the loss of an evaluation, and this schedule goes by steps",
+    "greedy": "it needs the loss of an evaluation, and this schedule goes by steps",
 }
 _BACKENDS = ("nccl", "gloo")
 
-_COURSES_THAT_NEED_OPTIONS = ("cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay")
+_SCHEDULES_THAT_NEED_OPTIONS = ("cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay")
 
 
 def text_of(value: Any) -> str:
-    """Return the text of a member of an enumeration, or of what stands for it."""
+    """Return a value as text: a member of an enumeration by its value."""
     return str(getattr(value, "value", value))
 
 
 def check_training(arguments: Any) -> None:
-    """Refuse what contradicts itself before transformers reads it.
+    """Refuse values and contradictions before transformers reads the arguments.
 
     Args:
         arguments: ``TrainingArguments``, as they were given.
 
     Raises:
-        ValueError: As said.
+        ValueError: A value is not allowed, or two fields contradict each other.
     """
     _check_batches(arguments)
     _check_numbers(arguments)
@@ -72,10 +72,10 @@ def _check_batches(arguments: Any) -> None:
             raise ValueError(f"{name}={getattr(arguments, name)} is too small; choose 1 or more")
     epochs, steps = arguments.num_train_epochs, arguments.max_steps
     if steps == 0 or steps < -1:
-        raise ValueError(f"max_steps={steps} is no number of steps; choose 1 or more, or -1 for num_train_epochs")
+        raise ValueError(f"max_steps={steps} is not a number of steps; choose 1 or more, or -1 for num_train_epochs")
     if steps == -1 and (epochs != int(epochs) or epochs < 1):
         raise ValueError(
-            f"num_train_epochs={epochs} is no whole number of epochs, as Lightning counts them; choose one, or set"
+            f"num_train_epochs={epochs} is not a whole number of epochs, which Lightning needs; choose one, or set"
             " max_steps"
         )
     if arguments.max_grad_norm < 0:
@@ -90,14 +90,18 @@ def _check_numbers(arguments: Any) -> None:
             raise ValueError(f"{name}={getattr(arguments, name)} is too small; choose 0 or more")
     for name in ("adam_beta1", "adam_beta2"):
         if not 0 <= getattr(arguments, name) < 1:
-            raise ValueError(f"{name}={getattr(arguments, name)} is no weight of the past; choose 0 or more, below 1")
+            raise ValueError(
+                f"{name}={getattr(arguments, name)} is not a decay rate; choose 0 or more, and less than 1"
+            )
     for name in ("seed", "data_seed"):
         seed = getattr(arguments, name)
         if seed is not None and not 0 <= seed < 2**32:
-            raise ValueError(f"{name}={seed} is no seed; choose 0 or more, below 2**32")
+            raise ValueError(f"{name}={seed} is not a seed; choose 0 or more, and less than 2**32")
     warmup = arguments.warmup_steps
     if warmup < 0 or (warmup >= 1 and warmup != int(warmup)):
-        raise ValueError(f"warmup_steps={warmup} is no number of steps; choose 0 or more, or a share of all below 1")
+        raise ValueError(
+            f"warmup_steps={warmup} is not a number of steps; choose a whole number, or a share of all steps below 1"
+        )
 
 
 def _check_formats(arguments: Any) -> None:
@@ -112,7 +116,7 @@ def _check_formats(arguments: Any) -> None:
     given = fp8_settings(arguments, arguments.extra_fields)
     if given and not arguments.bf16:
         name = next(iter(given))
-        raise ValueError(f"{name}={given[name]!r} needs bf16=True, for FP8 is computed beside bf16; set both")
+        raise ValueError(f"{name}={given[name]!r} needs bf16=True, because FP8 is used beside bf16; set both")
     if given.get("fp8_param") and not arguments.use_distributed_optimizer:
         raise ValueError("fp8_param=True needs use_distributed_optimizer=True, which gathers the weights; set both")
 
@@ -124,7 +128,7 @@ def _check_optimizer(arguments: Any) -> None:
             f"optim={optim!r} is not available: the optimizer is Megatron's; choose"
             f" {', '.join(map(repr, list(_OPTIMIZERS)[:-1]))} or 'sgd'"
         )
-    is_default = optim == "adamw_torch_fused"  # so that optimizer="sgd" alone says it
+    is_default = optim == "adamw_torch_fused"  # so that optimizer="sgd" alone is enough
     if _OPTIMIZERS[optim] != arguments.optimizer and not is_default:
         raise ValueError(
             f"optim={optim!r} contradicts optimizer={arguments.optimizer!r}; set optimizer={_OPTIMIZERS[optim]!r} too"
@@ -135,8 +139,8 @@ def _check_optimizer(arguments: Any) -> None:
             " shard; set one of them"
         )
     course = text_of(arguments.lr_scheduler_type)
-    if course in _NO_COURSES:
-        raise ValueError(f"lr_scheduler_type={course!r} is not available: {_NO_COURSES[course]}; choose another")
+    if course in _REFUSED_SCHEDULES:
+        raise ValueError(f"lr_scheduler_type={course!r} is not available: {_REFUSED_SCHEDULES[course]}; choose another")
     if course == "constant" and arguments.warmup_steps:
         raise ValueError(
             f"warmup_steps={arguments.warmup_steps} contradicts lr_scheduler_type='constant', which has no warm-up;"
@@ -145,16 +149,16 @@ def _check_optimizer(arguments: Any) -> None:
 
 
 def check_course(arguments: Any) -> None:
-    """Refuse what the course of the learning rate does not take, and the lack of what it needs.
+    """Refuse options that the learning-rate schedule does not take, and the lack of those that it needs.
 
-    transformers would say so when the run begins; it is asked now, with an optimizer of one number, but where torch is
-    kept out of the process.
+    transformers would refuse them when the run begins. It is asked now, with an optimizer of one parameter, unless
+    torch is kept out of the process.
 
     Args:
         arguments: ``TrainingArguments``, as transformers has read them.
 
     Raises:
-        ValueError: As said.
+        ValueError: The options do not fit the schedule.
     """
     course, options = text_of(arguments.lr_scheduler_type), arguments.lr_scheduler_kwargs
     if options and course.startswith("constant"):
@@ -162,7 +166,7 @@ def check_course(arguments: Any) -> None:
             f"lr_scheduler_kwargs={options!r} does nothing with lr_scheduler_type={course!r}, which takes none; leave"
             " it out, or choose another"
         )
-    if torch_is_out() or (not options and course not in _COURSES_THAT_NEED_OPTIONS):
+    if torch_is_out() or (not options and course not in _SCHEDULES_THAT_NEED_OPTIONS):
         return
     import torch
     from transformers.optimization import get_scheduler
@@ -220,7 +224,7 @@ def check_loggers(names: list[str]) -> None:
         names: Those of ``report_to``, as transformers reads it.
 
     Raises:
-        ValueError: As said.
+        ValueError: A logger is not one of Lightning's.
     """
     for name in names:
         if name not in LOGGERS:
@@ -243,14 +247,14 @@ def _check_evaluation(arguments: Any) -> None:
 
 
 def check_validation(arguments: Any, data: Mapping[str, Any]) -> None:
-    """Refuse to evaluate on nothing.
+    """Refuse an evaluation without data.
 
     Args:
         arguments: ``TrainingArguments``.
-        data: What is given to the data module.
+        data: The arguments of the data module.
 
     Raises:
-        ValueError: As said.
+        ValueError: Neither files nor a share of the data are given.
     """
     strategy = text_of(arguments.eval_strategy)
     if strategy != "no" and not data.get("validation_files") and not data.get("validation_share"):
@@ -288,12 +292,14 @@ def _check_saving(arguments: Any) -> None:
 
 
 def check_steps(arguments: Any, name: str, used: bool) -> None:
-    """Refuse a number of steps that is none, and a share of all steps where their number is unknown."""
+    """Refuse what is not a number of steps, and a share of all steps if their number is unknown."""
     steps = getattr(arguments, name)
     if not used:
         return
     if steps <= 0 or (steps >= 1 and steps != int(steps)):
-        raise ValueError(f"{name}={steps} is no number of steps; choose 1 or more, or a share of max_steps below 1")
+        raise ValueError(
+            f"{name}={steps} is not a number of steps; choose a whole number from 1, or a share of max_steps below 1"
+        )
     if steps < 1 and arguments.max_steps < 1:
         raise ValueError(
             f"{name}={steps} is a share of all steps, whose number is not known here; set max_steps, or give a number"
@@ -351,7 +357,7 @@ REFUSED: Mapping[str, str] = {
     "skip_memory_metrics": "use Trainer(profiler=...) or Lightning's DeviceStatsMonitor",
     "debug": "use Trainer(detect_anomaly=True)",
 }
-"""Fields that nobody would carry out; the reason, as the end of a sentence."""
+"""Fields that are not supported; the reason, as the end of a sentence."""
 
 HONOURED = frozenset(
     {
@@ -370,25 +376,25 @@ HONOURED = frozenset(
         *("do_train", "do_eval", "do_predict", "resume_from_checkpoint"),
     }
 )
-"""Fields that land somewhere."""
+"""Fields that are supported."""
 
 AS_IT_IS: Mapping[str, str] = {
     "log_on_each_node": "rank 0 of the run logs, and no other",
-    "logging_nan_inf_filter": "a loss that is no number is logged as it is",
+    "logging_nan_inf_filter": "a loss that is NaN or infinite is logged as it is",
     "dataloader_pin_memory": "Lightning's loaders decide by the device",
     "restore_callback_states_from_checkpoint": "a resumed run restores the states of its callbacks",
     "local_rank": "launchers before torchrun passed it; the environment says it now",
 }
-"""Fields whose values cannot be told from what happens anyway; what happens."""
+"""Fields that are ignored, because their value cannot be told from what happens anyway; what happens."""
 
-_OFF: tuple[Any, ...] = (None, False, "", "no", [], {})  # HfArgumentParser turns some of these into others
+_OFF: tuple[Any, ...] = (None, False, "", "no", [], {})  # HfArgumentParser turns some of these into each other
 
 
 def check_foreign(arguments: Any, of: type) -> None:
-    """Refuse fields of transformers that nobody would carry out.
+    """Refuse fields of transformers that are not supported.
 
     Args:
-        arguments: Arguments that have them.
+        arguments: Arguments that have these fields.
         of: transformers' class.
 
     Raises:

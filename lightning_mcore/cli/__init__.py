@@ -9,10 +9,10 @@
     lightning-mcore import models/llama start.ckpt
     lightning-mcore export runs/last.ckpt models/tuned
 
-Each command is a module with a function ``run(arguments) -> exit code``, and only the module of the command that is
-asked for is imported: torch, Lightning and megatron-core take seconds. Exit code 0 says that it was done, 1 that it
-could not be, 2 that an argument is wrong, 130 that Ctrl-C ended it. For ``import`` and ``export`` what cannot be done
-is a wrong argument: a folder, a family.
+Each command is a module with a function ``run(arguments) -> exit code``. Only the module of the given command is
+imported, because torch, Lightning and megatron-core take seconds. The exit code is 0 for success, 1 for an error while
+the command ran, 2 for a wrong argument, and 130 for Ctrl-C. ``import`` and ``export`` return 2 for every error that
+they expect, such as a folder that does not exist.
 """
 
 import importlib
@@ -27,11 +27,11 @@ from lightning_mcore.config.without_torch import keep_torch_out
 __all__ = ["COMMANDS", "console", "main"]
 
 COMMANDS = {
-    "fit": ("lightning_mcore.cli.fit", "train a model as a YAML file says (LightningCLI)"),
-    "validate": ("lightning_mcore.cli.fit", "run its validation alone"),
-    "test": ("lightning_mcore.cli.fit", "run its test"),
-    "predict": ("lightning_mcore.cli.fit", "run its prediction"),
-    "llamafactory": ("lightning_mcore.cli.llamafactory", "train from a file of LLaMA-Factory's"),
+    "fit": ("lightning_mcore.cli.fit", "train a model from a YAML file (LightningCLI)"),
+    "validate": ("lightning_mcore.cli.fit", "run only the validation of a YAML file"),
+    "test": ("lightning_mcore.cli.fit", "run only its test"),
+    "predict": ("lightning_mcore.cli.fit", "run only its prediction"),
+    "llamafactory": ("lightning_mcore.cli.llamafactory", "train from a training file of LLaMA-Factory"),
     "plan": ("lightning_mcore.cli.plan", "show what a run will do and need, without running it"),
     "preprocess": (
         "lightning_mcore.cli.preprocess",
@@ -39,9 +39,9 @@ COMMANDS = {
     ),
     "import": ("lightning_mcore.cli.hf", "make a sharded checkpoint from a Hugging Face model"),
     "export": ("lightning_mcore.cli.hf", "make a Hugging Face model from a sharded checkpoint"),
-    "checkpoint": ("lightning_mcore.checkpoint.commands", "check a checkpoint, or look into it"),
+    "checkpoint": ("lightning_mcore.checkpoint.commands", "verify or inspect a checkpoint"),
 }
-"""The module of each command, and what it does."""
+"""For each command: its module, and what it does."""
 
 _NAMED = ("lightning_mcore.cli.fit", "lightning_mcore.cli.hf")  # modules of several commands, which get the name too
 

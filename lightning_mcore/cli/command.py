@@ -15,23 +15,22 @@ from typing import Any, NoReturn
 from lightning_mcore.config.text import unknown_name
 
 DONE = 0
-FAILED = 1  # it could not be done, while it was being done
-WRONG = 2  # wrong input, as argparse has it
-INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
+FAILED = 1  # an error while the command ran
+WRONG = 2  # wrong input, as in argparse
+INTERRUPTED = 130  # as in shells: 128 plus the number of SIGINT
 
 EXPECTED = (OSError, ValueError, TypeError, RuntimeError, ImportError)
 """Errors whose text is for the user."""
 
 
 def run_command(command: Callable[[], int | None]) -> int:
-    """Run a command, print what was wrong as one line, ``error: <sentence>``, and return the exit code.
+    """Run a command, print an error as one line, ``error: <sentence>``, and return the exit code.
 
     Args:
-        command: What to do; returns its own exit code, or None where it is done. It leaves nothing behind when it
-            fails.
+        command: What to do; returns its own exit code, or None for success. It leaves nothing behind when it fails.
 
     Returns:
-        0 or what the command returned; 2 for an error with a sentence; 130 where Ctrl-C ended it.
+        0 or what the command returned; 2 for an expected error; 130 if Ctrl-C ended it.
     """
     try:
         code = command()
@@ -47,7 +46,7 @@ def refused(error: Exception | str, code: int = WRONG) -> int:
     """Print an error as one line, and return the exit code.
 
     Args:
-        error: Whose text to print, or that text.
+        error: The error, or its text.
         code: The exit code.
     """
     print(f"error: {sentence(error)}", file=sys.stderr)
@@ -58,7 +57,7 @@ def sentence(error: Exception | str) -> str:
     """Return the text of an error as one line.
 
     Args:
-        error: Whose text to return, or that text.
+        error: The error, or its text.
     """
     text = str(error)
     if isinstance(error, OSError) and error.strerror:  # without its number
@@ -73,9 +72,9 @@ def sentence(error: Exception | str) -> str:
 
 
 def is_of_transformer_engine(error: Exception) -> bool:
-    """Return whether an import of TransformerEngine, which megatron-core tries, has failed in a way of its own.
+    """Return whether importing TransformerEngine failed with an error that megatron-core does not expect.
 
-    Without its core it raises RuntimeError or OSError, which megatron-core does not expect.
+    megatron-core tries the import; without its core, TransformerEngine raises RuntimeError or OSError.
     """
     if isinstance(error, ImportError) or not isinstance(error, RuntimeError | OSError):
         return False
@@ -87,7 +86,7 @@ class CommandParser(argparse.ArgumentParser):
     """An ``ArgumentParser`` that ends with one line, ``error: <sentence>``, and exit code 2.
 
     Args:
-        name: Of the command, such as ``"preprocess"``.
+        name: The name of the command, such as ``"preprocess"``.
         description: What it does.
     """
 
@@ -95,22 +94,22 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(f"lightning-mcore {name}".strip(), description=description, allow_abbrev=False)
 
     def read(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """Return what the arguments say, by name.
+        """Return the values of the arguments, by name.
 
         Args:
             arguments: What follows the name of the command.
 
         Raises:
-            SystemExit: An argument is wrong (exit code 2), or help was asked for (exit code 0).
+            SystemExit: An argument is wrong (exit code 2), or ``--help`` was given (exit code 0).
         """
         _refuse_unknown_options(self, arguments)
         return vars(self.parse_args(arguments))
 
     def error(self, message: str) -> NoReturn:
-        """Print one line, and not the page of usage; ``--help`` shows that.
+        """Print one line instead of the usage, which ``--help`` shows.
 
         Args:
-            message: Of argparse.
+            message: What argparse says.
         """
         sys.exit(refused(f"{message} (see {self.prog} --help)", WRONG))
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is wrong with a configuration that LightningCLI refuses, in one sentence.
 
-jsonargparse decides what is accepted. When it refuses, its own words are a page of usage and a list of the types that
-did not fit, so the configuration is walked once more, beside the signatures of the classes that it names, until the key
-or the value is found that is wrong: a misspelt key, a wrong type or choice, a class that does not exist, an argument
-that is missing. What is not found that way is jsonargparse's message, put on one line.
+jsonargparse decides what is accepted. Its own message is a page of usage and a list of the types that did not fit. So
+the configuration is compared once more with the signatures of the classes that it names, until the fault is found: a
+misspelt key, a wrong type or choice, a class that does not exist, or a missing argument. If nothing is found, the
+message is jsonargparse's, on one line.
 """
 
 import contextlib
@@ -31,9 +31,9 @@ def explain(parser: Any, arguments: Sequence[str], message: str) -> str:
     """Return what is wrong, as one sentence.
 
     Args:
-        parser: That of the command, a ``LightningArgumentParser``.
-        arguments: What it was given.
-        message: What it says.
+        parser: The parser of the command, a ``LightningArgumentParser``.
+        arguments: The words that it was given.
+        message: Its own message.
     """
     roots = {name.removeprefix("--").partition(".")[0]: name for name in parser._option_string_actions}
     try:
@@ -45,7 +45,7 @@ def explain(parser: Any, arguments: Sequence[str], message: str) -> str:
 
 
 def _read(parser: Any, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the files and arguments as one tree of plain data, as far as that can be told.
+    """Return the files and arguments as one tree of plain data.
 
     Raises:
         ValueError: An option or a file is wrong.
@@ -70,7 +70,7 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
         if not name.startswith("-"):
-            raise ValueError(f"{word!r} is no option; give --name=value")
+            raise ValueError(f"{word!r} is not an option; give --name=value")
         if not equals:
             value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
         yield name, value
@@ -83,9 +83,9 @@ def _load(path: str) -> dict[str, Any]:
         try:
             content = yaml.safe_load(file)
         except yaml.YAMLError as error:
-            raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+            raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no keys; give a YAML file with trainer:, model: and data:")
+        raise ValueError(f"{path} does not hold keys; give a YAML file with trainer:, model: and data:")
     return content
 
 
@@ -115,7 +115,7 @@ def _merge(settings: dict[str, Any], other: Mapping[str, Any]) -> None:
 
 
 def _put(settings: dict[str, Any], path: list[str], value: Any) -> None:
-    """Set a value at its place; an argument of a class stands under its ``init_args``."""
+    """Set a value at its place; an argument of a class belongs under its ``init_args``."""
     place = settings
     for name in path[:-1]:
         if isinstance(place.get(name), str):
@@ -146,7 +146,7 @@ def _fault_at_the_top(settings: Mapping[str, Any], roots: Mapping[str, Any]) -> 
 
 
 def _fault_in_call(path: str, given: Any, function: Any) -> str | None:
-    """Return what is wrong with the arguments of a class or function."""
+    """Return what is wrong with the arguments of a class or function; None if nothing is."""
     if not isinstance(given, Mapping):
         return f"{path}={given!r} does not fit; give its arguments by name"
     parameters = inspect.signature(function).parameters
@@ -195,7 +195,7 @@ def _fault_in_class(path: str, value: Mapping[str, Any]) -> str | None:
 
 
 def _find(path: str, class_path: str) -> Any:
-    """Return a class or function by its path or short name; a sentence where there is none."""
+    """Return a class or function by its path or short name; a sentence if there is none."""
     module, _, name = class_path.rpartition(".")
     if not module:
         known = {kind.__name__: kind for kind in _subclasses()}
@@ -215,7 +215,7 @@ def _find(path: str, class_path: str) -> Any:
 
 
 def _subclasses() -> Iterator[type]:
-    """Yield the classes that may be given by their short names."""
+    """Yield the classes that have short names."""
     from lightning.pytorch import Callback, LightningDataModule, LightningModule
     from lightning.pytorch.strategies import Strategy
 
@@ -249,7 +249,7 @@ def _is_plain(kind: Any) -> bool:
 
 
 def _number(value: Any) -> Any:
-    """Return 1e-4 as a number, which YAML takes for text."""
+    """Return ``1e-4`` as a number, which YAML reads as text."""
     if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
         return float(value)
     return value
@@ -259,7 +259,7 @@ def on_one_line(message: str) -> str:
     """Return a message of jsonargparse's without its lists of types.
 
     Args:
-        message: Of several lines.
+        message: The message, of several lines.
     """
     lines = [line.strip(" -") for line in message.splitlines() if line.strip(" -")]
     dull = ("Does not validate against", "Subtypes:", "Errors:", "Given value", "Expected a <class ")

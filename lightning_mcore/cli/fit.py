@@ -47,21 +47,21 @@ SHORT_NAMES = (
 )
 """Classes that a file may name without their module."""
 
-_NO_GPU = "No supported gpu backend found!"  # all that Lightning says
+_NO_GPU = "No supported gpu backend found!"  # Lightning's whole message
 
 
 class TrainingCLI(LightningCLI):
     """``LightningCLI`` for ``MCoreStrategy``; takes the same arguments."""
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
-        """Parse the command line, and say in one sentence what is wrong with it.
+        """Parse the command line, and refuse what is wrong with it in one sentence.
 
         Args:
-            parser: Lightning's.
+            parser: Lightning's parser.
             args: What to parse; None for the command line.
 
         Raises:
-            ValueError: It is wrong, and the parser was told not to exit (``exit_on_error=False``).
+            ValueError: An argument is wrong, and the parser was told not to exit (``exit_on_error=False``).
         """
         if not isinstance(args, list | None):
             super().parse_arguments(parser, args)
@@ -75,9 +75,9 @@ class TrainingCLI(LightningCLI):
             raise ValueError(explain(asked, given if asked is parser else given[1:], str(error))) from error
 
     def _parse_ckpt_path(self) -> None:
-        """Refuse a file that names code, before the hyper-parameters in it become arguments of the model.
+        """Refuse a checkpoint that names code, before its hyper-parameters become arguments of the model.
 
-        Source: ``LightningCLI._parse_ckpt_path`` (Lightning 2.6), which imports what a ``class_path`` in it names.
+        Source: ``LightningCLI._parse_ckpt_path`` (Lightning 2.6), which imports the ``class_path`` in a checkpoint.
         """
         command = self.config.get("subcommand")
         path = self.config[command].get("ckpt_path") if command else None
@@ -86,7 +86,7 @@ class TrainingCLI(LightningCLI):
         super()._parse_ckpt_path()
 
     def before_instantiate_classes(self) -> None:
-        """Take the strategy's class name for the strategy: where a name is allowed, jsonargparse leaves it as text."""
+        """Replace the strategy's class name by its registered name, because jsonargparse leaves it as text."""
         trainer = self._get(self.config, "trainer")
         if trainer["strategy"] == MCoreStrategy.__name__:
             trainer["strategy"] = STRATEGY_NAME
@@ -95,7 +95,7 @@ class TrainingCLI(LightningCLI):
         """Make model, data and trainer.
 
         Raises:
-            ValueError: A constructor refuses its arguments, in its own words, which jsonargparse hides in its lists.
+            ValueError: A constructor refuses its arguments; the sentence is its own, out of jsonargparse's lists.
         """
         try:
             super().instantiate_classes()
@@ -113,7 +113,7 @@ class TrainingCLI(LightningCLI):
     def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
         """Let the model make the optimizer of the file when the trainer asks for it.
 
-        Source: ``LightningCLI`` (Lightning 2.6), which makes it now, of a model that has no parameters yet.
+        Source: ``LightningCLI`` (Lightning 2.6), which makes it now, when the model has no parameters yet.
         """
         parser = self._parser(subcommand)
         if not self.auto_configure_optimizers or [*parser._optimizers] != ["optimizer"]:
@@ -140,16 +140,16 @@ def train(arguments: Sequence[str], beginning: Beginning) -> None:
 
     Args:
         arguments: ``fit``, ``validate``, ``test`` or ``predict``, and what follows it.
-        beginning: Learns that the run has begun.
+        beginning: The callback that notes when the run has begun.
 
     Raises:
-        ValueError: The arguments, or the file that they name, are wrong.
+        ValueError: The arguments are wrong, or the file that they name is.
     """
     quiet = {"exit_on_error": False}
     TrainingCLI(
         args=list(arguments),
         parser_kwargs={"prog": "lightning-mcore", **quiet, **{name: dict(quiet) for name in TrainingCLI.subcommands()}},
-        save_config_kwargs={"overwrite": True},  # a second run into the same folder is the usual thing
+        save_config_kwargs={"overwrite": True},  # a second run into the same folder is common
         trainer_defaults={"callbacks": [beginning]},
     )
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a command that trains ends: one sentence for what is wrong before it has begun, a traceback for what comes later.
+"""How a command that trains ends: one sentence for an error before the run has begun, a traceback for a later one.
 
-A file, a key, a value or a layout that does not fit is a sentence and exit code 2. An error in the middle of a run
-keeps its traceback; so does one in code of the user's, whom a sentence without a place would not help.
+A file, a key, a value or a layout that does not fit gives one sentence and exit code 2. An error in the middle of a run
+keeps its traceback; so does an error in the user's own code, where a sentence without a place would not help.
 ``lightning-mcore fit`` and ``llamafactory`` train under :func:`guarded`.
 """
 
@@ -34,19 +34,19 @@ _OF_PACKAGES = (
     ".*isinstance.treespec, LeafSpec.*",  # Lightning under the same torch
     ".*You have overridden `on_before_batch_transfer`.*",  # of MCoreGPT, which is the one to use
 )
-"""Warnings that every rank would give, and that a user of a command can do nothing about."""
+"""Warnings that every rank would print, and that a user of a command cannot do anything about."""
 _OF_PACKAGES_ON_A_CPU = (".*CUDA_DEVICE_MAX_CONNECTIONS.*",)
-_OTHER_RANKS_WAIT = 5.0  # seconds; rank 0 says the same and ends them first, unless an error is theirs alone
+_OTHER_RANKS_WAIT = 5.0  # seconds; rank 0 reports the same error and ends them first, unless it has none
 
 
 class Beginning(pl.Callback):
-    """Knows whether a run has begun: what goes wrong from then on is no wrong setting."""
+    """Knows whether a run has begun; an error after that is not a wrong setting."""
 
     is_over = False
     _trainer: pl.Trainer | None = None
 
     def end_other_ranks(self) -> None:
-        """End the ranks that this process has started, which would say the same once more."""
+        """End the ranks that this process has started, which would report the same error again."""
         launcher = self._trainer.strategy.launcher if self._trainer is not None else None
         if isinstance(launcher, _SubprocessScriptLauncher):
             launcher.kill(signal.SIGKILL)
@@ -56,35 +56,35 @@ class Beginning(pl.Callback):
         self._trainer = trainer
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note that batches are run."""
+        """Note that the run has begun."""
         self.is_over = True
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note that batches are run."""
+        """Note that the run has begun."""
         self.is_over = True
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note that batches are run."""
+        """Note that the run has begun."""
         self.is_over = True
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note that batches are run."""
+        """Note that the run has begun."""
         self.is_over = True
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note that batches are run."""
+        """Note that the run has begun."""
         self.is_over = True
 
 
 def guarded(run: Callable[[Beginning], object]) -> int:
-    """Run a training, and return the exit code; what goes wrong before it has begun is one sentence.
+    """Run a training and return the exit code; an error before it has begun is one sentence.
 
     Args:
-        run: What to do; it gives the trainer the callback, which learns that batches are run.
+        run: What to do; it passes the callback to the trainer.
     """
     beginning = Beginning()
     for message in (*_OF_PACKAGES, *(() if torch.cuda.is_available() else _OF_PACKAGES_ON_A_CPU)):
-        warnings.filterwarnings("ignore", message=message, append=True)  # behind what the user has asked for
+        warnings.filterwarnings("ignore", message=message, append=True)  # after the user's own filters
     try:
         run(beginning)
     except KeyboardInterrupt:

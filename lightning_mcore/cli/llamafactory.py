@@ -6,9 +6,9 @@
     lightning-mcore llamafactory examples/megatron/qwen3_moe_full.yaml output_dir=saves/mine --devices 8
     torchrun --nnodes 2 --nproc-per-node 8 ... -m lightning_mcore.cli llamafactory file.yaml
 
-What the file says is checked as a whole before anything heavy is imported. Then the run: lines about layout and batch,
-training with checkpoints in ``output_dir``, the losses in ``trainer_log.jsonl``, and the model in Hugging Face form at
-the end, beside the checkpoints. Ranks are started here, one for each device, or by ``torchrun``.
+The whole file is checked before anything slow is imported. The run prints its layout and batch, saves checkpoints in
+``output_dir`` and losses in ``trainer_log.jsonl``, and writes the model in Hugging Face form at the end. Ranks are
+started here, one for each device, or by ``torchrun``.
 """
 
 import math
@@ -36,10 +36,10 @@ def run(arguments: Sequence[str]) -> int:
         arguments: What follows its name.
     """
     pairs = [word for word in arguments if "=" in word and not word.startswith("-") and not os.path.isfile(word)]
-    options = _parser().read([word for word in arguments if word not in pairs])  # which may stand between the options
+    options = _parser().read([word for word in arguments if word not in pairs])  # they may stand between the options
     options["overrides"] += pairs
     read: list[FactoryRun] = []
-    code = run_command(lambda: read.append(_read(options)))  # before anything heavy is imported
+    code = run_command(lambda: read.append(_read(options)))  # before anything slow is imported
     if code != DONE:
         return code
     from lightning_mcore.cli.guard import guarded
@@ -50,14 +50,18 @@ def run(arguments: Sequence[str]) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser("llamafactory", "Run a training file of LLaMA-Factory (stage pt or sft, full fine-tuning).")
     parser.add_argument("file", metavar="FILE", help="the training file, YAML or JSON")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to have instead; values are YAML")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="keys that replace those of the file; values are YAML"
+    )
     parser.add_argument(
         "--devices",
         type=int,
-        help="ranks on each machine; default: as torchrun says, all GPUs, or on a CPU as many as the layout needs",
+        help="ranks on each machine; default: torchrun's, all GPUs, or on a CPU as many as the layout needs",
     )
-    parser.add_argument("--nodes", type=int, help="machines; default: as torchrun says, or 1")
-    parser.add_argument("--accelerator", choices=["auto", "cpu", "cuda"], default="auto", help="where; default: auto")
+    parser.add_argument("--nodes", type=int, help="machines; default: torchrun's, or 1")
+    parser.add_argument(
+        "--accelerator", choices=["auto", "cpu", "cuda"], default="auto", help="the device; default: auto"
+    )
     return parser
 
 
@@ -94,7 +98,7 @@ def _train(asked: "FactoryRun", options: dict[str, Any], beginning: "Beginning")
 
 
 def _finish_moving(folder: str, trainer: "pl.Trainer") -> None:
-    """Put the model in its place that a run before left on its way there; the other ranks wait for rank 0."""
+    """Finish moving the model of an earlier run that was interrupted; the other ranks wait for rank 0."""
     from lightning_mcore.arguments.llamafactory.output import is_waiting, move_in
 
     if trainer.is_global_zero:
@@ -103,14 +107,14 @@ def _finish_moving(folder: str, trainer: "pl.Trainer") -> None:
     while is_waiting(folder):
         if time.monotonic() > deadline:
             raise RuntimeError(
-                f"output_dir: rank 0 has not moved the model of the run before into {folder} within {_MOVE_SECONDS:.0f}"
+                f"output_dir: rank 0 has not moved the model of an earlier run into {folder} within {_MOVE_SECONDS:.0f}"
                 " s; give a folder on a disk that all machines share"
             )
         time.sleep(0.1)
 
 
 def _resume(asked: "FactoryRun") -> str | None:
-    """Return the checkpoint to go on from; only training looks for one by itself."""
+    """Return the checkpoint to resume from; without ``resume_from_checkpoint`` only training looks for one."""
     from lightning_mcore.arguments.llamafactory.output import where_to_resume
 
     arguments = asked.arguments
@@ -147,7 +151,7 @@ def _trainer(asked: "FactoryRun", options: dict[str, Any], callbacks: list[Any])
     devices, nodes, accelerator = options["devices"], options["nodes"], options["accelerator"]
     if asked.arguments.use_cpu:
         accelerator = "cpu"
-    if here is not None and everywhere is not None:  # as torchrun says it
+    if here is not None and everywhere is not None:  # set by torchrun
         devices = devices or int(here)
         nodes = nodes or int(everywhere) // int(here)
     if devices is None:
@@ -162,7 +166,7 @@ def _trainer(asked: "FactoryRun", options: dict[str, Any], callbacks: list[Any])
 
 
 def smallest_world(asked: "FactoryRun") -> int:
-    """Return how many ranks the layout of a file needs at least."""
+    """Return the smallest number of ranks that fits the layout of a file."""
     layout = asked.arguments.strategy().layout
     dense = layout.tensor_model_parallel_size * layout.context_parallel_size
     experts = layout.expert_tensor_size * layout.expert_model_parallel_size
@@ -170,14 +174,14 @@ def smallest_world(asked: "FactoryRun") -> int:
 
 
 def batch_line(asked: "FactoryRun", trainer: "pl.Trainer") -> str:
-    """Return two lines about a run: its layout, and how its batch comes about.
+    """Return two lines about a run: its layout and its effective batch.
 
     Args:
         asked: The run.
-        trainer: That runs it.
+        trainer: Its trainer.
 
     Raises:
-        ValueError: The layout does not fit so many ranks.
+        ValueError: The layout does not fit the number of ranks.
     """
     strategy: Any = trainer.strategy
     world = trainer.world_size
@@ -192,7 +196,7 @@ def batch_line(asked: "FactoryRun", trainer: "pl.Trainer") -> str:
 
 
 def _outcome(asked: "FactoryRun", record: "LossRecord", exports: bool) -> str:
-    """Return what came out of a run, as lines."""
+    """Return the results of a run, as lines."""
     from lightning_mcore.arguments.llamafactory.output import LOG, PICTURE
 
     folder = str(asked.arguments.output_dir)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""``lightning-mcore preprocess``: text, jsonl or parquet files become Megatron's indexed datasets.
 
-``__init__.py`` calls :func:`run`; the work is that of ``data/preprocess/run.py``. What is done survives whatever ends
-it, so its errors say where it is kept, and their exit code is 1.
+``__init__.py`` calls :func:`run`; ``data/preprocess/run.py`` does the work. An interruption loses nothing that is done,
+so errors say where the work is kept, and their exit code is 1.
 """
 
 import argparse
@@ -32,11 +32,11 @@ def _parser() -> CommandParser:
     parser = CommandParser(
         "preprocess",
         "Make OUTPUT.bin and OUTPUT.idx, an indexed dataset of Megatron's, from text, jsonl or parquet files."
-        " The same command goes on where an interrupted one stopped.",
+        " The same command resumes where an interrupted one stopped.",
     )
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, a pattern in quotes, or a folder")
     parser.add_argument(
-        "--output", "--output-prefix", required=True, metavar="PREFIX", help="what the names of the files begin with"
+        "--output", "--output-prefix", required=True, metavar="PREFIX", help="the beginning of the names of the files"
     )
     parser.add_argument(
         "--tokenizer",
@@ -45,9 +45,11 @@ def _parser() -> CommandParser:
         help="a tokenizer.json, or a folder or name for AutoTokenizer of transformers",
     )
     _add_options_of_documents(parser)
-    parser.add_argument("--workers", type=int, metavar="N", help="processes that tokenise (one for each core)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that tokenise (default: one for each core)")
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace a dataset of that name, or unfinished work of another command"
+        "--overwrite",
+        action="store_true",
+        help="replace a dataset of that name, or the unfinished work of another command",
     )
     return parser
 
@@ -58,24 +60,26 @@ def _add_options_of_documents(parser: CommandParser) -> None:
         "--json-keys",
         default="text",
         metavar="NAME",
-        help="the column of jsonl and parquet files that holds the text (text)",
+        help="the column of jsonl and parquet files that holds the text (default: text)",
     )
     parser.add_argument(
         "--format",
         choices=["auto", *FORMATS],
         default="auto",
-        help="of all inputs; auto goes by suffixes: .txt, .jsonl, .ndjson, .json (one object a line), .parquet (auto)",
+        help="format of all inputs; auto goes by suffixes: .txt, .jsonl, .ndjson, .json (one object a line), .parquet"
+        " (default: auto)",
     )
     parser.add_argument(
-        "--separator", help=r"text between two documents of a text file, where \n is a new line (one document a file)"
+        "--separator",
+        help=r"text between two documents of a text file; \n is a new line (default: each file is one document)",
     )
     parser.add_argument(
         "--append-eod",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="end each document with the end-of-document token (yes)",
+        help="end each document with the end-of-document token (default: yes)",
     )
-    parser.add_argument("--eod-token", metavar="TOKEN", help="that token (the tokenizer's end of sequence)")
+    parser.add_argument("--eod-token", metavar="TOKEN", help="that token (default: the tokenizer's end of sequence)")
     parser.add_argument(
         "--add-special-tokens",
         action="store_true",
@@ -104,5 +108,7 @@ def _what_is_kept(output: str) -> str:
     """Return where unfinished work lies, as the end of a sentence; empty where there is none."""
     place = output + UNFINISHED
     return (
-        f"; what is done is kept in {place}, and the same command goes on from there" if os.path.exists(place) else ""
+        f"; the finished work is kept in {place}, and the same command resumes from there"
+        if os.path.exists(place)
+        else ""
     )

@@ -190,7 +190,7 @@ def test_a_file_with_deepspeed_and_dft_runs_and_says_how(tmp_path: Path, capfd: 
     whole = write_run(tmp_path / "whole", {**without, "use_dft_loss": True, "max_steps": 2, "flash_attn": "fa2"})
     assert run_all(2, whole, f"deepspeed={config}") == [0, 0]
     said = capfd.readouterr().out
-    assert f"deepspeed: {config} (ZeRO stage 3) is carried out as use_distributed_optimizer: true" in said
+    assert f"deepspeed: {config} (ZeRO stage 3) becomes use_distributed_optimizer: true" in said
     assert "flash_attn: fa2 chooses among the attentions of transformers; Megatron's is used" in said
     other = write_run(tmp_path / "other", {**without, "max_steps": 2, "use_distributed_optimizer": True})
     assert run_all(2, other) == [0, 0]

@@ -135,7 +135,7 @@ FAULTS: dict[str, tuple[list[str], str]] = {
         ["--model=lightning_core.MCoreGPT"],
         "model: module 'lightning_core' of class_path 'lightning_core.MCoreGPT' cannot be imported",
     ),
-    "no option": (["max_steps=3"], "'max_steps=3' is no option; give --name=value"),
+    "no option": (["max_steps=3"], "'max_steps=3' is not an option; give --name=value"),
     "layout": (
         ["--trainer.strategy.sequence_parallel=true"],
         "sequence_parallel=True needs tensor_model_parallel_size of 2 or more, but it is 1",
@@ -205,8 +205,8 @@ FILES: dict[str, tuple[str, str]] = {
         _in_file(lambda all: all["trainer"].update(max_epochs="many")),
         "trainer.max_epochs='many' does not fit; choose a value of type int or None",
     ),
-    "no keys": ("just text", "holds no keys; give a YAML file with trainer:, model: and data:"),
-    "no YAML": ("a: [1", "is no YAML: "),
+    "no keys": ("just text", "does not hold keys; give a YAML file with trainer:, model: and data:"),
+    "no YAML": ("a: [1", "is not YAML: "),
 }
 
 

@@ -84,7 +84,7 @@ def test_a_conversation_that_does_not_alternate_is_left_out(tmp_path: Path, role
             "message 1 of row 0 calls a tool, which the templates here do not write",
         ),
         ({"conversations": [{"role": "x"}]}, {"formatting": "sharegpt"}, "message 0 of row 0 has no 'from'; name its"),
-        ({"conversations": "x"}, {"formatting": "sharegpt"}, "'conversations' of row 0 is no list of messages"),
+        ({"conversations": "x"}, {"formatting": "sharegpt"}, "'conversations' of row 0 is not a list of messages"),
     ],
 )
 def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, row: Any, says: Any, sentence: str) -> None:
@@ -124,7 +124,7 @@ def test_a_name_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no dataset_info\.json; give the folder that does"):
         read_datasets("d", str(tmp_path / "no"))
     for place in ("ONLINE", "REMOTE:a/b"):
-        with pytest.raises(ValueError, match="asks for datasets of a hub, and nothing is downloaded in silence"):
+        with pytest.raises(ValueError, match="asks for datasets of a hub, and nothing is downloaded silently"):
             read_datasets("d", place)
     (tmp_path / "a.jsonl").unlink()
     with pytest.raises(FileNotFoundError, match=r"file_name of the dataset 'd' of .* is no file"):

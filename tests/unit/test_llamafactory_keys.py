@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every key of a LLaMA-Factory file: carried out, or refused with a reason; nothing in silence."""
+"""Every key of a LLaMA-Factory file: supported, or refused with a reason; nothing silently."""
 
 import dataclasses
 import json
@@ -82,7 +82,7 @@ def test_no_key_is_of_our_making() -> None:
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED))
-def test_a_key_that_is_not_carried_out_passes_at_its_default_alone(file: str, key: str) -> None:
+def test_a_key_that_is_not_supported_passes_at_its_default_alone(file: str, key: str) -> None:
     default, reason = REFUSED[key]
     other = {bool: not default, int: 7, float: 0.77}.get(type(default), "other")
     with pytest.raises(ValueError, match=f"^{key}: ") as caught:
@@ -217,7 +217,7 @@ def test_a_stage_of_deepspeed_is_the_distributed_optimizer(tmp_path: Path, stage
     asked = read(of_one_optimizer(tmp_path), f"deepspeed={config}")
     assert bool(asked.arguments.use_distributed_optimizer) == sharded
     [note] = asked.notes
-    assert note.startswith(f"deepspeed: {config} (ZeRO stage {stage}) is carried out as ")
+    assert note.startswith(f"deepspeed: {config} (ZeRO stage {stage}) becomes ")
     assert ("use_distributed_optimizer: true" in note) == sharded
     assert ("tensor_model_parallel_size" in note) == (stage == 3)
     assert asked.settings().notes == asked.notes  # where plan finds them
@@ -226,7 +226,7 @@ def test_a_stage_of_deepspeed_is_the_distributed_optimizer(tmp_path: Path, stage
 def test_deepspeed_may_stand_in_the_file_itself(tmp_path: Path) -> None:
     asked = read(of_one_optimizer(tmp_path), "deepspeed.zero_optimization.stage=1")
     assert asked.arguments.use_distributed_optimizer
-    assert asked.notes[0].startswith("deepspeed: {...} (ZeRO stage 1) is carried out as")
+    assert asked.notes[0].startswith("deepspeed: {...} (ZeRO stage 1) becomes")
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_a_share_of_warm_up_has_its_older_name_too(file: str) -> None:
     assert read(file, "warmup_steps=0", "warmup_ratio=0.25").arguments.warmup_steps == 0.25
     with pytest.raises(ValueError, match=r"warmup_ratio: 0\.25 and warmup_steps: 2 both say"):
         read(file, "warmup_ratio=0.25")
-    with pytest.raises(ValueError, match=r"warmup_ratio: 1\.5 is no share"):
+    with pytest.raises(ValueError, match=r"warmup_ratio: 1\.5 is not a share"):
         read(file, "warmup_steps=0", "warmup_ratio=1.5")
 
 
@@ -338,7 +338,7 @@ def test_allowing_code_that_is_not_run_is_no_error(file: str) -> None:
 
 
 def test_a_file_that_asks_for_nothing_is_refused(file: str) -> None:
-    with pytest.raises(ValueError, match="asks for nothing to be done; set do_train: true"):
+    with pytest.raises(ValueError, match="asks neither for training nor for evaluation; set do_train: true"):
         read(file, "do_train=false")
 
 

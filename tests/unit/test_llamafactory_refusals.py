@@ -34,7 +34,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     [
         (["finetuning_type=lora"], "finetuning_type: lora trains a part of the weights, and here all of them are"),
         (["finetuning_type=freeze"], "finetuning_type: freeze trains a part of the weights"),
-        (["stage=dpo"], "stage: dpo is not there; choose pt or sft"),
+        (["stage=dpo"], "stage: dpo is not supported; choose pt or sft"),
         (["stage=sfd"], "stage='sfd' is not available; choose 'pt', 'sft', 'rm', 'ppo', 'dpo' or 'kto'"),
         (["cutoff_len=long"], "cutoff_len='long' is of type str"),
         (["cutoff_len=0"], "cutoff_len: 0 is too small; choose 1 or more"),
@@ -72,7 +72,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["streaming=true", "dataset=[alpaca_en_demo, alpaca_en_demo]"], "streaming: True reads one dataset"),
         (["disable_gradient_checkpointing=true", "recompute_granularity=full"], "contradicts recompute_granularity"),
         (["moe_aux_loss_coef=0.1", "moe_aux_loss_coeff=0.2"], "moe_aux_loss_coef: 0.1 contradicts moe_aux_loss_coeff"),
-        (["mixed_precision=bf16", "bf16=true"], "mixed_precision: 'bf16' is not there; choose bf16_mixed, fp16_mixed"),
+        (
+            ["mixed_precision=bf16", "bf16=true"],
+            "mixed_precision: 'bf16' is not supported; choose bf16_mixed, fp16_mixed",
+        ),
         (["mixed_precision=bf16_mixed", "bf16=false"], "mixed_precision: bf16_mixed contradicts bf16: False"),
         (["mixed_precision=bf16_mixed", "fp16=true"], "mixed_precision: bf16_mixed contradicts fp16: True"),
         (["fp8=true", "fp8_backend=torchao"], "fp8_backend='torchao' is not available: torchao's FP8"),
@@ -93,7 +96,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["freeze_trainable_layers=8"], "freeze_trainable_layers: 8 .* all of them are trained"),
         (["overlap_grad_reduce=false"], "overlap_param_gather"),
         (["recompute_method=recompute"], "recompute_method"),
-        (["learning_rate"], "'learning_rate' behind the file is no key=value"),
+        (["learning_rate"], "'learning_rate' is not key=value"),
     ],
 )
 def test_what_cannot_be_run_is_refused(file: str, overrides: list[str], sentence: str) -> None:
@@ -105,7 +108,7 @@ def test_what_cannot_be_run_is_refused(file: str, overrides: list[str], sentence
 def test_texts_are_not_read_of_conversations(tmp_path: Path) -> None:
     info = {"talks": {"file_name": "alpaca_en_demo.json", "formatting": "sharegpt"}}
     file = write_run(tmp_path, LLAMA3, info=info)
-    with pytest.raises(ValueError, match="the dataset 'talks' is one of conversations, and stage: pt reads texts"):
+    with pytest.raises(ValueError, match="the dataset 'talks' holds conversations, and stage: pt reads texts"):
         read_run(file, ["stage=pt", "dataset=talks"])
 
 
@@ -124,10 +127,10 @@ def test_a_model_of_images_is_refused_by_its_type(tmp_path: Path, capfd: pytest.
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
-        ("a.yaml", "a: [", "line 1 of .*a.yaml is no YAML"),
-        ("a.yaml", "- a", "holds no keys with values"),
-        ("a.yaml", "a: 1\nb: 2\na: 3", "line 3 of .*a.yaml is no YAML: the key 'a' is there twice; keep one"),
-        ("a.json", "{", "line 1 of .*a.json is no JSON"),
+        ("a.yaml", "a: [", "line 1 of .*a.yaml is not YAML"),
+        ("a.yaml", "- a", "does not hold keys with values"),
+        ("a.yaml", "a: 1\nb: 2\na: 3", "line 3 of .*a.yaml is not YAML: the key 'a' is there twice; keep one"),
+        ("a.json", "{", "line 1 of .*a.json is not JSON"),
         ("a.txt", "a: 1", "is neither YAML nor JSON"),
     ],
 )
@@ -135,7 +138,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str, text: 
     (tmp_path / name).write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=sentence):
         read_file(str(tmp_path / name))
-    with pytest.raises(FileNotFoundError, match="is no file; give a training file of LLaMA-Factory"):
+    with pytest.raises(FileNotFoundError, match="is not a file; give a training file of LLaMA-Factory"):
         read_file(str(tmp_path / "b.yaml"))
 
 

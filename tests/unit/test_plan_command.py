@@ -359,7 +359,7 @@ def test_a_model_of_the_hub_is_planned_with_its_config(
     code, text, _ = printed(capsys, file, "--devices", "2", "--config", str(config))
     assert code == 0
     assert "hub" not in text
-    assert "pure_bf16: True is carried out as bf16: true" in " ".join(text.split())
+    assert "pure_bf16: True becomes bf16: true" in " ".join(text.split())
     code, planned, _ = printed(capsys, file, "--devices", "2", "--json", "--model", str(config.parent))
     assert code == 0
     assert json.loads(planned)["parameters"]["total"] > 0

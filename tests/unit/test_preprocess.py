@@ -297,7 +297,7 @@ def test_a_full_disk_is_one_sentence_and_no_end(
         assert main(arguments) == 1
     said = capsys.readouterr().err
     assert said == (
-        f"error: No space left on device; what is done is kept in {prefix}.unfinished, and the same command goes on"
+        f"error: No space left on device; the finished work is kept in {prefix}.unfinished, and the same command resumes"
         " from there\n"
     )
     assert main(arguments) == 0

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``FactoryData``: the data module of a LLaMA-Factory file, ``MCoreFinetuningData`` over several datasets.
 
-Each dataset is tokenised by its own reading, and kept in the cache by itself; then they stand one after another. Rows
-of conversations are packed or padded as the data module does it. Texts, the stage ``pt``, stand one after another and
-are cut into blocks (``data/packing/dataset.py``), or each has a row of its own. ``run.py`` says which; the command
-makes it.
+Each dataset is tokenised and cached by itself; then they follow one another. Conversations are packed or padded as
+``MCoreFinetuningData`` does it. In the stage ``pt``, texts are joined and cut into blocks (:class:`TextBlocks`), or
+each has its own row. ``run.py`` chooses.
 """
 
 from collections.abc import Sequence
@@ -24,21 +23,21 @@ class FactoryData(MCoreFinetuningData):
 
     Args:
         readings: How each dataset to train on is read; one, with ``streaming``.
-        tokenizer: As in ``MCoreFinetuningData``.
-        seq_length: See there.
+        tokenizer: The tokenizer of the model.
+        seq_length: Tokens of a row.
         evaluation: How each dataset to evaluate on is read.
-        batch_size: See there; so are those that follow.
-        eval_batch_size: See there.
-        validation_share: See there.
-        packing: Several samples share a row; texts are then cut into blocks.
-        streaming: See there.
-        shuffle_buffer: See there.
-        shuffle: See there.
-        seed: See there.
-        num_workers: See there.
-        num_proc: See there.
-        cache_dir: See there.
-        pad_to_seq_length: See there.
+        batch_size: Rows of a microbatch on each data-parallel rank.
+        eval_batch_size: The same in evaluation; None for ``batch_size``.
+        validation_share: Share of the training samples to evaluate on, or, above 1, their number.
+        packing: Several samples share a row; texts are joined and cut into blocks.
+        streaming: Tokenise while training.
+        shuffle_buffer: With ``streaming``, samples to draw the next one from.
+        shuffle: Whether rows come in random order.
+        seed: Seed of that order.
+        num_workers: Worker processes of each DataLoader.
+        num_proc: Processes that tokenise.
+        cache_dir: Where ``datasets`` keeps rows and tokens.
+        pad_to_seq_length: Pad every batch to ``seq_length`` instead of to its longest row.
 
     Raises:
         ValueError: A setting is out of its range, or two contradict each other.
@@ -87,7 +86,7 @@ class FactoryData(MCoreFinetuningData):
         self.reading = readings[0]
 
     def _tokenized(self, split: str) -> Any:
-        """Return the tokens of all datasets, one after another."""
+        """Return the tokens of all datasets, joined in their order."""
         from datasets import concatenate_datasets
 
         parts = []

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``dataset_info.json``: what the names of datasets in a LLaMA-Factory file mean.
 
-The file lies in ``dataset_dir`` and gives each name a file or folder beside it, a form (``alpaca``, ``sharegpt`` or
-``openai``), and the names of columns and tags where they are others than usual. :func:`read_datasets` finds the names
-that are asked for. A dataset that would have to be fetched is refused: nothing is downloaded in silence. No torch, no
-megatron-core. ``rows.py`` reads rows by the result.
+The file is in ``dataset_dir``. For each name it has a file or folder beside it, a format (``alpaca``, ``sharegpt`` or
+``openai``), and the names of columns and tags that differ from the usual ones. :func:`read_datasets` looks up the
+names. A dataset that would have to be fetched is refused: nothing is downloaded silently. ``rows.py`` reads the rows.
+This file imports neither torch nor megatron-core.
 """
 
 import json
@@ -37,7 +37,7 @@ _REFUSED_COLUMNS = {
 
 @dataclass(frozen=True)
 class Columns:
-    """Where in a row something stands; None: nowhere. The defaults hold where a dataset names no column at all."""
+    """The column of each part of a row; None if there is none. The defaults apply if a dataset names no columns."""
 
     prompt: str | None = "instruction"
     query: str | None = "input"
@@ -50,7 +50,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Tags:
-    """What roles and texts of messages are called. The defaults hold where a dataset names no tag at all."""
+    """The names of fields and roles in messages. The defaults apply if a dataset names no tags."""
 
     role_tag: str | None = "from"
     content_tag: str | None = "value"
@@ -71,7 +71,7 @@ class DatasetEntry:
         formatting: ``alpaca``, ``sharegpt`` or ``openai``.
         columns: Names of columns.
         tags: Names of roles and of their fields.
-        num_samples: Draw so many of its rows, several times where it has fewer; None: all of them.
+        num_samples: Draw this many of its rows, with repetition if it has fewer; None for all of them.
     """
 
     name: str
@@ -83,19 +83,19 @@ class DatasetEntry:
 
 
 def read_datasets(names: str | Sequence[str], dataset_dir: str) -> list[DatasetEntry]:
-    """Return the datasets that are meant, in their order.
+    """Return the datasets of the given names, in their order.
 
     Args:
-        names: With commas between them, or a list.
+        names: A list, or one text with commas between the names.
         dataset_dir: The folder with ``dataset_info.json``.
 
     Raises:
         FileNotFoundError: There is no such folder, or a dataset has no file.
-        ValueError: A name is not in it, or a dataset is of a kind that is not read here.
+        ValueError: A name is not in the file, or a dataset is of a kind that is not supported.
     """
     if dataset_dir == "ONLINE" or dataset_dir.startswith("REMOTE:"):
         raise ValueError(
-            f"dataset_dir={dataset_dir!r} asks for datasets of a hub, and nothing is downloaded in silence; fetch them,"
+            f"dataset_dir={dataset_dir!r} asks for datasets of a hub, and nothing is downloaded silently; fetch them,"
             f" and give a folder with {INFO}"
         )
     path = Path(dataset_dir, INFO)
@@ -121,7 +121,7 @@ def _entry(name: str, info: Any, path: Path) -> DatasetEntry:
     for key, where in _FETCHED.items():
         if key in says:
             raise ValueError(
-                f"{place} comes from {where} ({key}: {says[key]!r}), and nothing is downloaded in silence; fetch it,"
+                f"{place} comes from {where} ({key}: {says[key]!r}), and nothing is downloaded silently; fetch it,"
                 " and give its file as file_name"
             )
     if "file_name" not in says:
@@ -139,7 +139,7 @@ def _entry(name: str, info: Any, path: Path) -> DatasetEntry:
 
 
 def _refuse(says: Mapping[str, Any], place: str) -> None:
-    """Refuse what is not carried out."""
+    """Refuse what is not supported."""
     if says.get("ranking"):
         raise ValueError(f"{place} is one of preferences (ranking: true), and the stages here are pt and sft")
     if says.get("formatting", "alpaca") not in _FORMATS:
@@ -155,7 +155,7 @@ def _refuse(says: Mapping[str, Any], place: str) -> None:
 
 
 def _named(kind: Any, given: Mapping[str, Any], what: str, refused: Mapping[str, str]) -> Any:
-    """Return names as a dataset gives them; those that it does not name are nowhere."""
+    """Return the names that a dataset gives; those that it does not name are None."""
     if not isinstance(given, Mapping):
         raise ValueError(f"names of each {what} are an object, not {given!r}; write {{key: name}}")
     names = dict.fromkeys(kind.__dataclass_fields__)

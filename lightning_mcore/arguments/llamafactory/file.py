@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training file of LLaMA-Factory as a dict: YAML or JSON, and ``key=value`` behind it on the command line.
+"""A training file of LLaMA-Factory as a dict: YAML or JSON, and the ``key=value`` that follow it on the command line.
 
-Numbers are read as YAML 1.2 has them, so that ``3e-6`` is a number and not a text. A later value takes the place of an
-earlier one; ``a.b=1`` reaches into a dict. No torch, no megatron-core. ``run.py`` asks.
+Numbers follow YAML 1.2, so ``3e-6`` is a number and not a text. A later value replaces an earlier one, and ``a.b=1``
+sets a key of a dict. This file imports neither torch nor megatron-core.
 """
 
 import json
@@ -16,7 +16,7 @@ _FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|
 
 
 def read_file(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return what a file says, and what stands behind it.
+    """Return the keys of a file, changed by overrides.
 
     Args:
         path: A ``.yaml``, ``.yml`` or ``.json`` file.
@@ -24,20 +24,20 @@ def read_file(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It is no file of keys and values, or an override is no ``key=value``.
+        ValueError: The file does not hold keys and values, or an override is not ``key=value``.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{path!r} is no file; give a training file of LLaMA-Factory, in YAML or JSON")
+        raise FileNotFoundError(f"{path!r} is not a file; give a training file of LLaMA-Factory, in YAML or JSON")
     text = Path(path).read_text(encoding="utf-8")
     if Path(path).suffix not in (".yaml", ".yml", ".json"):
         raise ValueError(f"{path!r} is neither YAML nor JSON; give a file that ends with .yaml, .yml or .json")
     values = _json(text, path) if Path(path).suffix == ".json" else _yaml(text, path)
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ValueError(f"{path!r} holds no keys with values; write one 'key: value' on each line")
+        raise ValueError(f"{path!r} does not hold keys with values; write one 'key: value' on each line")
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:
-            raise ValueError(f"{override!r} behind the file is no key=value; write for example learning_rate=1e-5")
+            raise ValueError(f"{override!r} is not key=value; write for example learning_rate=1e-5")
         _put(values, key.split("."), _yaml(value, override))
     return values
 
@@ -54,7 +54,7 @@ def _json(text: str, path: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"line {error.lineno} of {path} is no JSON: {error.msg} at column {error.colno}") from error
+        raise ValueError(f"line {error.lineno} of {path} is not JSON: {error.msg} at column {error.colno}") from error
 
 
 def _yaml(text: str, name: str) -> Any:
@@ -65,19 +65,19 @@ def _yaml(text: str, name: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1} of {name}" if mark is not None else name
-        raise ValueError(f"{place} is no YAML: {getattr(error, 'problem', None) or error}") from error
+        raise ValueError(f"{place} is not YAML: {getattr(error, 'problem', None) or error}") from error
 
 
 @cache
 def _loader() -> Any:
-    """Return a safe loader of YAML that takes ``3e-6`` for a number, and refuses a key that stands there twice."""
+    """Return a safe YAML loader that reads ``3e-6`` as a number and refuses a repeated key."""
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-        """Reads what YAML 1.2 calls a number."""
+        """Reads the numbers of YAML 1.2."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            """Return a mapping; each key may stand there once."""
+            """Return a mapping whose keys are all different."""
             seen = set()
             for key, _ in node.value:
                 if str(key.value) in seen:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Fp8Arguments``: LLaMA-Factory's way to ask for FP8, and what it means here.
+"""``Fp8Arguments``: how LLaMA-Factory asks for FP8.
 
-It is a class of its own, beside ``TrainingArguments``, for ``fp8`` is a yes or no here and the name of a format there.
-
-:meth:`Fp8Arguments.merged_into` turns the one into the other. LLaMA-Factory names four backends; FP8 here is
-TransformerEngine's, so ``auto`` and ``te`` mean it and the others are refused by name.
+The class is separate from ``TrainingArguments`` because ``fp8`` is a yes or no here, and the name of a format there;
+:meth:`Fp8Arguments.merged_into` translates. Of LLaMA-Factory's four backends, ``auto`` and ``te`` mean
+TransformerEngine, which is what FP8 runs on here; the other two are refused by name.
 """
 
 import dataclasses
@@ -22,16 +21,16 @@ _OTHER_BACKENDS = {
 
 @dataclasses.dataclass
 class Fp8Arguments:
-    """FP8 as LLaMA-Factory asks for it; each field's meaning is its help text.
+    """FP8 as LLaMA-Factory asks for it; the help text of each field says what it means.
 
     Raises:
-        TypeError: A value is of another type.
-        ValueError: The backend is not available, or something is asked for without FP8.
+        TypeError: A value has another type.
+        ValueError: The backend is not available, or an option needs FP8.
     """
 
     fp8: bool = flag("Train in FP8 through TransformerEngine; needs bf16.", default=False)
     fp8_backend: Literal["auto", "te", "torchao", "msamp"] = option(
-        "Who computes in FP8: TransformerEngine ('auto' or 'te'); torchao and msamp are refused.", default="auto"
+        "What computes in FP8: TransformerEngine ('auto' or 'te'); torchao and msamp are refused.", default="auto"
     )
     fp8_enable_fsdp_float8_all_gather: bool = flag("Gather FP8 shards of FSDP. Not available.", default=False)
 
@@ -45,14 +44,14 @@ class Fp8Arguments:
             )
         if self.fp8_enable_fsdp_float8_all_gather:
             raise ValueError(
-                "fp8_enable_fsdp_float8_all_gather=True is an option of FSDP, which Megatron's data parallelism is not;"
+                "fp8_enable_fsdp_float8_all_gather=True is an option of FSDP, and data parallelism is Megatron's here;"
                 " leave it out, or set fp8_param=True with use_distributed_optimizer=True to gather weights in FP8"
             )
         if self.fp8_backend != "auto" and not self.fp8:
             raise ValueError(f"fp8_backend={self.fp8_backend!r} does nothing without fp8=True; set both")
 
     def merged_into(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments of ``TrainingArguments`` with FP8 as LLaMA-Factory means it, where it is asked for.
+        """Return arguments of ``TrainingArguments`` with LLaMA-Factory's FP8, if it is asked for.
 
         That is TransformerEngine's hybrid format, scaled by the largest values of the last 16 steps.
 

@@ -35,7 +35,7 @@ class FactoryKeys:
 
     Args:
         model_name_or_path: A Hugging Face folder or name, or a checkpoint of ours.
-        trust_remote_code: Changes nothing here: no code of a model is run.
+        trust_remote_code: Changes nothing here: code of a model is never run.
         stage: ``pt`` trains on text, ``sft`` on conversations; the others are refused.
         finetuning_type: ``full``; the others are refused, among them the default.
         dataset: Names in ``dataset_info.json``, with commas between them.
@@ -43,43 +43,43 @@ class FactoryKeys:
         dataset_dir: The folder with ``dataset_info.json`` and the files.
         template: The name of a chat template; None: the tokenizer's own, or that of plain text.
         cutoff_len: Tokens of a row, and of a sample at most.
-        train_on_prompt: Every token is learnt.
-        mask_history: The last answer alone is learnt.
-        packing: Several samples share a row, without seeing each other; None: in the stage ``pt`` alone.
+        train_on_prompt: Train on every token.
+        mask_history: Train on the last answer alone.
+        packing: Several samples share a row, without seeing each other; None: only in the stage ``pt``.
         neat_packing: The same as ``packing`` here, where samples in a row never see each other.
         sequence_packing: The same.
         use_packed_sequences: The same.
         streaming: Tokenise while training.
         buffer_size: With ``streaming``, samples to draw the next one from.
-        max_samples: Of each dataset, its first so many rows.
-        val_size: Evaluate on this share of the training samples, or, above 1, on so many.
+        max_samples: Read only this many rows of each dataset, the first ones.
+        val_size: Evaluate on this share of the training samples; above 1, on this many.
         preprocessing_num_workers: Processes that tokenise.
         preprocessing_batch_size: Changes nothing here: each row is tokenised by itself.
         data_shared_file_system: Changes nothing here: one process of each machine tokenises, and the cache locks.
-        default_system: The system's text where a row has none.
+        default_system: The system message of rows that have none.
         enable_thinking: For a template with thoughts.
         preserve_thinking: For a template with thoughts.
         cache_dir: Where ``datasets`` keeps rows and tokens.
-        overwrite_cache: Changes nothing here: tokens are kept by files, tokenizer and settings, so never out of date.
+        overwrite_cache: Changes nothing here: the cache goes by files, tokenizer and settings, so it is never stale.
         disable_shuffling: Rows come in the order of the files.
         warmup_ratio: The same as ``warmup_steps`` below 1; transformers before 5 has this name for it.
         early_stopping_steps: Evaluations without a better ``metric_for_best_model`` that end the run.
         plot_loss: Draw the losses into ``output_dir``.
-        overwrite_output_dir: Start anew in a folder that is not empty.
+        overwrite_output_dir: Start again in a folder that is not empty.
         moe_aux_loss_coef: The same as ``moe_aux_loss_coeff``.
         disable_gradient_checkpointing: Contradicts ``recompute_granularity``; without that nothing is recomputed.
         fp8_backend: ``auto`` or ``te``; both are TransformerEngine, and the others are refused.
         mixed_precision: ``bf16_mixed`` is ``bf16: true``, ``fp16_mixed`` is ``fp16: true``; None: what those say.
         export_hf_on_finish: Write the model in Hugging Face form at the end.
         masked_softmax_fusion: A field of ``TransformerConfig``; None keeps its default.
-        deepspeed: DeepSpeed's config, a file or the dict itself; see ``keys.py``, also for the next four.
+        deepspeed: DeepSpeed's config, a file or the dict itself; see :func:`translated`, also for the next four.
         pure_bf16: The same as ``bf16``.
         flash_attn: Megatron's attention is used.
         enable_liger_kernel: Megatron's layers are used.
         use_v1_kernels: The same.
         use_dft_loss: The loss of Dynamic Fine-Tuning, see ``dft_loss.py``.
-        use_mca: This is such a run anyway.
-        use_megatron_bridge: This is such a run anyway.
+        use_mca: Every run here uses Megatron.
+        use_megatron_bridge: Every run here uses Megatron.
     """
 
     model_name_or_path: str | None = None
@@ -137,28 +137,28 @@ class FactoryKeys:
         return self.stage == "pt" if self.packing is None else self.packing
 
 
-_FULL = "belongs to fine-tuning of a part of the weights, and here all of them are trained (finetuning_type: full)"
+_FULL = "belongs to fine-tuning a part of the weights, and here all of them are trained (finetuning_type: full)"
 _PREFERENCES = "belongs to learning from preferences or rewards, and the stages here are pt and sft"
 _VISION = "belongs to models of images, video or sound, and those here read text"
 _QUANTIZED = "belongs to quantised weights; numbers are chosen here with bf16, fp16 and fp8"
-_OPTIMIZER = "belongs to an optimizer that is not there; choose optim: adamw_torch or sgd"
+_OPTIMIZER = "belongs to an optimizer that is not available; choose optim: adamw_torch or sgd"
 _GENERATION = "belongs to generating text, which a training run here does not do"
 _EXPORT = "belongs to LLaMA-Factory's export; lightning-mcore export writes a checkpoint in Hugging Face form"
 _ENGINE = "belongs to an inference engine, and this command trains"
 _KT = "belongs to KTransformers; Megatron's layers are used"
 _KERNELS = "replaces layers of transformers, and Megatron's are used"
 _ASFT = "needs a second model, which the run would keep beside the one that it trains; use_dft_loss is its other part"
-_EAFT = "weighs tokens with the entropy of their logits, and Megatron hands out the loss of a token alone"
+_EAFT = "weighs tokens by the entropy of their logits, and Megatron returns only the loss of each token"
 _MUON = (
     "treats queries, keys and values as matrices of their own there, and Megatron keeps them in one; in Python,"
     " MuonWithAdamW trains that one, without tensor parallelism and the distributed optimizer"
 )
 _SWANLAB = "belongs to SwanLab; choose report_to: tensorboard or wandb"
-_TOKENS = "changes the vocabulary, and the embedding has that of model_name_or_path; change tokenizer and model before"
+_TOKENS = "changes the vocabulary, which is that of model_name_or_path; change tokenizer and model before the run"
 _HUB = "asks for a model of a hub with more than its name; fetch it first, and give its folder as model_name_or_path"
 _HYPER = "belongs to HyperParallel; the parallel sizes are tensor_model_parallel_size and its like"
-_PROFILER = "belongs to a profiler that is not there; give the Trainer a profiler in Python"
-_RAY = "belongs to a launch on Ray, which is not there; start the same command with torchrun"
+_PROFILER = "belongs to a profiler that is not available; give the Trainer a profiler in Python"
+_RAY = "belongs to a launch on Ray, which is not supported yet; start the same command with torchrun"
 
 _GROUPS: dict[str, dict[str, Any]] = {
     _FULL: {
@@ -358,22 +358,22 @@ _GROUPS: dict[str, dict[str, Any]] = {
     },
     _RAY: {"ray_num_workers": 1, "ray_init_kwargs": None, "master_addr": None, "master_port": None},
     "asks for a slow tokenizer, and transformers has fast ones for these models": {"use_fast_tokenizer": True},
-    "splits special tokens, and templates are made of them": {"split_special_tokens": False},
-    "is how transformers reads weights; here each rank reads its own rectangles of them": {"low_cpu_mem_usage": True},
-    "is not there; stretch positions in rope_parameters of the model's config.json": {"rope_scaling": None},
+    "splits special tokens, which templates are made of": {"split_special_tokens": False},
+    "is how transformers reads weights; here each rank reads its own parts of them": {"low_cpu_mem_usage": True},
+    "is not supported; scale positions in rope_parameters of the model's config.json": {"rope_scaling": None},
     "is how PyTorch recomputes; Megatron recomputes by recompute_granularity": {"use_reentrant_gc": True},
     "starts from random weights; in Python, MCoreGPT(...) without from_pretrained does that": {
         "train_from_scratch": False
     },
-    "mixes datasets in turns; they are read one after another here, and shuffled (mix_strategy: concat)": {
+    "interleaves datasets; here they are joined and shuffled (mix_strategy: concat)": {
         "mix_strategy": "concat",
         "interleave_probs": None,
     },
-    "is where LLaMA-Factory keeps tokens; here they are kept in cache_dir, by files, tokenizer and settings": {
+    "is where LLaMA-Factory keeps tokens; here cache_dir keeps them, by files, tokenizer and settings": {
         "tokenized_path": None
     },
-    "calls tools, which the templates here do not write": {"tool_format": None},
-    "counts padding in the loss, and padding is never learnt here": {"ignore_pad_token_for_loss": True},
+    "calls tools, which the templates here do not support": {"tool_format": None},
+    "counts padding in the loss, and padding is never trained on here": {"ignore_pad_token_for_loss": True},
     "reports each evaluation dataset by itself; they are evaluated as one here": {"eval_on_each_dataset": False},
     "is always logged here, as val_accuracy; leave it out": {"compute_accuracy": False},
     "is always logged here, as tokens_per_second; leave it out": {"include_effective_tokens_per_second": False},
@@ -388,7 +388,7 @@ _GROUPS: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, tuple[Any, str]] = {
     key: (default, reason) for reason, keys in _GROUPS.items() for key, default in keys.items()
 }
-"""Each key that is not carried out: its default, and why it is refused with any other value."""
+"""The keys that are not supported: the default, and why any other value is refused."""
 
 
 _SAME = {  # numbers that DeepSpeed's config may repeat, and their defaults in a training file
@@ -407,15 +407,15 @@ _STAGES = {
 
 
 def translated(keys: FactoryKeys, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of training and of Megatron, with those that such keys become.
+    """Return the arguments of training and of Megatron, with those that other keys become.
 
     Args:
-        keys: Those that mean something here.
+        keys: The supported keys of other kinds.
         values: Arguments of training and of Megatron that the file gives, by name.
 
     Raises:
-        FileNotFoundError: DeepSpeed's config is not there.
-        ValueError: It asks for what is not carried out, or it contradicts the file.
+        FileNotFoundError: DeepSpeed's config does not exist.
+        ValueError: It asks for what is not supported, or it contradicts the file.
     """
     found = {**values, "bf16": True} if keys.pure_bf16 else dict(values)
     if keys.deepspeed is None or (stage := _stage(keys.deepspeed, found)) == 0:
@@ -429,14 +429,14 @@ def translated(keys: FactoryKeys, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def notes_of(keys: FactoryKeys) -> tuple[str, ...]:
-    """Return a line for each key that is carried out in another way than there."""
+    """Return a line for each key that means something slightly different here."""
     notes = []
     if keys.deepspeed is not None:
         stage = _stage_of(_read(keys.deepspeed), _name(keys.deepspeed))
-        notes.append(f"deepspeed: {_name(keys.deepspeed)} (ZeRO stage {stage}) is carried out as {_STAGES[stage]}")
+        notes.append(f"deepspeed: {_name(keys.deepspeed)} (ZeRO stage {stage}) becomes {_STAGES[stage]}")
     if keys.pure_bf16:
         notes.append(
-            "pure_bf16: True is carried out as bf16: true; Megatron's optimizer keeps an fp32 copy of each weight, 4"
+            "pure_bf16: True becomes bf16: true; Megatron's optimizer keeps an fp32 copy of each weight, 4"
             " bytes, which use_distributed_optimizer shards"
         )
     if keys.flash_attn != "auto":
@@ -455,7 +455,7 @@ def _name(given: str | dict[str, Any]) -> str:
 
 
 def _read(given: str | dict[str, Any]) -> dict[str, Any]:
-    """Return DeepSpeed's config; ``given`` is itself, or the path of a file."""
+    """Return DeepSpeed's config; ``given`` is the config or the path of its file."""
     if not isinstance(given, str):
         return given
     if not os.path.isfile(given):
@@ -467,7 +467,7 @@ def _read(given: str | dict[str, Any]) -> dict[str, Any]:
         with open(given, encoding="utf-8") as file:
             config = json.load(file)
     except ValueError as error:
-        raise ValueError(f"deepspeed: {given} is not JSON ({error}); mend it, or leave it out") from error
+        raise ValueError(f"deepspeed: {given} is not JSON ({error}); fix it, or leave it out") from error
     if not isinstance(config, dict):
         raise ValueError(f"deepspeed: {given} holds a {type(config).__name__}, not an object; give DeepSpeed's config")
     return config
@@ -486,7 +486,7 @@ def _stage_of(config: Mapping[str, Any], name: str) -> int:
 
 
 def _stage(given: str | dict[str, Any], values: Mapping[str, Any]) -> int:
-    """Return the stage of ZeRO, after everything else has been found to be as in the training file."""
+    """Return the ZeRO stage, and refuse everything else that differs from the training file."""
     config, name = _read(given), _name(given)
     zero = _part(config, "zero_optimization")
     next_steps = {
@@ -506,7 +506,7 @@ def _stage(given: str | dict[str, Any], values: Mapping[str, Any]) -> int:
         if config.get(key):
             raise ValueError(
                 f"deepspeed: {name} has {'an' if key == 'optimizer' else 'a'} {key} of its own; leave it out there, and"
-                " say it by learning_rate, optim and lr_scheduler_type in the training file"
+                " set learning_rate, optim and lr_scheduler_type in the training file"
             )
     said: dict[str, tuple[Any, Any]] = {
         key: (config.get(key), values.get(own, default)) for key, (own, default) in _SAME.items()

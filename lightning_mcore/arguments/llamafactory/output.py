@@ -26,18 +26,18 @@ PICTURE = "training_loss.png"
 
 
 class LossRecord(Callback):
-    """Writes down the losses of training and of evaluation.
+    """Records the losses of training and of evaluation; each is a mean over the tokens that count.
 
     Args:
         folder: Where the file is written.
-        picture: Whether they are drawn at the end, too.
+        picture: Whether to draw them at the end.
 
     Attributes:
         training: Optimizer steps and their losses, at each step that is logged.
         evaluation: Optimizer steps and the losses of the evaluations there.
 
     Raises:
-        ModuleNotFoundError: There is no matplotlib to draw with.
+        ModuleNotFoundError: matplotlib is needed for the picture and is not installed.
     """
 
     def __init__(self, folder: str, picture: bool = False) -> None:
@@ -51,11 +51,11 @@ class LossRecord(Callback):
         self._step = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take note of the step that the run goes on from."""
+        """Note the step that the run resumes from."""
         self._step = trainer.global_step
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """Write down the loss of an optimizer step, where it is logged."""
+        """Record the loss of an optimizer step, if it is logged."""
         step = trainer.global_step
         if step == self._step:
             return
@@ -69,7 +69,7 @@ class LossRecord(Callback):
         self._write(trainer, {"step": step, "loss": float(loss), "lr": max(rates, default=0.0)})
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write down the loss of an evaluation, that before the first step too (``eval_on_start``)."""
+        """Record the loss of an evaluation, also of the one before the first step (``eval_on_start``)."""
         loss = trainer.callback_metrics.get("val_loss")
         if loss is None:
             return
@@ -115,18 +115,18 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)(-v\d+)?\.ckpt")
 _PREEMPTED = re.compile(r"last-preempted(-v\d+)?\.ckpt")  # of enable_jit_checkpoint
 _OF_A_MODEL = ("config.json", "model.safetensors", "model.safetensors.index.json")
 _UNFINISHED = "unfinished-model"
-_NAMES, _PART = ".files-of-the-model", ".part"  # what is moved, noted beside it
+_NAMES, _PART = ".files-of-the-model", ".part"  # the names of the files to move
 
 
 def where_to_resume(output_dir: str, overwrite: bool) -> str | None:
-    """Return the newest checkpoint in a folder; None to start anew.
+    """Return the newest checkpoint in a folder; None to start again.
 
     Args:
-        output_dir: The folder; need not exist.
-        overwrite: Whether to start anew whatever stands there.
+        output_dir: The folder, which need not exist.
+        overwrite: Whether to start again whatever it holds.
 
     Raises:
-        ValueError: A model stands there, and no checkpoint to go on from.
+        ValueError: The folder holds a model, and no checkpoint to resume from.
     """
     folder = Path(output_dir)
     if overwrite or not folder.is_dir():
@@ -139,29 +139,29 @@ def where_to_resume(output_dir: str, overwrite: bool) -> str | None:
     there = [name for name in _OF_A_MODEL if (folder / name).exists()]
     if there:
         raise ValueError(
-            f"output_dir: {output_dir} holds a model already ({there[0]}), and no checkpoint to go on from; choose"
+            f"output_dir: {output_dir} holds a model already ({there[0]}), and no checkpoint to resume from; choose"
             " another folder, or set overwrite_output_dir: true"
         )
     return None
 
 
 def unfinished(output_dir: str) -> str:
-    """Return the folder inside, to which the model is first written."""
+    """Return the folder inside ``output_dir`` to which the model is written first."""
     return os.path.join(output_dir, _UNFINISHED)
 
 
 def is_waiting(output_dir: str) -> bool:
-    """Return whether a whole model waits inside to be moved to its place, or is on its way there."""
+    """Return whether a complete model is in the folder inside, not yet moved or being moved."""
     source = Path(unfinished(output_dir))
     return (source / _NAMES).is_file() or (source / _OF_A_MODEL[0]).is_file()
 
 
 def move_in(output_dir: str) -> None:
-    """Move the model that waits inside to its place, over one that stands there; where none waits, do nothing.
+    """Move the finished model inside to its place, over an older one; do nothing if there is none.
 
-    Whatever moment the process dies at, the old model stands there, or the new one, or the next call finishes the move:
-    the names of the new one are noted before the first file of the old one goes. Between, there is no ``config.json``,
-    so that nobody loads parts of both.
+    If the process dies, the old model is whole, or the new one is, or the next call finishes the move: the file names
+    of the new model are saved before the first file of the old one is deleted. In between there is no ``config.json``,
+    so that parts of both cannot be loaded together.
     """
     source, target = Path(unfinished(output_dir)), Path(output_dir)
     if not is_waiting(output_dir):

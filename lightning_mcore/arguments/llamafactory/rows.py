@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of a LLaMA-Factory dataset as conversations, or as texts.
 
-``alpaca`` rows are an instruction, more of it in another column, and an answer, perhaps with earlier exchanges;
-``sharegpt`` and ``openai`` rows a list of messages under the dataset's own names of roles. What differs from
-``data/finetuning/conversations.py``: the names come from ``dataset_info.json``, the two parts of an instruction are
-joined by one line break, and a conversation that does not alternate is left out and counted, because there a file with
-a few such rows is trained on too. A row that calls tools is refused: the templates here do not write them. ``data.py``
-gives the readings of this file to the data module.
+``alpaca`` rows have an instruction, optional input in another column, an answer, and perhaps earlier exchanges.
+``sharegpt`` and ``openai`` rows have a list of messages, whose roles the dataset names. There are three differences
+from ``data/finetuning/conversations.py``: the names come from ``dataset_info.json``; one line break joins the two parts
+of an instruction; and a conversation that does not alternate is skipped and counted, as in LLaMA-Factory. A row that
+calls tools is refused, because the templates here do not write tool calls.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,11 +25,11 @@ class FactoryReading(Reading):
     """How the rows of one dataset are read.
 
     Args:
-        entry: What ``dataset_info.json`` says of it.
-        max_samples: Its first so many rows; None: all of them.
-        seed: Of the rows that are drawn.
-        documents: A row is a text, and not a conversation.
-        joined: Texts stand one after another in rows, and none begins a row of its own.
+        entry: Its entry in ``dataset_info.json``.
+        max_samples: Read only this many rows, the first ones; None for all.
+        seed: Seed for drawing rows.
+        documents: Each row is a text instead of a conversation.
+        joined: Texts are joined, so that none begins a new row.
     """
 
     entry: DatasetEntry = field(default_factory=lambda: DatasetEntry("", ()))
@@ -40,17 +39,17 @@ class FactoryReading(Reading):
     joined: bool = False
 
     def reader(self, columns: Iterable[str]) -> "FactoryRows":
-        """Return what makes conversations of rows with these columns."""
+        """Return the reader of rows with these columns."""
         return FactoryRows(self.entry, list(columns))
 
     def encoder(self, tokenizer: Any) -> Encoder:
-        """Return what makes tokens of conversations, or of texts."""
+        """Return the encoder of conversations or texts."""
         if self.documents:
             return DocumentEncoder(tokenizer, self.template, begins=not self.joined)
         return super().encoder(tokenizer)
 
     def chosen(self, rows: int) -> Sequence[int] | None:
-        """Return the numbers of the rows that are read: those that are drawn, and of them the first."""
+        """Return the indices of the rows to read: the drawn ones, cut to ``max_samples``."""
         count = self.entry.num_samples
         if count is None:
             return None if self.max_samples is None else range(min(self.max_samples, rows))
@@ -61,17 +60,17 @@ class FactoryReading(Reading):
 
 
 class FactoryRows:
-    """Makes conversations of the rows of a dataset.
+    """Turns the rows of a dataset into conversations.
 
     Args:
-        entry: What ``dataset_info.json`` says of it.
-        columns: Names of the columns that its files have.
+        entry: Its entry in ``dataset_info.json``.
+        columns: The names of the columns of its files.
 
     Attributes:
         needed: The columns that each row must have.
 
     Raises:
-        ValueError: Its files lack a column that it names.
+        ValueError: The files lack a column that the entry names.
     """
 
     def __init__(self, entry: DatasetEntry, columns: Sequence[str]) -> None:
@@ -91,15 +90,15 @@ class FactoryRows:
         self._entry = entry
 
     def messages(self, row: Row, name: str) -> list[Message]:
-        """Return the conversation of a row; none where it is left out.
+        """Return the conversation of a row; an empty list if the row is skipped.
 
         Args:
-            row: Its columns by name.
+            row: Its values by column.
             name: What to call it in an error.
 
         Raises:
-            ValueError: It calls tools, or a message lacks a field.
-            TypeError: What should be text is something else.
+            ValueError: The row calls tools, or a message lacks a field.
+            TypeError: A value is not text.
         """
         columns = self._entry.columns
         if columns.tools is not None and row[columns.tools]:
@@ -115,13 +114,13 @@ class FactoryRows:
         return [{"role": "system", "content": system}, *turns] if system and turns else turns
 
     def _exchanges(self, row: Row, name: str) -> list[Message]:
-        """Return the exchanges of an alpaca row; the last has no answer where the row has none."""
+        """Return the exchanges of an alpaca row; the last answer is empty if the row has none."""
         columns = self._entry.columns
         turns: list[Message] = []
         history = row[columns.history] if columns.history is not None else None
         for number, pair in enumerate(history if isinstance(history, list) else []):
             if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-                raise TypeError(f"exchange {number} in {columns.history!r} of {name} is no pair of texts")
+                raise TypeError(f"exchange {number} in {columns.history!r} of {name} is not a pair of texts")
             turns += _exchange(*pair)
         parts = [_text(row, column, name) for column in (columns.prompt, columns.query) if column is not None]
         prompt = "\n".join(part for part in parts if part)
@@ -136,7 +135,7 @@ class FactoryRows:
         column = str(self._entry.columns.messages)
         messages = row[column] or []
         if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
-            raise TypeError(f"{column!r} of {name} is no list of messages; give objects with roles and texts")
+            raise TypeError(f"{column!r} of {name} is not a list of messages; give objects with roles and texts")
         system, turns = "", []
         for number, message in enumerate(messages):
             place = f"message {number} of {name}"
@@ -160,7 +159,7 @@ def _exchange(prompt: str, answer: str) -> list[Message]:
 
 
 def _text(fields: Mapping[str, Any], key: str | None, name: str) -> str:
-    """Return a text; null is empty."""
+    """Return a text; null is the empty text."""
     value = fields[str(key)]
     if value is None:
         return ""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which keys of a LLaMA-Factory file contradict each other, and which values are not carried out.
+"""Which keys of a LLaMA-Factory file contradict each other, and which values are not supported.
 
-Each rule is one sentence that names the keys; ``run.py`` asks before it makes anything of a file.
+Each refusal is one sentence that names the keys. ``run.py`` checks these rules before it uses the file.
 """
 
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ _BRIDGE_FP8 = "set fp8: hybrid and bf16: true for FP8"
 
 
 def check_keys(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
-    """Refuse what is not carried out, and what contradicts itself.
+    """Refuse values that are not supported, and contradictions.
 
     Args:
-        keys: The keys that mean something here.
+        keys: The supported keys that are neither of training nor of Megatron.
         given: All keys of the file.
 
     Raises:
-        ValueError: As said.
+        ValueError: A value is not supported, or two keys contradict each other.
     """
     _check_stage(keys)
     _check_sizes(keys)
@@ -34,7 +34,7 @@ def check_keys(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
 
 def _check_stage(keys: FactoryKeys) -> None:
     if keys.stage not in ("pt", "sft"):
-        raise ValueError(f"stage: {keys.stage} is not there; choose pt or sft")
+        raise ValueError(f"stage: {keys.stage} is not supported; choose pt or sft")
     if keys.finetuning_type != "full":
         raise ValueError(
             f"finetuning_type: {keys.finetuning_type} trains a part of the weights, and here all of them are trained;"
@@ -71,7 +71,7 @@ def _check_packing(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: True contradicts packing: False; leave one of them out")
         if keys.stage == "pt":
             raise ValueError(
-                f"{name}: True is for stage: sft; in stage: pt texts stand one after another, and see each other"
+                f"{name}: True is for stage: sft; in stage: pt texts are joined, and each sees those before it"
             )
 
 
@@ -80,14 +80,16 @@ def _check_learning(keys: FactoryKeys) -> None:
         raise ValueError("train_on_prompt: True contradicts mask_history: True; leave one of them out")
     for name in ("train_on_prompt", "mask_history"):
         if keys.stage == "pt" and getattr(keys, name):
-            raise ValueError(f"{name}: True is for stage: sft; in stage: pt every token is learnt")
+            raise ValueError(f"{name}: True is for stage: sft; in stage: pt every token is trained on")
     if keys.stage == "pt" and keys.use_dft_loss:
         raise ValueError("use_dft_loss: True is for stage: sft; leave it out")
     needs = {"default_system": None, "enable_thinking": True, "preserve_thinking": False}
     for name, default in needs.items():
         value = getattr(keys, name)
         if keys.template is None and value != default:
-            raise ValueError(f"{name}: {value!r} needs a template, which the tokenizer's own way is not; set template")
+            raise ValueError(
+                f"{name}: {value!r} needs a template, and the tokenizer's own one cannot be changed; set template"
+            )
 
 
 def _check_evaluation(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
@@ -96,7 +98,7 @@ def _check_evaluation(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
     if not keys.dataset:
         raise ValueError("the file has no dataset; name one of dataset_info.json, also to evaluate alone")
     if not given.get("do_train") and not given.get("do_eval") and not given.get("do_predict"):
-        raise ValueError("the file asks for nothing to be done; set do_train: true, or do_eval: true")
+        raise ValueError("the file asks neither for training nor for evaluation; set do_train: true, or do_eval: true")
     if keys.val_size and keys.eval_dataset:
         raise ValueError(
             f"val_size: {keys.val_size} and eval_dataset: {keys.eval_dataset} both say what to evaluate on; leave one"
@@ -105,7 +107,7 @@ def _check_evaluation(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
     if given.get("do_eval") and not keys.val_size and not keys.eval_dataset:
         raise ValueError("do_eval: True needs something to evaluate on; set eval_dataset or val_size")
     if given.get("do_predict"):
-        raise ValueError("do_predict: True writes what the model generates, which is not there; leave it out")
+        raise ValueError("do_predict: True generates text, which is not supported; leave it out")
     evaluates = isinstance(given.get("eval_strategy"), str) and given["eval_strategy"] != "no"
     if evaluates and not keys.val_size and not keys.eval_dataset:
         raise ValueError(
@@ -126,11 +128,11 @@ def _check_streaming(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
     for name, off in {"max_samples": None, "val_size": 0}.items():
         if getattr(keys, name) != off:
             raise ValueError(
-                f"streaming: True contradicts {name}: {getattr(keys, name)}, for nobody knows how many samples a stream"
-                " has; leave one of them out"
+                f"streaming: True contradicts {name}: {getattr(keys, name)}, because the number of samples in a"
+                " stream is unknown; leave one of them out"
             )
     if given.get("max_steps", -1) == -1:
-        raise ValueError("streaming: True needs max_steps, for nobody knows how long an epoch is; set it")
+        raise ValueError("streaming: True needs max_steps, because the length of an epoch is unknown; set it")
 
 
 def _check_training(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
@@ -140,7 +142,9 @@ def _check_training(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
             " which computes activations again; leave one of them out"
         )
     if not 0 <= keys.warmup_ratio < 1:
-        raise ValueError(f"warmup_ratio: {keys.warmup_ratio} is no share of the steps; choose 0 or more, less than 1")
+        raise ValueError(
+            f"warmup_ratio: {keys.warmup_ratio} is not a share of the steps; choose 0 or more, and less than 1"
+        )
     if keys.warmup_ratio and given.get("warmup_steps"):
         raise ValueError(
             f"warmup_ratio: {keys.warmup_ratio} and warmup_steps: {given['warmup_steps']} both say how long the"
@@ -164,7 +168,7 @@ def _check_precision(mixed: str | None, given: Mapping[str, Any]) -> None:
     if mixed is None:
         return
     if mixed not in _PRECISIONS:
-        raise ValueError(f"mixed_precision: {mixed!r} is not there; choose {', '.join(_PRECISIONS)}; {_BRIDGE_FP8}")
+        raise ValueError(f"mixed_precision: {mixed!r} is not supported; choose {', '.join(_PRECISIONS)}; {_BRIDGE_FP8}")
     for name in ("bf16", "fp16"):
         same = mixed == f"{name}_mixed"
         if name in given and bool(given[name]) != same:

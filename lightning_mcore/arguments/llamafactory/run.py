@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""A training file of LLaMA-Factory as a run: every key sorted, checked against the others, and carried on.
+"""A training file of LLaMA-Factory as a run: its keys sorted, and checked against each other.
 
-:func:`read_run` makes a :class:`FactoryRun` of a file, or says in one sentence why it cannot be run. What it holds are
-the keys that mean something here (``keys.py``), the arguments of training and of Megatron, and the datasets. No
-model is built and no data is read for it, and neither Lightning nor megatron-core is imported: ``lightning-mcore plan``
-goes this way too. ``cli/llamafactory.py`` runs what comes out.
-
-
-@@@
-A training file of LLaMA-Factory as ``RunSettings``, for ``lightning-mcore plan``.
-
-Imports neither Lightning nor megatron-core, and reads no data.
+:func:`read_run` makes a :class:`FactoryRun` from a file, or says in one sentence why it cannot run. The run has the
+keys of ``keys.py``, the arguments of training and of Megatron, and the datasets. Reading a file builds no model, reads
+no data, and imports neither Lightning nor megatron-core, so ``lightning-mcore plan`` uses it too.
+``cli/llamafactory.py`` runs the result.
 """
 
 import dataclasses
@@ -45,12 +39,12 @@ class FactoryRun:
     """What a training file asks for.
 
     Attributes:
-        keys: Those that mean something here.
-        arguments: Those of training and of Megatron.
+        keys: The supported keys of other kinds.
+        arguments: The arguments of training and of Megatron.
         train: Datasets to train on.
         evaluation: Datasets to evaluate on.
-        template: How conversations are written; None for the tokenizer's own way.
-        notes: A line for each key that is carried out in another way than in LLaMA-Factory.
+        template: The chat template; None for the tokenizer's own.
+        notes: A line for each key that means something slightly different here.
     """
 
     keys: FactoryKeys
@@ -93,7 +87,7 @@ class FactoryRun:
         return make_model(self.settings().model, {}, DFTModel if self.keys.use_dft_loss else MCoreGPT)
 
     def data_settings(self) -> dict[str, Any]:
-        """Return how rows are made, by the names of the data module's arguments."""
+        """Return the arguments of the data module."""
         keys, arguments = self.keys, self.arguments
         return {
             "seq_length": keys.cutoff_len,
@@ -149,12 +143,12 @@ def read_run(path: str, overrides: Sequence[str] = ()) -> FactoryRun:
 
     Args:
         path: The file, YAML or JSON.
-        overrides: What stands behind it, each ``key=value``.
+        overrides: Changes to the file, each ``key=value``.
 
     Raises:
         FileNotFoundError: There is no such file, model folder or dataset.
-        ValueError: A key is unknown or not carried out, a value is not allowed, or two keys contradict each other.
-        TypeError: A value is of another type.
+        ValueError: A key is unknown or not supported, a value is not allowed, or two keys contradict each other.
+        TypeError: A value has another type.
     """
     given = read_file(path, overrides)
     _refuse_unknown(given, path)
@@ -184,14 +178,14 @@ def _refuse_unknown(given: Mapping[str, Any], path: str) -> None:
 
 
 def _own_keys(given: Mapping[str, Any]) -> FactoryKeys:
-    """Return the keys that mean something here, each of its type."""
+    """Return the keys of :class:`FactoryKeys`, with their types checked."""
     keys = FactoryKeys(**{key: value for key, value in given.items() if key in _OWN})
     check_types(keys)
     return keys
 
 
 def _refuse_model(keys: FactoryKeys) -> None:
-    """Refuse a model folder that is of no known family, before anything that goes with such a model."""
+    """Refuse a model of an unknown family first, before the keys that such a model would need."""
     path = keys.model_name_or_path
     if path is None:
         raise ValueError("the file has no model_name_or_path; give a Hugging Face folder or name")
@@ -215,7 +209,7 @@ def _shown(key: str, value: Any) -> str:
 
 
 def _template(keys: FactoryKeys) -> ChatTemplate | None:
-    """Return the template that the file names, with what it changes in it."""
+    """Return the template that the file names, with its changes."""
     if keys.template is None:
         return None
     named = named_template(keys.template)
@@ -228,23 +222,23 @@ def _template(keys: FactoryKeys) -> ChatTemplate | None:
 def _check_datasets(keys: FactoryKeys, train: list[DatasetEntry], evaluation: list[DatasetEntry]) -> None:
     if keys.streaming and (len(train) > 1 or train[0].num_samples is not None):
         raise ValueError(
-            "streaming: True reads one dataset, whole; name one without num_samples in dataset, or leave streaming out"
+            "streaming: True reads one whole dataset; name one without num_samples in dataset, or leave streaming out"
         )
     spoken = [e.name for e in train + evaluation if e.formatting != "alpaca" or not e.columns.prompt]
     if keys.stage == "pt" and spoken:
         raise ValueError(
-            f"the dataset {spoken[0]!r} is one of conversations, and stage: pt reads texts; name their column as prompt"
+            f"the dataset {spoken[0]!r} holds conversations, and stage: pt reads texts; name their column as prompt"
             " in dataset_info.json, or choose stage: sft"
         )
 
 
 def _arguments(keys: FactoryKeys, given: Mapping[str, Any]) -> "Seq2SeqTrainingArguments":
-    """Return the arguments of training and of Megatron, with what other keys say of them."""
+    """Return the arguments of training and of Megatron, with what follows from other keys."""
     from lightning_mcore.arguments.training import Seq2SeqTrainingArguments
 
     values = {key: value for key, value in given.items() if key not in _OWN and key not in REFUSED}
     if "output_dir" not in values:
-        raise ValueError("the file has no output_dir; say where checkpoints and the model are written")
+        raise ValueError("the file has no output_dir; give the folder for checkpoints and the model")
     if keys.use_megatron_bridge:
         values = dict.fromkeys(_BRIDGE, True) | values
     if keys.warmup_ratio:
@@ -262,7 +256,7 @@ def _arguments(keys: FactoryKeys, given: Mapping[str, Any]) -> "Seq2SeqTrainingA
 
 
 def _with_fp8(keys: FactoryKeys, values: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments with FP8 as a yes or no means it; the name of a format stays."""
+    """Return arguments with a yes or no for FP8 translated; the name of a format stays."""
     fp8 = values.get("fp8")
     if isinstance(fp8, bool):
         del values["fp8"]
