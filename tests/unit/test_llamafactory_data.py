@@ -95,7 +95,10 @@ def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, row: Any, says: Any,
 @pytest.mark.parametrize(
     ("says", "sentence"),
     [
-        ({"hf_hub_url": "a/b"}, r"comes from the Hugging Face hub \(hf_hub_url: 'a/b'\), and nothing is downloaded in"),
+        (
+            {"hf_hub_url": "a/b"},
+            r"comes from the Hugging Face hub \(hf_hub_url: 'a/b'\), and nothing is downloaded silently",
+        ),
         ({"ms_hub_url": "a/b"}, "comes from ModelScope"),
         ({"om_hub_url": "a/b"}, "comes from Modelers"),
         ({"script_url": "a.py"}, "comes from a script"),
