@@ -297,8 +297,8 @@ def test_a_full_disk_is_one_sentence_and_no_end(
         assert main(arguments) == 1
     said = capsys.readouterr().err
     assert said == (
-        f"error: No space left on device; the finished work is kept in {prefix}.unfinished, and the same command resumes"
-        " from there\n"
+        f"error: No space left on device; the finished work is kept in {prefix}.unfinished, and the same command"
+        " resumes from there\n"
     )
     assert main(arguments) == 0
     assert "to train on it: MCorePretrainingData(" in capsys.readouterr().out
