@@ -45,16 +45,17 @@ $(INSTALLED): pyproject.toml Makefile
 	$(RUN) -m pip install --quiet --editable ".[dev]"
 	@touch $@
 
-check: $(INSTALLED) docs  ## lint, formatting, types and documentation
+check: $(INSTALLED) docs  ## lint, formatting, types, wording and documentation
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports --no-logo --cache-dir build/import-linter
+	$(RUN) -m tests.wording
 
 docs: $(INSTALLED)  ## build the documentation into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict
 
-format: $(INSTALLED)  ## mend what the linter can mend, and format
+format: $(INSTALLED)  ## fix what the linter can fix, and format
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LightningCLI over lightning_mcore: the whole run in a YAML file, no other code.
+"""LightningCLI over lightning_mcore: the whole run in a YAML file, without other code.
 
-``python examples/cli.py fit --config examples/configs/pretrain_gpt.yaml`` trains; anything can be changed behind it, as
+``python examples/cli.py fit --config examples/configs/pretrain_gpt.yaml`` trains. Options change the file, such as
 ``--trainer.strategy.context_parallel_size=2 --trainer.devices=8``. ``python examples/cli.py fit --help`` explains every
 argument.
 """

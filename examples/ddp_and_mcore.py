@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One module, two strategies, the same losses: ``python examples/ddp_and_mcore.py``.
 
-``TinyGPT`` is written once. Lightning's ``"ddp"`` runs it as a whole model on each of two ranks, ``MCoreStrategy`` runs
-it under Megatron's own data parallelism with the optimizer state sharded over the ranks. Same seed, same batches, so
-the losses must agree step by step; the script prints both and ends with an error where they do not.
+``TinyGPT`` is written once. Lightning's ``"ddp"`` runs a whole model on each of two ranks. ``MCoreStrategy`` runs it with
+Megatron's data parallelism, and shards the optimizer state over the ranks. Seed and batches are the same, so the losses
+must agree at every step; the script prints both, and ends with an error if they do not.
 
-It is also the shortest MCoreModule there is: ``configure_model`` builds the model through ``self.pipeline``, the rest
-is plain Lightning. ``MCoreStrategy(pipeline_model_parallel_size=2)`` would split the same class into two stages.
+``TinyGPT`` is also the shortest possible MCoreModule: ``configure_model`` builds the model with ``self.pipeline``, and
+the rest is plain Lightning. ``MCoreStrategy(pipeline_model_parallel_size=2)`` would split the same class into two
+stages.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from lightning_mcore import MCoreModule, MCoreStrategy
 from lightning_mcore.layers.spec import gpt_block_spec
 from stdlib_text import StdlibText
 
-TOLERANCE = 1e-5  # fp32: both sum the same numbers, in another order
+TOLERANCE = 1e-5  # fp32: both sum the same numbers, in a different order
 
 
 class TinyGPT(MCoreModule):
@@ -68,7 +69,7 @@ class TinyGPT(MCoreModule):
         )
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Return the mean loss; nothing here knows of stages or ranks."""
+        """Return the loss, a mean over the tokens of the batch; no code for stages or ranks."""
         tokens, labels = batch["tokens"], batch["labels"]  # both [b, s]
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         loss = self.model(tokens, positions, attention_mask=None, labels=labels).mean()
@@ -87,7 +88,7 @@ class LossHistory(pl.Callback):
         self.losses: list[float] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        """Read the value that ``self.log`` left."""
+        """Read the value that ``self.log`` has logged."""
         self.losses.append(float(trainer.callback_metrics["train_loss"]))
 
 

@@ -2,9 +2,9 @@
 """Train a small GPT to answer questions, on packed rows, split over four CPU processes: tensor and context parallel.
 
 Run it with ``make demo-finetune`` or ``python examples/finetune_gpt.py``; ``--help`` lists what can be changed. The
-answers are docstrings of the standard library, from three words to several pages. Packed, several of them share a row
-and each attends to itself alone; ``--no-packing`` gives each a row of its own instead, padded to the longest of its
-batch, so that the speeds can be compared. ``examples/configs/finetune_gpt.yaml`` is this run for LightningCLI.
+answers are docstrings of the standard library, from three words to several pages. With packing, several of them share a
+row, and each attends only to itself. With ``--no-packing``, each has its own row, padded to the longest of its batch,
+so that you can compare the speeds. ``examples/configs/finetune_gpt.yaml`` is this run for LightningCLI.
 
 The files of the run (metrics, loss curve, an answer) go to ``outputs/finetune_gpt``.
 """
@@ -27,7 +27,7 @@ WARM_UP = 3  # steps that are not measured
 
 
 class RealTokens(pl.Callback):
-    """Counts what is no padding: its share of the batches, and how much of it is trained on in a second."""
+    """Measures the share of tokens that are not padding, and how many of them are trained on in a second."""
 
     def __init__(self) -> None:
         self.places = 0
@@ -77,7 +77,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     run = parser.add_argument_group("run")
     run.add_argument("--no-packing", action="store_true", help="one sample in a row, padded, for comparison")
     run.add_argument("--max-steps", type=int, default=120)
-    run.add_argument("--batch-size", type=int, default=8, help="rows of a data-parallel rank in a step (8)")
+    run.add_argument("--batch-size", type=int, default=8, help="rows in a step, for each data-parallel rank (8)")
     run.add_argument("--micro-batch-size", type=int, default=4, help="rows in one pass through the model (4)")
     run.add_argument("--learning-rate", type=float, default=3e-3)
     run.add_argument("--val-every", type=int, default=60, help="steps between two validations (60)")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fine-tune a Hugging Face model on two CPU processes, tensor parallel, and hand back a Hugging Face model.
+"""Fine-tune a Hugging Face model on two CPU processes, tensor parallel, and write a Hugging Face model.
 
 Run it with ``make demo-hf`` or ``python examples/finetune_hf.py``. ``--model`` names a folder, or a model on the hub,
-whose tokenizer has a chat template; without it ``transformers`` makes a tiny random Llama on the spot. Either way each
-rank reads only its part of the weights, the questions and answers of ``finetune_gpt.py`` are trained on, and at the end
-the two ranks write ``model.safetensors``, config and tokenizer, which ``transformers`` loads and answers with.
+whose tokenizer has a chat template; without it, ``transformers`` makes a tiny random Llama. Each rank reads only its
+part of the weights. The data are the questions and answers of ``finetune_gpt.py``. At the end the two ranks write
+``model.safetensors``, config and tokenizer; ``transformers`` loads them and answers a question.
 """
 
 import argparse
@@ -26,13 +26,13 @@ QUESTION = "What does shutil.copytree(src, dst, symlinks=False) do?"
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; the defaults take about a minute on two cores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="folder or name of the model to start from (a tiny random one)")
+    parser.add_argument("--model", help="folder or name of the model to start from (default: a tiny random one)")
     parser.add_argument("--output", type=Path, default=Path("outputs/finetune_hf"), help="folder for the files")
     parser.add_argument("--devices", type=int, default=2, help="ranks, one process each (2)")
     parser.add_argument("--tp", type=int, default=2, help="tensor_model_parallel_size (2)")
     parser.add_argument("--pp", type=int, default=1, help="pipeline_model_parallel_size (1)")
     parser.add_argument("--seq-length", type=int, default=256, help="tokens in a row (256)")
-    parser.add_argument("--batch-size", type=int, default=8, help="rows of a data-parallel rank in a step (8)")
+    parser.add_argument("--batch-size", type=int, default=8, help="rows in a step, for each data-parallel rank (8)")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--max-steps", type=int, default=100)
     parser.add_argument("--max-bytes", type=int, default=5_000_000, help="how much of the library to read (5000000)")
@@ -40,7 +40,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def prepare(options: argparse.Namespace, dialogues: StdlibDialogues) -> None:
-    """Write the exchanges and, where none is given, the model; of one process, before the others start."""
+    """Write the exchanges and, if none is given, the model; in one process, before the others start."""
     dialogues.write()
     if options.model is None:
         make_model(options.output / "start", dialogues.tokenizer)
@@ -48,7 +48,7 @@ def prepare(options: argparse.Namespace, dialogues: StdlibDialogues) -> None:
 
 
 def make_model(folder: Path, tokenizer: Any) -> None:
-    """Write a small Llama with random weights, as anybody's ``save_pretrained`` does."""
+    """Write a small Llama with random weights, by ``save_pretrained``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": len(tokenizer)}
@@ -59,7 +59,7 @@ def make_model(folder: Path, tokenizer: Any) -> None:
 
 
 def answer(folder: Path) -> str:
-    """Return what ``transformers`` answers with a model."""
+    """Return the answer of a model that ``transformers`` has loaded."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -72,7 +72,7 @@ def answer(folder: Path) -> str:
 
 
 def main() -> None:
-    """Make a model if there is none, train it, and ask ``transformers`` about the result."""
+    """Make a model if none is given, train it, and let ``transformers`` answer with the result."""
     options = parse_arguments()
     pl.seed_everything(1, verbose=False)
     dialogues = StdlibDialogues(options.seq_length, max_bytes=options.max_bytes)

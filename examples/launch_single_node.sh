@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# One machine: a single command, and Lightning starts a process for each device.
+# One machine: one command, and Lightning starts a process for each device.
 #
 #     examples/launch_single_node.sh                                  # tiny, on the CPU
 #     examples/launch_single_node.sh configs/llama3_8b_bf16.yaml      # a node with eight GPUs
 #
-# What follows the file is passed on, as --trainer.max_steps=10. Paths are seen from this folder.
+# Options after the file are passed on, such as --trainer.max_steps=10. Paths are relative to this folder.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 

@@ -4,8 +4,8 @@
 #
 #     cd examples && sbatch launch_slurm.sh configs/qwen3_30b_a3b.yaml
 #
-# Minutes before its time is up, SLURM sends the signal below: the run ends its step, saves (PreemptionCheckpoint in the
-# file) and is requeued by Lightning. Every node must see the same files.
+# A few minutes before the time limit, SLURM sends the signal below. The run finishes its step and saves
+# (PreemptionCheckpoint in the file), and Lightning requeues it. Every node must see the same files.
 #SBATCH --job-name=lightning-mcore
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -16,7 +16,7 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 set -euo pipefail
-cd "$SLURM_SUBMIT_DIR" # the script itself runs as a copy, in a folder of SLURM's
+cd "$SLURM_SUBMIT_DIR" # SLURM runs a copy of this script in its own folder
 
 config=${1:?give the file of the run, such as configs/qwen3_30b_a3b.yaml}
 export CUDA_DEVICE_MAX_CONNECTIONS=1 # tensor-parallel communication is queued before the kernels behind it

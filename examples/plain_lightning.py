@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LightningModule that knows nothing of Megatron, trained by it: ``python examples/plain_lightning.py``.
+"""Train a plain LightningModule with Megatron's data parallelism: ``python examples/plain_lightning.py``.
 
-``ByteModel`` is what one finds in any project: plain torch layers, an ordinary ``training_step``. Under
-``MCoreStrategy`` with all sizes at one, its ranks are replicas: Megatron's data parallelism reduces the gradients in
+``ByteModel`` could come from any project: plain torch layers and an ordinary ``training_step``. Under ``MCoreStrategy``
+with every size 1, each rank has a copy of it: Megatron's data parallelism reduces the gradients in
 buckets, and its distributed optimizer shards the optimizer state over the ranks. Only the Trainer's argument changes;
 ``--strategy ddp`` runs the same module under Lightning's own strategy.
 """
@@ -39,7 +39,7 @@ class ByteModel(pl.LightningModule):
         return self.head(hidden)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Return the mean cross entropy of a batch."""
+        """Return the cross entropy of a batch, a mean over its bytes."""
         loss = self.loss(batch)
         self.log("train_loss", loss, prog_bar=True)
         return loss
@@ -49,7 +49,7 @@ class ByteModel(pl.LightningModule):
         self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True)
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the mean cross entropy of a batch."""
+        """Return the cross entropy of a batch, a mean over its bytes."""
         return nn.functional.cross_entropy(self(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -2,12 +2,12 @@
 """Train a small GPT on real text, split over four CPU processes: tensor, sequence and pipeline parallel.
 
 Run it with ``make demo`` or ``python examples/pretrain_gpt.py``; ``--help`` lists what can be changed. Lightning starts
-one process for each rank. Everything is plain Lightning but for two objects: ``MCoreGPT``, a LightningModule around
-Megatron's GPT, and ``MCoreStrategy``, which says how the model is split. On GPUs the same two run unchanged with
+one process for each rank. Everything is plain Lightning except two objects: ``MCoreGPT``, a LightningModule around
+Megatron's GPT, and ``MCoreStrategy``, which says how the model is split. On GPUs both run unchanged with
 ``Trainer(accelerator="gpu")``. ``examples/configs/pretrain_gpt.yaml`` is this run for LightningCLI.
 
-The files of the run (metrics, loss curve, generated text) go to ``outputs/pretrain_gpt``, and in ``hf`` there the model
-as a Hugging Face model, with which ``transformers`` continues the same prompt at the end.
+The files of the run (metrics, loss curve, generated text) go to ``outputs/pretrain_gpt``. Its folder ``hf`` gets the
+model in Hugging Face form, with which ``transformers`` continues the same prompt at the end.
 """
 
 import argparse
@@ -37,11 +37,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     sizes.add_argument("--hidden-size", type=int, default=128)
     sizes.add_argument("--num-heads", type=int, default=4)
     sizes.add_argument("--seq-length", type=int, default=128, help="tokens in a window (128)")
-    sizes.add_argument("--vocab-size", type=int, default=1024, help="256 reads plain bytes, more trains a BPE (1024)")
+    sizes.add_argument(
+        "--vocab-size", type=int, default=1024, help="256 for plain bytes; above 256 a BPE is trained (1024)"
+    )
     sizes.add_argument("--max-bytes", type=int, default=5_000_000, help="how much of the library to read (5000000)")
     run = parser.add_argument_group("run")
     run.add_argument("--max-steps", type=int, default=400)
-    run.add_argument("--batch-size", type=int, default=8, help="windows of a data-parallel rank in a step (8)")
+    run.add_argument("--batch-size", type=int, default=8, help="windows in a step, for each data-parallel rank (8)")
     run.add_argument("--micro-batch-size", type=int, default=4, help="windows in one pass through the pipeline (4)")
     run.add_argument("--learning-rate", type=float, default=2e-3)
     run.add_argument("--val-every", type=int, default=100, help="steps between two validations (100)")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Silences what other packages say on every rank and a reader of the examples can do nothing about.
+"""Hide warnings of other packages that every rank prints and that a reader of the examples cannot do anything about.
 
-Imported before Megatron. Nothing about the run itself is hidden.
+Import this module before Megatron. It hides nothing about the run itself.
 """
 
 import warnings
@@ -12,6 +12,6 @@ for _message in (
     ".*grad attribute of a Tensor that is not a leaf.*",  # megatron-core: its optimizer's fp32 shards are views
     ".*torch.distributed.*is deprecated.*",  # megatron-core 0.16 under a torch that renames collectives
     ".*isinstance.treespec, LeafSpec.*",  # Lightning under the same torch
-    ".*does not have many workers.*",  # Lightning: the windows lie in memory, workers would compete with the ranks
+    ".*does not have many workers.*",  # Lightning: the windows are in memory, and workers would compete with the ranks
 ):
     warnings.filterwarnings("ignore", message=_message)

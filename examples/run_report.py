@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run shows of itself: its layout at the start; its progress; a picture and a sample of text at the end.
+"""What a run prints and draws: its layout at the start, its progress, and a picture and a sample of text at the end.
 
 Ordinary Lightning callbacks, used by the script and by the YAML alike. They hold no knowledge of the strategy
 except that a model may be split: what needs the whole model (generating text) is called on every rank, and only the
@@ -37,7 +37,7 @@ class StepBar(TQDMProgressBar):
         super().__init__(refresh_rate=refresh_rate)
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        """Return what stands behind the bar."""
+        """Return the text after the bar."""
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
         speed = metrics.pop("tokens_per_second", None)
@@ -46,7 +46,7 @@ class StepBar(TQDMProgressBar):
 
 
 class LayoutTable(pl.Callback):
-    """Prints where each rank stands on the parallel axes and how much of the model it holds."""
+    """Prints the place of each rank on the parallel axes, and how much of the model it holds."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Collect a line from every rank and print them on the first."""
@@ -61,10 +61,10 @@ class LayoutTable(pl.Callback):
 
 
 class LossCurve(pl.Callback):
-    """Draws training and validation loss over the optimizer steps, from the CSV file that ``CSVLogger`` keeps.
+    """Draws training and validation loss over the optimizer steps, from the CSV file of ``CSVLogger``.
 
     Args:
-        file: Where to write the picture; the ending chooses the format.
+        file: Where to write the picture; its suffix chooses the format.
     """
 
     def __init__(self, file: str = "outputs/pretrain_gpt/loss.png") -> None:
@@ -99,7 +99,7 @@ class LossCurve(pl.Callback):
 
 
 class TextSample(pl.Callback):
-    """Lets the trained model continue a prompt; the data module brings ``encode`` and ``decode``.
+    """Lets the trained model continue a prompt; needs a data module with ``encode`` and ``decode``.
 
     Args:
         file: Where to write prompt and continuation.
@@ -124,7 +124,7 @@ class TextSample(pl.Callback):
         self.top_k = top_k
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Generate on every rank, since each holds a part of the model; print and write on the first."""
+        """Generate on every rank, because each holds a part of the model; print and write on the first."""
         data: Any = trainer.datamodule
         _print(trainer, f"\ngenerating {self.max_new_tokens} tokens ...")
         tokens = pl_module.generate(
@@ -141,13 +141,13 @@ class TextSample(pl.Callback):
 class InTransformers(pl.Callback):
     """Writes the trained model in Hugging Face form, and lets ``transformers`` continue a prompt with it.
 
-    What is printed is drawn as in :class:`TextSample`. Then both take the most probable token each time, which has to
-    give the same text. The data module brings ``encode``, ``decode`` and ``save_tokenizer``.
+    The printed text is sampled as in :class:`TextSample`. Then both models take the most probable tokens, which must be
+    the same. It needs a data module with ``encode``, ``decode`` and ``save_tokenizer``.
 
     Args:
         folder: Where to write the model; that of an earlier run is replaced.
         prompt: What the text starts with.
-        max_new_tokens: Tokens to generate; fewer where the model has no room for them.
+        max_new_tokens: Tokens to generate; fewer if the sequence would be too long.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class InTransformers(pl.Callback):
 
 
 def continue_with_transformers(folder: Path, prompt: str, count: int) -> tuple[list[int], str]:
-    """Return the ``count`` most probable tokens after a prompt, and a text drawn from the model that a folder holds."""
+    """Return the ``count`` most probable tokens after a prompt, and a sampled text, from the model in a folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions and answers that every machine has: what the docstrings of the Python standard library say.
+"""Questions and answers that every machine has, from the docstrings of the Python standard library.
 
 Each module, class and function with a docstring gives one exchange: its name and signature are the question, the
-docstring is the answer. Answers have from three words to several pages, which is what packing is for. The exchanges are
-written as jsonl, with a tokenizer beside them whose chat template turns them into text, and from there on they are read
-like anybody's fine-tuning data: :class:`StdlibDialogues` only prepares the files, the rest is ``MCoreFinetuningData``.
+docstring is the answer. Answers have from three words to several pages, so packing helps. :class:`StdlibDialogues`
+writes the exchanges as jsonl, and a tokenizer with a chat template beside them. From there on, ``MCoreFinetuningData``
+reads them like any other data for fine-tuning.
 
 Every tenth module is held out for validation.
 """
@@ -42,7 +42,7 @@ class StdlibDialogues(MCoreFinetuningData):
         seq_length: Tokens in a packed row; longer answers are split.
         batch_size: Rows in a batch of one data-parallel rank.
         vocab_size: Tokens of a byte-level BPE that is trained on the exchanges.
-        packing: Put several exchanges into a row; otherwise each has one of its own.
+        packing: Put several exchanges into a row; otherwise each has its own row.
         max_bytes: Stop reading after this many bytes of source, in the order of the file names.
         folder: Where the files are written.
     """
@@ -73,16 +73,16 @@ class StdlibDialogues(MCoreFinetuningData):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the tokenizer, also before it is there."""
+        """Tokens of the tokenizer, also before it is trained."""
         return self._vocab_size
 
     def prepare_data(self) -> None:
-        """Write the exchanges and the tokenizer, unless they are there, and tokenise."""
+        """Write the exchanges and the tokenizer, unless they exist, and tokenise."""
         self.write()
         super().prepare_data()
 
     def write(self) -> None:
-        """Write the exchanges and the tokenizer, unless they are there."""
+        """Write the exchanges and the tokenizer, unless they exist."""
         if not self.prepared.exists():
             write_dialogues(self.prepared, self._vocab_size, self.max_bytes)
 
@@ -148,7 +148,7 @@ def exchanges(module: str, source: str) -> Iterator[Exchange]:
 
 
 def documented(node: Any, prefix: str) -> Iterator[tuple[str, Documented]]:
-    """Yield classes and functions with their full names, methods behind their class."""
+    """Yield classes and functions with their full names; methods follow their class."""
     for child in node.body:
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield f"{prefix}.{child.name}", child
@@ -158,5 +158,5 @@ def documented(node: Any, prefix: str) -> Iterator[tuple[str, Documented]]:
 
 
 def signature(node: Documented) -> str:
-    """Return the arguments of a function, nothing of a class."""
+    """Return the arguments of a function; an empty text for a class."""
     return "" if isinstance(node, ast.ClassDef) else f"({inspect.cleandoc(ast.unparse(node.args))})"

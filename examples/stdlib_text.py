@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text that every machine has: the source of the Python standard library, as a LightningDataModule.
 
-The examples train on it, so that a first run downloads nothing. Each batch is an ordinary dictionary, and nothing here
-knows of parallelism: the strategy hands the ranks of one data-parallel group the same windows and other groups
-different ones, as it does for any map-style dataset.
+The examples train on it, so that a first run downloads nothing. Each batch is an ordinary dictionary, without code for
+parallelism: as for any map-style dataset, the strategy gives the same windows to all ranks of a model copy, and
+different windows to different copies.
 
-How a run comes by its tokens:
+How a run gets its tokens:
 
 1. ``prepare_data`` (one process of each machine) reads the modules, trains a byte-level BPE on the training files,
-   encodes both splits and leaves tokens and tokenizer in one cache file. A few seconds; the next run finds the file.
+   encodes both splits and writes tokens and tokenizer to one cache file. This takes a few seconds, once.
 2. ``setup`` (every rank) loads the file.
-3. The loaders cut the stream into windows of ``seq_length`` tokens, labels shifted by one.
+3. The loaders split the stream into windows of ``seq_length`` tokens, with labels shifted by one.
 
-Every tenth file is held out for validation, so no validation text was ever trained on.
+Every tenth file is held out for validation, so the model is never trained on validation text.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 NUM_BYTES = 256
-END_OF_FILE = "\0"  # stands between two files: no Python source contains it
+END_OF_FILE = "\0"  # between two files; Python source never contains it
 VAL_EVERY = 10
 
 
@@ -137,14 +137,14 @@ class StdlibText(pl.LightningDataModule):
         return self._loaded_tokenizer.encode(text).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of ``tokens``; bytes that are no valid UTF-8 become the replacement character."""
+        """Return the text of ``tokens``; invalid UTF-8 becomes the replacement character."""
         if self._loaded_tokenizer is None:
             return bytes(tokens).decode(errors="replace")
         return self._loaded_tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Write a tokenizer into ``folder`` that ``transformers`` loads and that does what encode and decode do."""
-        from transformers import PreTrainedTokenizerFast  # of one process, at the end of a run
+        """Write a tokenizer for ``transformers`` into ``folder``, with the same ``encode`` and ``decode``."""
+        from transformers import PreTrainedTokenizerFast  # only one process needs it, at the end of a run
 
         tokenizer = self._loaded_tokenizer or byte_tokenizer()
         fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
@@ -169,7 +169,7 @@ class StdlibText(pl.LightningDataModule):
 
     @cached_property
     def cache_file(self) -> Path:
-        """File of the tokens, named after all that decides its content."""
+        """The cache file, whose name has a hash of everything that determines its content."""
         digest = hashlib.sha256(f"1 {self.vocab_size}".encode())
         for name, text in self._files.items():
             digest.update(f"\0{name}\0{text}".encode())
@@ -181,7 +181,7 @@ class StdlibText(pl.LightningDataModule):
 
 
 class Windows(Dataset):
-    """A stream of tokens cut into windows that do not overlap; each label is the token that follows.
+    """A stream of tokens, split into windows that do not overlap; each label is the token that follows.
 
     Args:
         stream: Token ids [n].

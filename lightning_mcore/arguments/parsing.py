@@ -77,12 +77,12 @@ def _read(path: Path) -> dict[str, Any]:
         try:
             loaded = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}; mend it") from error
+            raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}; fix it") from error
     else:
         try:
             loaded = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON: {error}; mend it, or name it .yaml") from error
+            raise ValueError(f"{path} is not JSON: {error}; fix it, or name it .yaml") from error
     if not isinstance(loaded, dict):
         raise ValueError(f"{path} holds a {type(loaded).__name__}; give arguments by name")
     return loaded
