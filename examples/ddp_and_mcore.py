@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One module, two strategies, the same losses: ``python examples/ddp_and_mcore.py``.
 
-``TinyGPT`` is written once. Lightning's ``"ddp"`` runs a whole model on each of two ranks. ``MCoreStrategy`` runs it with
-Megatron's data parallelism, and shards the optimizer state over the ranks. Seed and batches are the same, so the losses
-must agree at every step; the script prints both, and ends with an error if they do not.
+``TinyGPT`` is written once. Lightning's ``"ddp"`` runs a whole model on each of two ranks. ``MCoreStrategy`` runs it
+with Megatron's data parallelism, and shards the optimizer state over the ranks. Seed and batches are the same, so the
+losses must agree at every step; the script prints both, and ends with an error if they do not.
 
 ``TinyGPT`` is also the shortest possible MCoreModule: ``configure_model`` builds the model with ``self.pipeline``, and
 the rest is plain Lightning. ``MCoreStrategy(pipeline_model_parallel_size=2)`` would split the same class into two

@@ -5,7 +5,8 @@
 #     NNODES=2 NODE_RANK=0 MASTER_ADDR=first-machine DEVICES=8 examples/launch_torchrun.sh configs/qwen3_30b_a3b.yaml
 #     NNODES=2 NODE_RANK=1 MASTER_ADDR=first-machine DEVICES=8 examples/launch_torchrun.sh configs/qwen3_30b_a3b.yaml
 #
-# To try it on one machine, as two "machines" with one CPU rank each: NNODES=2 DEVICES=1, NODE_RANK=0 in one shell and 1 in another.
+# To try it on one machine, with one CPU rank for each of two "machines": NNODES=2 DEVICES=1, and NODE_RANK=0 in one shell
+# and 1 in another.
 # Every machine must see the same files. Paths are relative to this folder.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
