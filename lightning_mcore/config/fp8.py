@@ -14,7 +14,7 @@ mxfp8          one a block of 32 elements                 10.0 up to below 12.0 
 =============  =========================================  ======================  ===================  =============
 
 :class:`FP8Settings` holds the arguments of :class:`~lightning_mcore.MCorePrecision`, checked against each other, and
-the fields that they mean in each of Megatron's three configs. ``strategy/fp8_checks.py`` refuses what machine and
+the fields that they mean in each of Megatron's three configs. ``strategy/checks.py`` refuses what machine and
 shapes cannot do.
 
 Sources: ``TransformerConfig.__post_init__``, ``get_fp8_recipe`` and ``TEDelayedScaling`` of megatron-core (0.16.1 and

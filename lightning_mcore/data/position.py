@@ -74,6 +74,7 @@ class Position:
 
 
 _OWN = {"_loader", "_ranks", "_on_request", "_position", "_slot", "_inner", "_opened", "_started", "_open_twice"}
+_OWN |= {"_seed", "_given_seed"}
 
 
 class FollowedLoader(BatchSampler):
@@ -105,13 +106,16 @@ class FollowedLoader(BatchSampler):
         self._started: Moment | None = None
         self._open_twice = False
         sampler = self._loader_sampler
-        if position is not None and position.seed is not None and isinstance(sampler, DistributedSampler):
-            sampler.seed = position.seed
+        self._given_seed = self._seed = sampler.seed if isinstance(sampler, DistributedSampler) else None
+        if position is not None and position.seed is not None and self._seed is not None:
+            self._seed = sampler.seed = position.seed
         vars(loader)[self._slot] = self  # the loader refuses an assignment, for its arguments would not fit any more
 
     def leave(self) -> None:
         """Give the loader back what it had."""
         vars(self._loader)[self._slot] = self._inner
+        if self._given_seed is not None:
+            self._loader_sampler.seed = self._given_seed
 
     def __getattr__(self, name: str) -> Any:
         """Answer as what it stands for."""
@@ -261,9 +265,7 @@ class FollowedLoader(BatchSampler):
 
     def position(self, batches: int) -> Position:
         """Return where it stands when each rank has read ``batches`` of this epoch."""
-        sampler = self._loader_sampler
-        seed = sampler.seed if isinstance(sampler, DistributedSampler) else None
-        return Position(batches, self._ranks, self.samples_of_batch, self._opened, self._started, seed)
+        return Position(batches, self._ranks, self.samples_of_batch, self._opened, self._started, self._seed)
 
     def _take(self) -> Moment:
         return Moment(take_common(), self.own_states())

@@ -44,7 +44,7 @@ from lightning_mcore.hf.stored_tensors import StoredTensors
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.parallel.consensus import decide, on_all
-from lightning_mcore.strategy.checkpointing import MCorePersistence
+from lightning_mcore.strategy.strategy import MCoreStrategy
 
 _T = TypeVar("_T")
 _SILENT_SECONDS = 2.0  # writing that takes no longer shows no progress
@@ -307,7 +307,7 @@ def _ready(module: pl.LightningModule) -> Iterator[None]:
     """Let Megatron's code run, with all parameters in place, where ``MCoreStrategy`` has the module."""
     trainer = module._trainer
     strategy: Any = trainer.strategy if trainer is not None else None
-    if not isinstance(strategy, MCorePersistence):
+    if not isinstance(strategy, MCoreStrategy):
         yield
         return
     with strategy.runtime():

@@ -9,9 +9,10 @@ Make them attributes of the module, update them in a step, and hand them to ``se
 
 Who has what decides what is counted. The ranks of a tensor-parallel group hold the same tokens; those of a data- or
 context-parallel group hold different ones, so the strategy lets every metric ask the ranks of these two
-(``process_group``). What runs behind the model in a step runs on the last pipeline stage, and ``strategy/logs/step.py``
-gives the other stages its state. What a batch says of whole rows, such as ``cu_seqlens``, is there on each
-context-parallel rank; ratios are not changed by that, and :class:`TokensSeen` counts it on the first of them.
+(``process_group``). What runs behind the model in a step runs on the last pipeline stage, and
+``strategy/logs/pipeline.py`` gives the other stages its state. What a batch says of whole rows, such as ``cu_seqlens``,
+is there on each context-parallel rank; ratios are not changed by that, and :class:`TokensSeen` counts it on the first
+of them.
 
 Sums are kept in fp64 and counts in int64, also where the module is cast to another precision. Without tokens a mean is
 nan.

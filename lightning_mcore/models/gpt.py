@@ -52,7 +52,7 @@ class MCoreGPT(SpeedLogs):
     Logs ``train_loss``, ``val_loss`` and ``test_loss`` (means over tokens), ``val_perplexity`` and ``val_accuracy`` (of
     the next token; also ``test_``), and at each optimizer step ``grad_norm`` (before clipping), ``tokens_per_second``
     (of all ranks together, known padding and validation time left out) and ``model_tflops`` (of one device, in TFLOP/s;
-    see ``config/throughput.py`` for what is counted). The strategy adds the losses of routers and of multi-token
+    see ``config/flops.py`` for what is counted). The strategy adds the losses of routers and of multi-token
     prediction (``strategy/logs/auxiliary.py``).
 
     Args:

@@ -2,7 +2,7 @@
 """How fast a language model trains, and the norm of its gradients: logged at each optimizer step.
 
 :class:`SpeedLogs` is what ``MCoreGPT`` derives from; a module of your own may, too. What is counted is in
-``config/throughput.py``.
+``config/flops.py``.
 """
 
 import functools
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mcore.config.throughput import StepClock, model_copies, training_flops_per_token
+from lightning_mcore.config.flops import training_flops_per_token
 from lightning_mcore.layers.inputs import num_tokens
+from lightning_mcore.strategy.clock import StepClock, model_copies
 from lightning_mcore.strategy.module import MCoreModule
 
 

@@ -88,7 +88,7 @@ def put(state: RandomState, device: torch.device) -> None:
     tracker.set_states({name: convert_cuda_rng_state(s, to_graphable=graphs) for name, s in state.tracker.items()})
 
 
-def turn_aside() -> None:
+def draw_other_numbers() -> None:
     """Let the common generators draw other numbers than those that are next, alike where their states are alike."""
     seed = int(torch.randint(2**31, ()))
     random.seed(seed)

@@ -22,6 +22,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_mcore.parallel import consensus as agreement
 
@@ -100,20 +101,20 @@ def connect(introduction: T) -> tuple[Connections, list[T]] | None:
     return None
 
 
-def check_rendezvous(address: str, port: int, timeout: float) -> None:
+def check_rendezvous(place: ClusterEnvironment, timeout: float) -> None:
     """Wait until something listens where ranks are to meet, and see that torch's store answers there.
 
     torch itself would wait for an answer of any other program for ever.
 
     Args:
-        address: Of rank 0.
-        port: On it.
+        place: Says the address and port of rank 0.
         timeout: Seconds until something has to listen. Rank 0 may start later than this one.
 
     Raises:
         RuntimeError: Another program has the port.
         TimeoutError: Nothing listens.
     """
+    address, port = place.main_address, place.main_port
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -121,9 +122,7 @@ def check_rendezvous(address: str, port: int, timeout: float) -> None:
             break
         except OSError as error:
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"rank 0 was not to be met at {address}:{port} in {timeout:.0f} s: {error}"
-                ) from error
+                raise TimeoutError(f"rank 0 did not answer at {address}:{port} in {timeout:.0f} s: {error}") from error
             time.sleep(0.2)
     answered = threading.Event()
 

@@ -25,8 +25,8 @@ they like. The next run begins when all ranks have come to it, and is refused if
 Before all ranks are connected, those that one rank has started end with it; ranks that a scheduler has started are its
 to end (``srun --kill-on-bad-exit``; torchrun always does).
 
-``strategy/parallelism.py`` wraps its launcher in :func:`run` and calls :func:`begin` with the process groups; the
-strategy calls :func:`cleared_up` at the end of its teardown, and what saves checkpoints asks :func:`can_meet`.
+The strategy launches runs with :class:`Launcher`, calls :func:`begin` with the process groups and :func:`cleared_up`
+at the end of its teardown; what saves checkpoints asks :func:`can_meet`.
 """
 
 import atexit
@@ -48,8 +48,10 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+import lightning.pytorch as pl
 import psutil
 import torch.distributed as dist
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lightning_mcore.parallel.rank_connections import Connections, Lines, connect, receive, send
 
@@ -123,6 +125,22 @@ def run(children: Callable[[], Sequence[subprocess.Popen[bytes]]]) -> Iterator[N
     finally:
         _here.is_running = False
         _here.connected.set()
+
+
+class Launcher(_SubprocessScriptLauncher):
+    """Lightning's launcher, with a watch over the runs that go through it."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        """Call the function in :func:`run`."""
+        with run(lambda: self.procs):
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def _call_children_scripts(self) -> None:
+        os.environ[LAUNCHED_BY] = str(os.getpid())
+        try:
+            super()._call_children_scripts()
+        finally:
+            del os.environ[LAUNCHED_BY]
 
 
 def begin(positions: Mapping[str, int], timeout: float) -> None:

@@ -23,6 +23,7 @@ def real_errors(settings: RunSettings, devices: int) -> list[str]:
     import torch
 
     from lightning_mcore.arguments.build import make_precision, make_strategy
+    from lightning_mcore.strategy.checks import check_device
 
     book = RuleBook()
     device = torch.device("cpu" if settings.trainer.get("accelerator") == "cpu" else "cuda")
@@ -37,7 +38,7 @@ def real_errors(settings: RunSettings, devices: int) -> list[str]:
         return book.errors
     book.attempt(lambda: strategy.layout.validate_world(devices))
     if not book.errors:
-        book.attempt(lambda: strategy._check_device(devices))
+        book.attempt(lambda: check_device(strategy, devices))
     book.attempt(lambda: strategy.layout.validate_model(module.model_shape()))
     book.attempt(lambda: _check_module(module, strategy, device.type))
     book.attempt(lambda: _check_optimizer(module, strategy))
@@ -82,7 +83,7 @@ def _check_module(module: Any, strategy: Any, device_type: str) -> None:
     from lightning_mcore.layers.spec import resolve_transformer_impl
     from lightning_mcore.layers.transformer_config import build_transformer_config
     from lightning_mcore.parallel.pipeline import check_uniform_recompute
-    from lightning_mcore.strategy.parallelism import _check_expert_tensor_parallel
+    from lightning_mcore.strategy.checks import check_expert_tensor_parallel
 
     owned = strategy.megatron_fields()
     if module.transformer.get("multi_latent_attention"):
@@ -101,7 +102,7 @@ def _check_module(module: Any, strategy: Any, device_type: str) -> None:
     check_average_in_collective(strategy.gradients.resolve().average_in_collective, config)
     if used == "local" and not HAVE_TE and device_type == "cpu":
         check_without_transformer_engine(config)
-    _check_expert_tensor_parallel(strategy.layout, strategy.root_device)
+    check_expert_tensor_parallel(strategy.layout, strategy.root_device)
 
 
 def _check_optimizer(module: Any, strategy: Any) -> None:

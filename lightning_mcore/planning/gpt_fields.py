@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from lightning_mcore.config.flops import moe_layers
 from lightning_mcore.config.layout import ModelShape
-from lightning_mcore.config.throughput import moe_layers
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The floating point operations of one optimizer step: of the model, and with what recomputation runs again.
 
-Model FLOPs are those of ``throughput.training_flops_per_token``, so that ``plan`` and the ``model_tflops`` that a run
+Model FLOPs are those of ``flops.training_flops_per_token``, so that ``plan`` and the ``model_tflops`` that a run
 logs mean the same. Hardware FLOPs add the forward passes that are run again in backward. What a part of a layer costs
 is the difference to a model without it.
 """
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from lightning_mcore.config.flops import training_flops_per_token
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.config.throughput import training_flops_per_token
 from lightning_mcore.planning.batch import GlobalBatch
 from lightning_mcore.planning.communication import forward_runs
 from lightning_mcore.planning.gpt_fields import GPTFields

@@ -2,7 +2,7 @@
 """What ``MCoreStrategy`` and ``MCorePrecision`` refuse, worked out from plain data.
 
 The checks that need no Megatron object are called as they are (layout, loss scale, FP8, ``optimizer/rules.py``,
-``CommunicationOptions``). Those of ``strategy/gradients.py``, ``strategy/parallelism.py`` and ``strategy/overlap.py``
+``CommunicationOptions``). Those of ``strategy/gradients.py``, ``strategy/checks.py`` and ``strategy/overlap.py``
 work on Megatron's configs; their rules stand here a second time, on dicts, over the same tables
 (``config/field_homes.py``). A test holds both together.
 """

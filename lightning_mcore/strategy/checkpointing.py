@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lightning's checkpoint hooks: what is one file, what is a directory, and when each part is read.
 
-:class:`MCorePersistence` is the part of the strategy that saves and resumes; ``strategy.py`` builds the steps on it.
+The strategy owns a :class:`Checkpoints`, which saves and loads for it.
 
 ==========================================  ===================================================================
 a plain module, optimizer not sharded       one file, as Lightning writes it; ``"ddp"`` reads it and the other way,
@@ -14,12 +14,13 @@ Lightning asks for a checkpoint in two pieces. Before ``setup`` it calls ``load_
 shards can only be read into the wrapped model, so they wait until the end of ``setup``.
 """
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -36,14 +37,14 @@ from lightning_mcore.checkpoint.io import CONTENT_METADATA, MANIFEST, RANK_STATE
 from lightning_mcore.checkpoint.model_state import StoredState
 from lightning_mcore.checkpoint.optimizer_state import load_whole_state
 from lightning_mcore.config.fp8 import check_start
-from lightning_mcore.layers.metrics import settle_tokens_seen
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
 from lightning_mcore.parallel import rank_watch
 from lightning_mcore.parallel.chunks import ModelChunks, find_pipeline, synchronize_parameters
 from lightning_mcore.parallel.consensus import decide, on_all
 from lightning_mcore.strategy.module import MCoreModule
-from lightning_mcore.strategy.parallelism import MCoreParallelism
-from lightning_mcore.strategy.preemption import heed_requeue_signal
+
+if TYPE_CHECKING:
+    from lightning_mcore.strategy.strategy import MCoreStrategy
 
 _log = logging.getLogger(__name__)
 
@@ -53,41 +54,30 @@ _CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_a
 _EXCEPTION_TIMEOUT = 30.0  # seconds
 
 
-class MCorePersistence(MCoreParallelism):
-    """Saving and resuming of :class:`~lightning_mcore.MCoreStrategy`."""
+class Checkpoints:
+    """Saves and loads for the strategy that owns it.
 
-    _chunks: ModelChunks | None = None
-    _finished_chunks: ModelChunks | None = None
-    _pending: StoredState | None = None  # shards that wait for the model
-    _saved: frozenset[str] = frozenset()  # paths of this process's checkpoints
+    Args:
+        strategy: The strategy.
+    """
 
-    def setup_environment(self) -> None:
-        """Open the process groups, and let SLURM's requeue signal wait for the end of a step."""
-        super().setup_environment()
-        if self.lightning_module is not None:
-            heed_requeue_signal(self.lightning_module.trainer)
+    def __init__(self, strategy: "MCoreStrategy") -> None:
+        self._strategy = strategy
+        self._pending: StoredState | None = None  # shards that wait for the model
+        self._saved: set[str] = set()  # paths of this process's checkpoints
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Lightning reads its own part before ``setup``; shards are read at the end of it."""
-        return False
+    # ---- what writes and reads
 
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """What writes and reads checkpoints; :class:`~lightning_mcore.MCoreCheckpointIO` unless told otherwise."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = MCoreCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = MCoreCheckpointIO()  # goes to the innermost, if that wraps nothing yet
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._checkpoint_io = io
+    @staticmethod
+    def resolve_io(io: CheckpointIO | None) -> CheckpointIO:
+        """Return what writes and reads checkpoints; a wrapper without a plugin of its own gets ours."""
+        if isinstance(io, _WrappingCheckpointIO):
+            io.checkpoint_io = MCoreCheckpointIO()  # goes to the innermost, if that wraps nothing yet
+        return io if io is not None else MCoreCheckpointIO()
 
     @property
     def _shard_io(self) -> MCoreCheckpointIO:
-        io = self.checkpoint_io
+        io = self._strategy.checkpoint_io
         if not isinstance(io, MCoreCheckpointIO):
             raise TypeError(
                 f"{type(io).__name__} writes one file, and this model is saved as a directory of shards; leave it out,"
@@ -96,110 +86,119 @@ class MCorePersistence(MCoreParallelism):
         return io
 
     @property
-    def _saves_one_file(self) -> bool:
-        if self.gradients.distributed:
-            return False
-        chunks = self._chunks or self._finished_chunks
-        if chunks is not None:
-            return chunks.pipeline is None
-        module = self.lightning_module
-        return module is None or not (isinstance(module, MCoreModule) or find_pipeline(module))
+    def _own_io(self) -> MCoreCheckpointIO | None:
+        """Our own plugin, if one has been made or given."""
+        io = self._strategy._checkpoint_io
+        return io if isinstance(io, MCoreCheckpointIO) else None
 
     @property
-    def _splits_weights(self) -> bool:
-        layout = self.layout
-        return layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size > 1 or (
-            layout.expert_model_parallel_size > 1
-        )
+    def _chunks(self) -> ModelChunks | None:
+        """The chunks of this run or, after it, of the last one."""
+        return self._strategy._chunks or self._strategy._finished_chunks
 
-    def _megatron_optimizers(self) -> list[MCoreOptimizer]:
-        return [optimizer for optimizer in self.optimizers if isinstance(optimizer, MCoreOptimizer)]
+    @property
+    def saves_one_file(self) -> bool:
+        """Whether the model is saved as one file, and not as a directory of shards."""
+        if self._strategy.gradients.distributed:
+            return False
+        chunks = self._chunks
+        if chunks is not None:
+            return chunks.pipeline is None
+        module = self._strategy.lightning_module
+        return module is None or not (isinstance(module, MCoreModule) or find_pipeline(module))
 
     # ---- saving
 
-    def complete_parameters(self) -> None:
-        """Gather parameters that overlap_param_gather would gather in the next step; collective, while a run lasts."""
-        if self._chunks is not None:
-            synchronize_parameters(self._chunks)
+    def module_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the weights for a one-file checkpoint, or what stands beside the shards of a split model.
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights for a one-file checkpoint, or what stands beside the shards of a split model."""
-        assert self.lightning_module is not None
-        settle_tokens_seen(self.lightning_module)
-        state = super().lightning_module_state_dict()
-        return state if self._saves_one_file else sharded_state.state_outside_chunks(self.lightning_module, state)
+        Args:
+            state: The module's ``state_dict()``.
+        """
+        return state if self.saves_one_file else sharded_state.state_outside_chunks(self._module, state)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of the optimizer; beside shards only what LR schedulers read back."""
         owner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if self._saves_one_file:
+        if self.saves_one_file:
             state: dict[str, Any] = owner.state_dict()
             return state
         return {"param_groups": [{k: v for k, v in group.items() if k != "params"} for group in owner.param_groups]}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+    def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
         """Write one file, or a directory where the model is split; collective over the world.
-
-        Works during a run and after it, as ``trainer.save_checkpoint`` does.
 
         Raises:
             RuntimeError: There has been no run yet, and a run may split the model.
             TypeError: The ``checkpoint_io`` given to the strategy cannot write shards.
         """
+        strategy = self._strategy
         if not rank_watch.can_meet(_EXCEPTION_TIMEOUT):
             _log.error("%s is not saved: an exception was raised on some ranks, and others are in their step", filepath)
             return
-        self._saved = self._saved | {str(filepath)}
-        chunks = self._chunks or self._finished_chunks
+        self._saved.add(str(filepath))
+        chunks = self._chunks
         if chunks is not None:
             synchronize_parameters(chunks)
-        if self._saves_one_file:
-            checkpoint = {**checkpoint, RANK_STATE: self.resume.gather(checkpoint)}
-            write = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                on_all(write)  # rank 0 writes, and the others wait for it
-            else:
-                write()
+        if self.saves_one_file:
+            self._save_file({**checkpoint, RANK_STATE: strategy.resume.gather(checkpoint)}, filepath, storage_options)
             return
         if chunks is None:
             raise RuntimeError("there is no model to save before the first run; call fit() or validate() first")
         io = self._shard_io
-        optimizers = self._megatron_optimizers() if "optimizer_states" in checkpoint else []
-        with self.runtime():
+        optimizers = strategy.megatron_optimizers if "optimizer_states" in checkpoint else []
+        with strategy.runtime():
             state = sharded_state.collect(chunks, optimizers)
             own: dict[str, Any] = {
                 SHARDED_STATE: state.tensors,
                 MANIFEST: {**self._describe(chunks, optimizers), "parameters": state.num_parameters},
-                RANK_STATE: self.resume.rank_state(checkpoint),
+                RANK_STATE: strategy.resume.rank_state(checkpoint),
             }
             if optimizers:
                 own[_NUMBERS] = state.numbers
                 own[CONTENT_METADATA] = _CONTENT
-            io.save_checkpoint({**checkpoint, **own}, self.broadcast(str(filepath)), storage_options)
-            if self._chunks is None:  # after a run there are no steps to finish it between
+            io.save_checkpoint({**checkpoint, **own}, strategy.broadcast(str(filepath)), storage_options)
+            if not strategy.is_set_up:  # after a run there are no steps to finish it between
                 io.drain()
 
-    def remove_checkpoint(self, filepath: str | Path) -> None:
+    def _save_file(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
+        strategy = self._strategy
+
+        def write() -> None:
+            if strategy.is_global_zero:
+                strategy.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            on_all(write)  # rank 0 writes, and the others wait for it
+        else:
+            write()
+
+    def remove(self, filepath: str | Path) -> None:
         """Delete a checkpoint of this run; what lies elsewhere stays, with a warning.
 
         The paths come from Lightning, which takes them over from the checkpoint that a run resumes from.
         """
-        if not self.is_global_zero:
+        if not self._strategy.is_global_zero:
             return
-        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+        module = self._strategy.lightning_module
+        trainer = module._trainer if module is not None else None
         callbacks = trainer.checkpoint_callbacks if trainer is not None else []
         folders = {str(getattr(callback, "dirpath", None) or "") for callback in callbacks} - {""}
         path = str(filepath)
         if path in self._saved or any(checkpoint_files.lies_in(path, folder) for folder in folders):
-            self.checkpoint_io.remove_checkpoint(filepath)
+            self._strategy.checkpoint_io.remove_checkpoint(filepath)
         else:
             _log.warning("%s was to be deleted, and this run does not save there, so it stays", filepath)
 
-    def prepare_links(self, trainer: pl.Trainer) -> None:
+    def prepare_links(self, trainer: pl.Trainer, restores: contextlib.ExitStack) -> None:
         """Let links to the last checkpoint be set when it is whole, and refuse one whose checkpoint is gone.
 
         With ``ckpt_path="last"`` Lightning passes over such a link and would begin anew, as it would where a crash left
         the last checkpoint moved away.
+
+        Args:
+            trainer: The trainer.
+            restores: What puts its callbacks back after the run.
 
         Raises:
             FileNotFoundError: Training begins anew where that is so.
@@ -210,109 +209,106 @@ class MCorePersistence(MCoreParallelism):
             if not isinstance(callback, ModelCheckpoint) or not checkpoint_files.writes_directly(str(folder or "")):
                 continue
             links = decide(partial(_last_links, callback, trainer, begins_anew))
-            if callback.save_last == "link" and isinstance(self.checkpoint_io, MCoreCheckpointIO):
-                self.checkpoint_io.watch_links(links)
-                if type(callback)._link_checkpoint is ModelCheckpoint._link_checkpoint:
-                    callback._link_checkpoint = _link_when_whole  # type: ignore[method-assign]
+            io = self._strategy.checkpoint_io
+            if callback.save_last == "link" and isinstance(io, MCoreCheckpointIO):
+                io.watch_links(links)
+                name, own = "_link_checkpoint", vars(callback)
+                if type(callback)._link_checkpoint is ModelCheckpoint._link_checkpoint and name not in own:
+                    own[name] = _link_when_whole
+                    restores.callback(own.pop, name)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def poll(self) -> None:
         """Finish a save whose files are written."""
-        if isinstance(self._checkpoint_io, MCoreCheckpointIO):
-            self._checkpoint_io.poll()
+        if self._own_io is not None:
+            self._own_io.poll()
 
-    def on_train_end(self) -> None:
-        """Wait for what is being saved."""
-        self.resume.on_train_end()
-        self._finish_saves()
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Finish what is being saved, if the other ranks come here too; one of them may have died."""
-        self._finish_saves(_EXCEPTION_TIMEOUT)
-
-    def _finish_saves(self, timeout: float | None = None) -> None:
+    def finish(self, timeout: float | None = None) -> None:
         """Wait for what is being saved; collective over the world."""
-        if isinstance(self._checkpoint_io, MCoreCheckpointIO) and self._checkpoint_io.has_saves_in_flight:
-            with self.runtime():
-                self._checkpoint_io.drain(timeout)
+        if self._own_io is not None and self._own_io.has_saves_in_flight:
+            with self._strategy.runtime():
+                self._own_io.drain(timeout)
+
+    def finish_after_exception(self) -> None:
+        """Finish what is being saved, if the other ranks come here too; one of them may have died."""
+        self.finish(_EXCEPTION_TIMEOUT)
 
     def _describe(self, chunks: ModelChunks, optimizers: list[MCoreOptimizer]) -> dict[str, Any]:
-        assert self.lightning_module is not None
+        strategy = self._strategy
         return checkpoint_manifest.describe(
-            self.lightning_module,
-            self.layout,
-            self.world_size,
-            self.precision_plugin.precision,
-            self.gradients.distributed,
+            self._module,
+            strategy.layout,
+            strategy.world_size,
+            strategy.precision_plugin.precision,
+            strategy.gradients.distributed,
             chunks.config if chunks.pipeline is not None else None,
             [optimizer.user for optimizer in optimizers],
         )
 
     # ---- loading
 
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    def load(self, checkpoint_path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         """Read a file, or Lightning's part of a directory, whose shards follow in ``setup``.
 
         Raises:
-            FileNotFoundError: There is nothing, or a directory that is no checkpoint.
+            FileNotFoundError: There is nothing, or a directory that is not a checkpoint.
             ValueError: The checkpoint is of another model, or cannot be read whole; or it has weights alone, and the
                 run keeps them in FP8.
         """
-        self._finish_saves()
-        path: str = self.broadcast(str(checkpoint_path))  # not a Path, which breaks "http://"
+        strategy = self._strategy
+        self.finish()
+        path: str = strategy.broadcast(str(checkpoint_path))  # not a Path, which breaks "http://"
         state: dict[str, Any] = on_all(lambda: self._read(path, weights_only))
-        self.resume.restore(state.pop(RANK_STATE, None), state)
+        strategy.resume.restore(state.pop(RANK_STATE, None), state)
         if state.pop(MANIFEST, None) is not None:
             numbers = state.pop(_NUMBERS, None)
-            if numbers is None and self._is_fitting:
-                check_start(self.precision_plugin.fp8.fp8_param, f"the weights alone of {path}")
+            module = strategy.lightning_module
+            if numbers is None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+                check_start(strategy.precision_plugin.fp8.fp8_param, f"the weights alone of {path}")
             self._pending = StoredState.open(self._shard_io, path, numbers, weights_only)
         return state
 
-    @property
-    def _is_fitting(self) -> bool:
-        module = self.lightning_module
-        return module is not None and module.trainer.state.fn == TrainerFn.FITTING
-
     def _read(self, path: str, weights_only: bool | None) -> dict[str, Any]:
-        state: dict[str, Any] = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-        if MANIFEST not in state and self._splits_weights:
+        strategy, layout = self._strategy, self._strategy.layout
+        state: dict[str, Any] = strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        splits = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size > 1
+        if MANIFEST not in state and (splits or layout.expert_model_parallel_size > 1):
             raise ValueError(
                 f"{path} is one file, as it is written by other strategies; this run splits the model into"
-                f" {self.layout.describe(self.world_size)}, and reads directories that MCoreStrategy wrote: load it on"
+                f" {layout.describe(strategy.world_size)}, and reads directories that MCoreStrategy wrote: load it on"
                 " one rank, or with data parallelism alone, and save it there"
             )
         return state
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+    def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Load the weights of a one-file checkpoint, or what stands beside the shards of a split model."""
+        module, saved = self._module, checkpoint["state_dict"]
         if self._pending is None:
-            super().load_model_state_dict(checkpoint, strict)
+            module.load_state_dict(saved, strict=strict)
             return
-        assert self.lightning_module is not None
-        saved = checkpoint["state_dict"]
-        sharded_state.load_outside_chunks(self.lightning_module, saved, self._pending.path, strict)
-        if self._chunks is not None:  # in the middle of a run, as after a search for a learning rate
-            self._load_pending(self.lightning_module.trainer.state.fn == TrainerFn.FITTING)
+        sharded_state.load_outside_chunks(module, saved, self._pending.path, strict)
+        if self._strategy.is_set_up:  # in the middle of a run, as after a search for a learning rate
+            self.load_pending(module.trainer.state.fn == TrainerFn.FITTING)
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Load what :meth:`optimizer_state` returned; the state itself, if it is in shards, is there already.
 
         Raises:
             ValueError: The checkpoint holds the states of another number of optimizers, and not of none.
         """
-        optimizers, states = self.optimizers, checkpoint["optimizer_states"]
+        optimizers, states = self._strategy.optimizers, checkpoint["optimizer_states"]
         if len(states) not in (0, len(optimizers)):
             raise ValueError(
                 f"the checkpoint holds the states of {len(states)} optimizers and configure_optimizers returned"
                 f" {len(optimizers)}; resume with the optimizers of the run that saved it"
             )
+        distributed = self._strategy.gradients.distributed
         for optimizer, saved in zip(optimizers, states, strict=False):
-            if self.gradients.distributed and "megatron" in saved:
+            if distributed and "megatron" in saved:
                 raise ValueError(
                     "the checkpoint's optimizer keeps whole fp32 copies of the parameters, as in bf16-true without"
                     " the distributed optimizer; resume it with use_distributed_optimizer=False"
                 )
-            if self.gradients.distributed and "state" in saved and isinstance(optimizer, MCoreOptimizer):
+            if distributed and "state" in saved and isinstance(optimizer, MCoreOptimizer):
                 load_whole_state(optimizer, saved)
                 continue
             if "state" in saved or "megatron" in saved:
@@ -327,22 +323,31 @@ class MCorePersistence(MCoreParallelism):
             for group, values in zip(optimizer.param_groups, groups, strict=True):
                 group.update(values)
 
-    def _load_pending(self, fitting: bool) -> None:
+    def load_pending(self, fitting: bool) -> None:
+        """Read the shards that wait for the model, into its chunks and, in a fit, into their optimizers."""
         if self._pending is None:
             return
         stored, self._pending = self._pending, None
-        module = self.lightning_module
-        assert self._chunks is not None
-        assert module is not None
+        chunks, optimizers = self._strategy.chunks, self._strategy.megatron_optimizers
         path, manifest = stored.path, stored.contents.manifest
-        checkpoint_manifest.check_model(path, manifest, module)
-        optimizers = self._megatron_optimizers() if fitting and stored.numbers is not None else []
-        if optimizers:
-            checkpoint_manifest.check_optimizer(path, manifest, [optimizer.user for optimizer in optimizers])
-        sharded_state.load(stored, self._chunks, optimizers, strict=module.strict_loading)
-        if not optimizers:
-            for optimizer in self._megatron_optimizers():
+        checkpoint_manifest.check_model(path, manifest, self._module)
+        resumed = optimizers if fitting and stored.numbers is not None else []
+        if resumed:
+            checkpoint_manifest.check_optimizer(path, manifest, [optimizer.user for optimizer in resumed])
+        sharded_state.load(stored, chunks, resumed, strict=self._module.strict_loading)
+        if not resumed:
+            for optimizer in optimizers:
                 optimizer.megatron.reload_model_params()
+
+    def forget_pending(self) -> None:
+        """Let go of shards that no model was set up for."""
+        self._pending = None
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        module = self._strategy.lightning_module
+        assert module is not None
+        return module
 
 
 def _link_when_whole(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:

@@ -85,7 +85,7 @@ class GradientSettings:
         return bool(self.resolve().use_distributed_optimizer)
 
     @cached_property
-    def sums_once(self) -> bool:
+    def reduces_only_once(self) -> bool:
         """Whether gradients can be summed over ranks only once before they are zeroed: shards are summed in place."""
         resolved = self.resolve()
         return bool(resolved.use_distributed_optimizer or resolved.overlap_grad_reduce)

@@ -20,7 +20,7 @@ fp32 parameters under autocast.
 With bf16, matrix products of TransformerEngine's layers may run in FP8: ``MCorePrecision("bf16-mixed",
 fp8_recipe="tensorwise")``. ``config/fp8.py`` has the recipes, what they need, and what is refused.
 
-The plugin also carries out the steps that Lightning leaves to precision plugins: the backward pass, the optimizer step
+The plugin also runs the steps that Lightning leaves to precision plugins: the backward pass, the optimizer step
 and clipping. Where the schedule has already run backward inside ``training_step``, :meth:`MCorePrecision.backward` has
 nothing left to do; elsewhere it runs it and lets the strategy reduce the gradients.
 
@@ -45,6 +45,8 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -52,6 +54,8 @@ from torch.optim import Optimizer
 from lightning_mcore.config.field_homes import ddp_fields_of
 from lightning_mcore.config.fp8 import AmaxComputeAlgo, FP8Format, FP8Recipe, FP8Settings
 from lightning_mcore.config.fp16 import LossScaling
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.optimizer.factory import OptimizerSetting
 from lightning_mcore.optimizer.loss_scale import LossScaler, skippable
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
 
@@ -227,6 +231,32 @@ class MCorePrecision(Precision):
         if self._scaling is not None:
             fields |= {"fp16": True, **self._scaling.optimizer_fields()}
         return fields
+
+    def optimizer_setting(
+        self,
+        layout: ParallelLayout,
+        ddp_config: DistributedDataParallelConfig,
+        config: OptimizerConfig | None,
+        inline: bool,
+    ) -> OptimizerSetting:
+        """Return how Megatron runs the optimizers of a run that begins, with a new loss scale.
+
+        Args:
+            layout: The parallel layout.
+            ddp_config: Megatron's settings of gradients.
+            config: Megatron's config for its optimizers, None for its defaults.
+            inline: Lightning's own loop runs backward.
+        """
+        return OptimizerSetting(
+            inline=inline,
+            precision=self.optimizer_fields(inline),
+            distributed=ddp_config.use_distributed_optimizer,
+            overlap_param_gather=ddp_config.overlap_param_gather,
+            tensor_parallel_size=max(layout.tensor_model_parallel_size, layout.expert_tensor_size),
+            expert_model_parallel_size=layout.expert_model_parallel_size,
+            config=config,
+            scaler=self.make_scaler(),
+        )
 
     def make_scaler(self) -> LossScaler | None:
         """Make the loss scale of a run that begins; None in precisions that need none."""

@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTh
 from lightning.pytorch.utilities.data import extract_batch_size
 
 from lightning_mcore.config.text import human
-from lightning_mcore.config.throughput import StepClock, model_copies
+from lightning_mcore.strategy.clock import StepClock, model_copies
 
 _TOKENS = ("tokens", "input_ids")  # where a batch of a language model holds them
 _OWN = ("tokens_per_second", "grad_norm", "skipped_steps", "loss_scale", "v_num")  # shown by us, or not worth the room

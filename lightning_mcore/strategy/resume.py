@@ -27,15 +27,19 @@ are the same, and those of later epochs), and a sampler or iterable dataset that
 generators while it is read.
 """
 
+import contextlib
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.strategies import ParallelStrategy
@@ -56,7 +60,8 @@ from lightning_mcore.data.loop_position import (
 )
 from lightning_mcore.data.position import FollowedLoader, Moment, Position, batches_in_pass
 from lightning_mcore.parallel.consensus import control_group
-from lightning_mcore.parallel.random_state import RandomState, from_plain, pick, put, take, to_plain, turn_aside
+from lightning_mcore.parallel.groups import process_group
+from lightning_mcore.parallel.random_state import RandomState, draw_other_numbers, from_plain, pick, put, take, to_plain
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,8 @@ class ExactResume:
     def __init__(self, strategy: ParallelStrategy, layout: ParallelLayout) -> None:
         self._strategy = strategy
         self._layout = layout
+        self._restores = contextlib.ExitStack()  # gives loaders back as they were
+        self._quiet = contextlib.ExitStack()  # while Lightning warns of what is taken care of here
         self._forget()
 
     def _forget(self) -> None:
@@ -133,8 +140,7 @@ class ExactResume:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start without what belonged to the other process."""
-        vars(self).update(state)
-        self._forget()
+        self.__init__(state["_strategy"], state["_layout"])  # type: ignore[misc]
 
     # ---- a checkpoint is made
 
@@ -260,12 +266,14 @@ class ExactResume:
 
     def process_dataloader(self, loader: object) -> None:
         """Follow a training loader; let those of validation draw no common random numbers for their workers."""
+        self._seed_workers(loader)
         module = self._strategy.lightning_module
         if module is None or module._trainer is None or module.trainer.state.fn != TrainerFn.FITTING:
             return
         trainer, restored = module.trainer, self._restored
         if trainer.state.stage != RunningStage.TRAINING:
             if isinstance(loader, DataLoader) and loader.generator is None:
+                self._restores.callback(setattr, loader, "generator", None)
                 loader.generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
             return
         index, self._num_loaders = self._num_loaders, self._num_loaders + 1
@@ -279,6 +287,7 @@ class ExactResume:
             position = restored.position(index) if restored is not None else None
             followed = FollowedLoader(loader, ranks, self.batch_arrives, position)
             self._loaders[id(loader)] = followed
+            self._restores.callback(followed.leave)
             if position is not None and restored is not None and restored.place.in_epoch:
                 _check_can_go_on(followed, replace(position, batches=restored.place.batches), restored, ranks)
             if restored is not None and restored.is_between and not restored.makes_iterator:
@@ -288,9 +297,17 @@ class ExactResume:
         elif restored.place.in_epoch and restored.ranks != ranks:
             raise ValueError(_sentence(type(loader).__name__, restored, ranks, None, None))
 
+    def _seed_workers(self, loader: object) -> None:
+        """Seed a loader's workers by data-parallel rank, so that ranks of one model copy augment alike."""
+        seeded = int(os.environ.get("PL_SEED_WORKERS", 0))
+        if seeded and isinstance(loader, DataLoader) and loader.worker_init_fn is None:
+            self._restores.callback(setattr, loader, "worker_init_fn", None)
+            loader.worker_init_fn = partial(pl_worker_init_function, rank=process_group("dp").rank())
+
     def batch_arrives(self) -> None:
         """Remember the state from which a window of ``accumulate_grad_batches`` begins, before its first batch."""
         assert self._strategy.lightning_module is not None
+        self._quiet.close()
         trainer = self._strategy.lightning_module.trainer
         number = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         if not trainer.training or number % trainer.accumulate_grad_batches:
@@ -335,8 +352,6 @@ class ExactResume:
 
     def _go_on_in_epoch(self, fit: Any, restored: _Restored) -> None:
         loop = fit.epoch_loop
-        # Lightning looks for a loader that has a state of its own, and finds none.
-        warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
         if restored.reads_over and "stateful" in restored.kinds:
             read_over_some(fit._data_fetcher, restored.place.batches, [kind == "read" for kind in restored.kinds])
         elif restored.reads_over:
@@ -347,12 +362,15 @@ class ExactResume:
                 move_on(fit, restored.place.batches, len(followed), followed.remaining(position))
         if loop._should_accumulate():  # then Lightning will not count the step, as it does at the end of a window
             loop._batches_that_stepped += 1
+        # Lightning looks for a loader that has a state of its own, and finds none. It warns before the first batch.
+        self._quiet.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
 
     def on_validation_start(self) -> None:
         """Remember the random state of training, and leave the numbers to it that come next."""
         if self._is_within_fit():
             self._before_validation = take(self._strategy.root_device)
-            turn_aside()
+            draw_other_numbers()
 
     def on_validation_end(self) -> None:
         """Go on from it."""
@@ -371,12 +389,12 @@ class ExactResume:
 
     def teardown(self) -> None:
         """Give loaders back as they were."""
-        for followed in self._loaders.values():
-            followed.leave()
+        self._quiet.close()
         self._restored = None
         module = self._strategy.lightning_module
         if module is not None and module._trainer is not None:
             EndOfRestart.detach(module.trainer)
+        self._restores.close()
 
 
 def _check_can_go_on(followed: FollowedLoader, position: Position, restored: _Restored, ranks: int) -> None:

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lightning's steps on Megatron's forward-backward schedules.
 
-The strategy hands :class:`Schedule` the microbatches of one optimizer step (or one evaluation batch) and the name of
-the step. Megatron's schedule asks for one microbatch and one chunk at a time; the answer here is to activate the
-chunk in the user's pipeline and to call the user's step (``module.py`` tells how the step becomes a stage).
+A DataLoader batch is one microbatch and ``Trainer(accumulate_grad_batches=N)`` is Megatron's ``num_microbatches``: for
+the first N-1 batches ``training_step`` only keeps the batch, at the N-th it runs Megatron's schedule over all of them.
+Lightning's loops stay as they are, so ``global_step``, ``max_steps``, ``val_check_interval`` and the rest mean what
+they do in Lightning.
+
+:class:`Schedule` gathers the microbatches of one optimizer step (or takes one evaluation batch) and runs Megatron's
+schedule over them. That asks for one microbatch and one chunk at a time; the answer here is to activate the chunk in
+the user's pipeline and to call the user's step (``parallel/pipeline.py`` tells how the step becomes a stage).
 
 What a loss means. The step returns
 
@@ -19,28 +24,32 @@ The value that is differentiated is always this rank's own part; only detached c
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.fp8 import check_microbatch
+from lightning_mcore.config.layout import ModelShape
 from lightning_mcore.layers.packed_sequences import rows_between
-from lightning_mcore.parallel.chunks import ModelChunks
+from lightning_mcore.layers.spec import choose_attention
+from lightning_mcore.parallel.chunks import ModelChunks, check_gradients, pipeline_config, wrap_chunks
 from lightning_mcore.parallel.groups import from_last_stage, process_group, random_state_of_stage
-from lightning_mcore.parallel.pipeline import StageOutput
-from lightning_mcore.strategy.logs.auxiliary import AuxiliaryLogs
-from lightning_mcore.strategy.logs.step import StepLogs
+from lightning_mcore.parallel.pipeline import Pipeline, StageOutput
+from lightning_mcore.strategy.checks import check_backward_is_free, check_chunks
 from lightning_mcore.strategy.module import MCoreModule
+
+if TYPE_CHECKING:
+    from lightning_mcore.strategy.strategy import MCoreStrategy
 
 
 @dataclass(frozen=True)
@@ -62,37 +71,112 @@ class Microbatch:
     filler: bool = False
 
 
+def wrap_pipeline(
+    strategy: "MCoreStrategy",
+    module: pl.LightningModule,
+    pipeline: Pipeline,
+    ddp_config: DistributedDataParallelConfig | None,
+) -> ModelChunks:
+    """Wrap the chunks of a model that was built with ``pipeline()``.
+
+    Args:
+        strategy: Whose layout and precision the model's config takes.
+        module: The user's module, on its device.
+        pipeline: What its ``pipeline()`` returned.
+        ddp_config: Megatron's settings of gradients; None to wrap the chunks for evaluation alone.
+
+    Raises:
+        ValueError: The model does not fit the layout, or the module runs backward itself.
+    """
+    if strategy._layer_sync is not None:
+        raise ValueError("sync_batchnorm=True is not available for a model built with pipeline(); set it to False")
+    if ddp_config is not None:
+        check_backward_is_free(module)
+    config = pipeline_config(pipeline, strategy.megatron_fields())
+    strategy.layout.validate_model(ModelShape.from_config(config))
+    return wrap_chunks(list(pipeline.chunks), config, pipeline, ddp_config, strategy.gradients.align_grad_reduce)
+
+
 class Schedule:
     """Runs the module's steps over its chunks.
 
     Args:
+        strategy: The strategy that owns it.
         module: The user's module.
-        chunks: Its wrapped chunks.
-        layout: The parallel layout.
-        device: This rank's device.
-        prepare: Called before each run with the shape (sequence length, rows) of its microbatches, None where they
-            differ, and the model's config.
+        chunks: Its chunks, as :func:`wrap_pipeline` returned them.
+
+    Raises:
+        TypeError: A step draws its batches itself.
+        ValueError: FP8 would reach no layer of the model.
     """
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        chunks: ModelChunks,
-        layout: ParallelLayout,
-        device: torch.device,
-        prepare: Callable[[tuple[int, int] | None, TransformerConfig], None] | None = None,
-    ) -> None:
+    inline = False
+
+    def __init__(self, strategy: "MCoreStrategy", module: pl.LightningModule, chunks: ModelChunks) -> None:
         assert chunks.pipeline is not None
+        check_chunks(strategy.precision_plugin.fp8, chunks.bare)
+        for chunk in chunks.bare:
+            choose_attention(chunk)
         _check_steps_take_batches(module)
+        self._strategy = strategy
         self._module = module
         self._chunks = chunks
         self._pipeline = chunks.pipeline
-        self._layout = layout
-        self._device = device
-        self._prepare = prepare
+        self._layout = strategy.layout
+        self._device = self.root_device = strategy.root_device
+        self._logs = strategy.logs
+        self._logs.setup_pipeline(chunks.config)
         self._last_output: dict[str, Any] = {}
-        self._logs = StepLogs(module, device)
-        self._auxiliary_logs = AuxiliaryLogs(module, chunks.config, device)
+        self._last_loss: Tensor | None = None
+        self._window: list[Microbatch] = []
+        self._seen_full_window = False
+
+    # ---- training
+
+    def start(self) -> None:
+        """Forget batches that an interrupted run has kept."""
+        self._window, self._last_loss = [], None
+
+    def training_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Keep the batch until the window of ``accumulate_grad_batches`` is full, then run the step.
+
+        Args:
+            args: What the step takes: a batch, on the device, and what follows it.
+            kwargs: Not used: Lightning gives none to a step of ``(batch, batch_idx)``.
+
+        Returns:
+            The loss of this step; while the window fills, that of the step before. A mean, as :meth:`train` returns it.
+        """
+        strategy, trainer = self._strategy, self._module.trainer
+        loop, num_batches = trainer.fit_loop, trainer.accumulate_grad_batches
+        if loop.epoch_loop.batch_idx % num_batches == 0:
+            self._window = []
+        self._window += self.split(args[0], args[1:], strategy.micro_batch_size)
+        if loop._should_accumulate():
+            return self._last_loss if self._last_loss is not None else torch.zeros((), device=self._device)
+        if not self._seen_full_window and (loop.epoch_loop.batch_idx + 1) % num_batches == 0:
+            # Only the first: later ones may end with a short batch of the loader.
+            self._layout.validate_microbatches(len(self._window), strategy.microbatch_group_size)
+            self._seen_full_window = True
+        window, self._window = self._window, []
+        for chunk in self._chunks.ddp:
+            chunk.zero_grad_buffer()
+        for optimizer in strategy.megatron_optimizers:
+            optimizer.megatron.zero_grad()
+            optimizer.gradients_changed()
+        output = self.train(window, num_batches)
+        if strategy.gradients.check_nan:
+            check_gradients(self._chunks)
+        self._last_loss = output["loss"] if isinstance(output, dict) else output
+        return output
+
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        """Do nothing: the schedule reduces gradients itself."""
+        return contextlib.nullcontext()
+
+    def around_backward(self) -> AbstractContextManager[None]:
+        """Do nothing: the schedule has run backward."""
+        return contextlib.nullcontext()
 
     def split(self, batch: Any, arguments: tuple[Any, ...], micro_batch_size: int | None) -> list[Microbatch]:
         """Cut a DataLoader batch into microbatches and take this context-parallel rank's share of each.
@@ -124,13 +208,11 @@ class Schedule:
                 shorter window of an epoch, as in Lightning.
 
         Returns:
-            The loss of the step on every rank, detached; on the last stage with what else ``training_step`` returned
-            for the last microbatch.
+            The loss of the step on every rank, detached, [] fp32: a mean over its microbatches, or over its tokens; on
+            the last stage with what else ``training_step`` returned for the last microbatch.
         """
-        self._auxiliary_logs.start()
-        with self._short_window(microbatches, num_batches) as divisor:
+        with self._logs.layer_losses(len(microbatches)), self._short_window(microbatches, num_batches) as divisor:
             _, loss = self._run("training_step", microbatches, forward_only=False, num_batches=divisor)
-        self._auxiliary_logs.finish(len(microbatches))
         assert loss is not None
         last, self._last_output = self._last_output, {}
         return {**last, "loss": loss} if last else loss
@@ -159,19 +241,19 @@ class Schedule:
         finally:
             config.grad_scale_func = scale
 
-    def evaluate(self, step: str, batch: Any, arguments: tuple[Any, ...], shares_output: bool = True) -> Any:
+    def evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any], shares_output: bool) -> Any:
         """Run a step forward only.
 
         Args:
             step: Name of the module's method.
-            batch: What it takes, on the device.
-            arguments: What it takes after the batch.
+            args: What it takes: a batch, on the device, and what follows it.
+            kwargs: Not used: Lightning gives none to a step of ``(batch, batch_idx)``.
             shares_output: Whether any rank of the pipeline reads what the step returns; the same on all of them.
 
         Returns:
             What the step returned, on every rank of the pipeline; None but on its last stage where nobody reads it.
         """
-        outputs, _ = self._run(step, [self._microbatch(batch, arguments, 1.0)], forward_only=True, num_batches=1)
+        outputs, _ = self._run(step, [self._microbatch(args[0], args[1:], 1.0)], forward_only=True, num_batches=1)
         output = outputs[0] if outputs else None
         return self._send_output(output) if shares_output else output
 
@@ -191,13 +273,13 @@ class Schedule:
         config = self._chunks.config
         shapes = {microbatch.shape for microbatch in filled}
         shape = shapes.pop() if len(shapes) == 1 else None
-        if self._prepare is not None:
-            self._prepare(shape, config)
+        check_microbatch(self._strategy.precision_plugin.fp8, shape, self._layout)
+        self._strategy.tensor_overlap.open(shape, config)
         config.variable_seq_lengths = shape is None
         seq_length, micro_batch_size = shape or (1, 1)
         interleaved = self._layout.virtual_pipeline_model_parallel_size is not None
         iterators = [iter(filled) for _ in self._chunks.wrapped]
-        with self._logs.recording(), random_state_of_stage(), self._groups_of(len(filled)):
+        with self._logs.pipeline.recording(), random_state_of_stage(), self._groups_of(len(filled)):
             outputs = get_forward_backward_func()(
                 forward_step_func=self._forward_step(step, len(filled), forward_only, num_batches),
                 data_iterator=iterators if interleaved else iterators[0],
@@ -207,7 +289,7 @@ class Schedule:
                 micro_batch_size=micro_batch_size,
                 forward_only=forward_only,
             )
-        return outputs, self._logs.finish(step, over_copies=not forward_only)
+        return outputs, self._logs.pipeline.finish(step, over_copies=not forward_only)
 
     @contextlib.contextmanager
     def _groups_of(self, num_microbatches: int) -> Iterator[None]:
@@ -268,7 +350,7 @@ class Schedule:
         is_last = self._chunks.is_last[self._chunks.wrapped.index(chunk)]
         calls = self._pipeline.num_calls
         muted = microbatch.filler or not is_last
-        with self._logs.microbatch(microbatch.batch, muted), self._pipeline.activate(chunk, is_last):
+        with self._logs.pipeline.microbatch(microbatch.batch, muted), self._pipeline.activate(chunk, is_last):
             output = getattr(self._module, step)(microbatch.batch, *microbatch.arguments)
         if self._pipeline.num_calls != calls + 1:
             raise RuntimeError(
@@ -300,7 +382,7 @@ class Schedule:
 
     def _record_loss(self, loss: Tensor, num_tokens: Tensor | None, microbatch: Microbatch) -> None:
         if not microbatch.filler:
-            self._logs.add_loss(loss, microbatch.weight if num_tokens is None else num_tokens)
+            self._logs.pipeline.add_loss(loss, microbatch.weight if num_tokens is None else num_tokens)
 
     @staticmethod
     def _loss_function(num_tokens: Tensor | None, microbatch: Microbatch, factor: float) -> Callable[[Tensor], Any]:
@@ -344,22 +426,3 @@ def _check_steps_take_batches(module: pl.LightningModule) -> None:
                 f"{type(module).__name__}.{step}(dataloader_iter) is not available for a model built with pipeline(),"
                 f" whose schedule hands out the batches; define {step}(batch, batch_idx)"
             )
-
-
-def check_backward_is_free(module: pl.LightningModule) -> None:
-    """Refuse a module that wants to run backward, or a part of it, itself.
-
-    Raises:
-        ValueError: It optimizes manually, or overrides ``backward``.
-    """
-    name = type(module).__name__
-    if not module.automatic_optimization:
-        raise ValueError(
-            f"manual optimization is not available for a model built with pipeline(), whose backward is Megatron's; "
-            f"set automatic_optimization = True in {name}"
-        )
-    if is_overridden("backward", module):
-        raise ValueError(
-            f"{name} overrides backward(), but that of a model built with pipeline() is Megatron's and would not call "
-            "it; remove it, and scale the loss in training_step"
-        )

@@ -1,410 +1,493 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MCoreStrategy``: Lightning's hooks, in the order in which the trainer calls them, carried out with megatron-core.
+"""``MCoreStrategy``: Lightning's hooks on megatron-core, in the order in which the trainer calls them.
 
-Each hook is a few lines that delegate: settings to ``gradients.py``, groups to ``parallel/groups.py``, wrapping to
-``parallel/chunks.py``, steps to ``schedule.py``, the optimizer to ``optimizer/megatron.py``, number formats to
-``precision.py``, checkpoints to ``checkpointing.py``.
+Each hook is a few lines that delegate: checks to ``checks.py``, process groups to ``parallel/groups.py``, steps of a
+model built with ``pipeline()`` to ``schedule.py`` and those of a plain module to ``plain_steps.py``, what they log to
+``logs/step.py``, the optimizer to ``optimizer/megatron.py``, number formats to ``precision.py``, checkpoints to
+``checkpointing.py``, exact resume to ``resume.py``.
 
-Two ways to run a step:
-
-* **schedule**, for a model built with ``pipeline()``. A DataLoader batch is one microbatch and
-  ``Trainer(accumulate_grad_batches=N)`` is Megatron's ``num_microbatches``: for the first N-1 batches
-  ``training_step`` only keeps the batch, at the N-th it runs Megatron's schedule over all of them. Lightning's loops
-  stay as they are, so ``global_step``, ``max_steps``, ``val_check_interval`` and the rest mean what they do in
-  Lightning.
-* **inline**, for a plain LightningModule: Lightning's own accumulation is Megatron's schedule without pipelining, so
-  the step is called directly, and the strategy blocks, reduces and finishes the gradients around it.
+What a run changes outside the strategy (metrics, callbacks, loaders, settings of torch and Megatron) is put back in
+``teardown``, whichever part of it fails.
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, ParamSpec, TypeVar
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
-from torchmetrics import Metric
 
-from lightning_mcore.config.layout import ModelShape
+from lightning_mcore.config.communication import CommunicationOptions
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.layers.metrics import settle_tokens_seen
 from lightning_mcore.layers.packed_sequences import keep_numbers
-from lightning_mcore.layers.spec import choose_attention
-from lightning_mcore.optimizer.factory import OptimizerSetting, configure_optimizers, make_optimizer
-from lightning_mcore.optimizer.megatron import optimizer_after_run
+from lightning_mcore.layers.spec import choice_of_attention_restored
+from lightning_mcore.optimizer.factory import configure_optimizers, make_optimizer
+from lightning_mcore.optimizer.megatron import MCoreOptimizer, optimizer_after_run
 from lightning_mcore.optimizer.plateau import agree_on_plateaus
-from lightning_mcore.optimizer.rules import check_not_summed, check_number
+from lightning_mcore.optimizer.rules import check_number, check_optimizer_config
 from lightning_mcore.parallel import rank_watch
-from lightning_mcore.parallel.chunks import (
-    check_gradients,
-    check_parameters_are_called,
-    find_pipeline,
-    parameters_with_visible_gradients,
-    pipeline_config,
-    plain_config,
-    take_gradients_back,
-    unwrap_chunks,
-    wrap_chunks,
+from lightning_mcore.parallel.chunks import ModelChunks, find_pipeline, synchronize_parameters, unwrap_chunks
+from lightning_mcore.parallel.consensus import all_true, on_all
+from lightning_mcore.parallel.cpu_runtime import absent_names_bound, cpu_runtime
+from lightning_mcore.parallel.groups import (
+    align_random_state,
+    collectives_issued,
+    open_process_groups,
+    process_group,
+    process_groups_are_open,
 )
-from lightning_mcore.parallel.consensus import all_true, gather, on_all
-from lightning_mcore.parallel.groups import align_random_state, process_group
-from lightning_mcore.strategy import fp8_checks
-from lightning_mcore.strategy.checkpointing import MCorePersistence
-from lightning_mcore.strategy.logs.names import EvaluationNames, agree_on_names, ends_the_epoch
-from lightning_mcore.strategy.logs.repeated_rows import RepeatedRows, nothing_counts, reads_outputs
-from lightning_mcore.strategy.preemption import end_on_sigterm
-from lightning_mcore.strategy.schedule import Microbatch, Schedule, check_backward_is_free
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _refuse_to_stop_iterating(hook: Callable[P, T]) -> Callable[P, T]:
-    """Make another error of a StopIteration of the user's code, as Python does for generators.
-
-    Lightning's loops take it for the end of the data, and end the epoch on this rank alone.
-    """
-
-    @functools.wraps(hook)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return hook(*args, **kwargs)
-        except StopIteration as error:
-            raise RuntimeError(
-                "StopIteration was raised in a step or a hook around it, where it would end the epoch on this rank"
-                " alone; catch it there, as next(iterator, default) does"
-            ) from error
-
-    return run
+from lightning_mcore.parallel.rank_connections import check_rendezvous
+from lightning_mcore.strategy.checkpointing import Checkpoints
+from lightning_mcore.strategy.checks import (
+    check_alignment,
+    check_batches_to_predict,
+    check_meeting,
+    checked_group_size,
+    checked_micro_batch_size,
+    refuse_to_stop_iterating,
+    resolved_overlap_p2p,
+)
+from lightning_mcore.strategy.gradients import GradientSettings, reduce_scatter_restored
+from lightning_mcore.strategy.logs.evaluation import ends_the_epoch
+from lightning_mcore.strategy.logs.pipeline import ALREADY_MERGED
+from lightning_mcore.strategy.logs.step import StepLogger
+from lightning_mcore.strategy.module import MCoreModule
+from lightning_mcore.strategy.overlap import TensorParallelOverlap
+from lightning_mcore.strategy.plain_steps import PlainSteps
+from lightning_mcore.strategy.precision import MCorePrecision
+from lightning_mcore.strategy.preemption import end_on_sigterm, heed_requeue_signal
+from lightning_mcore.strategy.resume import ExactResume
+from lightning_mcore.strategy.schedule import Schedule, wrap_pipeline
 
 
-class MCoreStrategy(MCorePersistence):
+class MCoreStrategy(DDPStrategy):
     """Train a LightningModule on every parallel axis of megatron-core.
-
-    :class:`~lightning_mcore.strategy.parallelism.MCoreParallelism` has the arguments.
 
     Use it as ``Trainer(strategy=MCoreStrategy(tensor_model_parallel_size=2))`` or, with every size 1, as
     ``Trainer(strategy="mcore")``.
+
+    Args:
+        tensor_model_parallel_size: Ranks that share each matrix.
+        pipeline_model_parallel_size: Ranks that share the layers, each a stage.
+        virtual_pipeline_model_parallel_size: Chunks of layers on each stage (interleaved schedule); None for one.
+        pipeline_model_parallel_layout: Which layers each stage holds, as Megatron writes it, such as ``"E,t*3|t*5,L"``.
+        context_parallel_size: Ranks that share each sequence.
+        expert_model_parallel_size: Ranks that share the experts of a mixture-of-experts model.
+        expert_tensor_parallel_size: Ranks that share each expert's matrices; None for the tensor-parallel size.
+        sequence_parallel: Share the activations between tensor-parallel regions over the same ranks.
+        use_distributed_optimizer: Shard the optimizer state over the data-parallel ranks.
+        overlap_grad_reduce: Reduce gradients while backward still runs.
+        overlap_param_gather: Gather updated parameters while the next forward runs; needs both of the above.
+        align_grad_reduce: With ``overlap_grad_reduce`` in a pipeline: let all stages reduce at the same time.
+        overlap_p2p_comm: Send between stages while computing; None turns it on for the interleaved schedule.
+        microbatch_group_size_per_vp_stage: Microbatches that the interleaved schedule runs through one chunk before it
+            turns to the next; None for the pipeline size.
+        tp_comm_overlap: Send parts of a tensor-parallel layer's result while it computes the next; needs CUDA,
+            TransformerEngine and sequence parallelism.
+        tp_comm_overlap_cfg: A YAML file that says how each layer does it; None for TransformerEngine's defaults.
+        micro_batch_size: Rows of a microbatch; cuts each DataLoader batch. None: a DataLoader batch is one microbatch.
+        ddp_config: Megatron's config for gradients, for what has no argument here.
+        optimizer_config: Megatron's config for its optimizers, for what has no other home: offload to the host, types
+            of the optimizer's state, counting zeros. Learning rates and the like are the torch optimizer's.
+        communication: Rarely used options of process groups and of the traffic between pipeline stages.
+        cluster_environment: Where ranks and addresses come from; None lets Lightning find out.
+        checkpoint_io: How one-file checkpoints are written.
+        precision_plugin: An :class:`MCorePrecision`; usually ``Trainer(precision=...)`` says it.
+        process_group_backend: Backend of torch.distributed; None for nccl on CUDA and gloo on the CPU.
+        timeout: How long a collective may wait before the run fails.
+
+    Raises:
+        ValueError: Settings that contradict each other, as soon as they are known: here, when the trainer meets the
+            model, or when the model is built; always before process groups or parameters that they would spoil.
     """
 
-    _schedule: Schedule | None = None
-    _last_loss: Tensor | None = None
-    _sync_blocked = False
-    _shares_outputs = True  # of validation and test steps, with the other stages
+    _chunks: ModelChunks | None = None
+    _finished_chunks: ModelChunks | None = None  # after a run
+    _schedule: Schedule | None = None  # while a model built with pipeline() runs
 
-    # ---- building
+    def __init__(
+        self,
+        *,
+        tensor_model_parallel_size: int = 1,
+        pipeline_model_parallel_size: int = 1,
+        virtual_pipeline_model_parallel_size: int | None = None,
+        pipeline_model_parallel_layout: str | list[list[str]] | None = None,
+        context_parallel_size: int = 1,
+        expert_model_parallel_size: int = 1,
+        expert_tensor_parallel_size: int | None = None,
+        sequence_parallel: bool = False,
+        use_distributed_optimizer: bool | None = None,
+        overlap_grad_reduce: bool | None = None,
+        overlap_param_gather: bool | None = None,
+        align_grad_reduce: bool = False,
+        overlap_p2p_comm: bool | None = None,
+        microbatch_group_size_per_vp_stage: int | None = None,
+        tp_comm_overlap: bool = False,
+        tp_comm_overlap_cfg: str | None = None,
+        micro_batch_size: int | None = None,
+        ddp_config: DistributedDataParallelConfig | None = None,
+        optimizer_config: OptimizerConfig | None = None,
+        communication: CommunicationOptions | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        self.layout = ParallelLayout(
+            tensor_model_parallel_size=tensor_model_parallel_size,
+            pipeline_model_parallel_size=pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
+            pipeline_model_parallel_layout=pipeline_model_parallel_layout,
+            context_parallel_size=context_parallel_size,
+            expert_model_parallel_size=expert_model_parallel_size,
+            expert_tensor_parallel_size=expert_tensor_parallel_size,
+            sequence_parallel=sequence_parallel,
+        )
+        self.gradients = GradientSettings(
+            use_distributed_optimizer, overlap_grad_reduce, overlap_param_gather, ddp_config, align_grad_reduce
+        )
+        check_optimizer_config(optimizer_config, self.gradients.distributed)
+        self.optimizer_config = optimizer_config
+        self.overlap_p2p_comm = resolved_overlap_p2p(overlap_p2p_comm, self.layout)
+        self.microbatch_group_size = checked_group_size(microbatch_group_size_per_vp_stage, self.layout)
+        self.communication = communication or CommunicationOptions()
+        self.communication.check_layout(self.layout, self.overlap_p2p_comm, self.gradients.num_instances)
+        self.tensor_overlap = TensorParallelOverlap(tp_comm_overlap, tp_comm_overlap_cfg, self.layout)
+        check_alignment(self.gradients, self.layout)
+        self.micro_batch_size = checked_micro_batch_size(micro_batch_size)
+        self.checkpoints = Checkpoints(self)
+        self.resume = ExactResume(self, self.layout)
+        self.logs = StepLogger(self)
+        self._plain_steps = PlainSteps(self)
+        self._restores = contextlib.ExitStack()
+        super().__init__(
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+
+    # ---- the trainer is made
 
     @property
-    def inline(self) -> bool:
-        """Whether steps run in Lightning's own loop instead of Megatron's schedule."""
-        return self._schedule is None
+    def precision_plugin(self) -> MCorePrecision:
+        """The number formats; ``32-true`` if nothing else was asked for."""
+        if self._precision_plugin is None:
+            self._precision_plugin = MCorePrecision()
+        assert isinstance(self._precision_plugin, MCorePrecision)
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = MCorePrecision.from_lightning(plugin) if plugin is not None else None
+        if self._precision_plugin is not None:
+            self.gradients.resolve(self._precision_plugin.ddp_fields())
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Ranks of one model copy read the same samples; model copies read different ones."""
+        world_size = self.num_nodes * self.num_processes
+        rank = self.layout.coordinates(self.global_rank, world_size).data_parallel_rank
+        return {"num_replicas": self.layout.data_parallel_size(world_size), "rank": rank}
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes and reads checkpoints; :class:`~lightning_mcore.MCoreCheckpointIO` unless told otherwise."""
+        self._checkpoint_io = self.checkpoints.resolve_io(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    def _configure_launcher(self) -> None:
+        if self.num_processes * self.num_nodes > 1:  # nothing to launch for one process
+            assert self.cluster_environment is not None
+            self._launcher = rank_watch.Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    # ---- a run begins
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Meet the model: check it against the settings, before process groups form."""
+        check_meeting(self, model)
+        self.precision_plugin.builds_plain_module = not isinstance(model, MCoreModule)
+        super().connect(model)
+
+    def setup_environment(self) -> None:
+        """Open the process groups, on the CPU inside the CPU runtime."""
+        self._restores.enter_context(self.runtime())
+        self._restores.enter_context(reduce_scatter_restored())
+        self._restores.enter_context(choice_of_attention_restored())
+        super().setup_environment()
+        if self.lightning_module is not None:
+            heed_requeue_signal(self.lightning_module.trainer)
+
+    def setup_distributed(self) -> None:
+        """Let Lightning open the default group, then open Megatron's and make random states agree."""
+        timeout = self._timeout or timedelta(minutes=30)
+        assert self.cluster_environment is not None
+        if self.global_rank and not dist.is_initialized():
+            check_rendezvous(self.cluster_environment, timeout.total_seconds())
+        super().setup_distributed()
+        rank_watch.begin(collectives_issued(), timeout.total_seconds())
+        seed = os.environ.get("PL_GLOBAL_SEED") or self.broadcast(torch.initial_seed())
+        options: dict[str, Any] = {"num_distributed_optimizer_instances": self.gradients.num_instances}
+        options |= self.communication.group_arguments()
+        open_process_groups(self.layout, int(seed) % 2**31, timeout, options)
+        align_random_state()
+        rank_zero_info(f"MCoreStrategy: {self.layout.describe(dist.get_world_size())}")
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Lightning reads its own part before ``setup``; shards are read at the end of it."""
+        return False
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a file, or Lightning's part of a directory, whose shards follow in ``setup``."""
+        return self.checkpoints.load(checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights of a one-file checkpoint, or what stands beside the shards of a split model."""
+        self.checkpoints.load_model(checkpoint, strict)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Wrap the model, make the optimizers and read the checkpoint that is waiting."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        module = self.lightning_module
-        assert module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
-        self.prepare_links(trainer)
+        self.checkpoints.prepare_links(trainer, self._restores)
         self.resume.setup()
-        self._window: list[Microbatch] = []
-        self._seen_full_window = False
-        self._gradients_are_shown = False
-        self._repeated_rows = RepeatedRows()
-        self._evaluation_names = EvaluationNames()
-        self._setup_chunks(module, fitting)
+        self.logs.setup(self._restores)
+        self._setup_chunks(self._module, fitting)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        self._load_pending(fitting)
-        if process_group("dp_cp").size() < dist.get_world_size():  # else it is the same, and a group cannot be copied
-            for metric in module.modules():
-                if isinstance(metric, Metric):
-                    metric.process_group = process_group("dp_cp")
-        fit_validate = trainer.fit_loop.epoch_loop.val_loop
-        for loop in (fit_validate, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            loop.inference_mode = False  # Megatron caches tensors; made under inference mode, they break training
+        self.checkpoints.load_pending(fitting)
+        of_fit = trainer.fit_loop.epoch_loop.val_loop
+        for loop in (of_fit, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            # Megatron caches tensors; made under inference mode, they break training.
+            self._restores.callback(setattr, loop, "inference_mode", loop.inference_mode)
+            loop.inference_mode = False
         align_random_state()
 
     def _setup_chunks(self, module: pl.LightningModule, fitting: bool) -> None:
-        precision = self.precision_plugin
-        pipeline = find_pipeline(module)
-        precision.runner = self
-        self._schedule = None
         module.to(self.root_device)
-        ddp_config = self.gradients.resolve(precision.ddp_fields()) if fitting else None
+        self._schedule = None
+        ddp_config = self.gradients.resolve(self.precision_plugin.ddp_fields()) if fitting else None
+        pipeline = find_pipeline(module)
+        self.precision_plugin.runner = self._plain_steps
         if pipeline is None:
-            self._check_plain(module)
-            if fitting and self._layer_sync is not None:
-                self._layer_sync.apply(module)
-            if ddp_config is not None and ddp_config.overlap_param_gather:
-                check_parameters_are_called(module)
-            precision.convert_module(module)
-            self._chunks = wrap_chunks([module], plain_config(precision.dtype), None, ddp_config)
-            return
-        if self._layer_sync is not None:
-            raise ValueError("sync_batchnorm=True is not available for a model built with pipeline(); set it to False")
-        if fitting:
-            check_backward_is_free(module)
-        config = pipeline_config(pipeline, self.megatron_fields())
-        self.layout.validate_model(ModelShape.from_config(config))
-        aligned = self.gradients.align_grad_reduce
-        self._chunks = wrap_chunks(list(pipeline.chunks), config, pipeline, ddp_config, aligned)
-        fp8_checks.check_chunks(precision.fp8, self._chunks.bare)
-        for chunk in self._chunks.bare:
-            choose_attention(chunk)
-        self._schedule = Schedule(module, self._chunks, self.layout, self.root_device, self._prepare_schedule)
-
-    def _prepare_schedule(self, shape: tuple[int, int] | None, config: TransformerConfig) -> None:
-        fp8_checks.check_microbatch(self.precision_plugin.fp8, shape, self.layout)
-        self.tensor_overlap.open(shape, config)
+            self._chunks = self._plain_steps.wrap(module, ddp_config)
+        else:
+            self._chunks = wrap_pipeline(self, module, pipeline, ddp_config)
+            self._schedule = self.precision_plugin.runner = Schedule(self, module, self._chunks)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Put Megatron's step behind the optimizers of ``configure_optimizers``."""
-        assert self._chunks is not None
         self._reset_optimizers_and_schedulers()
-        assert self.lightning_module is not None
-        optimizers, self.lr_scheduler_configs = on_all(partial(configure_optimizers, self.lightning_module))
+        optimizers, self.lr_scheduler_configs = on_all(lambda: configure_optimizers(self._module))
         agree_on_plateaus(self.lr_scheduler_configs, self.root_device)
         resolved = self.gradients.resolve()
         check_number(optimizers, self.inline, resolved.use_distributed_optimizer, resolved.overlap_grad_reduce)
-        setting = OptimizerSetting(
-            inline=self.inline,
-            precision=self.precision_plugin.optimizer_fields(self.inline),
-            distributed=resolved.use_distributed_optimizer,
-            overlap_param_gather=resolved.overlap_param_gather,
-            tensor_parallel_size=max(self.layout.tensor_model_parallel_size, self.layout.expert_tensor_size),
-            expert_model_parallel_size=self.layout.expert_model_parallel_size,
-            config=self.optimizer_config,
-            scaler=self.precision_plugin.make_scaler(),
-        )
-        self.optimizers = [make_optimizer(optimizer, self._chunks.ddp, setting) for optimizer in optimizers]
+        setting = self.precision_plugin.optimizer_setting(self.layout, resolved, self.optimizer_config, self.inline)
+        self.optimizers = [make_optimizer(optimizer, self.chunks.ddp, setting) for optimizer in optimizers]
         if setting.scaler is not None and not self.inline:
-            self._chunks.config.grad_scale_func = self._megatron_optimizers()[0].megatron.scale_loss
+            self.chunks.config.grad_scale_func = self.megatron_optimizers[0].megatron.scale_loss
 
-    # ---- steps
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers' state; what is in shards is there already."""
+        self.checkpoints.load_optimizers(checkpoint)
 
-    @_refuse_to_stop_iterating
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step, or keep the batch until the window of ``accumulate_grad_batches`` is full.
+    def process_dataloader(self, dataloader: object) -> object:
+        """Seed dataloader workers by data-parallel rank, and follow what is read."""
+        self.resume.process_dataloader(dataloader)
+        return dataloader
 
-        Returns:
-            The loss of this step; while the window fills, that of the step before.
-        """
-        module = self.lightning_module
-        assert module is not None
-        if self._schedule is None:
-            with self.precision_plugin.train_step_context():
-                output = module.training_step(*args, **kwargs)
-            if ends_the_epoch(module.trainer):
-                agree_on_names(module)
-            return output
-        loop = module.trainer.fit_loop
-        num_batches = module.trainer.accumulate_grad_batches
-        if loop.epoch_loop.batch_idx % num_batches == 0:
-            self._window = []
-        self._window += self._schedule.split(args[0], args[1:], self.micro_batch_size)
-        if loop._should_accumulate():
-            return self._last_loss if self._last_loss is not None else torch.zeros((), device=self.root_device)
-        if not self._seen_full_window and (loop.epoch_loop.batch_idx + 1) % num_batches == 0:
-            # Only the first: later ones may end with a short batch of the loader.
-            self.layout.validate_microbatches(len(self._window), self.microbatch_group_size)
-            self._seen_full_window = True
-        return self._run_window(num_batches)
+    # ---- training
 
-    def _run_window(self, num_batches: int) -> Any:
-        assert self._schedule is not None
-        assert self._chunks is not None
-        window, self._window = self._window, []
-        for chunk in self._chunks.ddp:
-            chunk.zero_grad_buffer()
-        for optimizer in self._megatron_optimizers():
-            optimizer.megatron.zero_grad()
-            optimizer.gradients_changed()
-        output = self._schedule.train(window, num_batches)
-        self._check_gradients()
-        self._last_loss = output["loss"] if isinstance(output, dict) else output
-        return output
+    def on_train_start(self) -> None:
+        """Go on where the checkpoint was taken."""
+        end_on_sigterm(self._module.trainer)
+        if self._schedule is not None:
+            self._schedule.start()
+        self.resume.on_train_start()
 
-    @_refuse_to_stop_iterating
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Step; after the last step of an epoch or of the run make the parameters whole, for hooks may read them."""
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        if self._chunks is not None and ends_the_epoch(trainer):  # None after a run
-            self.complete_parameters()
-        return result
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Finish a save whose files are written."""
+        self.checkpoints.poll()
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step forward only; its result is on the other stages of a pipeline too where a hook may read it."""
-        return self._evaluate_and_log("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step forward only, as :meth:`validation_step` does."""
-        return self._evaluate_and_log("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step forward only; its result is on every rank of the pipeline."""
-        return self._evaluate("predict_step", *args, **kwargs)
-
-    def run_forward(self, step: str, batch: Any) -> Any:
-        """Run a method of the module on a batch without gradients, through the pipeline if there is one."""
-        with torch.no_grad():
-            return self._evaluate(step, self._moved(batch, self.root_device, 0), 0)
-
-    def _evaluate_and_log(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        output = self._evaluate(step, *args, shares_output=self._shares_outputs, **kwargs)
-        module = self.lightning_module
-        assert module is not None
-        self._evaluation_names.end_of_batch(module, *self._repeated_rows.place)
-        return output
-
-    def _start_evaluation(self) -> None:
-        module = self.lightning_module
-        assert module is not None
-        end_on_sigterm(module.trainer)
-        self._repeated_rows.start()
-        loop = module.trainer._evaluation_loop
-        self._evaluation_names.start(loop.max_batches if loop._is_sequential else [], self.root_device)
-        if self.layout.pipeline_model_parallel_size > 1:  # callbacks may differ from rank to rank
-            self._shares_outputs = not all_true(not reads_outputs(module.trainer))
-
-    @_refuse_to_stop_iterating
-    def _evaluate(self, step: str, *args: Any, shares_output: bool = True, **kwargs: Any) -> Any:
-        module = self.lightning_module
-        assert module is not None
-        rows = self._repeated_rows
-        with nothing_counts(module, rows.only_batch) if rows.whole_batch else contextlib.nullcontext():
-            if self._schedule is not None:
-                return self._schedule.evaluate(step, args[0], args[1:], shares_output)
-            with self.precision_plugin.forward_context():
-                return getattr(module, step)(*args, **kwargs)
-
-    @_refuse_to_stop_iterating
+    @refuse_to_stop_iterating
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch to the device; while evaluating, without samples that the sampler repeats."""
         batch = self._moved(batch, device, dataloader_idx)
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         self.resume.batch_arrives()
         if trainer.validating or trainer.sanity_checking or trainer.testing:
-            batch = self._repeated_rows.cut(batch, trainer._evaluation_loop._combined_loader, dataloader_idx)
+            batch = self.logs.cut(batch, dataloader_idx)
         return batch
 
     def _moved(self, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
         """Move a batch; what is known of it on the host stays known unless a hook of the user may have changed it."""
         moved = super().batch_to_device(batch, device, dataloader_idx)
-        module = self.lightning_module
-        assert module is not None
-        hooks = module.trainer._data_connector._datahook_selector
+        hooks = self._module.trainer._data_connector._datahook_selector
         changing = ("transfer_batch_to_device", "on_after_batch_transfer")
         if hooks is not None and not any(is_overridden(name, hooks.get_instance(name)) for name in changing):
             keep_numbers(moved, batch)
         return moved
 
-    def on_validation_start(self) -> None:
-        """Count batches anew."""
-        self.resume.on_validation_start()
-        self._start_evaluation()
+    @refuse_to_stop_iterating
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step; of a pipeline, keep the batch until the window of ``accumulate_grad_batches`` is full."""
+        return self._steps.training_step(args, kwargs)
 
-    def on_test_start(self) -> None:
-        """Count batches anew."""
-        self._start_evaluation()
-
-    def on_predict_start(self) -> None:
-        """Refuse a set that leaves ranks which share experts with different numbers of batches: they would hang."""
-        end_on_sigterm(self.lightning_module.trainer)  # type: ignore[union-attr]
-        if self.layout.expert_model_parallel_size == 1:
-            return
-        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
-        counts = gather(trainer.predict_loop.max_batches)
-        if any(count != counts[0] for count in counts):
-            raise RuntimeError(
-                f"the data-parallel ranks have {sorted(map(str, counts))} batches to predict, and with"
-                f" expert_model_parallel_size={self.layout.expert_model_parallel_size} they need the same number;"
-                " make the number of samples a multiple of the batch size times the data-parallel size"
-            )
-
-    def on_validation_end(self) -> None:
-        """Let later steps count again."""
-        self.resume.on_validation_end()
-        self._repeated_rows.start()
-
-    def on_test_end(self) -> None:
-        """Let later steps count again."""
-        self._repeated_rows.start()
-
-    # ---- gradients of a plain module; the schedule does all of this itself
-
-    @contextlib.contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         """Keep gradients on this rank while Lightning accumulates."""
-        self._sync_blocked = True
-        try:
-            yield
-        finally:
-            self._sync_blocked = False
-
-    @contextlib.contextmanager
-    def around_backward(self) -> Iterator[None]:
-        """Reduce the gradients after the last batch of a window, and show them to hooks where they are whole."""
-        assert self._chunks is not None
-        optimizers = self._megatron_optimizers()
-        if self.gradients.sums_once:
-            check_not_summed(optimizers)
-        # Shards are not whole on this rank.
-        parameters = [] if self.gradients.distributed else parameters_with_visible_gradients(self._chunks)
-        take_gradients_back(parameters, self._gradients_are_shown)
-        with contextlib.ExitStack() as stack:
-            if self._sync_blocked:  # entered here, not earlier: zeroing the buffers in between would undo it
-                for chunk in self._chunks.ddp:
-                    stack.enter_context(chunk.no_sync())
-            yield
-        for optimizer in optimizers:
-            optimizer.gradients_changed(are_summed=not self._sync_blocked)
-        if not self._sync_blocked:
-            finalize_model_grads(self._chunks.ddp, None)
-        self._check_gradients()
-        for parameter in parameters:
-            parameter.grad = parameter.main_grad
-        self._gradients_are_shown = True
-
-    def _check_gradients(self) -> None:
-        if self.gradients.check_nan:
-            assert self._chunks is not None
-            check_gradients(self._chunks)
+        return self._steps.block_backward_sync()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Do nothing: there is no torch DDP to prepare."""
 
-    # ---- the end
-
-    def on_train_start(self) -> None:
-        """Forget batches that an interrupted run has kept."""
-        end_on_sigterm(self.lightning_module.trainer)  # type: ignore[union-attr]
-        self._window = []
-        self._last_loss = None
-        self.resume.on_train_start()
+    @refuse_to_stop_iterating
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Step; at the end of an epoch or of the run make the parameters whole, because hooks may read them."""
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.is_set_up and ends_the_epoch(self._module.trainer):
+            self.complete_parameters()
+        return result
 
     def on_train_end(self) -> None:
-        """Make the parameters whole, for a run may end in the middle of an epoch, and wait for what is being saved."""
-        super().on_train_end()
+        """Wait for what is being saved, and make the parameters whole: a run may end in the middle of an epoch."""
+        self.resume.on_train_end()
+        self.checkpoints.finish()
         self.complete_parameters()
 
+    # ---- evaluation
+
+    def on_validation_start(self) -> None:
+        """Count batches anew."""
+        self.resume.on_validation_start()
+        self.on_test_start()
+
+    def on_test_start(self) -> None:
+        """Count batches anew."""
+        end_on_sigterm(self._module.trainer)
+        self.logs.start_evaluation()
+
+    def on_predict_start(self) -> None:
+        """Refuse a set that leaves ranks which share experts with different numbers of batches: they would hang."""
+        trainer = self._module.trainer
+        end_on_sigterm(trainer)
+        check_batches_to_predict(trainer, self.layout.expert_model_parallel_size)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step forward only; its result is on the other stages of a pipeline too where a hook may read it."""
+        return self._evaluate_and_log("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step forward only, as :meth:`validation_step` does."""
+        return self._evaluate_and_log("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step forward only; its result is on every rank of the pipeline."""
+        return self._evaluate("predict_step", args, kwargs, shares_output=True)
+
+    def _evaluate_and_log(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = self._evaluate(step, args, kwargs, self.logs.shares_outputs)
+        self.logs.end_evaluation_step()
+        return output
+
+    @refuse_to_stop_iterating
+    def _evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any], shares_output: bool) -> Any:
+        with self.logs.evaluation_step():
+            return self._steps.evaluate(step, args, kwargs, shares_output)
+
+    def on_validation_end(self) -> None:
+        """Let later steps count again."""
+        self.resume.on_validation_end()
+        self.logs.end_evaluation()
+
+    def on_test_end(self) -> None:
+        """Let later steps count again."""
+        self.logs.end_evaluation()
+
+    # ---- collectives: metrics over the data-parallel ranks, decisions over the world
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the data-parallel ranks; ranks of one model copy hold the same value already."""
+        if group == ALREADY_MERGED or not isinstance(tensor, Tensor):
+            return tensor
+        if str(reduce_op).lower() in ("mean", "avg") and not tensor.is_floating_point():
+            tensor = tensor.double()  # Lightning would cut off the fraction of a mean, as of a number of rows
+        return _sync_ddp_if_available(tensor, self._or_data_parallel(group), reduce_op=reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather from the data-parallel ranks."""
+        return super().all_gather(tensor, self._or_data_parallel(group), sync_grads=sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Agree with every rank of the world: on yes if all say so, or with ``all=False`` if any does."""
+        if not dist.is_initialized():
+            return decision
+        return all_true(decision) if all else not all_true(not decision)  # without waiting for a GPU
+
+    @staticmethod
+    def _or_data_parallel(group: Any) -> Any:
+        return process_group("dp") if group is None and process_groups_are_open() else group
+
+    # ---- saving
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the weights for a one-file checkpoint, or what stands beside the shards of a split model."""
+        settle_tokens_seen(self._module)
+        return self.checkpoints.module_state(super().lightning_module_state_dict())
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the state of the optimizer; beside shards only what LR schedulers read back."""
+        return self.checkpoints.optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Write one file, or a directory where the model is split; collective over the world.
+
+        Works during a run and after it, as ``trainer.save_checkpoint`` does.
+        """
+        self.checkpoints.save(checkpoint, filepath, storage_options)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Delete a checkpoint of this run; what lies elsewhere stays, with a warning."""
+        self.checkpoints.remove(filepath)
+
+    # ---- the end
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Finish what is being saved, if the other ranks come here too; one of them may have died."""
+        self.checkpoints.finish_after_exception()
+
     def teardown(self) -> None:
-        """Take the wrappers off and leave nothing patched, whichever part of it fails; the weights stay as they are."""
+        """Take the wrappers off and put back what the run has changed, whichever part of it fails.
+
+        The weights stay as they are.
+        """
         with contextlib.ExitStack() as stack:  # the last one is called first
             stack.callback(rank_watch.cleared_up)
             stack.push(self._restore_signal_handlers)
-            stack.callback(self._runtime.close)
+            stack.callback(self._restores.close)
             stack.callback(self.resume.teardown)
             stack.callback(self.checkpoint_io.teardown)
             if self.accelerator is not None:
@@ -414,7 +497,11 @@ class MCoreStrategy(MCorePersistence):
             stack.callback(self.cluster_environment.teardown)
             stack.callback(setattr, self.precision_plugin, "runner", None)
             stack.callback(self.tensor_overlap.close)
+            if self._chunks is not None and self._layer_sync is not None and self.lightning_module is not None:
+                stack.callback(self._layer_sync.revert, self.lightning_module)
             stack.callback(self._take_chunks_off)
+            stack.callback(self.logs.teardown)
+            stack.callback(self.checkpoints.forget_pending)
 
     def _restore_signal_handlers(self, kind: type[BaseException] | None, *_: object) -> None:
         """Do what the trainer does after this teardown, and does not if it raises."""
@@ -422,34 +509,84 @@ class MCoreStrategy(MCorePersistence):
             self.lightning_module.trainer._signal_connector.teardown()
 
     def _take_chunks_off(self) -> None:
-        chunks, self._chunks = self._chunks, None
-        self._schedule = self._pending = None
-        self._window = []
+        chunks, self._chunks, self._schedule = self._chunks, None, None
         if chunks is None:
             return
         self._finished_chunks = chunks
-        if self._saves_one_file:  # shards are written through Megatron's optimizers, also after the run
+        if self.checkpoints.saves_one_file:  # shards are written through Megatron's optimizers, also after the run
             self.optimizers = [optimizer_after_run(optimizer) for optimizer in self.optimizers]
         self._finished_chunks = unwrap_chunks(chunks)
-        if self._layer_sync is not None and self.lightning_module is not None:
-            self._layer_sync.revert(self.lightning_module)
+
+    # ---- what the package asks of the strategy
+
+    @property
+    def inline(self) -> bool:
+        """Whether steps run in Lightning's own loop instead of Megatron's schedule."""
+        return self._schedule is None
+
+    @property
+    def _steps(self) -> Schedule | PlainSteps:
+        return self._plain_steps if self._schedule is None else self._schedule
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def is_set_up(self) -> bool:
+        """Whether the model is wrapped: from ``setup`` to ``teardown``."""
+        return self._chunks is not None
+
+    @property
+    def chunks(self) -> ModelChunks:
+        """The wrapped chunks of the model on this rank, during a run."""
+        assert self._chunks is not None
+        return self._chunks
+
+    @property
+    def megatron_optimizers(self) -> list[MCoreOptimizer]:
+        """The optimizers that step with Megatron's."""
+        return [optimizer for optimizer in self.optimizers if isinstance(optimizer, MCoreOptimizer)]
+
+    def runtime(self) -> contextlib.AbstractContextManager[None]:
+        """Return what Megatron's code runs in: the CPU runtime on the CPU. It may be entered again inside itself."""
+        return cpu_runtime() if self.root_device.type == "cpu" else absent_names_bound()
+
+    def megatron_fields(self) -> dict[str, Any]:
+        """Return the ``TransformerConfig`` fields that this strategy and its precision own."""
+        layout = self.layout
+        return {
+            **vars(layout),
+            "overlap_p2p_comm": self.overlap_p2p_comm,
+            "microbatch_group_size_per_vp_stage": self.microbatch_group_size or layout.pipeline_model_parallel_size,
+            "tp_comm_overlap": self.tensor_overlap.enabled,
+            **self.communication.megatron_fields(layout, self.overlap_p2p_comm, self.root_device),
+            **self.precision_plugin.megatron_fields(),
+        }
+
+    def run_forward(self, step: str, batch: Any) -> Any:
+        """Run a method of the module on a batch without gradients, through the pipeline if there is one."""
+        with torch.no_grad():
+            return self._evaluate(step, (self._moved(batch, self.root_device, 0), 0), {}, shares_output=True)
+
+    def complete_parameters(self) -> None:
+        """Gather parameters that overlap_param_gather would gather in the next step; collective, while a run lasts."""
+        if self._chunks is not None:
+            synchronize_parameters(self._chunks)
+
+    # ---- copies
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: wrappers, groups and Megatron's optimizers."""
-        state = super().__getstate__()
-        optimizers = [getattr(optimizer, "user", optimizer) for optimizer in state["_optimizers"]]
-        own: dict[str, Any] = {
-            "_chunks": None,
-            "_finished_chunks": None,
-            "_schedule": None,
-            "_window": [],
-            "_runtime": None,
-        }
-        return {**state, **own, "_optimizers": optimizers}
+        own = ("logs", "_plain_steps", "_restores", "_chunks", "_finished_chunks", "_schedule")
+        state = {name: value for name, value in super().__getstate__().items() if name not in own}
+        return {**state, "_optimizers": [getattr(optimizer, "user", optimizer) for optimizer in state["_optimizers"]]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start without what belonged to the other process."""
-        super().__setstate__({**state, "_runtime": contextlib.ExitStack()})
+        own = {"logs": StepLogger(self), "_plain_steps": PlainSteps(self), "_restores": contextlib.ExitStack()}
+        super().__setstate__({**state, **own})
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

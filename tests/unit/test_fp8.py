@@ -25,22 +25,27 @@ from lightning_mcore import MCoreGPT, MCoreModule, MCorePrecision, MCoreStrategy
 from lightning_mcore.checkpoint.io import MANIFEST
 from lightning_mcore.checkpoint.weights import load_weights
 from lightning_mcore.config.field_support import check_fields
-from lightning_mcore.config.fp8 import ALIGNMENT, TRANSFORMER_FIELDS, FP8Recipe, FP8Settings
+from lightning_mcore.config.fp8 import (
+    ALIGNMENT,
+    TRANSFORMER_FIELDS,
+    FP8Recipe,
+    FP8Settings,
+    check_layers,
+    check_microbatch,
+    check_model,
+)
 from lightning_mcore.hf.pretrained import load_pretrained
 from lightning_mcore.layers.transformer_config import check_transformer_fields
 from lightning_mcore.parallel.chunks import pipeline_config
 from lightning_mcore.parallel.pipeline import Pipeline
 from lightning_mcore.strategy import checkpointing as persistence
 from lightning_mcore.strategy.checkpointing import _NUMBERS as NUMBERS
-from lightning_mcore.strategy.fp8_checks import (
+from lightning_mcore.strategy.checks import (
     FP8Machine,
     check_chunks,
-    check_layers,
+    check_fp8,
     check_machine,
-    check_microbatch,
-    check_model,
     check_optimizer,
-    check_run,
     check_versions,
 )
 from tests.ranks import RanksFailedError, run_ranks
@@ -277,7 +282,7 @@ def test_fp8_weights_do_not_go_on_from_weights_alone(
         precision_plugin=MCorePrecision("bf16-mixed", fp8_recipe="tensorwise", fp8_param=True),
     )
     strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(state=SimpleNamespace(fn=fn)))
-    monkeypatch.setattr(strategy, "_read", lambda path, weights_only: dict(saved))
+    monkeypatch.setattr(strategy.checkpoints, "_read", lambda path, weights_only: dict(saved))
     monkeypatch.setattr(strategy, "broadcast", lambda value: value)
     monkeypatch.setattr(strategy.resume, "restore", lambda own, state: None)
     monkeypatch.setattr(persistence, "on_all", lambda mine: mine())
@@ -436,17 +441,17 @@ def test_what_the_module_says_of_its_sizes_is_checked_before_anything_is_allocat
     ends = settings("tensorwise", first_last_layers_bf16=True, num_layers_at_end_in_bf16=3)
     arguments: Any = (ends, Shaped(shape), ParallelLayout(), DistributedDataParallelConfig(), None, HOPPER, rows)
     if message is None:
-        check_run(*arguments)
+        check_fp8(*arguments)
     else:
         with pytest.raises(ValueError, match=message):
-            check_run(*arguments)
+            check_fp8(*arguments)
 
 
 def test_a_plain_module_is_refused_and_without_fp8_nothing_is() -> None:
     arguments: Any = (PlainNet(), ParallelLayout(), DistributedDataParallelConfig(), None, FP8Machine("cpu"), None)
-    check_run(FP8Settings(), *arguments)
+    check_fp8(FP8Settings(), *arguments)
     with pytest.raises(ValueError, match="PlainNet builds no Megatron model; derive it from MCoreModule"):
-        check_run(settings("delayed"), *arguments)
+        check_fp8(settings("delayed"), *arguments)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

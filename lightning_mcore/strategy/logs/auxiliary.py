@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from lightning_mcore.config.throughput import moe_layers
+from lightning_mcore.config.flops import moe_layers
 from lightning_mcore.layers.multi_token import mtp_tracker, recorded_mtp_losses
 from lightning_mcore.layers.router import recorded_values, router_tracker
 from lightning_mcore.parallel.groups import process_group

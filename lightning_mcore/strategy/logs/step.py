@@ -1,399 +1,133 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``self.log`` in a step that runs as a pipeline: recorded on the last stage, replayed on every rank.
+"""One object for all that steps log, in training and in evaluation, on any layout.
 
-Under a schedule the part of ``training_step`` that logs runs on the last pipeline stage alone, once for each
-microbatch. Calling Lightning's ``log`` there would leave rank 0 without values, and ``sync_dist`` would hang. So while
-the schedule runs, ``log`` is replaced by a recorder. Afterwards
+The strategy owns one :class:`StepLogger`; its parts are
 
-1. the ranks that recorded agree on the names, for a step may log a name on some batches only;
-2. the values of one name are merged over the microbatches of the step, weighted by ``batch_size``;
-3. then over the context-parallel ranks, each of which has seen a part of every sequence, and in training, where the
-   name has ``sync_dist=True``, over the model copies too;
-4. the last stage sends them to the other stages in one small tensor (names and options travel only when they change);
-5. every rank replays them through Lightning's own ``log``.
-
-So a value logged in a step is about the step, whatever the layout: the mean (or sum, minimum, maximum) of its
-microbatches. A name that only some ranks logged is known to all that merge it, and nobody waits for a value that never
-comes. In evaluation model copies may have different numbers of batches, so there Lightning itself merges over them, at
-the end of the run.
-
-torchmetrics objects are updated on the last stage; the state of those that a step changed is then sent to the other
-stages. Names and options are remembered for each evaluation dataloader, as Lightning keeps a result for each.
+* ``pipeline.py``: ``self.log`` in a step that runs as a pipeline;
+* ``auxiliary.py``: losses that Megatron's layers compute by themselves;
+* ``evaluation.py``: repeated samples that must not count, and names that only some ranks log.
 """
 
 import contextlib
-import inspect
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.data import extract_batch_size
-from torch import Tensor
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torchmetrics import Metric
 
-from lightning_mcore.parallel.groups import from_last_stage, process_group
-from lightning_mcore.strategy.logs.repeated_rows import metrics_forget, reduction_name
+from lightning_mcore.parallel.consensus import all_true
+from lightning_mcore.parallel.groups import process_group
+from lightning_mcore.strategy.logs.auxiliary import AuxiliaryLogs
+from lightning_mcore.strategy.logs.evaluation import (
+    EvaluationNames,
+    RepeatedRows,
+    agree_on_names,
+    ends_the_epoch,
+    reads_outputs,
+    without_weight,
+)
+from lightning_mcore.strategy.logs.pipeline import PipelineLogs
 
-_LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
-_LOSS = "loss that the step returns"
-_COUNTERS = ("_update_count", "_forward_cache", "_computed")  # what a metric knows besides its state
-_Place = tuple[str, int | None]  # a step and, where there are several, the index of the evaluation dataloader
-ALREADY_MERGED = "merged by step_logs"
-"""A ``sync_dist_group`` for values that every rank holds alike; ``MCoreStrategy.reduce`` returns them as they are."""
-
-
-class _Name(NamedTuple):
-    """A logged name with all that decides how its values merge and how they are replayed."""
-
-    name: str
-    options: dict[str, Any]
-    reduction: str
-    dtype: torch.dtype
-
-    @property
-    def is_synced(self) -> bool:
-        """Whether model copies share it: a metric object asks them for its state at the end of the epoch."""
-        return bool(self.options.get("sync_dist")) or self.reduction == "metric"
+if TYPE_CHECKING:
+    from lightning_mcore.strategy.strategy import MCoreStrategy
 
 
-@dataclass
-class _Entry:
-    """One name and its values in this step."""
-
-    name: _Name
-    values: list[Tensor] = field(default_factory=list)
-    weights: list[Tensor] = field(default_factory=list)
-
-
-class StepLogs:
-    """Records, merges, sends and replays what one kind of step logs.
+class StepLogger:
+    """What the strategy and the schedule call around each step.
 
     Args:
-        module: The LightningModule whose ``log`` is recorded.
-        device: Where the values are merged.
+        strategy: The strategy that owns it.
     """
 
-    def __init__(self, module: pl.LightningModule, device: torch.device) -> None:
-        self._module = module
-        self._device = device
-        self._entries: dict[str, _Entry] = {}
-        self._batch: Any = None
-        self._muted = False
-        self._metrics = {path: child for path, child in module.named_modules() if isinstance(child, Metric)}
-        self._changed: set[str] = set()
-        self._known: dict[_Place, list[_Name]] = {}
-        self._error: str | None = None
+    def __init__(self, strategy: "MCoreStrategy") -> None:
+        self._strategy = strategy
+        self._pipeline: PipelineLogs | None = None
+        self._auxiliary: AuxiliaryLogs | None = None
+        self._rows = RepeatedRows()
+        self._names = EvaluationNames()
+        self.shares_outputs = True
+        """Whether any rank of the pipeline reads what a validation or test step returns; the same on all of them."""
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Replace ``module.log`` by the recorder inside the ``with`` block."""
-        self._entries, self._error = {}, None
-        self._changed = set()
-        outer = vars(self._module).get("log")
-        object.__setattr__(self._module, "log", self._record)
-        try:
-            yield
-        finally:
-            object.__delattr__(self._module, "log")
-            if outer is not None:
-                object.__setattr__(self._module, "log", outer)
+    def setup(self, restores: contextlib.ExitStack) -> None:
+        """Begin a run, in which metrics ask the data- and context-parallel ranks for their state.
 
-    @contextlib.contextmanager
-    def microbatch(self, batch: Any, muted: bool) -> Iterator[None]:
-        """Say which microbatch runs; a muted run of a step leaves no trace in logs and metrics.
-
-        Muted are runs for a chunk that is not the last, where only what stands before ``self.model`` runs, and
-        microbatches that only fill up a schedule.
+        Args:
+            restores: What puts metrics back after the run.
         """
-        self._batch, self._muted = batch, muted
-        try:
-            with metrics_forget(list(self._metrics.values())) if muted else self._noticing_metrics():
-                yield
-        finally:
-            self._batch, self._muted = None, False
+        self._rows, self._names = RepeatedRows(), EvaluationNames()
+        self._pipeline = self._auxiliary = None
+        self.shares_outputs = True
+        group = process_group("dp_cp")
+        if group.size() < dist.get_world_size():  # else it is the default group
+            for metric in self._module.modules():
+                if isinstance(metric, Metric):
+                    restores.callback(setattr, metric, "process_group", metric.process_group)
+                    metric.process_group = group
+
+    def setup_pipeline(self, config: TransformerConfig) -> None:
+        """Log for a model built with ``pipeline()``, which has this config."""
+        module, device = self._module, self._strategy.root_device
+        self._pipeline, self._auxiliary = PipelineLogs(module, device), AuxiliaryLogs(module, config, device)
+
+    def teardown(self) -> None:
+        """Let go of the module's metrics."""
+        self._pipeline = self._auxiliary = None
+
+    @property
+    def pipeline(self) -> PipelineLogs:
+        """The recorder of steps that the schedule runs."""
+        assert self._pipeline is not None
+        return self._pipeline
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        module = self._strategy.lightning_module
+        assert module is not None
+        return module
+
+    # ---- training
 
     @contextlib.contextmanager
-    def _noticing_metrics(self) -> Iterator[None]:
-        """Note which metrics change inside the ``with`` block."""
-        before = {path: _traces(metric) for path, metric in self._metrics.items()}
+    def layer_losses(self, num_microbatches: int) -> Iterator[None]:
+        """Log the losses of layers over the microbatches that run inside the ``with`` block."""
+        assert self._auxiliary is not None
+        self._auxiliary.start()
         yield
-        after = {path: _traces(metric) for path, metric in self._metrics.items()}
-        self._changed |= {path for path in before if not _are_same(before[path], after[path])}
+        self._auxiliary.finish(num_microbatches)
 
-    def add_loss(self, loss: Tensor, weight: Tensor | float) -> None:
-        """Record the loss of a microbatch with its share in the loss of the step."""
-        self._add(_Name(_LOSS, {}, "mean", torch.float32), loss, weight)
+    def end_plain_step(self) -> None:
+        """Agree on names at the end of an epoch of a plain module, whose ranks merge them there."""
+        if ends_the_epoch(self._module.trainer):
+            agree_on_names(self._module)
 
-    def finish(self, step: str, over_copies: bool) -> Tensor | None:
-        """Merge the values, send them to every stage and log them; return the loss of the step if there is one.
+    # ---- evaluation
 
-        Collective over the context- and pipeline-parallel ranks, with ``over_copies`` also over the data-parallel ones.
+    def start_evaluation(self) -> None:
+        """Begin a run over the evaluation dataloaders; collective over the world."""
+        trainer = self._module.trainer
+        self._rows.start()
+        loop = trainer._evaluation_loop
+        self._names.start(loop.max_batches if loop._is_sequential else [], self._strategy.root_device)
+        if self._strategy.layout.pipeline_model_parallel_size > 1:  # callbacks may differ from rank to rank
+            self.shares_outputs = not all_true(not reads_outputs(trainer))
 
-        Args:
-            step: Name of the step; names and options are remembered for each, and for each evaluation dataloader.
-            over_copies: Whether names with ``sync_dist=True`` are merged over the model copies too.
+    def cut(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return a validation or test batch without samples that the sampler repeats."""
+        return self._rows.cut(batch, self._module.trainer._evaluation_loop._combined_loader, dataloader_idx)
 
-        Raises:
-            ValueError: A name has different options on different batches or ranks.
-        """
-        group = process_group("dp_cp" if over_copies else "cp")
-        stages = process_group("pp")
-        place = (step, self._dataloader_index())
-        num_known = len(self._known.get(place, []))
-        packed = None
-        if stages.rank() == stages.size() - 1:
-            self._agree_on_names(place, group)
-            packed = self._merge(self._known.get(place, []), group)
-        self._entries = {}
-        if stages.size() > 1:
-            packed, are_metrics_changed = self._send(place, packed, num_known)
-        if self._error is not None:
-            raise ValueError(self._error)
-        if stages.size() > 1:
-            self._send_metrics(are_metrics_changed)
-        assert packed is not None
-        loss = None
-        was_logged = (packed[:, 2] > 0).tolist()
-        for name, (value, weight, _), is_here in zip(self._known.get(place, []), packed, was_logged, strict=True):
-            if not is_here:
-                continue
-            if name.name == _LOSS:
-                loss = value.float()
-            else:
-                self._replay(name, value, weight, is_merged=over_copies)
-        return loss
+    def evaluation_step(self) -> AbstractContextManager[None]:
+        """Let a step count for nothing if all samples of its batch are repeated."""
+        if self._rows.whole_batch:
+            return without_weight(self._module, self._rows.only_batch)
+        return contextlib.nullcontext()
 
-    def _dataloader_index(self) -> int | None:
-        """Return the index that Lightning adds to the names of the running step, if it adds one."""
-        results = self._module.trainer._results
-        return None if results is None else results.dataloader_idx
+    def end_evaluation_step(self) -> None:
+        """After the last batch of a dataloader, agree on names."""
+        self._names.end_of_batch(self._module, *self._rows.place)
 
-    def _record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if self._muted:
-            return
-        try:
-            self._read(name, value, *args, **kwargs)
-        except (ValueError, MisconfigurationException) as error:
-            # Raised at the end of the step, on every rank: one alone would leave the others waiting.
-            self._error = self._error or str(error)
-
-    def _read(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        bound = _LOG_SIGNATURE.bind(self._module, name, value, *args, **kwargs)
-        bound.apply_defaults()
-        options = {key: option for key, option in bound.arguments.items() if key not in ("self", "name", "value")}
-        weight = options.pop("batch_size")
-        if options.pop("sync_dist_group") is not None:
-            raise ValueError(
-                f"self.log({name!r}, sync_dist_group=...) is not available with pipeline(); use sync_dist=True"
-            )
-        if isinstance(value, Metric):
-            options["metric_attribute"] = self._attribute_of(name, value, options["metric_attribute"])
-            self._add(_Name(name, options, "metric", torch.float32), 0.0, 1.0)
-            return
-        reduction = reduction_name(options["reduce_fx"])
-        if reduction is None:
-            raise ValueError(
-                f"self.log({name!r}, reduce_fx={options['reduce_fx']!r}) is not available; choose mean, sum, min or max"
-            )
-        options["reduce_fx"] = reduction
-        is_double = isinstance(value, Tensor) and value.dtype == torch.float64
-        dtype = torch.float64 if is_double else torch.float32
-        if weight is None:
-            weight = extract_batch_size(self._batch) if reduction == "mean" else 1.0
-        self._add(_Name(name, options, reduction, dtype), value, weight)
-
-    def _attribute_of(self, name: str, metric: Metric, attribute: str | None) -> str:
-        found = next((path for path, child in self._metrics.items() if child is metric), attribute)
-        if found is None:
-            raise ValueError(
-                f"self.log({name!r}, {type(metric).__name__}(...)) takes a metric that is an attribute of the module, "
-                "so that every stage has it; set it in __init__ or configure_model"
-            )
-        return found
-
-    def _add(self, name: _Name, value: Any, weight: Any) -> None:
-        number = self._number(name.name, value)
-        weight = self._number(name.name, weight)
-        entry = self._entries.setdefault(name.name, _Entry(name))
-        _check_same_options(entry.name, name)
-        if name.reduction == "mean":
-            number = torch.where(weight == 0, weight, number * weight)  # the mean of no rows is nan, and counts nothing
-        entry.values.append(number)
-        entry.weights.append(weight)
-
-    def _number(self, name: str, value: Any) -> Tensor:
-        try:
-            tensor = _on_device(value, self._device)
-        except (TypeError, RuntimeError) as error:
-            raise ValueError(f"self.log({name!r}, ...) takes a single number, got {type(value).__name__}") from error
-        if tensor.numel() != 1:
-            raise ValueError(
-                f"self.log({name!r}, ...) takes a single number, got a tensor of shape {tuple(tensor.shape)}"
-            )
-        return tensor.reshape(())
-
-    def _agree_on_names(self, place: _Place, group: dist.ProcessGroup) -> None:
-        """Learn the names that a rank of ``group`` logs for the first time, and what is wrong on any."""
-        known = {name.name: name for name in self._known.get(place, [])}
-        new = [entry.name for entry in self._entries.values() if not _is_known(entry.name, known)]
-        found: list[tuple[list[_Name], str | None]] = [(new, self._error)]
-        if group.size() > 1:
-            is_news = torch.full((), float(bool(new) or self._error is not None), device=self._device)
-            dist.all_reduce(is_news, op=dist.ReduceOp.MAX, group=group)
-            if is_news == 0:
-                return
-            found = found * group.size()
-            dist.all_gather_object(found, (new, self._error), group=group)
-        self._error = next((error for _, error in found if error is not None), None)
-        for name in (name for names, _ in found for name in names):
-            try:
-                _check_same_options(known.setdefault(name.name, name), name)
-            except ValueError as error:
-                self._error = self._error or str(error)
-        self._known[place] = list(known.values())
-
-    def _merge(self, names: list[_Name], group: dist.ProcessGroup) -> Tensor:
-        """Return [names, 3]: for each name its merged value, its weight, and how often it was logged."""
-        if not names:
-            return torch.zeros(0, 3, dtype=torch.float64, device=self._device)
-        packed = torch.stack([self._packed(name) for name in names])
-        synced = [row for row, name in enumerate(names) if name.is_synced]
-        apart = [row for row, name in enumerate(names) if not name.is_synced]
-        for rows, ranks in ((synced, group), (apart, process_group("cp"))):
-            if rows and ranks.size() > 1:
-                packed[rows] = _reduced(packed[rows], [names[row].reduction for row in rows], ranks)
-        means = [row for row, name in enumerate(names) if name.reduction == "mean"]
-        packed[means, 0] /= packed[means, 1].clamp(min=torch.finfo(torch.float64).tiny)
-        return packed
-
-    def _packed(self, name: _Name) -> Tensor:
-        entry = self._entries.get(name.name)
-        if entry is None:
-            nothing = {"min": math.inf, "max": -math.inf}.get(name.reduction, 0.0)
-            row = torch.zeros(3, dtype=torch.float64, device=self._device)
-            row[0] = nothing
-            return row
-        values = torch.stack(entry.values)
-        merged = {"min": values.amin, "max": values.amax}.get(name.reduction, values.sum)()
-        return torch.stack([merged, torch.stack(entry.weights).sum(), torch.full_like(merged, len(values))])
-
-    def _send(self, place: _Place, packed: Tensor | None, num_known: int) -> tuple[Tensor, bool]:
-        """Broadcast from the last stage: one tensor if the names are those of the last time, else the names too.
-
-        Args:
-            place: The step that ran, and its dataloader.
-            packed: [names, 3] on the last stage, None on the others.
-            num_known: How many names every stage knew before this step.
-
-        Returns:
-            ``packed`` on every stage, and whether metrics changed on the last.
-        """
-        group = process_group("pp")
-        source = dist.get_global_rank(group, group.size() - 1)
-        message = torch.zeros(2 + 3 * num_known, dtype=torch.float64, device=self._device)
-        if packed is not None:
-            message[1] = float(bool(self._changed))
-            if len(packed) == num_known and self._error is None:
-                message[2:] = packed.flatten()
-            else:
-                message[0] = 1
-        dist.broadcast(message, src=source, group=group)
-        is_news, are_metrics_changed = (bool(flag) for flag in message[:2].tolist())
-        if not is_news:
-            return message[2:].view(-1, 3), are_metrics_changed
-        box: list[Any] = [self._known.get(place, []), self._error]
-        dist.broadcast_object_list(box, src=source, group=group, device=self._device)
-        self._known[place], self._error = box
-        if packed is None:
-            packed = torch.zeros(len(self._known[place]), 3, dtype=torch.float64, device=self._device)
-        dist.broadcast(packed, src=source, group=group)
-        return packed, are_metrics_changed
-
-    def _send_metrics(self, are_changed: bool) -> None:
-        """Give the other stages the metrics that the step changed on the last one."""
-        group = process_group("pp")
-        is_source = group.rank() == group.size() - 1
-        states = {path: _state(self._metrics[path]) for path in self._changed} if is_source else {}
-        if are_changed:
-            states = from_last_stage(states, self._device)
-        for path, metric in self._metrics.items():
-            if path not in states:
-                metric._computed = None  # on every stage: those with a muted run have lost it and would ask alone
-            elif not is_source:
-                for name, value in states[path].items():
-                    setattr(metric, name, value)
-                metric.to(self._device)
-
-    def _replay(self, name: _Name, value: Tensor, weight: Tensor, is_merged: bool) -> None:
-        options = dict(name.options)
-        if name.reduction == "metric":
-            metric = self._module.get_submodule(options["metric_attribute"])
-            assert isinstance(metric, Metric)
-            self._module.log(name.name, metric, **options)
-            return
-        if is_merged and options["sync_dist"]:
-            options["sync_dist_group"] = ALREADY_MERGED
-        batch_size: Any = weight if name.reduction == "mean" else 1
-        self._module.log(name.name, value.to(name.dtype), batch_size=batch_size, **options)
-
-
-def _on_device(value: Any, device: torch.device) -> Tensor:
-    """Return a number as a tensor of fp64; one of the host is written by a kernel, for a copy would wait for a GPU."""
-    if isinstance(value, int | float):
-        return torch.full((), value, dtype=torch.float64, device=device)
-    return torch.as_tensor(value, dtype=torch.float64, device=device).detach()
-
-
-def _state(metric: Metric) -> dict[str, Any]:
-    return {**metric.metric_state, **{name: getattr(metric, name) for name in _COUNTERS}}
-
-
-def _traces(metric: Metric) -> list[Any]:
-    """Return what tells a changed metric from an unchanged one, without a copy of its state.
-
-    A count of updates alone would not see ``reset()`` and an update in one step.
-    """
-    traces: list[Any] = []
-    for value in _state(metric).values():
-        if isinstance(value, list):  # a state that is concatenated: it grows, or is emptied and grows
-            traces += [len(value), value[-1] if value else None]
-        else:
-            traces += [value, value._version if isinstance(value, Tensor) and not value.is_inference() else None]
-    return traces
-
-
-def _are_same(before: list[Any], after: list[Any]) -> bool:
-    """Compare numbers by value and all else by identity."""
-    return all(a is b or (type(a) is int and a == b) for a, b in zip(before, after, strict=True))
-
-
-def _is_known(name: _Name, known: dict[str, _Name]) -> bool:
-    return name.name in known and known[name.name][1:3] == name[1:3]
-
-
-def _check_same_options(first: _Name, second: _Name) -> None:
-    if first[1:3] != second[1:3]:
-        different = [key for key, option in first.options.items() if second.options.get(key) != option]
-        raise ValueError(
-            f"self.log({first.name!r}, ...) was called with different arguments on another batch or rank:"
-            f" {', '.join(different) or 'a number and a metric'}; give one name the same arguments everywhere"
-        )
-
-
-def _reduced(rows: Tensor, reductions: list[str], group: dist.ProcessGroup) -> Tensor:
-    """Return [rows, 3] over the ranks of a group: values by their reduction, weights and counts summed."""
-    result = rows.clone()
-    extremes = {of: [row for row, reduction in enumerate(reductions) if reduction == of] for of in ("min", "max")}
-    result[extremes["min"] + extremes["max"], 0] = 0
-    dist.all_reduce(result, group=group)
-    for of, operation in (("min", dist.ReduceOp.MIN), ("max", dist.ReduceOp.MAX)):
-        if extremes[of]:
-            values = rows[extremes[of], 0]
-            dist.all_reduce(values, op=operation, group=group)
-            result[extremes[of], 0] = values
-    return result
+    def end_evaluation(self) -> None:
+        """Let later steps count again."""
+        self._rows.start()

@@ -1,0 +1,465 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the strategy refuses before anything is allocated: settings, modules, machines and callbacks that do not fit.
+
+The constructor calls :func:`resolved_overlap_p2p` and the functions that follow it; :func:`check_meeting` holds the
+checks that the strategy makes when it meets the module. FP8 is checked in three places: here, when the model is built
+(:func:`check_chunks`), and before each run of the schedule, with the shape of its microbatches
+(``config/fp8.py``). The checks of FP8 are functions of plain values, so that they are tested without a GPU.
+
+Sources for FP8: ``get_fp8_recipe`` and ``get_fp8_align_size`` of megatron-core (0.16.1); ``check_fp8_support`` and its
+kin of TransformerEngine (2.x), and its "datatype and hardware support matrix".
+"""
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from packaging.version import Version
+from torch import nn
+
+from lightning_mcore.config.checks import require_flag, require_size
+from lightning_mcore.config.fp8 import FP8Settings, check_layers, check_microbatch, check_model
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.layers.spec import installed_version
+from lightning_mcore.optimizer.rules import check_optimizer_device
+from lightning_mcore.parallel.consensus import all_true, gather
+from lightning_mcore.strategy.gradients import GradientSettings
+from lightning_mcore.strategy.module import MCoreModule
+from lightning_mcore.strategy.overlap import queue_hint
+
+if TYPE_CHECKING:
+    from lightning_mcore.strategy.strategy import MCoreStrategy
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_TRANSFORMER_ENGINE = {"delayed": "1.0", "tensorwise": "2.2", "blockwise": "2.3", "mxfp8": "2.1"}
+_CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+_NO_MXFP8_FROM = (12, 0)
+_BLOCKWISE_CUDA = "12.9"
+
+# ---- the constructor
+
+
+def resolved_overlap_p2p(given: bool | None, layout: ParallelLayout) -> bool:
+    """Return whether stages send while they compute; None means with the interleaved schedule."""
+    require_flag("overlap_p2p_comm", given, or_none=True)
+    interleaved = layout.virtual_pipeline_model_parallel_size is not None
+    if given and not interleaved:
+        raise ValueError(
+            "overlap_p2p_comm=True needs the interleaved schedule; set virtual_pipeline_model_parallel_size=2 or more"
+        )
+    return interleaved if given is None else given
+
+
+def checked_group_size(given: int | None, layout: ParallelLayout) -> int | None:
+    """Return ``microbatch_group_size_per_vp_stage``, which only the interleaved schedule reads."""
+    if given is None:
+        return None
+    require_size("microbatch_group_size_per_vp_stage", given)
+    if layout.virtual_pipeline_model_parallel_size is None:
+        raise ValueError(
+            f"microbatch_group_size_per_vp_stage={given} needs the interleaved schedule; set"
+            " virtual_pipeline_model_parallel_size=2 or more, or leave it None"
+        )
+    layout.validate_microbatches(given, given)
+    return given
+
+
+def check_alignment(gradients: GradientSettings, layout: ParallelLayout) -> None:
+    """Refuse to align communication between stages that do not exist."""
+    if gradients.align_grad_reduce and layout.pipeline_model_parallel_size == 1:
+        raise ValueError(
+            "align_grad_reduce=True acts between pipeline stages alone; set pipeline_model_parallel_size=2 or more, or"
+            " leave it out"
+        )
+    if gradients.resolve().align_param_gather and layout.virtual_pipeline_model_parallel_size is None:
+        raise ValueError(
+            "ddp_config.align_param_gather=True acts in the interleaved schedule alone; set"
+            " virtual_pipeline_model_parallel_size=2 or more, or leave it out"
+        )
+
+
+def checked_micro_batch_size(micro_batch_size: int | None) -> int | None:
+    """Return ``micro_batch_size``, a size or None."""
+    if micro_batch_size is not None:
+        require_size("micro_batch_size", micro_batch_size)
+    return micro_batch_size
+
+
+# ---- the strategy meets the module
+
+
+def check_meeting(strategy: "MCoreStrategy", module: pl.LightningModule) -> None:
+    """Check the module's shape and settings against layout, world and machine, before process groups form.
+
+    Raises:
+        ModuleNotFoundError: A setting needs a package.
+        TypeError: A module that is not an ``MCoreModule`` cannot be split.
+        ValueError: Settings that contradict each other, the module or the machine.
+    """
+    layout, precision = strategy.layout, strategy.precision_plugin
+    world_size = strategy.num_nodes * strategy.num_processes
+    layout.validate_world(world_size)
+    _check_module(module, layout)
+    ddp_config = strategy.gradients.resolve(precision.ddp_fields())
+    machine = FP8Machine.of(strategy.root_device)
+    hint = queue_hint(layout, machine.capability, os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+    if hint is not None and machine.type == "cuda":
+        rank_zero_warn(hint)
+    check_fp8(precision.fp8, module, layout, ddp_config, strategy.optimizer_config, machine, strategy.micro_batch_size)
+    if isinstance(module, MCoreModule):
+        shape = module.model_shape()
+        if shape is not None:
+            layout.validate_model(shape)
+        module.check_settings()
+    check_expert_tensor_parallel(layout, strategy.root_device)
+    check_device(strategy, world_size)
+    if strategy._layer_sync is not None and machine.type == "cpu" and not isinstance(module, MCoreModule):
+        raise ValueError("sync_batchnorm=True needs GPUs, which torch's SyncBatchNorm runs on alone; set it to False")
+    if module._trainer is not None:  # Trainer(...).strategy.connect(model) is a way to save a model before any run
+        _check_one_precision(module.trainer, precision.precision)
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            if strategy.micro_batch_size is None:
+                layout.validate_microbatches(module.trainer.accumulate_grad_batches, strategy.microbatch_group_size)
+            check_averaging(module, strategy.gradients.distributed)
+
+
+def _check_module(module: pl.LightningModule, layout: ParallelLayout) -> None:
+    """Refuse to split a module that does not say how."""
+    sizes = _sizes_that_split(layout)
+    if sizes and not isinstance(module, MCoreModule):
+        raise TypeError(
+            f"{sizes} cannot split {type(module).__name__}: derive it from MCoreModule and build its model with"
+            " self.pipeline(...) in configure_model, or set every model-parallel size to 1"
+        )
+
+
+def check_device(strategy: "MCoreStrategy", world_size: int) -> None:
+    """Refuse settings that the device or the number of ranks cannot support."""
+    device = strategy.root_device
+    strategy.gradients.check_run(strategy.layout, world_size, device)
+    strategy.communication.check_device(device)
+    strategy.tensor_overlap.check_device(device)
+    check_optimizer_device(strategy.optimizer_config, device, strategy.precision_plugin.ddp_fields())
+
+
+def check_expert_tensor_parallel(layout: ParallelLayout, device: torch.device) -> None:
+    """Refuse a layout of experts whose collectives gloo does not have."""
+    if device.type == "cpu" and layout.expert_model_parallel_size > 1 and layout.expert_tensor_size > 1:
+        raise ValueError(
+            f"expert_tensor_parallel_size={layout.expert_tensor_size} with "
+            f"expert_model_parallel_size={layout.expert_model_parallel_size} needs collectives of uneven sizes, which"
+            " gloo does not have on the CPU; set expert_tensor_parallel_size=1"
+        )
+
+
+def _check_one_precision(trainer: pl.Trainer, precision: str) -> None:
+    """Refuse two precisions: Lightning takes the strategy's and forgets the trainer's."""
+    asked = trainer._accelerator_connector._precision_flag
+    if asked not in ("32-true", precision):  # "32-true" also stands where nothing was asked for
+        raise ValueError(
+            f"Trainer(precision={asked!r}) contradicts the precision_plugin of MCoreStrategy, which has"
+            f" {precision!r}; set it in one place"
+        )
+
+
+def check_plain(strategy: "MCoreStrategy", module: pl.LightningModule) -> None:
+    """Refuse to split, by stages or by rows, a module that built nothing with ``pipeline()``."""
+    name = type(module).__name__
+    if sizes := _sizes_that_split(strategy.layout):
+        raise ValueError(
+            f"{name} did not build its model with self.pipeline(...), so {sizes} cannot split it; "
+            "call it in configure_model, or set every model-parallel size to 1"
+        )
+    if strategy.micro_batch_size is not None:
+        raise ValueError(
+            f"micro_batch_size={strategy.micro_batch_size} needs a model built with self.pipeline(...), {name} has "
+            "none; use a smaller DataLoader batch with accumulate_grad_batches"
+        )
+
+
+def _sizes_that_split(layout: ParallelLayout) -> str:
+    axes = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "expert_model_parallel")
+    sizes = {f"{axis}_size": getattr(layout, f"{axis}_size") for axis in axes}
+    return " and ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+
+
+def check_backward_is_free(module: pl.LightningModule) -> None:
+    """Refuse a module that wants to run backward, or a part of it, itself.
+
+    Raises:
+        ValueError: It optimizes manually, or overrides ``backward``.
+    """
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"manual optimization is not available for a model built with pipeline(), whose backward is Megatron's; "
+            f"set automatic_optimization = True in {name}"
+        )
+    if is_overridden("backward", module):
+        raise ValueError(
+            f"{name} overrides backward(), but that of a model built with pipeline() is Megatron's and would not call "
+            "it; remove it, and scale the loss in training_step"
+        )
+
+
+def check_averaging(module: pl.LightningModule, distributed: bool) -> None:
+    """Refuse Lightning's callbacks that keep a second copy of the weights where they would write a wrong one.
+
+    ``WeightAveraging`` copies the module when a run begins, reads its parameters after every step and puts the average
+    into each checkpoint; ``StochasticWeightAveraging`` copies the module before ``configure_model``. A module that
+    builds its model with ``pipeline()`` has no parameters yet when they copy it, or holds process groups, which cannot
+    be copied. The sharded optimizer saves shards, which have no place for an average, and may leave parameters
+    scattered after a step.
+
+    Args:
+        module: The user's module, attached to its trainer.
+        distributed: Whether the optimizer state is sharded.
+
+    Raises:
+        ValueError: There is such a callback.
+    """
+    for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+        name = type(callback).__name__
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and isinstance(module, MCoreModule):
+            raise ValueError(
+                f"{name} copies the whole module before its model is built, so that it is not available for an"
+                " MCoreModule; average saved checkpoints after the run, or use a plain LightningModule"
+            )
+        if isinstance(callback, WeightAveraging) and distributed:
+            raise ValueError(
+                f"{name} writes its average into one-file checkpoints and reads parameters after every step, and"
+                " use_distributed_optimizer=True writes shards and may leave parameters scattered; set it to False"
+            )
+
+
+# ---- the run
+
+
+def check_batches_to_predict(trainer: pl.Trainer, expert_parallel_size: int) -> None:
+    """Refuse a set that leaves ranks which share experts with different numbers of batches: they would hang.
+
+    Raises:
+        RuntimeError: There is such a set; on every rank.
+    """
+    if expert_parallel_size == 1:
+        return
+    counts = gather(trainer.predict_loop.max_batches)
+    if any(count != counts[0] for count in counts):
+        raise RuntimeError(
+            f"the data-parallel ranks have {sorted(map(str, counts))} batches to predict, and with"
+            f" expert_model_parallel_size={expert_parallel_size} they need the same number;"
+            " make the number of samples a multiple of the batch size times the data-parallel size"
+        )
+
+
+def refuse_to_stop_iterating(hook: Callable[P, T]) -> Callable[P, T]:
+    """Turn a StopIteration of the user's code into another error, as Python does for generators.
+
+    Lightning's loops take it for the end of the data, and end the epoch on this rank alone.
+    """
+
+    @functools.wraps(hook)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return hook(*args, **kwargs)
+        except StopIteration as error:
+            raise RuntimeError(
+                "StopIteration was raised in a step or a hook around it, where it would end the epoch on this rank"
+                " alone; catch it there, as next(iterator, default) does"
+            ) from error
+
+    return run
+
+
+# ---- FP8
+
+
+def check_fp8(
+    settings: FP8Settings,
+    module: nn.Module,
+    layout: ParallelLayout,
+    ddp_config: DistributedDataParallelConfig,
+    optimizer_config: OptimizerConfig | None,
+    machine: "FP8Machine",
+    micro_batch_size: int | None,
+) -> None:
+    """Refuse FP8 where module, settings or machine cannot do it; nothing happens without FP8.
+
+    Args:
+        settings: What was asked for.
+        module: The user's module.
+        layout: The strategy's layout.
+        ddp_config: The strategy's settings of gradients and parameters.
+        optimizer_config: The strategy's settings of Megatron's optimizer.
+        machine: Where the model will be.
+        micro_batch_size: Rows of a microbatch; None where the DataLoader says.
+
+    Raises:
+        ModuleNotFoundError: TransformerEngine is not installed.
+        ValueError: Anything else that FP8 needs is missing.
+    """
+    if not settings.is_on:
+        return
+    if not isinstance(module, MCoreModule):
+        raise ValueError(
+            f"fp8_recipe={settings.recipe!r} reaches layers of TransformerEngine alone, and {type(module).__name__}"
+            " builds no Megatron model; derive it from MCoreModule, or leave fp8_recipe out"
+        )
+    check_machine(settings, machine)
+    check_optimizer(settings, ddp_config, optimizer_config)
+    shape = module.model_shape()
+    if shape is None:
+        return
+    check_model(settings, shape, layout.tensor_model_parallel_size, layout.expert_tensor_size)
+    if shape.num_layers is not None:
+        check_layers(settings, shape.num_layers, layout.pipeline_model_parallel_size)
+    if shape.seq_length is not None and micro_batch_size is not None:
+        check_microbatch(settings, (shape.seq_length, micro_batch_size), layout)
+
+
+@dataclass(frozen=True)
+class FP8Machine:
+    """What the checks need to know of the machine.
+
+    Args:
+        type: Of the torch device.
+        capability: Compute capability of the GPU.
+        cuda: CUDA version that torch was built with.
+        transformer_engine: Version of TransformerEngine; None where it is not installed.
+    """
+
+    type: str
+    capability: tuple[int, int] = (0, 0)
+    cuda: str = "0"
+    transformer_engine: str | None = None
+
+    @classmethod
+    def of(cls, device: torch.device) -> "FP8Machine":
+        """Look at a device of this machine."""
+        if device.type != "cuda":
+            return cls(device.type)
+        version = None
+        if importlib.util.find_spec("transformer_engine") is not None:
+            version = installed_version("transformer-engine")
+        return cls("cuda", torch.cuda.get_device_capability(device), torch.version.cuda or "0", version)
+
+
+def check_machine(settings: FP8Settings, machine: FP8Machine) -> None:
+    """Refuse what the machine cannot do.
+
+    Raises:
+        ModuleNotFoundError: TransformerEngine is not installed.
+        ValueError: No CUDA device, or one that is too old or too new for the recipe, or software that is too old.
+    """
+    recipe = settings.recipe
+    if machine.type != "cuda":
+        raise ValueError(
+            f"FP8 needs a CUDA device, and this run is on {machine.type!r}; leave fp8_recipe={recipe!r} out, "
+            'or run with accelerator="gpu"'
+        )
+    if machine.transformer_engine is None:
+        raise ModuleNotFoundError(
+            f"fp8_recipe={recipe!r} needs TransformerEngine, which is not installed; install the extra [te], "
+            "or leave fp8_recipe out"
+        )
+    least = _TRANSFORMER_ENGINE[recipe]
+    if Version(machine.transformer_engine) < Version(f"{least}.dev0"):
+        raise ValueError(
+            f"fp8_recipe={recipe!r} needs TransformerEngine {least} or newer, and {machine.transformer_engine} is "
+            "installed; update it, or choose another recipe"
+        )
+    have = ".".join(map(str, machine.capability))
+    if machine.capability < _CAPABILITY[recipe]:
+        need = ".".join(map(str, _CAPABILITY[recipe]))
+        raise ValueError(
+            f"fp8_recipe={recipe!r} needs a GPU of compute capability {need} or higher, and this one has {have}; "
+            f"{_other_recipe(machine.capability)}"
+        )
+    if recipe == "mxfp8" and machine.capability >= _NO_MXFP8_FROM:
+        raise ValueError(
+            f"fp8_recipe='mxfp8' is not supported by TransformerEngine on GPUs of compute capability 12.0 and higher, "
+            f"and this one has {have}; {_other_recipe(machine.capability)}"
+        )
+    if recipe == "blockwise" and Version(machine.cuda) < Version(_BLOCKWISE_CUDA):
+        raise ValueError(
+            f"fp8_recipe='blockwise' needs CUDA {_BLOCKWISE_CUDA} or newer, and torch was built with {machine.cuda}; "
+            "choose 'tensorwise', or another build"
+        )
+
+
+def check_versions(
+    settings: FP8Settings, grouped: bool, megatron_core: str | None, transformer_engine: str | None
+) -> None:
+    """Refuse experts in one product where the installed versions could not save them.
+
+    Args:
+        settings: What was asked for.
+        grouped: ``moe_grouped_gemm`` of the model.
+        megatron_core: Its version; None for unknown.
+        transformer_engine: Likewise.
+
+    Raises:
+        ValueError: megatron-core 0.16 reads what TransformerEngine has kept for its experts only up to 2.17.0.
+
+    Source: ``TEGroupedLinear._decode_extra_state`` (megatron-core 0.16.1).
+    """
+    if not grouped or settings.recipe == "delayed" or megatron_core is None or transformer_engine is None:
+        return
+    if Version(megatron_core) < Version("0.17") and Version(transformer_engine) > Version("2.17.0"):
+        raise ValueError(
+            f"fp8_recipe={settings.recipe!r} with moe_grouped_gemm=True cannot be saved with megatron-core"
+            f" {megatron_core} and TransformerEngine {transformer_engine}; install TransformerEngine below 2.12, or set"
+            " moe_grouped_gemm=False"
+        )
+
+
+def _other_recipe(capability: tuple[int, int]) -> str:
+    return "choose 'tensorwise' or 'delayed'" if capability >= _CAPABILITY["tensorwise"] else "train in bf16"
+
+
+def check_optimizer(
+    settings: FP8Settings, ddp_config: DistributedDataParallelConfig, optimizer_config: OptimizerConfig | None = None
+) -> None:
+    """Refuse FP8 weights where the strategy's optimizer cannot keep them.
+
+    Raises:
+        ValueError: As ``FP8Settings.check_optimizer`` says.
+    """
+    offloads = optimizer_config is not None and bool(optimizer_config.optimizer_cpu_offload)
+    settings.check_optimizer(ddp_config.use_distributed_optimizer, ddp_config.overlap_param_gather, offloads)
+
+
+def check_chunks(settings: FP8Settings, chunks: Sequence[nn.Module]) -> None:
+    """Refuse a model without layers of TransformerEngine, which FP8 would not reach; collective over the world.
+
+    Args:
+        settings: What was asked for; nothing happens without FP8.
+        chunks: The chunks of this rank.
+
+    Raises:
+        ValueError: No rank has such a layer, or the installed versions cannot save the model; raised on every rank.
+    """
+    if not settings.is_on:
+        return
+    modules = (type(module) for chunk in chunks for module in chunk.modules())
+    grouped = any(getattr(getattr(chunk, "config", None), "moe_grouped_gemm", False) for chunk in chunks)
+    check_versions(settings, grouped, installed_version("megatron-core"), installed_version("transformer-engine"))
+    found = any(parent.__module__.startswith("transformer_engine") for kind in modules for parent in kind.__mro__)
+    if all_true(not found):
+        raise ValueError(
+            f"fp8_recipe={settings.recipe!r} reaches layers of TransformerEngine alone, and the model has none; build"
+            " it from Megatron's TransformerEngine spec, or leave fp8_recipe out"
+        )

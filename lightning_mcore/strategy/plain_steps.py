@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of a plain LightningModule, in Lightning's own loop.
+
+Lightning's accumulation is Megatron's schedule without pipelining, so each step is called directly.
+:class:`PlainSteps` keeps gradients on the rank while Lightning accumulates. After the last batch of a window it reduces
+them over the ranks and shows them to hooks.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+
+from lightning_mcore.optimizer.rules import check_not_summed
+from lightning_mcore.parallel.chunks import (
+    ModelChunks,
+    check_gradients,
+    check_parameters_are_called,
+    parameters_with_visible_gradients,
+    plain_config,
+    take_gradients_back,
+    wrap_chunks,
+)
+from lightning_mcore.strategy.checks import check_plain
+
+if TYPE_CHECKING:
+    from lightning_mcore.strategy.strategy import MCoreStrategy
+
+
+class PlainSteps:
+    """Runs the steps of a module that built nothing with ``pipeline()``; also those of any module after a run.
+
+    Args:
+        strategy: The strategy that owns it.
+    """
+
+    inline = True
+
+    def __init__(self, strategy: "MCoreStrategy") -> None:
+        self._strategy = strategy
+        self._sync_blocked = False
+        self._gradients_are_shown = False
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where the module runs."""
+        return self._strategy.root_device
+
+    def wrap(self, module: pl.LightningModule, ddp_config: DistributedDataParallelConfig | None) -> ModelChunks:
+        """Wrap a module as one chunk.
+
+        Args:
+            module: On its device.
+            ddp_config: Megatron's settings of gradients; None to wrap it for evaluation alone.
+        """
+        strategy = self._strategy
+        self._gradients_are_shown = False
+        check_plain(strategy, module)
+        if ddp_config is not None and strategy._layer_sync is not None:
+            strategy._layer_sync.apply(module)
+        if ddp_config is not None and ddp_config.overlap_param_gather:
+            check_parameters_are_called(module)
+        precision = strategy.precision_plugin
+        precision.convert_module(module)
+        return wrap_chunks([module], plain_config(precision.dtype), None, ddp_config)
+
+    def training_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the step forward; Lightning runs backward."""
+        module = self._strategy.lightning_module
+        assert module is not None
+        with self._strategy.precision_plugin.train_step_context():
+            output = module.training_step(*args, **kwargs)
+        self._strategy.logs.end_plain_step()
+        return output
+
+    def evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any], shares_output: bool) -> Any:
+        """Run a step forward only."""
+        with self._strategy.precision_plugin.forward_context():
+            return getattr(self._strategy.lightning_module, step)(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Keep gradients on this rank while Lightning accumulates."""
+        self._sync_blocked = True
+        try:
+            yield
+        finally:
+            self._sync_blocked = False
+
+    @contextlib.contextmanager
+    def around_backward(self) -> Iterator[None]:
+        """Reduce the gradients after the last batch of a window, and show them to hooks where they are whole."""
+        gradients, chunks = self._strategy.gradients, self._strategy.chunks
+        optimizers = self._strategy.megatron_optimizers
+        if gradients.reduces_only_once:
+            check_not_summed(optimizers)
+        # Shards are not whole on this rank.
+        parameters = [] if gradients.distributed else parameters_with_visible_gradients(chunks)
+        take_gradients_back(parameters, self._gradients_are_shown)
+        with contextlib.ExitStack() as stack:
+            if self._sync_blocked:  # entered here, not earlier: zeroing the buffers in between would undo it
+                for chunk in chunks.ddp:
+                    stack.enter_context(chunk.no_sync())
+            yield
+        for optimizer in optimizers:
+            optimizer.gradients_changed(are_summed=not self._sync_blocked)
+        if not self._sync_blocked:
+            finalize_model_grads(chunks.ddp, None)
+        if gradients.check_nan:
+            check_gradients(chunks)
+        for parameter in parameters:
+            parameter.grad = parameter.main_grad
+        self._gradients_are_shown = True
