@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run that ends, however it ends, leaves the process as it was; what ends it has a name."""
 
+import contextlib
+import copy
 import os
+import pickle
 import signal
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_mcore import MCoreCheckpointIO, MCoreGPT, MCoreStrategy
 from lightning_mcore.parallel import consensus as agreement
@@ -20,7 +27,8 @@ from lightning_mcore.parallel import rank_watch
 from lightning_mcore.parallel.groups import open_single_process
 from lightning_mcore.parallel.rank_connections import Lines
 from tests import hygiene
-from tests.toy import PlainNet, StagedNet, loader, make_trainer
+from tests.ranks import run_ranks
+from tests.toy import PlainNet, Samples, StagedNet, loader, make_trainer, metrics_of
 
 pytestmark = [  # Megatron's own
     pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
@@ -60,6 +68,67 @@ def test_teardown_restores_everything_though_a_plugin_of_it_fails(module: type[p
     assert not hygiene.changes(names, hygiene.snapshot())
     assert signal.getsignal(signal.SIGTERM) is handler
     assert _attention_variables() == environment
+
+
+class BrokenEnvironment(LightningEnvironment):
+    """A cluster environment that cannot be torn down."""
+
+    def teardown(self) -> None:
+        raise OSError("the cluster is gone")
+
+
+def outside_of_a_run(trainer: pl.Trainer, loaders: list[Any]) -> dict[str, Any]:
+    """Return what a run changes in objects of the user while it lasts."""
+    found: dict[str, Any] = {}
+    for number, data in enumerate(loaders):
+        found |= {f"loader {number}: {name}": value for name, value in vars(data).items()}
+        if isinstance(data.sampler, DistributedSampler):
+            found[f"sampler {number}: seed"] = data.sampler.seed
+    for callback in trainer.checkpoint_callbacks:
+        found["link"] = vars(callback).get("_link_checkpoint")
+    loops = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
+    found["inference_mode"] = [loop.inference_mode for loop in loops]
+    found["warnings"] = [entry for entry in warnings.filters if "resuming" in str(entry)]
+    return found
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "a plugin fails"])
+def test_what_a_run_changes_of_the_users_objects_does_not_outlive_it(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+
+    def run(seed: int, steps: int, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        sampler: Any = DistributedSampler(Samples(8), num_replicas=1, rank=0, seed=seed)
+        loaders = [loader(8, 2, sampler=sampler), loader(4, 2)]
+        strategy = MCoreStrategy(checkpoint_io=StubbornIO() if fails else None)
+        plugins = [BrokenEnvironment() if fails else LightningEnvironment()]
+        checkpoint = ModelCheckpoint(tmp_path, filename="{step}", save_last="link", every_n_train_steps=1)
+        options = {"plugins": plugins, "callbacks": [checkpoint], "enable_checkpointing": True}
+        trainer = make_trainer(strategy, max_steps=steps, **options)
+        before = outside_of_a_run(trainer, loaders)
+        with pytest.raises(OSError, match="is gone") if fails else contextlib.nullcontext():
+            trainer.fit(PlainNet(), *loaders, **arguments)
+        return before, outside_of_a_run(trainer, loaders)
+
+    for before, after in (run(1, 1), run(2, 4, ckpt_path=str(tmp_path / "step=1.ckpt"))):
+        assert after == before
+
+
+def fit_in_two_stages() -> list[object]:
+    module = StagedNet()
+    trainer = make_trainer({"pipeline_model_parallel_size": 2}, max_steps=1)
+    trainer.fit(module, loader(4, 2))
+    copied = pickle.loads(pickle.dumps([metric.process_group for metric in metrics_of(module)]))
+    assert isinstance(copy.deepcopy(metrics_of(module)), list)
+    return list(copied)
+
+
+@pytest.mark.distributed
+def test_metrics_of_a_pipeline_can_be_copied_after_the_run() -> None:
+    for groups in run_ranks(2, fit_in_two_stages):
+        assert groups
+        assert set(groups) == {None}
 
 
 def _attention_variables() -> dict[str, str]:
