@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: what of a model and its optimizer is saved, in which files, and how they are read."""
+"""Checkpoints: what is saved of a model and its optimizer, in which files, and how they are read."""

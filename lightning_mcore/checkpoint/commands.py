@@ -68,7 +68,7 @@ def verify(path: str, on_progress: Callable[[int, int], None] | None = None) -> 
 
     Raises:
         FileNotFoundError: There is nothing at ``path``.
-        ValueError: It is damaged, unfinished or no checkpoint; names the file.
+        ValueError: It is damaged, unfinished or not a checkpoint; the message names the file.
     """
     fs, root = open_store(path)
     if fs.isfile(root):
@@ -81,7 +81,7 @@ def verify(path: str, on_progress: Callable[[int, int], None] | None = None) -> 
 
 
 def inspect(path: str, with_tensors: bool = False) -> str:
-    """Return what a checkpoint says of itself, as text: step, layout, model, parameters, sizes.
+    """Return a description of a checkpoint, as text: step, layout, model, parameters, sizes.
 
     Args:
         path: A checkpoint, local or remote.
@@ -89,17 +89,17 @@ def inspect(path: str, with_tensors: bool = False) -> str:
 
     Raises:
         FileNotFoundError: There is nothing at ``path``.
-        ValueError: It is unfinished or no checkpoint.
+        ValueError: It is unfinished or not a checkpoint.
     """
     return render(path, summary(path), with_tensors)
 
 
 def summary(path: str) -> dict[str, Any]:
-    """Return the manifest of a checkpoint, or for one that has none what can be found out without reading tensors.
+    """Return the manifest of a checkpoint; without one, what can be found out without reading tensors.
 
     Raises:
         FileNotFoundError: There is nothing at ``path``.
-        ValueError: It is unfinished or no checkpoint.
+        ValueError: It is unfinished or not a checkpoint.
     """
     fs, root = open_store(path)
     if fs.isfile(root):
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None, program: str = _PROGRAM) -> int
     """Run the command line and return its exit code.
 
     Args:
-        arguments: Those of the command line; None takes them from there.
+        arguments: Arguments to parse; None takes those of the process.
         program: Its name, as help shows it.
     """
     options = _parser(program).parse_args(arguments)
@@ -155,7 +155,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 
 def _verify_single_file(fs: AbstractFileSystem, root: str, path: str) -> str:
-    """Check what torch.save has recorded: its archive holds a checksum for every tensor."""
+    """Compare the checksums that torch.save wrote, one for every tensor."""
     try:
         with fs.open(root, "rb") as file, zipfile.ZipFile(file) as archive:
             if not has_checksums(archive.infolist()):
@@ -163,15 +163,15 @@ def _verify_single_file(fs: AbstractFileSystem, root: str, path: str) -> str:
             broken = archive.testzip()
     except OSError:
         raise
-    except Exception as error:  # zipfile raises anything where the directory is damaged
-        raise damaged(path, "it is no archive of torch.save, or only a part of one") from error
+    except Exception as error:  # zipfile can raise anything on a damaged archive
+        raise damaged(path, "it is not an archive of torch.save, or only a part of one") from error
     if broken is not None:
-        raise damaged(path, f"the checksum of its record {broken} is not the one that was saved")
+        raise damaged(path, f"the checksum of its record {broken} differs from the one that was saved")
     return f"{path} is whole: one file, the checksums in it are right, {bytes_text(fs.info(root)['size'])} in all"
 
 
 def _verify_torch_dist(fs: AbstractFileSystem, root: str, path: str) -> str:
-    """Check the sizes of the files of tensors, and what torch.save has recorded of each piece in them."""
+    """Check the sizes of the files of tensors, and the checksums that torch.save wrote for each piece in them."""
     metadata = read_metadata(path, fs.cat_file(f"{root}/{METADATA_FILE}"))
     sizes = least_sizes(metadata)
     for name, size in sizes.items():
@@ -185,7 +185,7 @@ def _verify_torch_dist(fs: AbstractFileSystem, root: str, path: str) -> str:
 
 
 def _has_right_checksums(fs: AbstractFileSystem, root: str, path: str, place: Any) -> bool:
-    """Return whether a piece has checksums, which are right then."""
+    """Return whether a piece has checksums; they are right then."""
     with fs.open(f"{root}/{place.relative_path}", "rb") as file:
         file.seek(place.offset)
         piece = io.BytesIO(file.read(place.length))
@@ -194,10 +194,12 @@ def _has_right_checksums(fs: AbstractFileSystem, root: str, path: str, place: An
             if not has_checksums(archive.infolist()):
                 return False
             broken = archive.testzip()
-    except Exception as error:  # zipfile raises anything where the directory is damaged
-        raise damaged(path, f"{place.relative_path} has no archive of torch.save at byte {place.offset}") from error
+    except Exception as error:  # zipfile can raise anything on a damaged archive
+        raise damaged(
+            path, f"there is no archive of torch.save at byte {place.offset} of {place.relative_path}"
+        ) from error
     if broken is not None:
-        raise damaged(path, f"the checksum of a piece at byte {place.offset} of {place.relative_path} is not right")
+        raise damaged(path, f"the checksum of a piece at byte {place.offset} of {place.relative_path} is wrong")
     return True
 
 
@@ -224,11 +226,13 @@ def _single_file(fs: AbstractFileSystem, root: str, path: str) -> dict[str, Any]
         return {**found, "note": "copy it to a local disk to see more"}
     try:  # mapped into memory, so that no tensor is read
         content = torch.load(root, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # a damaged archive raises all sorts
+    except Exception as error:  # a damaged archive can raise anything
         if not zipfile.is_zipfile(root):
-            raise ValueError(f"{path} is no checkpoint, or was not written to its end; give the path of one") from error
+            raise ValueError(
+                f"{path} is not a checkpoint, or only a part of one; give the path of a checkpoint"
+            ) from error
         classes = torch.serialization.get_unsafe_globals_in_checkpoint(root)
-        return {**found, "note": f"not shown, for it holds objects of {', '.join(classes) or 'other kinds'}"}
+        return {**found, "note": f"not shown, because it holds objects of {', '.join(classes) or 'other kinds'}"}
     return {**found, **_content_of(content)}
 
 
@@ -263,7 +267,7 @@ class _Progress:
         self._shown = False
 
     def __call__(self, done: int, total: int) -> None:
-        """Write the line anew, from time to time."""
+        """Write the line again, from time to time."""
         now = time.monotonic()
         passed = now - self._begin
         is_due = passed > _SILENT_SECONDS and now - self._last > _BETWEEN_UPDATES
@@ -287,7 +291,7 @@ class _Progress:
         return code
 
 
-SINGLE_FILE = "one file"  # what stands for the format of checkpoints that have no manifest
+SINGLE_FILE = "one file"  # the format of checkpoints in one file, which have no manifest
 TORCH_DIST = "torch_dist"
 
 _SIZES_OF_MODEL = (
@@ -312,15 +316,15 @@ _AXES = {
     "expert_model_parallel_size": "ep",
     "expert_tensor_parallel_size": "etp",
 }
-_OPTIMIZER = re.compile(r"(^|\.)optimizer\.")  # "optimizer.state.exp_avg.w", of Megatron-LM "chained_0.optimizer. ..."
+_OPTIMIZER = re.compile(r"(^|\.)optimizer\.")  # "optimizer.state.exp_avg.w"; of Megatron-LM "chained_0.optimizer. ..."
 
 
 def render(path: str, manifest: Mapping[str, Any], with_tensors: bool = False) -> str:
     """Return the text.
 
     Args:
-        path: Where the checkpoint stands.
-        manifest: Its manifest, or what can be said without one.
+        path: Where the checkpoint is.
+        manifest: Its manifest, or what :func:`summary` made in place of one.
         with_tensors: Add a table of names, types and shapes.
     """
     rows = [(label, text) for label, text in _rows(manifest) if text]

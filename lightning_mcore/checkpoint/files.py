@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a sharded checkpoint: written aside and put in place when whole, described and checked by a manifest.
+"""The files of a sharded checkpoint: written aside, put in place when whole, and checked against the manifest.
 
 A checkpoint is a directory::
 
@@ -10,12 +10,13 @@ A checkpoint is a directory::
         ranks.pt                           what differs from rank to rank: random numbers, position in the data
         checkpoint.json                    the manifest: what this is, and size and checksum of every other file
 
-Rank 0 calls :func:`begin`, every rank writes its files into the directory that it names, and rank 0 calls
-:func:`finish` with what the others wrote. The manifest is the last file: a directory without it is no checkpoint, which
-holds on stores that cannot rename, too. ``checkpoint/storage/atomic.py`` puts the directory in place at once.
+Rank 0 calls :func:`begin`, every rank writes its files into that directory, and rank 0 calls :func:`finish` with what
+the others wrote. The manifest is the last file, and a directory without it is not a checkpoint, so this works on stores
+that cannot rename, too. ``storage/atomic.py`` puts the directory in place in one step.
 
-What reads (:func:`read_manifest`, :func:`check_sizes`, :func:`verify`) takes remote paths such as ``s3://bucket/x.ckpt``
-as well; to write and load those there is ``remote.py``. No ranks and no ``torch.distributed`` here.
+The functions that read (:func:`read_manifest`, :func:`check_sizes`, :func:`verify`) also take remote paths such as
+``s3://bucket/x.ckpt``; ``remote.py`` writes and loads those. This module knows nothing of
+ranks and ``torch.distributed``.
 """
 
 import contextlib
@@ -106,10 +107,10 @@ def begin(path: str) -> str:
     a crash left moved away is put back.
 
     Args:
-        path: A local path; what stands there is left alone until :func:`finish`.
+        path: A local path; what is there stays until :func:`finish`.
 
     Raises:
-        ValueError: A directory stands there that is no checkpoint, or as :func:`atomic_directory.begin`.
+        ValueError: There is a directory at ``path`` that is not a checkpoint, or as :func:`atomic_directory.begin`.
         RuntimeError: The same path is being written already.
         OSError: The disk refuses.
     """
@@ -123,13 +124,12 @@ def begin(path: str) -> str:
 
 
 def finish(path: str, manifest: dict[str, Any], files: Mapping[str, FileRecord]) -> None:
-    """Write the manifest and put the checkpoint under its name, in place of what stands there; on rank 0 only.
+    """Write the manifest and put the checkpoint in place of what is at ``path``; on rank 0 only.
 
     Args:
         path: As given to :func:`begin`.
-        manifest: What the checkpoint says of itself, as JSON can hold it; format and files are filled in here.
-        files: The files whose writers have flushed and recorded them, by name. All others are recorded and flushed
-            here.
+        manifest: The entries, as JSON can hold them; format and files are added here.
+        files: Records of the files that their writers have flushed, by name. All others are flushed and recorded here.
 
     Raises:
         OSError: The disk refuses, or a recorded file is not there as it was recorded.
@@ -151,17 +151,17 @@ def finish(path: str, manifest: dict[str, Any], files: Mapping[str, FileRecord])
 
 
 def abandon(path: str) -> None:
-    """Delete what a failed save has written; the checkpoint that stands under the name stays."""
+    """Delete what a failed save has written; the checkpoint at ``path`` stays."""
     atomic_directory.abandon(_local(path))
 
 
 def link(path: str, target: str) -> None:
-    """Let the name ``path`` lead to the checkpoint ``target``, in place of the link or checkpoint that stands there.
+    """Make ``path`` a link to the checkpoint ``target``, in place of the link or checkpoint that is there.
 
     Raises:
-        ValueError: A directory stands there that is no checkpoint.
-        RuntimeError: Another process is writing under the name.
-        OSError: The disk refuses; what stood there stands there still.
+        ValueError: There is a directory at ``path`` that is not a checkpoint.
+        RuntimeError: Another process is writing ``path``.
+        OSError: The disk refuses; what was there is still there.
     """
     path, target = _local(path), _local(target)
     if not os.path.islink(path):
@@ -173,7 +173,7 @@ def link(path: str, target: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Delete a checkpoint so that a crash never leaves half of one; of a link only the link, of nothing nothing.
+    """Delete a checkpoint so that a crash never leaves half of it. Of a link, only the link is deleted.
 
     Raises:
         OSError: The disk refuses.
@@ -182,7 +182,7 @@ def remove(path: str) -> None:
     try:
         atomic_directory.remove(path)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # no room to move it aside, and room is what is wanted
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # there is no room to move it aside
             raise
         for name in DELETED_FIRST:
             atomic_directory.delete(os.path.join(path, name))
@@ -190,10 +190,10 @@ def remove(path: str) -> None:
 
 
 def is_checkpoint(path: str) -> bool:
-    """Return whether what stands at ``path`` may be deleted as a checkpoint: our directory, one file, or a link."""
+    """Return whether ``path`` may be deleted as a checkpoint: a directory of ours, one file, or a link."""
     fs, root = open_store(path)
     if writes_directly(path) and os.path.islink(root):
-        return True  # which is all that would be deleted
+        return True  # only the link would be deleted
     if not fs.isfile(root):
         names = names_in(fs, root)
         return MANIFEST_FILE in names or is_interrupted(names)
@@ -206,10 +206,10 @@ def is_checkpoint(path: str) -> bool:
 
 
 def lies_in(path: str, folder: str) -> bool:
-    """Return whether ``path`` lies in a folder or below, whatever links and ``..`` lead to either."""
+    """Return whether ``path`` lies in a folder or below it, after links and ``..`` are followed."""
     if writes_directly(path) != writes_directly(folder):
         return False
-    if writes_directly(path):  # the last part is not followed, for a link would be deleted and not what it leads to
+    if writes_directly(path):  # a link in the last part is not followed: only the link would be deleted
         parent, name = os.path.split(os.path.abspath(_local(path)))
         path, folder = os.path.join(os.path.realpath(parent), name), os.path.realpath(_local(folder))
     return path.startswith(folder.rstrip("/") + "/") and ".." not in path.split("/")
@@ -237,7 +237,7 @@ def is_megatron_checkpoint(path: str) -> bool:
 
 
 def newest_in(folder: str) -> str | None:
-    """Return the checkpoint in a local folder that was written last, of those that are whole as far as sizes tell."""
+    """Return the newest checkpoint in a local folder whose files have the right sizes."""
     whole = []
     for entry in os.scandir(folder):
         with contextlib.suppress(ValueError, OSError):
@@ -254,7 +254,7 @@ def read_manifest(path: str) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: There is nothing at ``path``.
-        ValueError: It is no checkpoint, an unfinished one, one of a newer version, or its manifest is damaged.
+        ValueError: It is not a checkpoint, it is unfinished or of a newer version, or its manifest is damaged.
     """
     fs, root = open_store(path)
     if posixpath.basename(posixpath.dirname(root)) == atomic_directory.UNFINISHED and fs.exists(root):
@@ -308,22 +308,22 @@ def verify(path: str, on_progress: Callable[[int, int], None] | None = None) -> 
         except (ValueError, FileNotFoundError):
             if read_manifest(path) == manifest:
                 raise
-            continue  # a running job has replaced it meanwhile; the new one is checked
+            continue  # a running job has replaced it meanwhile; check the new one
         return manifest
 
 
 def require_replaceable(path: str) -> None:
-    """Refuse to save where a directory of other files stands.
+    """Refuse to save over a directory of other files.
 
     Raises:
-        ValueError: It is not empty, and no checkpoint.
+        ValueError: It is neither empty nor a checkpoint.
     """
     if not may_be_replaced(names_in(*open_store(path))):
-        raise ValueError(f"{path} is a directory of other files and no checkpoint; save under another name")
+        raise ValueError(f"{path} is a directory of other files, not a checkpoint; save under another name")
 
 
 def check_size(fs: AbstractFileSystem, root: str, path: str, name: str, size: int, or_more: bool = False) -> None:
-    """Check the size in bytes of one file in a store that :func:`open_store` has opened.
+    """Check the size in bytes of one file in a store from :func:`open_store`.
 
     Raises:
         ValueError: It is missing or has another size.
@@ -337,7 +337,7 @@ def check_size(fs: AbstractFileSystem, root: str, path: str, name: str, size: in
 
 
 def names_in(fs: AbstractFileSystem, root: str) -> set[str]:
-    """Return the names in a directory; none where there is no directory."""
+    """Return the names in a directory; empty if it does not exist."""
     if not fs.isdir(root):
         return set()
     return {posixpath.basename(name.rstrip("/")) for name in fs.ls(root, detail=False)}
@@ -385,7 +385,7 @@ def _check_sums(path: str, manifest: dict[str, Any], on_progress: Callable[[int,
         try:
             for future in as_completed([pool.submit(check, name) for name in largest_first]):
                 future.result()
-        finally:  # after a fault, let go of the rest
+        finally:  # after a fault, cancel the rest
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -414,7 +414,7 @@ def _check_written(path: str, name: str, record: FileRecord, file: str) -> None:
     if size != record.size:
         found = "is not there" if size is None else f"has {size} bytes"
         raise OSError(
-            f"{name} of {path} was written with {record.size} bytes and {found} when rank 0 looks; save to a disk that"
+            f"{name} of {path} was written with {record.size} bytes and {found} on rank 0; save to a disk that"
             " all nodes share"
         )
 

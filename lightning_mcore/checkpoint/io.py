@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save and load checkpoints of models that no rank holds alone: Lightning's plugin for it.
+"""``MCoreCheckpointIO``, Lightning's plugin for checkpoints: saves in flight, links, deletion, loading in two steps.
 
-:class:`MCoreCheckpointIO` takes Lightning's dict. With a sharded state in it (the strategy puts it there), all ranks
-write a directory together; without one, rank 0 writes one file, as Lightning does. Loading comes in two steps, because
-Lightning reads its own state before the model is there: :meth:`~MCoreCheckpointIO.load_checkpoint` reads that,
+:class:`MCoreCheckpointIO` takes Lightning's dict. If the strategy has put a sharded state into it, all ranks write a
+directory together; otherwise rank 0 writes one file, as Lightning does. Loading takes two steps, because Lightning
+reads its own state before the model exists: :meth:`~MCoreCheckpointIO.load_checkpoint` reads that state, and
 :meth:`~MCoreCheckpointIO.load_shards` fills the tensors of any layout.
 
-With ``async_save=True`` a save returns when the tensors are copied, and writes while training goes on. It becomes a
-checkpoint between two steps, when all ranks have written (:meth:`~MCoreCheckpointIO.poll`). Until then it is in no way
-visible, and what Lightning wants deleted meanwhile stays: if the new one fails, the old one is still there. The link of
-``ModelCheckpoint(save_last="link")`` is set when the checkpoint is whole, and the one that it led to is deleted after
-that, so it always leads to a whole one. If a rank dies, what was in flight is lost and nothing else: an unfinished save
-lies in a hidden folder, is never taken for a checkpoint, and is deleted by the next save there.
+With ``async_save=True`` a save returns when the tensors are copied, and is written while training goes on. It becomes a
+checkpoint between two steps, when all ranks have written (:meth:`~MCoreCheckpointIO.poll`). Until then it is not
+visible, and checkpoints that Lightning wants deleted stay: if the new one fails, the old one is still there. The link
+of ``ModelCheckpoint(save_last="link")`` is set when the checkpoint is whole, and its old target is deleted after that,
+so the link always leads to a whole checkpoint. If a rank dies, only what was in flight is lost. An unfinished save lies
+in a hidden folder, is never taken for a checkpoint, and is deleted by the next save there.
 """
 
 import atexit
@@ -68,9 +68,9 @@ class Contents:
     """What is in a directory checkpoint.
 
     Args:
-        manifest: What it says of itself; empty where Megatron wrote it.
+        manifest: Its manifest; empty for a checkpoint that Megatron wrote.
         shapes: Global shape of every tensor, by name.
-        objects: Names of what is no tensor.
+        objects: Names of the entries that are not tensors.
     """
 
     manifest: dict[str, Any]
@@ -85,8 +85,8 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         async_save: Let training go on while a sharded checkpoint is written. Takes memory on the host for one copy of
             what each rank writes, for each save in flight.
         max_in_flight: Saves that may be written at the same time; one more waits for the oldest.
-        verify: What is checked when a checkpoint is loaded: ``"sizes"`` of its files, or ``"checksums"`` too, of
-            everything that is read.
+        verify: What is checked when a checkpoint is loaded: the ``"sizes"`` of its files, or also the
+            ``"checksums"`` of everything that is read.
     """
 
     def __init__(
@@ -107,22 +107,22 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         self.verify = verify
         self._saves: list[CheckpointSave] = []
         self._stagings: list[Staging] = []
-        self._lost: BaseException | None = None  # what became of the newest save, if its folder was deleted
+        self._lost: BaseException | None = None  # why the newest save failed, if its folder was deleted
         self._links: set[str] = set()
-        self._unneeded: list[str] = []  # to be deleted when no link leads there any more
+        self._unneeded: list[str] = []  # to be deleted when links no longer lead there
         self._planner = ShardPlanner()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process: saves in flight, memory, and a plan that knows its groups."""
+        """Leave out what belongs to this process: saves in flight, their memory, and the last plan."""
         return {name: getattr(self, name) for name in ("async_save", "max_in_flight", "verify")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Begin anew with the options."""
+        """Start again with the same options."""
         self.__init__(**state)  # type: ignore[misc]
 
     @property
     def has_saves_in_flight(self) -> bool:
-        """Whether a save is not finished, or the newest was lost and that not raised; the same on every rank."""
+        """Whether :meth:`drain` has saves to finish, or a lost one to raise; the same on every rank."""
         return bool(self._saves) or self._lost is not None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
@@ -134,8 +134,8 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             storage_options: Not supported, as in Lightning's own.
 
         Raises:
-            OSError: The disk refused; what was there before is there still.
-            ValueError: Something that is no checkpoint stands at ``path``.
+            OSError: The disk refused; what was there before is still there.
+            ValueError: What is at ``path`` is not a checkpoint.
         """
         target = _absolute(path)
         self._unneeded = [unneeded for unneeded in self._unneeded if _absolute(unneeded) != target]
@@ -161,7 +161,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
     def poll(self) -> None:
         """Finish the oldest save if all ranks have written it; collective over the world, to be called between steps.
 
-        Costs nothing when nothing is in flight.
+        Free when nothing is in flight.
 
         Raises:
             OSError: The save failed, on some rank.
@@ -173,8 +173,8 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         """Wait for all saves; collective over the world.
 
         Args:
-            timeout: Seconds to wait for the other ranks to come here, of which some may have died. If they do not come,
-                the saves in flight are given up, with a warning.
+            timeout: Seconds to wait for the other ranks, some of which may have died. If they do not arrive, the saves
+                in flight are given up, with a warning.
 
         Raises:
             OSError: A save failed, on some rank; the first one that did.
@@ -199,7 +199,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             raise failure
 
     def teardown(self) -> None:
-        """Finish what is in flight, as far as all ranks are there to do it, and let go of the memory."""
+        """Finish the saves in flight if all ranks arrive, and free the memory."""
         try:
             self.drain(_LAST_TIMEOUT)
         except Exception:
@@ -209,9 +209,9 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         super().teardown()
 
     def remove_checkpoint(self, path: _PATH) -> None:
-        """Delete a checkpoint once what is in flight is whole and no link of this run leads to it; on rank 0.
+        """Delete a checkpoint when the saves in flight are whole and links of this run no longer lead to it; on rank 0.
 
-        What is no checkpoint stays, and what cannot be deleted; both are a warning, and training goes on.
+        What is not a checkpoint, or cannot be deleted, stays. Either gives a warning, and training goes on.
         """
         if self._saves:
             self._saves[-1].removals.append(str(path))
@@ -223,16 +223,16 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         self._links |= {_absolute(link) for link in links}
 
     def link_checkpoint(self, path: _PATH, link: _PATH) -> None:
-        """Let another name lead to a checkpoint, as ``last.ckpt`` to the newest; collective over the world.
+        """Make a link to a checkpoint, such as ``last.ckpt`` to the newest; collective over the world.
 
-        While the checkpoint is in flight the name leads to the one before.
+        While the checkpoint is in flight, the link leads to the one before.
 
         Args:
-            path: A checkpoint that stands, or is being saved by this plugin.
+            path: A checkpoint that exists, or that this plugin is saving.
             link: The name, on a disk of this machine.
 
         Raises:
-            OSError: The disk refused; the name leads to where it led before.
+            OSError: The disk refused; the link leads to where it led before.
         """
         target, name = _absolute(path), _absolute(link)
         if target == name:
@@ -251,7 +251,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         map_location: Any | None = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read Lightning's state: a file, or that part of a directory, whose tensors :meth:`load_shards` reads.
+        """Read Lightning's state: a whole file, or of a directory all but the tensors, which :meth:`load_shards` reads.
 
         Any rank may call it alone.
 
@@ -265,7 +265,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
 
         Raises:
             FileNotFoundError: There is nothing at ``path``.
-            ValueError: It is no checkpoint, or damaged.
+            ValueError: It is not a checkpoint, or is damaged.
         """
         where = str(path)
         if not self.is_directory(where):
@@ -279,9 +279,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
                         " another path, or load it with weights_only=False if you trust who wrote it"
                     ) from error
             if not isinstance(content, dict):
-                raise ValueError(
-                    f"{where} is no checkpoint, for it holds a {type(content).__name__}; give another path"
-                )
+                raise ValueError(f"{where} is not a checkpoint: it holds a {type(content).__name__}; give another path")
             return content
         manifest = checkpoint_files.check_sizes(where)
         lightning, ranks = (io.BytesIO(self._read(where, manifest, name)) for name in (LIGHTNING_FILE, RANKS_FILE))
@@ -306,7 +304,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
 
         Raises:
             FileNotFoundError: There is nothing at ``path``.
-            ValueError: It is no checkpoint, or damaged.
+            ValueError: It is not a checkpoint, or is damaged.
         """
         where, manifest = str(path), _manifest_of(str(path))
         described = read_metadata(where, self._read(where, manifest, METADATA_FILE)).state_dict_metadata
@@ -331,7 +329,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
 
         Raises:
             FileNotFoundError: There is nothing at ``path``.
-            ValueError: It is no checkpoint, or damaged, or lacks some of what is asked for.
+            ValueError: It is not a checkpoint, is damaged, or lacks some of what is asked for.
         """
         where = str(path)
         manifest = decide(lambda: _manifest_of(where))
@@ -347,7 +345,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             return load_shards(on_all(open_reader), sharded_state, process_group("dp_cp"))
 
     def _is_in_flight(self, target: str) -> bool:
-        """Return whether it is being written, under whatever name of its folder; collective over the world."""
+        """Return whether ``target`` is being written, under any name of its folder; collective over the world."""
         return bool(self._saves) and decide(lambda: _place(target) in [_place(save.path) for save in self._saves])
 
     def _finish_oldest(self, another_follows: bool = False) -> None:
@@ -358,8 +356,8 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         """Take the next step of the oldest save and return whether it is finished; collective over the world.
 
         Args:
-            another_follows: Training goes on without a checkpoint whose folder was deleted: what is in memory may be
-                the only copy then, and the next save makes the folder anew. :meth:`drain` raises if there is none.
+            another_follows: Whether training goes on if the folder of a save was deleted. What is in memory may be the
+                only copy then, and the next save makes the folder again. :meth:`drain` raises if there is none.
         """
         save = self._saves[0]
         try:
@@ -371,7 +369,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
                 raise
             self._lost = error
             if dist.get_rank() == 0:
-                _log.warning("%s; training goes on, and the next save makes the folder anew", error)
+                _log.warning("%s; training goes on, and the next save makes the folder again", error)
             return True
         if finished:
             self._saves.remove(save)
@@ -385,7 +383,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         self._remove_unneeded(save.removals)
 
     def _remove_unneeded(self, paths: Iterable[str] = ()) -> None:
-        """Delete what Lightning wants deleted, but what a link leads to; links first, to let go of where they lead."""
+        """Delete what Lightning wants deleted, except where a link leads; links first, so that their targets can go."""
         unneeded = sorted([*self._unneeded, *paths], key=lambda path: not os.path.islink(path))
         self._unneeded = []
         for path in unneeded:
@@ -404,9 +402,9 @@ class MCoreCheckpointIO(TorchCheckpointIO):
 
 
 def _finish_before_exit(plugin: MCoreCheckpointIO) -> None:
-    """See that saves in flight are finished when the process ends, before the process group is destroyed.
+    """Finish the saves in flight when the process ends, before the process group is destroyed.
 
-    What was registered last runs first, and Lightning registers the end of the group when it opens one for NCCL.
+    What is registered last runs first; Lightning registers the end of the group when it opens one for NCCL.
 
     Source: Lightning 2.6.6, ``fabric.utilities.distributed._init_dist_connection``.
     """
@@ -426,23 +424,23 @@ def _all_come(timeout: float) -> bool:
 
 @contextlib.contextmanager
 def _without_advice_for_megatron() -> Iterator[None]:
-    """Keep from users what torch tells the authors of Megatron: to use another class."""
+    """Hide a warning that torch means for the authors of Megatron: to use another class."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
         yield
 
 
 def _manifest_of(path: str) -> dict[str, Any] | None:
-    """Return the manifest of a directory whose files have their sizes; None where Megatron wrote it."""
+    """Check the sizes of a directory's files and return its manifest; None if Megatron wrote it."""
     return None if checkpoint_files.is_megatron_checkpoint(path) else checkpoint_files.check_sizes(path)
 
 
 @contextlib.contextmanager
 def checked_file(path: str, checksums: bool = True) -> Iterator[str]:
-    """Return where a checkpoint in one file is to be read, when what ``torch.save`` recorded of it has been compared.
+    """Return the path to read a checkpoint in one file from, after comparing the checksums in it.
 
-    A remote one is fetched to be compared, for as long as the ``with`` statement lasts; but not by ``http``, where
-    Lightning keeps what it fetches in torch's cache.
+    A remote file is fetched for the comparison and kept until the ``with`` statement ends. A file from ``http`` is
+    not, because Lightning fetches it into torch's cache.
 
     Args:
         path: Local, or anything that fsspec opens.
@@ -459,17 +457,17 @@ def checked_file(path: str, checksums: bool = True) -> Iterator[str]:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="checkpoint_"))
                 local = os.path.join(folder, os.path.basename(root))
                 fs.get_file(root, local)
-        if os.path.isfile(local):  # else Lightning knows what to say, or how to fetch it
+        if os.path.isfile(local):  # else Lightning fetches it, or says what is wrong
             _check_file(path, local, checksums)
         yield local
 
 
 def _check_file(path: str, local: str, checksums: bool) -> None:
-    """Refuse what ``torch.save`` cannot have written; unpickling it ends in whatever its first bytes happen to mean."""
+    """Refuse what ``torch.save`` cannot have written: to unpickle it, anything could happen."""
     with open(local, "rb") as stream:
         begin = stream.read(2)
         if begin != b"PK" and begin[:1] != b"\x80":
-            raise ValueError(f"{path} is no checkpoint, for torch.save did not write it; give the path of a checkpoint")
+            raise ValueError(f"{path} is not a checkpoint: torch.save did not write it; give the path of a checkpoint")
         if begin == b"PK" and checksums:
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as archive:
                 try:
@@ -494,13 +492,13 @@ def _remove(path: str) -> None:
     try:
         fs, root = checkpoint_files.open_store(path)
         if fs.lexists(root) and not checkpoint_files.is_checkpoint(path):
-            _log.warning("%s was to be deleted as a checkpoint and is none, so it stays", path)
+            _log.warning("%s was to be deleted, but it is not a checkpoint, so it stays", path)
         elif checkpoint_files.writes_directly(path):
             checkpoint_files.remove(path)
         else:
             checkpoint_staging.remote_remove(path)
     except (OSError, ValueError) as error:
-        _log.warning("%s is not needed any more and could not be deleted: %s", path, error)
+        _log.warning("%s is no longer needed and could not be deleted: %s", path, error)
 
 
 def _leads_to(link: str, path: str) -> bool:
@@ -508,7 +506,7 @@ def _leads_to(link: str, path: str) -> bool:
 
 
 def _locator(path: str, stack: contextlib.ExitStack) -> Callable[[str], str]:
-    """Return a function that tells where a file of the checkpoint lies on this machine, and fetches it if need be."""
+    """Return a function that returns the local path of a file of the checkpoint, and fetches it if it is remote."""
     if checkpoint_files.writes_directly(path):
         root = checkpoint_files.open_store(path)[1]
         return lambda name: os.path.join(root, name)

@@ -31,14 +31,14 @@ FORMAT_VERSION = 1
 LIGHTNING_FILE = "lightning.pt"  # Lightning's state: loops, callbacks, hyper-parameters, LR schedulers, datamodule
 RANKS_FILE = "ranks.pt"  # a list over the global ranks
 METADATA_FILE = ".metadata"  # names, shapes and places of the tensors
-MEGATRON_FILES = ("metadata.json", METADATA_FILE)  # of a torch_dist checkpoint, whoever wrote it
-DELETED_FIRST = (MANIFEST_FILE, METADATA_FILE)  # without these, nobody takes what is left for a checkpoint
+MEGATRON_FILES = ("metadata.json", METADATA_FILE)  # of every torch_dist checkpoint
+DELETED_FIRST = (MANIFEST_FILE, METADATA_FILE)  # without these, what is left is not taken for a checkpoint
 _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclasses.dataclass(frozen=True)
 class FileRecord:
-    """What the manifest says of one file.
+    """The manifest's entry for one file.
 
     Args:
         size: Bytes.
@@ -60,15 +60,15 @@ def decode_manifest(path: str, text: bytes) -> dict[str, Any]:
     """Return the manifest in ``text``.
 
     Raises:
-        ValueError: It is no manifest, a damaged one, or of a newer version.
+        ValueError: It is not a manifest, it is damaged, or it is of a newer version.
     """
     try:
         manifest = json.loads(text)
     except ValueError:
-        raise damaged(path, f"{MANIFEST_FILE} is no JSON, or only a part of it") from None
+        raise damaged(path, f"{MANIFEST_FILE} is not JSON, or only a part of it") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(
-            f"{path} is no checkpoint of lightning_mcore, for its {MANIFEST_FILE} is of another program; give the path"
+            f"{path} is not a checkpoint of lightning_mcore: its {MANIFEST_FILE} is of another program; give the path"
             " of a checkpoint"
         )
     version = manifest.get("format_version")
@@ -85,7 +85,7 @@ def decode_manifest(path: str, text: bytes) -> dict[str, Any]:
 
 
 def some_of(names: Collection[str], most: int) -> str:
-    """Return the first names in alphabetical order, and how many more there are than ``most``."""
+    """Return the first ``most`` names in alphabetical order, and how many more there are."""
     shown = ", ".join(sorted(names)[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
@@ -101,26 +101,26 @@ def no_checkpoint(path: str, names: Collection[str]) -> ValueError:
         return interrupted(path)
     if is_megatron(names):
         return ValueError(
-            f"{path} is a checkpoint of Megatron-LM or another program, from which no run here can go on, for it has no"
-            f" {MANIFEST_FILE}; start from its weights with self.load_weights(path) in configure_model"
+            f"{path} is a checkpoint of Megatron-LM or another program; it has no {MANIFEST_FILE}, so a run cannot"
+            " resume from it; start from its weights with self.load_weights(path) in configure_model"
         )
     inside = [name for name in sorted(names) if name.endswith(".ckpt") or name.startswith("iter_")]
     advice = f"did you mean {path.rstrip('/')}/{inside[-1]}" if inside else "give the path of a checkpoint"
-    return ValueError(f"{path} is a directory and no checkpoint, for it has no {MANIFEST_FILE}; {advice}")
+    return ValueError(f"{path} is a directory, but not a checkpoint: it has no {MANIFEST_FILE}; {advice}")
 
 
 def interrupted(path: str) -> ValueError:
-    """Return the error for a checkpoint whose save did not come to its end."""
-    return ValueError(f"{path} is no whole checkpoint, because its save was interrupted; use another one")
+    """Return the error for a checkpoint whose save was interrupted."""
+    return ValueError(f"{path} is not a whole checkpoint, because its save was interrupted; use another one")
 
 
 def damaged(path: str, what: str) -> ValueError:
-    """Return the error for a checkpoint that is not as it was saved; ``what`` names the file."""
+    """Return the error for a checkpoint that has changed since it was saved; ``what`` names the file."""
     return ValueError(f"{path} is damaged: {what}; use another checkpoint or a copy of this one")
 
 
 def unsaved(path: str, error: OSError) -> OSError:
-    """Return the error for a save that the disk refused, of the same class and number."""
+    """Return the error for a save that the disk refused, with the same class and ``errno``."""
     advice = {
         errno.ENOSPC: "free some space there or keep fewer checkpoints",
         errno.EDQUOT: "free some space there or keep fewer checkpoints",
@@ -144,7 +144,7 @@ def is_megatron(names: Collection[str]) -> bool:
 
 
 def may_be_replaced(names: Collection[str]) -> bool:
-    """Return whether a directory with these files is empty or a checkpoint, whole or not, of this or another format."""
+    """Return whether a directory with these files is empty or a checkpoint, whole or not, of any format."""
     return not names or MANIFEST_FILE in names or METADATA_FILE in names or is_interrupted(names)
 
 
@@ -154,7 +154,7 @@ def _writer(manifest: Mapping[str, Any]) -> str:
 
 
 def _describes_files(files: Any) -> bool:
-    """Return whether the manifest, which anybody may have written, lists files and all of them in the directory."""
+    """Return whether ``files`` of a manifest, which anybody may have written, lists files of its own directory."""
     return isinstance(files, dict) and all(
         isinstance(record, dict)
         and isinstance(record.get("size"), int)
@@ -182,7 +182,7 @@ def describe(
         precision: As in ``Trainer(precision=)``.
         use_distributed_optimizer: Whether the optimizer's state is sharded over data-parallel ranks.
         config: The model's TransformerConfig; None for a plain module.
-        optimizers: The user's optimizers whose state is in it; empty for weights alone.
+        optimizers: The user's optimizers whose state is saved; empty for weights alone.
 
     Returns:
         ``versions``, ``layout``, ``world_size``, ``precision``, ``use_distributed_optimizer``, ``global_step``,
@@ -193,7 +193,7 @@ def describe(
     import megatron.core
     import torch
 
-    trainer = module._trainer  # None where a checkpoint is made of no run
+    trainer = module._trainer  # None for a checkpoint that is made without a run
     return {
         "versions": {
             "torch": torch.__version__,
@@ -222,7 +222,7 @@ def describe(
 
 
 def check_model(path: str, manifest: Mapping[str, Any], module: "LightningModule") -> None:
-    """Refuse a checkpoint of another vocabulary, which shapes may not show: embeddings are padded.
+    """Refuse a checkpoint of another vocabulary; shapes may not show it, because embeddings are padded.
 
     Raises:
         ValueError: The vocabularies differ in size.
@@ -272,7 +272,7 @@ def _plain_fields(config: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it; None where it has no such form."""
+    """Return a value in a form that JSON can hold; None if there is none."""
     import torch
 
     if isinstance(value, _PLAIN):

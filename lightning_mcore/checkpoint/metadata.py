@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint in Megatron's ``torch_dist`` format holds, whoever wrote it, without reading a tensor.
+"""The pickles ``.metadata`` and ``common.pt`` of a ``torch_dist`` checkpoint, read without running what is in them.
 
-The format keeps names, shapes, types and places of all tensors in ``.metadata``, which is a pickle, and a pickle can
-run anything. :func:`read_metadata` admits the classes that ``torch.distributed.checkpoint`` writes there and no
-others, so that a checkpoint from elsewhere can be looked at. Of ``common.pt``, where Megatron-LM keeps its arguments,
-:func:`read_common` takes the plain values and puts empty objects in the places of all others. ``commands.py`` shows
-both.
+``.metadata`` holds the names, shapes, types and places of all tensors. It is a pickle, and a pickle can run anything.
+:func:`read_metadata` accepts only the classes that ``torch.distributed.checkpoint`` writes there, so a checkpoint from
+elsewhere can be shown safely. In ``common.pt`` Megatron-LM keeps its arguments: :func:`read_common` takes the plain
+values and replaces all others by empty objects. ``commands.py`` shows both.
 
 Source: ``torch.distributed.checkpoint.filesystem.FileSystemWriter.finish``, torch 2.6 to 2.13.
 """
@@ -49,26 +48,26 @@ _ADMITTED = {
 
 
 def read_metadata(path: str, content: bytes) -> Metadata:
-    """Return what ``.metadata`` says, admitting only the classes that belong there.
+    """Return the content of ``.metadata``; only the classes that belong there are accepted.
 
     Args:
         path: The checkpoint, for the error.
         content: The bytes of the file.
 
     Raises:
-        ValueError: It is damaged, or holds anything else.
+        ValueError: It is damaged, or holds something else.
     """
     try:
         metadata = _Unpickler(io.BytesIO(content)).load()
     except Exception as error:  # a damaged pickle can raise anything
-        raise ValueError(f"{path} cannot be read, for {METADATA_FILE} is damaged or unsafe: {error}") from error
+        raise ValueError(f"{path} cannot be read, because {METADATA_FILE} is damaged or unsafe: {error}") from error
     if not isinstance(metadata, Metadata):
-        raise ValueError(f"{path} cannot be read, for {METADATA_FILE} holds a {type(metadata).__name__}, no Metadata")
+        raise ValueError(f"{path} cannot be read: {METADATA_FILE} holds a {type(metadata).__name__}, not a Metadata")
     return metadata
 
 
 def read_common(content: bytes) -> dict[str, Any]:
-    """Return the plain values in ``common.pt``; empty where it cannot be read.
+    """Return the plain values in ``common.pt``; empty if it cannot be read.
 
     Args:
         content: The bytes of the file.
@@ -77,13 +76,13 @@ def read_common(content: bytes) -> dict[str, Any]:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
             found = _InertUnpickler(io.BytesIO(archive.read(name))).load()
-    except Exception:  # a damaged pickle can raise anything, and nothing depends on this one
+    except Exception:  # a damaged pickle can raise anything; nothing depends on this one
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def tensors_of(metadata: Metadata) -> dict[str, dict[str, Any]]:
-    """Return shape and type of every tensor, as the manifest of a checkpoint has them."""
+    """Return shape and dtype of every tensor, in the form that the manifest has."""
     return {
         name: {"shape": list(entry.size), "dtype": str(entry.properties.dtype).removeprefix("torch.")}
         for name, entry in metadata.state_dict_metadata.items()
@@ -92,7 +91,7 @@ def tensors_of(metadata: Metadata) -> dict[str, dict[str, Any]]:
 
 
 def least_sizes(metadata: Metadata) -> dict[str, int]:
-    """Return how many bytes each file of tensors must have at least, by name."""
+    """Return the least number of bytes that each file of tensors must have, by name."""
     places: Mapping[Any, Any] = metadata.storage_data or {}
     sizes: dict[str, int] = {}
     for place in places.values():
@@ -116,7 +115,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Inert:
-    """Stands in the place of an object of any class; keeps its plain attributes and does nothing."""
+    """Replaces an object of any class; keeps its plain attributes and does nothing."""
 
     def __init__(self, *_: Any) -> None:
         pass

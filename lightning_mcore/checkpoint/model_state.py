@@ -58,7 +58,7 @@ class CollectedState:
 
     Args:
         tensors: Megatron's sharded tensors, which share the memory of model and optimizers.
-        numbers: For each optimizer what of its state is not in the tensors; the same on every rank.
+        numbers: The rest of each optimizer's state; the same on every rank.
         num_parameters: Parameters of the whole model.
     """
 
@@ -67,17 +67,17 @@ class CollectedState:
     num_parameters: int
 
 
-# ---- what there is to read from
+# ---- a checkpoint and how it differs from a model
 
 
 @dataclass(frozen=True)
 class StoredState:
-    """A checkpoint to read from.
+    """A checkpoint opened for reading.
 
     Args:
-        path: Where it is, for messages.
-        contents: What is in it. Objects of TransformerEngine's layers may be missing, where the model ran without it.
-        numbers: What :func:`collect` returned beside the tensors; None if there is no state of an optimizer.
+        path: Its path, for messages.
+        contents: What is in it. Objects of TransformerEngine's layers are missing if the model ran without it.
+        numbers: The ``numbers`` of :func:`collect`; None without the state of an optimizer.
         read: Fills the tensors of a sharded state from it and returns it; collective over the world.
     """
 
@@ -94,7 +94,7 @@ class StoredState:
         numbers: Sequence[Numbers] | None = None,
         weights_only: bool | None = None,
     ) -> Self:
-        """Look into a checkpoint; collective over the world."""
+        """Read what is in a checkpoint; collective over the world."""
         contents = on_all(lambda: io.read_contents(path))
         return cls(path, contents, numbers, partial(io.load_shards, path, weights_only=weights_only))
 
@@ -113,7 +113,7 @@ class Differences:
     shapes: list[str] = field(default_factory=list)
 
     def sentence(self, path: str, advice: str) -> str:
-        """Say it in one sentence, with the first names of each kind and what to do."""
+        """Return the differences as one sentence, with the first names of each kind and what to do."""
         kinds = (
             ("lacks", self.missing),
             ("has what this model does not:", self.unexpected),
@@ -123,12 +123,12 @@ class Differences:
         return f"{path} is of another model: it {found}; {advice}"
 
     def check(self, path: str, strict: bool, advice: str) -> None:
-        """Refuse what cannot be loaded, and warn of what stays as it is.
+        """Refuse what cannot be loaded, and warn of what stays unchanged.
 
         Args:
             path: The checkpoint.
             strict: Whether names must agree; shapes must in any case.
-            advice: How names need not agree.
+            advice: How the user allows names to differ.
 
         Raises:
             ValueError: The checkpoint does not fit.
@@ -137,7 +137,7 @@ class Differences:
             other = "" if self.shapes else f", or {advice} to load what fits"
             raise ValueError(self.sentence(path, f"load it into the model that wrote it{other}"))
         if self.missing or self.unexpected:
-            rank_zero_warn(self.sentence(path, "what it lacks stays as it is"))
+            rank_zero_warn(self.sentence(path, "what it lacks stays unchanged"))
 
 
 # ---- saving
@@ -162,7 +162,7 @@ def collect(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer]) -> Collec
 
 
 def _shares(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer]) -> tuple[dict[str, Any], list[list[Share]]]:
-    """Return the sharded state of the chunks, and what this rank steps of each of their parameters."""
+    """Return the sharded state of the chunks, and the share of each parameter that this rank steps."""
     model_state = {key: sharded_chunk(chunks, index) for index, key in enumerate(_keys(chunks))}
     for entry in _tensors_in(model_state):
         pieces_of(entry)
@@ -182,9 +182,9 @@ def _state_blocks(index: int, shares: Sequence[Share]) -> Iterator[ShardedTensor
 
 
 def _blocks_of_untrained(index: int, shares: Sequence[Share], model_state: dict[str, Any]) -> Iterator[ShardedTensor]:
-    """Fill the global tensors of stacked layers where one of them has no state, such as a frozen one.
+    """Fill the global tensors of stacked layers where a layer has no state, such as a frozen one.
 
-    Moments are zeros there, as before the first step, and the copy is the weight.
+    Moments are zero there, as before the first step, and the copy is the weight.
     """
     own = {share.sharded.key: {n: t.dtype for n, t in share.tensors().items()} for share in shares}
     copies = {share.sharded.key: {share.name_of_copy: share.copy().dtype} for share in shares if share.has_copy}
@@ -273,7 +273,7 @@ def _whole(key: str, value: Any, replica: tuple[int, int, int]) -> ShardedTensor
 
 
 def state_outside_chunks(module: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return what of a module's ``state_dict`` is in no shard: buffers and frozen parameters beside the pipeline."""
+    """Return the part of a ``state_dict`` outside the shards: buffers and frozen parameters beside the pipeline."""
     paths = [path for path, child in module.named_modules() if isinstance(child, Pipeline)]
     if not paths:
         return {}
@@ -314,7 +314,7 @@ def load(
         chunks: The wrapped model.
         optimizers: The optimizers to read into; empty for weights alone.
         strict: Refuse missing and unexpected names, instead of warning of them.
-        advice: How the user says so.
+        advice: How the user allows names to differ.
 
     Raises:
         ValueError: The checkpoint is of another model, or lacks the optimizer's state; the same on every rank.
@@ -328,7 +328,7 @@ def load(
         chunk.load_state_dict(loaded.get(key, {}), strict=len(wanted[key]) == len(model_state[key]))
     if not optimizers:
         return
-    # The state is built anew: loading has put the parameters in the place of the tensors of the first.
+    # The state is built again: loading has replaced the tensors of the first by the parameters.
     model_state, shares = on_all(lambda: _shares(chunks, optimizers))
     for index, own in enumerate(shares):
         _load_optimizer(stored, index, own, model_state)
@@ -355,7 +355,7 @@ def compare(stored: StoredState, model_state: dict[str, Any]) -> Differences:
 
 
 def _without(state: dict[str, Any], differences: Differences, stored: StoredState) -> dict[str, Any]:
-    """Leave out what the checkpoint lacks: it stays as it is in the model."""
+    """Leave out what the checkpoint lacks: it stays unchanged in the model."""
     absent = set(differences.missing)
 
     def is_there(entry: Any) -> bool:
@@ -373,7 +373,7 @@ def _load_optimizer(stored: StoredState, index: int, shares: Sequence[Share], mo
     read: list[tuple[Share, dict[str, Tensor]]] = []
     for share in shares:
         names = names_of(share.sharded)
-        # A parameter that the checkpoint knows nothing of begins as in a new run.
+        # A parameter that is not in the checkpoint begins as in a new run.
         own = numbers["own"].get(identity_of(share.sharded), numbers["common"] if names else None)
         targets = share.targets([name for name in names if name not in MAIN_NAMES] if own is not None else [])
         share.set_numbers(own or {})
@@ -386,7 +386,7 @@ def _load_optimizer(stored: StoredState, index: int, shares: Sequence[Share], mo
         read.append((share, targets))
     for entry in _tensors_in(model_state):
         names = [name for name in MAIN_NAMES if name in names_of(entry)]
-        # A parameter in fp32 has no copy here; where it had one, that is what it was, and the weight is rounded.
+        # An fp32 parameter has no copy here. A copy in the checkpoint is the exact value; the weight there is rounded.
         if names and isinstance(entry.data, nn.Parameter) and entry.data.dtype == torch.float32:
             wanted += place_range(_prefix(index, names[0]), entry.data.detach().view(-1), entry, begin=0)
     loaded = stored.read({str(number): block for number, block in enumerate(wanted)})
@@ -398,7 +398,7 @@ def _load_optimizer(stored: StoredState, index: int, shares: Sequence[Share], mo
 
 
 def _stored_names(stored: StoredState, index: int) -> Callable[[ShardedTensor | ShardedTensorFactory], list[str]]:
-    """Return what tells which tensors of an optimizer's state the checkpoint holds of a parameter."""
+    """Return a function that lists the tensors of an optimizer's state that the checkpoint holds for a parameter."""
     start = f"{OPTIMIZER}{index or ''}.state."
     known: dict[str, set[str]] = {}
     for stored_name in stored.contents.shapes:

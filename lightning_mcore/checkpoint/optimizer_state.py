@@ -54,13 +54,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Share:
-    """What this rank steps of one parameter.
+    """The share of one parameter that this rank steps.
 
     Args:
         part: The optimizer.
         stepped: The tensor that it steps: the parameter, a copy, or a flat range of either.
         parameter: The model's parameter.
-        group: The optimizer's group that it is in.
+        group: The optimizer's group of the parameter.
         sharded: Its entry in the sharded state of the model.
         begin: Where the range begins in the flattened parameter, in elements.
     """
@@ -92,7 +92,7 @@ class Share:
         return {name: value for name, value in self.state.items() if self._has_its_shape(name, value)}
 
     def numbers(self) -> Numbers:
-        """The rest of the state, and the step where the optimizer counts it for a whole group."""
+        """The rest of the state, and the step if the optimizer counts it for a whole group."""
         rest = {
             name: value.detach().cpu() if isinstance(value, Tensor) else value
             for name, value in self.state.items()
@@ -102,11 +102,11 @@ class Share:
 
     @property
     def has_state(self) -> bool:
-        """Whether the optimizer keeps anything of the parameter; most do from their first step on."""
+        """Whether the optimizer keeps any state of the parameter; most do from their first step on."""
         return any(value is not None for value in self.state.values())
 
     def set_numbers(self, numbers: Numbers) -> None:
-        """Put back what :meth:`numbers` returned, also of an optimizer that counts steps in another place."""
+        """Put back what :meth:`numbers` returned, even of an optimizer that counts steps elsewhere."""
         for name, value in numbers.items():
             if name == _STEP and _counts_groups(self.part):
                 self.group[_STEP] = int(value)
@@ -114,7 +114,7 @@ class Share:
                 on_device = self.group.get("capturable") or self.group.get("fused")  # as torch's optimizers have it
                 self.state[_STEP] = torch.tensor(float(value), device=self.stepped.device if on_device else "cpu")
             else:
-                # Each parameter has its own. Arrays belong to its device; torch keeps counts on the CPU.
+                # Each parameter has its own copy. Arrays belong on its device; torch keeps counts on the CPU.
                 device = self.stepped.device if isinstance(value, Tensor) and value.dim() > 0 else "cpu"
                 self.state[name] = value.to(device, copy=True) if isinstance(value, Tensor) else copy(value)
 
@@ -136,8 +136,8 @@ class Share:
     # ---- loading
 
     def targets(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return tensors to read these parts of the state into, and forget what else is kept of the parameter."""
-        if _is_aware_of_precision(self.part):  # which keeps its state scaled, and the copy in it
+        """Return tensors to read these parts of the state into, and drop the parameter's other state."""
+        if _is_aware_of_precision(self.part):  # it keeps its state scaled, and the copy in it
             return {name: torch.empty_like(self.stepped, dtype=torch.float32) for name in names}
         for name in [name for name in self.state if name not in names]:
             del self.state[name]
@@ -153,27 +153,27 @@ class Share:
         return self.stepped.detach()
 
     def accept(self, tensors: dict[str, Tensor]) -> None:
-        """Hand over what was read into targets that are not the optimizer's own memory."""
+        """Pass on what was read into targets outside the optimizer's own memory."""
         if _is_aware_of_precision(self.part):
             self.part._set_main_param_and_optimizer_states(self.parameter, tensors)
 
 
 def identity_of(sharded: ShardedTensor | ShardedTensorFactory) -> str:
-    """Return a name for a parameter that is the same on every layout; stacked layers share the name of their weight."""
+    """Return a name of a parameter that is the same on every layout; stacked layers share the name of their weight."""
     place = pieces_of(sharded)[0].place
     offset = place.global_offset[: place.prepend_axis_num]
     return f"{sharded.key}@{','.join(map(str, offset))}" if offset else sharded.key
 
 
 def shares_of(optimizer: MCoreOptimizer, model_state: Mapping[str, Any]) -> list[Share]:
-    """Return what this rank steps of every parameter.
+    """Return the share of every parameter that this rank steps.
 
     Args:
-        optimizer: The optimizer, over the chunks that ``model_state`` is of.
+        optimizer: The optimizer of the chunks in ``model_state``.
         model_state: The sharded state of the chunks, with the parameters themselves as data.
 
     Raises:
-        ValueError: A parameter is trained and not in the model's state.
+        ValueError: A trained parameter is missing in the model's state.
     """
     entries = {id(entry.data): entry for entry in nested_values(model_state) if _is_tensor(entry)}
     stepped_here = [
@@ -185,7 +185,7 @@ def shares_of(optimizer: MCoreOptimizer, model_state: Mapping[str, Any]) -> list
     lost = [list(parameter.shape) for _, parameter, *_ in stepped_here if id(parameter) not in entries]
     if lost:
         raise ValueError(
-            f"{len(lost)} parameters are trained and not in state_dict(), the first of shape {lost[0]}, so their"
+            f"{len(lost)} parameters are trained but not in state_dict(), the first of shape {lost[0]}, so their"
             " optimizer's state cannot be saved; keep them in state_dict(), or save weights alone"
         )
     return [
@@ -229,8 +229,8 @@ def _ranges(part: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor, dict[str,
 def pieces_of(sharded: ShardedTensor | ShardedTensorFactory) -> list[Piece]:
     """Return the stored tensors of a parameter and where each begins in it.
 
-    A factory stores a parameter in parts, such as the two halves of a gated MLP's first matrix. It is asked on a tensor
-    without memory, whose views tell where they lie.
+    A factory stores a parameter in parts, such as the two halves of a gated MLP's first matrix. It is called with a
+    tensor without memory: the views that it returns tell where the parts lie.
 
     Raises:
         RuntimeError: A part is not a range of the parameter's elements.
@@ -296,7 +296,7 @@ def place_share(key: str, tensor: Tensor, share: Share) -> list[ShardedTensor]:
     blocks = place_range(key, tensor.reshape(-1), share.sharded, share.begin)
     if not isinstance(share.part, DistributedOptimizer):
         return blocks
-    # Ranges of data-parallel ranks are no replicas of each other, except between instances of the optimizer.
+    # Ranges of data-parallel ranks are not replicas of each other, except between instances of the optimizer.
     instance = share.part.distributed_optimizer_instance_id
     return [replace(block, replica_id=(*block.replica_id[:-1], instance)) for block in blocks]
 
@@ -305,15 +305,15 @@ def place_share(key: str, tensor: Tensor, share: Share) -> list[ShardedTensor]:
 
 
 def numbers_of(shares: Iterable[Share]) -> dict[str, Numbers | None]:
-    """Return what is not a tensor of a parameter's shape, by parameter; None where there is no state at all."""
+    """Return the state that does not have the parameter's shape, by parameter; None for a parameter without state."""
     return {identity_of(share.sharded): share.numbers() if share.has_state else None for share in shares}
 
 
 def gather_numbers(numbers: Mapping[str, Numbers | None]) -> dict[str, Any]:
-    """Put the numbers of every rank together, one for all parameters where they agree; collective over the world.
+    """Combine the numbers of all ranks, one entry for all parameters that agree; collective over the world.
 
     Returns:
-        ``{"common": {name: value}, "own": {parameter: {name: value}}}``, with in ``own`` only what differs.
+        ``{"common": {name: value}, "own": {parameter: {name: value}}}``; ``own`` has only the parameters that differ.
     """
     merged = {name: value for found in gather(numbers) for name, value in found.items()}
     common = _most_frequent(list(merged.values()))
@@ -346,7 +346,7 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 def load_whole_state(optimizer: MCoreOptimizer, state: Mapping[str, Any]) -> None:
-    """Take this rank's share from the state of an optimizer that is not sharded, as a one-file checkpoint has it.
+    """Take this rank's share from the unsharded state of an optimizer, as a checkpoint in one file has it.
 
     Args:
         optimizer: The optimizer, of a module that is whole on every rank.
@@ -376,7 +376,7 @@ def rectangles(shape: Sequence[int], begin: int, end: int) -> list[tuple[tuple[i
     Args:
         shape: The tensor's shape.
         begin: First element of the range.
-        end: The element after the last.
+        end: One past the last element.
 
     Returns:
         Offsets and sizes of the blocks, in the order of the range; at most ``2 * len(shape) - 1``.

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the tensors of a checkpoint in Megatron's ``torch_dist`` format, for any layout, and run none of its code.
+"""Read the tensors of a ``torch_dist`` checkpoint into any layout, compare checksums, and run no code from it.
 
-Each rank asks for the pieces that its layout needs, in terms of whole tensors; the file ``.metadata`` says in which
-files they lie. Megatron shares the reading among data-parallel copies and lets them exchange what they read; this is
-its strategy (:class:`ShardLoadStrategy`) with a reader of our own, :class:`ShardReader`, because torch's
+Each rank asks for the pieces that its layout needs, as parts of whole tensors; ``.metadata`` says in which files they
+lie. In Megatron, data-parallel copies share the reading and exchange what they read. :class:`ShardLoadStrategy` is
+Megatron's strategy with a reader of our own, :class:`ShardReader`, because torch's reader
 
-* unpickles ``.metadata`` and objects of the checkpoint as they come, which runs whatever somebody has put there. Here
-  only the classes that belong there are accepted, and objects are tried with ``weights_only=True`` first;
-* reads a whole piece for each request that touches it, and copies it twice. Here the files are mapped, and what is
-  asked for is copied once, into its place;
-* does not see that a file is damaged. Here the checksum of each piece is compared.
+* unpickles ``.metadata`` and the objects of the checkpoint without care, and so runs any code in them. Here only the
+  classes that belong there are accepted, and objects are tried with ``weights_only=True`` first;
+* reads a whole piece for each request that touches it, and copies it twice. Here the files are mapped, and each request
+  is copied once, into its place;
+* does not notice a damaged file. Here the checksum of each piece is compared.
 
 ``io.py`` calls :func:`load_shards`.
 """
@@ -49,7 +49,7 @@ from lightning_mcore.checkpoint.storage.torch_archive import find_tensor
 from lightning_mcore.parallel.consensus import collect, on_all
 
 _SHOWN = 5  # names in an error
-_AHEAD = 16 << 20  # bytes that the disk is asked for at once, instead of page by page
+_AHEAD = 16 << 20  # bytes to read ahead, instead of page by page
 
 
 class ShardReader(FileSystemReader):
@@ -57,8 +57,8 @@ class ShardReader(FileSystemReader):
 
     Args:
         path: The checkpoint, for messages.
-        metadata: What ``.metadata`` says, read safely.
-        locate: Returns where a file of the checkpoint lies on this machine, given its name.
+        metadata: The content of ``.metadata``, read safely.
+        locate: Returns the local path of a file of the checkpoint, given its name.
         check: Whether to compare checksums.
         weights_only: Whether objects must be loadable with ``torch.load(weights_only=True)``.
     """
@@ -74,7 +74,7 @@ class ShardReader(FileSystemReader):
         self._weights_only = weights_only
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what is asked for into its place."""
+        """Read each requested part into its place."""
         requests: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             requests.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
@@ -87,7 +87,7 @@ class ShardReader(FileSystemReader):
         return done
 
     def read_piece(self, index: MetadataIndex) -> Tensor:
-        """Return a stored piece of a tensor, in the memory of its mapped file.
+        """Return a stored piece of a tensor, in the memory of its mapped file; of the stored shape and dtype.
 
         Raises:
             ValueError: The checkpoint lacks it, or it is damaged.
@@ -103,7 +103,7 @@ class ShardReader(FileSystemReader):
         place, tensor, asked_for = None, None, 0
         for item in items:
             info: _StorageInfo = self.storage_data[item.storage_index]
-            if self._check and info.offset + info.length > asked_for:  # all of it is read, in this order
+            if self._check and info.offset + info.length > asked_for:  # the checksum reads all of it, in this order
                 ahead = max(info.length, _AHEAD)
                 os.posix_fadvise(file, info.offset, ahead, os.POSIX_FADV_WILLNEED)
                 asked_for = info.offset + ahead
@@ -154,7 +154,7 @@ class ShardReader(FileSystemReader):
         return io.BytesIO(content)
 
     def _map(self, file: int, info: _StorageInfo) -> mmap.mmap:
-        """Map the pages of a piece; its archive ends where they end."""
+        """Map the pages of a piece; its archive ends where the map ends."""
         if getattr(info, "transform_descriptors", None):  # since torch 2.7
             raise ValueError(f"{self.checkpoint} was written with an extension of torch, {info.transform_descriptors}")
         skipped = info.offset % mmap.ALLOCATIONGRANULARITY
@@ -164,18 +164,18 @@ class ShardReader(FileSystemReader):
             raise damaged(self.checkpoint, f"{info.relative_path} is shorter than {METADATA_FILE} says") from error
 
     def _broken(self, info: _StorageInfo, name: str, error: Exception) -> ValueError:
-        return damaged(self.checkpoint, f"{info.relative_path} cannot be read at {name}, for {error}")
+        return damaged(self.checkpoint, f"{info.relative_path} cannot be read at {name}: {error}")
 
 
 class ShardLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
-    """Megatron's strategy with our reader; what fails on one rank fails on all before they exchange tensors."""
+    """Megatron's strategy with our reader; a failure on one rank fails on all before they exchange tensors."""
 
     def __init__(self, reader: ShardReader) -> None:
         super().__init__()
         self._reader = reader
 
     def load(self, sharded_state_dict: dict[Any, Any], checkpoint_dir: Any, *_: Any) -> dict[Any, Any]:
-        """Load what this rank was given to read; collective over the world."""
+        """Load this rank's part of the reading; collective over the world."""
         return on_all(lambda: self._load(sharded_state_dict))
 
     def _load(self, sharded_state: dict[Any, Any]) -> dict[Any, Any]:
@@ -209,13 +209,13 @@ def load_shards(reader: ShardReader, sharded_state: dict[str, Any], copies: dist
     Args:
         reader: Reads the checkpoint.
         sharded_state: What this rank needs; tensors with data are read into it.
-        copies: The ranks that share the reading of what more than one of them needs.
+        copies: Ranks that need the same pieces, and share the reading of them.
 
     Returns:
         The state with tensors and objects in the places of their descriptions.
 
     Raises:
-        ValueError: The checkpoint lacks some of it, or holds it in another shape, or is damaged.
+        ValueError: The checkpoint lacks some of it, holds it in another shape, or is damaged.
     """
 
     def prepare() -> tuple[Any, Any, Any]:

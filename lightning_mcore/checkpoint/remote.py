@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints on remote stores (``s3://``, ``gs://``, ``memory://``): written to a local disk first, then uploaded.
 
-A store offers no rename, so nothing there is whole at once. What stands in for it is the manifest: it is uploaded last
-and deleted first, and a directory without it is no checkpoint. While a checkpoint is replaced there is none under that
-name; save under a new name where that matters (``ModelCheckpoint`` does, but for ``save_last=True``).
+A store cannot rename, so a directory does not appear there in one step. The manifest takes the place of the rename: it
+is uploaded last and deleted first, and a directory without it is not a checkpoint. While a checkpoint is being
+replaced, there is none under its name; save under a new name if that matters (``ModelCheckpoint`` does, except with
+``save_last=True``).
 
-A save by many ranks: each writes its files into a local directory of its own, rank 0 calls :func:`begin_upload`, then
-each calls :func:`upload_files`, and when all have, rank 0 calls :func:`finish_upload`. Whoever loads calls
-:func:`download`, with the names of the files it needs. Through fsspec, as Lightning's own checkpoints.
+In a save by many ranks, each writes its files into a local directory of its own. Then rank 0 calls
+:func:`begin_upload`, each rank calls :func:`upload_files`, and rank 0 calls :func:`finish_upload`. A load calls
+:func:`download` with the names of the files that it needs. The stores are those of fsspec, as for Lightning's own
+checkpoints.
 """
 
 import os
@@ -26,10 +28,10 @@ from lightning_mcore.checkpoint.manifest import DELETED_FIRST, MANIFEST_FILE, ME
 
 
 def begin_upload(path: str) -> None:
-    """Delete what stands under the name, its manifest first; on rank 0 only, when all is written locally.
+    """Delete what is at ``path``, its manifest first; on rank 0 only, when all is written locally.
 
     Raises:
-        ValueError: A directory stands there that is no checkpoint.
+        ValueError: There is a directory at ``path`` that is not a checkpoint.
         OSError: The store refuses.
     """
     require_replaceable(path)
@@ -45,7 +47,7 @@ def upload_files(local_dir: str, path: str) -> None:
         OSError: The store refuses.
     """
     fs, root = open_store(path)
-    # The metadata last: without them, what an interrupted upload leaves is not taken for one of Megatron-LM.
+    # The metadata last: without it, an interrupted upload is not taken for a checkpoint of Megatron-LM.
     names = {*files_below(local_dir)} - {MANIFEST_FILE}
     for name in sorted(names, key=lambda name: (name == METADATA_FILE, name)):
         fs.makedirs(os.path.dirname(f"{root}/{name}"), exist_ok=True)
@@ -56,7 +58,7 @@ def finish_upload(local_dir: str, path: str, manifest: dict[str, Any], files: Ma
     """Check that everything has arrived, and upload the manifest; on rank 0 only, when every rank has uploaded.
 
     Args:
-        local_dir: The directory of rank 0, whose files are recorded here unless ``files`` has them.
+        local_dir: The directory of rank 0; its files are recorded here unless they are in ``files``.
         path: The remote path.
         manifest: As for :func:`~lightning_mcore.checkpoint.files.finish`.
         files: What all ranks wrote, by name.
@@ -75,11 +77,11 @@ def finish_upload(local_dir: str, path: str, manifest: dict[str, Any], files: Ma
 
 
 def upload(local_dir: str, path: str) -> None:
-    """Copy a whole local checkpoint to a store, in place of what stands there.
+    """Copy a whole local checkpoint to a store, in place of what is there.
 
     Raises:
         FileNotFoundError: There is nothing at ``local_dir``.
-        ValueError: It is no whole checkpoint.
+        ValueError: It is not a whole checkpoint.
         OSError: The store refuses.
     """
     manifest = read_manifest(local_dir)
@@ -94,7 +96,7 @@ def download(path: str, local_dir: str, names: Iterable[str] | None = None) -> s
     Args:
         path: The remote path.
         local_dir: Made if it is not there.
-        names: Files to fetch, from the manifest or, where there is none, as Megatron named them; None is all.
+        names: Files to fetch, with their names in the manifest, or Megatron's names without one; None for all.
 
     Returns:
         ``local_dir``.
@@ -122,7 +124,7 @@ def download(path: str, local_dir: str, names: Iterable[str] | None = None) -> s
 
 
 def remote_remove(path: str) -> None:
-    """Delete a remote checkpoint, its manifest first; of nothing, nothing.
+    """Delete a remote checkpoint, its manifest first; nothing happens if it does not exist.
 
     Raises:
         OSError: The store refuses.

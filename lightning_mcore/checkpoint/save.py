@@ -54,10 +54,10 @@ class CheckpointSave:
     """A save in flight; made by :meth:`start`.
 
     Attributes:
-        path: Where the checkpoint will stand.
-        links: Names that are to lead to this checkpoint once it is whole.
+        path: Where the checkpoint will be.
+        links: Links to set to this checkpoint when it is whole.
         removals: Checkpoints to delete after that; on rank 0.
-        staging: The memory of the copy, free again when the checkpoint is in place.
+        staging: The memory of the copy; free again when the checkpoint is in place.
     """
 
     def __init__(self, path: str, directory: str, manifest: dict[str, Any], metadata: Metadata | None) -> None:
@@ -92,7 +92,7 @@ class CheckpointSave:
 
         Raises:
             OSError: The disk refused.
-            ValueError: The pieces of all ranks do not make whole tensors, or something else stands at ``path``.
+            ValueError: The pieces of all ranks do not make whole tensors, or something else is at ``path``.
         """
         directory = _begin(path)
         try:
@@ -120,7 +120,7 @@ class CheckpointSave:
 
     @property
     def is_done(self) -> bool:
-        """Whether the next call of :meth:`advance` need not wait for this rank."""
+        """Whether the next call of :meth:`advance` does not have to wait for this rank."""
         task = self._uploading or self._writing
         return task is None or task.is_done
 
@@ -131,7 +131,7 @@ class CheckpointSave:
             Whether the checkpoint is in place now.
 
         Raises:
-            FileNotFoundError: Somebody has deleted the folder that it is written in.
+            FileNotFoundError: Somebody has deleted the folder that the save writes into.
             OSError: The disk or the store refused, on some rank.
         """
         try:
@@ -158,7 +158,7 @@ class CheckpointSave:
             raise
 
     def _unless_deleted(self, function: Callable[[], T]) -> T:
-        """Return what ``function`` returns, and say so where it fails because somebody has deleted what was written."""
+        """Return what ``function`` returns; explain a failure that comes from the folder having been deleted."""
         try:
             return function()
         except OSError as error:
@@ -182,17 +182,17 @@ class CheckpointSave:
 
 
 def save_file(content: Any, path: str) -> None:
-    """Write one file that stands under its name when it is whole; on one rank, to a disk of this machine.
+    """Write a checkpoint in one file, which appears only when it is whole; on one rank, to a local disk.
 
-    Lightning writes it to the disk for temporary files and moves it, which copies it where that is another disk.
+    Lightning writes it to the disk for temporary files and then moves it, which is a copy if that is another disk.
 
     Args:
         content: What ``torch.save`` takes.
-        path: Absolute; what stands there, a directory too, is replaced.
+        path: Absolute; what is there, even a directory, is replaced.
 
     Raises:
-        OSError: The disk refuses; what stands there is left alone.
-        ValueError: A directory stands there that is no checkpoint, or as :func:`atomic_directory.begin`.
+        OSError: The disk refuses; what is at ``path`` stays.
+        ValueError: There is a directory at ``path`` that is not a checkpoint, or as :func:`atomic_directory.begin`.
         RuntimeError: Another process is writing it.
     """
     if not os.path.islink(path):
@@ -227,7 +227,7 @@ def _abandon(path: str, directory: str) -> None:
 
 
 def _files_of_all(checkpoint: dict[str, Any], rank_states: list[Any]) -> dict[str, bytes]:
-    """Return the files that rank 0 writes beside the tensors, as they are now."""
+    """Return the content of the files that rank 0 writes beside the tensors, as it is now."""
     ours = (SHARDED_STATE, MANIFEST, RANK_STATE, CONTENT_METADATA)
     common: dict[str, Any] = {
         "iteration": int(checkpoint.get("global_step", 0)),
@@ -253,7 +253,7 @@ def _saved(content: Any) -> bytes:
 
 
 def _refused(path: str, function: Callable[[], Any]) -> Any:
-    """Return what ``function`` returns; what the disk says against it becomes one sentence."""
+    """Return what ``function`` returns; an error of the disk becomes one sentence."""
     try:
         return function()
     except OSError as error:
@@ -269,7 +269,7 @@ class BackgroundTask(Generic[T]):
     Args:
         name: Of the thread, for debuggers.
         function: What to run.
-        gives_way: Whether it leaves the processor to the threads of the training, where there are too few for all.
+        gives_way: Whether it yields the processor to the threads of the training.
     """
 
     def __init__(self, name: str, function: Callable[[], T], gives_way: bool = False) -> None:
@@ -298,7 +298,7 @@ class BackgroundTask(Generic[T]):
 
     def _run(self) -> None:
         assert self._function is not None
-        if self._gives_way and sys.platform == "linux":  # where threads have priorities of their own
+        if self._gives_way and sys.platform == "linux":  # where each thread has a priority
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PRIORITY)
         try:
@@ -306,4 +306,4 @@ class BackgroundTask(Generic[T]):
         except BaseException as error:
             self._error = error
         finally:
-            self._function = None  # and what it holds: the memory of a copy may be used again
+            self._function = None  # free what it holds: the memory of the copy is used again

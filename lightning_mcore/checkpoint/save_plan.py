@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank writes which piece of a sharded checkpoint, agreed among all of them.
+"""Decide which rank writes which piece of a sharded checkpoint; all ranks agree on the plan.
 
-Megatron plans a save well: data-parallel copies share the work, and the file ``.metadata`` says of all pieces where
-they belong. But it checks on rank 0 alone, and when something is wrong there the others wait for ever. So
-:class:`ShardPlanner` puts its functions in a row where a failure on one rank is a failure on all. All ranks exchange
-descriptions of all their pieces for it, which takes longer than to copy them; since nothing but the values changes from
-one save of a run to the next, the planner keeps the last plan and asks only whether it still holds everywhere.
+Megatron plans a save well: data-parallel copies share the work, and ``.metadata`` says where every piece belongs. But
+it checks the plan on rank 0 alone, and after an error there the other ranks wait for ever. So :class:`ShardPlanner`
+calls Megatron's functions in an order in which a failure on one rank is a failure on all. For a plan, all ranks
+exchange descriptions of all their pieces, which takes longer than copying them. Only the values change from one save of
+a run to the next, so the planner keeps the last plan and asks only whether it is still valid on every rank.
 
-``save.py`` calls it, and ``writer.py`` writes what it says.
+``save.py`` calls it, and ``writer.py`` writes the pieces.
 """
 
 import io
@@ -40,10 +40,10 @@ from lightning_mcore.parallel.consensus import all_true, collect, on_all
 
 @dataclass(frozen=True)
 class Piece:
-    """What this rank writes of one tensor or object.
+    """A part of one tensor or object that this rank writes.
 
     Args:
-        index: Its name and place, as the metadata has them.
+        index: Its name and place, as in the metadata.
         content: A tensor on any device, or the bytes of an object.
     """
 
@@ -56,7 +56,7 @@ class ShardPlan:
     """What one rank has to write.
 
     Args:
-        pieces: The pieces that this rank writes; each may be made when it is asked for.
+        pieces: The pieces that this rank writes; a piece may be made only when it is taken out.
         metadata: What all ranks write; on rank 0 only.
     """
 
@@ -66,12 +66,12 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class _Outline:
-    """A plan without the values.
+    """A plan without values.
 
     Args:
-        groups: The groups of ranks that it was made for: the world, and those that share the writing.
+        groups: The groups of ranks that it is for: the world, and the copies that share the writing.
         described: All pieces that this rank holds.
-        written: Those that it writes, with their places among them: one for a tensor, several for an object.
+        written: The pieces that it writes, as places in ``described``: one for a tensor, several for an object.
         metadata: What all ranks write; on rank 0 only.
     """
 
@@ -94,14 +94,14 @@ class ShardPlanner:
         and ``TorchDistSaveShardedStrategy``.
 
         Args:
-            sharded_state: This rank's sharded tensors and objects, nested as one likes; factories in it are applied.
+            sharded_state: This rank's sharded tensors and objects, nested in any way; factories in it are applied.
             copies: The ranks that hold copies of each other's tensors and share the writing.
 
         Raises:
             ValueError: The pieces of all ranks do not make whole tensors.
         """
         own, described = on_all(lambda: _describe(sharded_state))
-        held: list[Any] = list(nested_values(own))  # as described: what follows changes who is the main copy
+        held: list[Any] = list(nested_values(own))  # as described: what follows changes which copy is the main one
         groups, kept = (dist.group.WORLD, copies), self._kept
         if not all_true(kept is not None and kept.groups == groups and kept.described == described):
             kept = _Outline(groups, described, *_agree(own, held, described, copies))

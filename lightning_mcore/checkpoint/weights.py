@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights alone, from any checkpoint into any layout: to start a new run from them, or to look at the whole model.
+"""Load weights alone: into the chunks of a new run, or into a whole module built from a checkpoint.
 
-:func:`load_weights` fills the chunks that a rank has just built with the parts of the checkpoint that belong there, so
-no rank ever holds the whole model. :func:`build_from_checkpoint` makes a module from the hyper-parameters in a
-checkpoint, whole in this process. ``MCoreModule`` has both as methods.
+:func:`load_weights` fills the chunks that a rank has just built, on any layout. No rank ever holds the whole model.
+:func:`build_from_checkpoint` makes a module from the hyper-parameters in a checkpoint, whole in this process.
+``MCoreModule`` has both as methods.
 """
 
 import sys
@@ -38,19 +38,19 @@ def load_weights(module: pl.LightningModule, path: str | Path, strict: bool = Tr
     Args:
         module: A module whose model is built and not wrapped yet, as at the end of ``configure_model``.
         path: A directory that ``MCoreStrategy`` or Megatron-LM wrote, on any layout.
-        strict: Refuse names that are missing or unexpected, instead of warning of them.
+        strict: Refuse missing and unexpected names, instead of warning of them.
 
     Raises:
         FileNotFoundError: There is nothing at ``path``.
         RuntimeError: The module has no model yet.
-        ValueError: It is no such checkpoint, or of another model; or the model keeps its weights in FP8.
+        ValueError: It is not such a checkpoint, it is of another model, or the model keeps its weights in FP8.
     """
     where, io = str(path), MCoreCheckpointIO()
     check_start(bool(getattr(built_chunks(module).config, "fp8_param", False)), f"the weights of {where}")
     if not io.is_directory(where):
         raise ValueError(
-            f"{where} is no directory, as MCoreStrategy and Megatron-LM write it; read a file of another strategy with"
-            " load_from_checkpoint"
+            f"{where} is not a directory, as MCoreStrategy and Megatron-LM write it; read a file of another strategy"
+            " with load_from_checkpoint"
         )
     _load(module, where, io, strict)
 
@@ -64,32 +64,32 @@ def build_from_checkpoint(
 ) -> _M:
     """Make a module from a sharded checkpoint, with the whole model in this process.
 
-    What Lightning's ``load_from_checkpoint`` does with a file, for a directory of any module: it is made from the
-    hyper-parameters in the checkpoint, and its weights are read in place, from whatever layout they were saved on.
+    Does for a directory what Lightning's ``load_from_checkpoint`` does for a file, with any module: the module is made
+    from the hyper-parameters in the checkpoint, and its weights are read in place, from any layout.
 
     Args:
         cls: The module's class, a LightningModule or an ``MCoreModule``.
         path: The checkpoint, a directory.
         strict: Whether names must agree; the module's ``strict_loading`` by default.
-        weights_only: As ``torch.load`` takes it, for what Lightning keeps.
-        hyper_parameters: What to use instead of those in the checkpoint.
+        weights_only: As for ``torch.load``; applies to Lightning's state.
+        hyper_parameters: Values to use instead of those in the checkpoint.
 
     Raises:
         FileNotFoundError: There is nothing at ``path``.
         RuntimeError: This process is one of several connected ranks.
-        ValueError: It is no such checkpoint, or of another model.
+        ValueError: It is not such a checkpoint, or it is of another model.
     """
     with single_process():
         return _build(cls, str(path), strict, weights_only, dict(hyper_parameters or {}))
 
 
 def hyper_parameters_of(path: str | Path, weights_only: bool | None, given: Collection[str] = ()) -> dict[str, Any]:
-    """Return the hyper-parameters in a file of Lightning's; no weights are read.
+    """Return the hyper-parameters in a checkpoint file of Lightning; weights are not read.
 
     Args:
         path: The file.
-        weights_only: As ``torch.load`` takes it.
-        given: Names of those that the user gives instead, which are left out.
+        weights_only: As for ``torch.load``.
+        given: Names that the user gives values for; they are left out.
     """
     state = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(path))
     recorded = state.get(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY) if isinstance(state, Mapping) else None
@@ -97,11 +97,11 @@ def hyper_parameters_of(path: str | Path, weights_only: bool | None, given: Coll
 
 
 def refuse_code(path: str | Path, hyper_parameters: Any) -> None:
-    """Refuse hyper-parameters of a file that name code to run: modules are imported where the user names them.
+    """Refuse hyper-parameters of a file that name code to run: a module is imported only if the user names it.
 
     Args:
         path: The file, for the message.
-        hyper_parameters: What stands in it, and is not given by the user instead.
+        hyper_parameters: The values in it, except those that the user gives instead.
 
     Raises:
         ValueError: They name a class that this process has not imported, or a function that is not Megatron's or
@@ -135,7 +135,7 @@ def _class_paths(value: Any) -> Iterator[Any]:
 
 
 def _is_imported(class_path: Any) -> bool:
-    """Whether a class, or a method of one, is in a module that is imported; imports nothing."""
+    """Return whether a class, or a method of one, is in a module that is already imported; imports nothing."""
     module, _, name = str(class_path).rpartition(".")
     if module in sys.modules:
         return hasattr(sys.modules[module], name)
@@ -152,7 +152,7 @@ def _build(cls: type[_M], path: str, strict: bool | None, weights_only: bool | N
     lightning_state = {**state, cls.CHECKPOINT_HYPER_PARAMS_KEY: hyper_parameters}
     outside = lightning_state["state_dict"]
     with warnings.catch_warnings():
-        # What Lightning does not find, for there is nothing in this dict, is read from the shards.
+        # Lightning finds nothing in this empty dict; the weights are read from the shards.
         warnings.filterwarnings("ignore", message="Found keys that are in the model state dict but not in")
         module = _load_state(cls, {**lightning_state, "state_dict": {}}, strict=False, **arguments)
     assert isinstance(module, cls)

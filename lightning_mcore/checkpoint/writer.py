@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the tensors of a checkpoint, in Megatron's ``torch_dist`` format, by a thread of this process.
+"""Write one rank's files of a ``torch_dist`` checkpoint, in a thread of this process, and the host copy for that.
 
-Megatron's own writer forks processes (a parent waits for ever for one that dies), starts one more that imports the
-user's script a second time, and it copies what lies in a common buffer, as all parameters of its
-DistributedDataParallel do. :func:`write_pieces` writes directly from the memory of the tensors, with the checksum of
-the file on the way, past the page cache and flushed to the disk.
+Megatron's own writer forks processes, and waits for ever for one that dies. It starts one more process, which imports
+the user's script again. It also copies tensors that lie in a common buffer, as all parameters of Megatron's
+DistributedDataParallel do. :func:`write_pieces` writes straight from the memory of the tensors, past the page cache,
+computes the checksum of the file as it goes, and flushes the file to the disk.
 
-A save that training does not wait for writes from a copy: :class:`Staging` keeps the memory for it, because memory that
-is touched for the first time is slow. ``save.py`` calls this; any ``dist_checkpointing.load`` reads the
-result.
+An asynchronous save writes from a copy. :class:`Staging` keeps the memory of that copy, because memory that is touched
+for the first time is slow. ``save.py`` calls this; any ``dist_checkpointing.load`` reads the result.
 """
 
 import os
@@ -34,7 +33,7 @@ Places = dict[MetadataIndex, _StorageInfo]
 
 
 def write_metadata(directory: str, metadata: Metadata, places: Sequence[Places]) -> FileRecord:
-    """Write what says where each piece lies; on rank 0, when all ranks have written theirs.
+    """Write ``.metadata``, which says where each piece lies; on rank 0, when all ranks have written.
 
     Source: torch 2.13, ``FileSystemWriter.finish``.
     """
@@ -47,16 +46,16 @@ def write_metadata(directory: str, metadata: Metadata, places: Sequence[Places])
 
 
 class Staging:
-    """Memory on the host that holds a copy of what a rank is about to write; kept for the next save.
+    """Host memory for a copy of what a rank is about to write; kept for the next save.
 
-    It is taken in blocks, because PyTorch rounds page-locked memory up to a power of two: 17 GB in one would take 32.
+    It is allocated in blocks, because PyTorch rounds page-locked memory up to a power of two: 17 GB would take 32.
     """
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
 
     def copy(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return the pieces with their tensors copied, so that the originals may change; waits for a GPU's copies.
+        """Return the pieces with their tensors copied, so that the originals may change; waits for copies from a GPU.
 
         Raises:
             RuntimeError: There is not enough memory.
@@ -68,13 +67,13 @@ class Staging:
             if block == len(self._blocks):
                 self._blocks.append(torch.empty(0, dtype=torch.uint8))
             if self._blocks[block].numel() < size:
-                self._blocks[block] = torch.empty(0, dtype=torch.uint8)  # let go of the old first
+                self._blocks[block] = torch.empty(0, dtype=torch.uint8)  # free the old one first
                 self._blocks[block] = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
         copies = list(pieces)
         for number, (block, offset) in places.items():
             content = pieces[number].content
             assert isinstance(content, Tensor)
-            tensor = _plain(content)  # one at a time: it may take memory of its own
+            tensor = _plain(content)  # one at a time: this may allocate
             memory = self._blocks[block][offset : offset + tensor.numel() * tensor.element_size()]
             copy = memory.view(tensor.dtype).view(tensor.shape)
             copy.copy_(tensor, non_blocking=True)
@@ -85,7 +84,7 @@ class Staging:
 
 
 def _places(pieces: Sequence[Piece]) -> tuple[dict[int, tuple[int, int]], list[int]]:
-    """Return block and offset of each tensor, by its number among the pieces, and the size of each block."""
+    """Return block and offset of each tensor, by its index in ``pieces``, and the size of each block, in bytes."""
     lengths = {
         number: -(-piece.content.numel() * piece.content.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         for number, piece in enumerate(pieces)
@@ -93,7 +92,7 @@ def _places(pieces: Sequence[Piece]) -> tuple[dict[int, tuple[int, int]], list[i
     }
     places: dict[int, tuple[int, int]] = {}
     sizes: list[int] = []
-    for number in sorted(lengths, key=lambda number: -lengths[number]):  # small ones fill what large ones leave
+    for number in sorted(lengths, key=lambda number: -lengths[number]):  # small tensors fill the gaps
         length = lengths[number]
         block = next((block for block, size in enumerate(sizes) if size + length <= _BLOCK), len(sizes))
         if block == len(sizes):
@@ -110,7 +109,7 @@ def write_pieces(
 
     Args:
         directory: Where to write.
-        prefix: What the name of this rank's file of tensors begins with.
+        prefix: Start of the name of this rank's file of tensors.
         pieces: The pieces of tensors and objects.
         others: Files to write beside them, by name.
 
@@ -142,7 +141,7 @@ def write_pieces(
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return a tensor of a plain type: the low-precision ones of TransformerEngine are subclasses of Tensor."""
+    """Return a plain tensor; the low-precision tensors of TransformerEngine, a subclass, are dequantized."""
     plain: Tensor = tensor.dequantize() if "dequantize" in vars(type(tensor)) and tensor.is_cuda else tensor
     return plain
 

@@ -2,9 +2,9 @@
 """Hugging Face models in and out, at any layout.
 
 ``MCoreGPT.from_pretrained(path)`` starts from one, ``SaveHFModel`` hands one back at the end of a run.
-:func:`export_checkpoint` and :func:`import_checkpoint` turn checkpoints into Hugging Face models and back, without a
-run; they are the commands ``lightning-mcore export`` and ``lightning-mcore import``. A family of your own is a
-:class:`Family` made of the rules below.
+:func:`export_checkpoint` and :func:`import_checkpoint` turn checkpoints into Hugging Face models and back without a
+run; they are the commands ``lightning-mcore export`` and ``lightning-mcore import``. To add a family of models, make a
+:class:`Family` of the rules below.
 """
 
 import importlib
@@ -68,7 +68,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what stands above ``MCoreGPT``, which imports this package, or takes long, when it is asked for."""
+    """Import a name on first use: its module is slow, or imports ``MCoreGPT``, which imports this package."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``SaveHFModel``: a run that leaves its model in Hugging Face form, at its end or beside every checkpoint.
+"""``SaveHFModel``: write the model in Hugging Face form at the end of a run, or beside every checkpoint.
 
-The weights that are written are those of the running model, from memory, so a checkpoint that is saved asynchronously
-may still be on its way when its Hugging Face form is there already. What a checkpoint is called, and which are kept, is
-for ModelCheckpoint to say: this callback looks after each of its hooks what has been saved and what is gone, before the
-weights change. Lightning calls ModelCheckpoint's hook at the end of an epoch after that of all other callbacks, so what
-was saved there is seen when the next epoch starts, or when training ends.
+The weights are written from the memory of the running model. So while a checkpoint is saved asynchronously, its Hugging
+Face form may already be there. ModelCheckpoint decides how checkpoints are named and which are kept. After each of its
+hooks, before the weights change, this callback looks for checkpoints that are new or gone. At the end of an epoch
+Lightning calls ModelCheckpoint's hook after those of all other callbacks; what it saves there is seen when the next
+epoch starts, or when training ends.
 """
 
 import logging
@@ -34,25 +34,25 @@ class SaveHFModel(Callback):
         callbacks = [ModelCheckpoint("runs/gpt", save_top_k=2, monitor="val_loss"), SaveHFModel("runs/gpt/final")]
 
     With ``every_checkpoint=True``, ``runs/gpt/epoch=1-step=200.ckpt`` gets ``runs/gpt/epoch=1-step=200.ckpt-hf`` beside
-    it, with the same weights, and loses it when ModelCheckpoint deletes the checkpoint. A checkpoint saved again under
-    its name, as ``last.ckpt``, has its Hugging Face form replaced; a link, as ``save_last="link"`` makes it, has none.
-    Nor have checkpoints of ``PreemptionCheckpoint``, which is short of time, and of your own calls: export those with
-    ``lightning-mcore export``.
+    it, with the same weights. When ModelCheckpoint deletes the checkpoint, this is deleted, too. When a checkpoint is
+    saved again under its name, as ``last.ckpt`` is, its Hugging Face form is replaced. A link, as from
+    ``save_last="link"``, gets none, and neither do checkpoints of ``PreemptionCheckpoint``, which is short of time, and
+    of your own calls: export those with ``lightning-mcore export``.
 
-    What cannot be exported is refused when training begins. A run that ends by an exception writes nothing more.
+    A model that cannot be exported is refused when training begins. After an exception, nothing more is written.
 
     Args:
-        folder: Where the model is written at the end of ``fit``; must not exist, or be empty. None for nowhere.
-        every_checkpoint: Whether to write beside every checkpoint, too.
-        like: Hugging Face folder that gives config, generation config and tokenizer; None for the one that the model
+        folder: Where to write the model at the end of ``fit``; it must not exist, or be empty. None to write none.
+        every_checkpoint: Whether to write beside every checkpoint.
+        like: Hugging Face folder to take config, generation config and tokenizer from; None for the one that the model
             was made from.
-        family: What kind of model to write: a ``model_type``, or ``"package.module:FAMILY"`` for one of your own; None
-            for what the model was made from, or else for the first that has a place for it.
+        family: What kind of model to write: a ``model_type``, or ``"package.module:FAMILY"`` for your own family; None
+            for the family that the model was made from, or else the first that fits it.
         dtype: ``"bfloat16"``, ``"float16"``, ``"float32"``, or ``"auto"`` for that of the weights in the model.
-        max_shard_size: Bytes in a file, or a text such as ``"5GB"``.
+        max_shard_size: Size of a file in bytes, or as text, such as ``"5GB"``.
 
     Raises:
-        ValueError: Nothing is to be written, or an argument is not known.
+        ValueError: Nothing would be written, or an argument has an unknown value.
     """
 
     def __init__(
@@ -80,28 +80,28 @@ class SaveHFModel(Callback):
             "max_shard_size": max_shard_size,
         }
         self._looks: list[_Look] = []
-        self._beside: set[str] = set()  # checkpoints that have, or soon will have, their Hugging Face form beside them
-        self._there: set[str] = set()  # those of them that have been seen
+        self._beside: set[str] = set()  # checkpoints with a Hugging Face form, or soon to have one
+        self._there: set[str] = set()  # those that have been seen
         self._wrote_folder = False
 
     @property
     def state_key(self) -> str:
-        """Tells several of them in one trainer apart."""
+        """A key that tells several of these callbacks in one trainer apart."""
         return self._generate_state_key(folder=self.folder, every_checkpoint=self.every_checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run has to know: which checkpoints have a Hugging Face form."""
+        """Return what a resumed run needs: which checkpoints have a Hugging Face form."""
         return {"beside": sorted(self._beside)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned, where it is still there."""
+        """Take over what :meth:`state_dict` returned, as far as it still exists."""
         self._beside = {path for path in state_dict["beside"] if os.path.isdir(path + SUFFIX)}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Move behind the other callbacks, to see what ModelCheckpoint has saved.
+        """Move after the other callbacks, to see what ModelCheckpoint has saved.
 
         Raises:
-            ValueError: There is no ModelCheckpoint to write beside.
+            ValueError: The trainer has no ModelCheckpoint to write beside.
         """
         if self.every_checkpoint and stage == "fit" and self._is_active(trainer) and not _model_checkpoints(trainer):
             raise ValueError(
@@ -109,13 +109,13 @@ class SaveHFModel(Callback):
                 " none; add ModelCheckpoint(dirpath) to its callbacks, or give folder"
             )
         others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
-        trainer.callbacks = [*others, self]  # type: ignore[attr-defined] # a new list: Lightning is going through it
+        trainer.callbacks = [*others, self]  # type: ignore[attr-defined] # a new list, because Lightning is iterating
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse now what could not be written later.
 
         Raises:
-            ValueError: The model is of no known family, the folder is taken, or checkpoints go to another machine.
+            ValueError: The family of the model is unknown, the folder is taken, or checkpoints go to another machine.
         """
         if not self._is_active(trainer):
             return
@@ -132,34 +132,34 @@ class SaveHFModel(Callback):
         self._looks = [_Look(checkpoint) for checkpoint in _model_checkpoints(trainer)]
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """Write beside what was saved after this batch."""
+        """Write beside the checkpoints that were saved after this batch."""
         self._follow(trainer, pl_module)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write beside what was saved after the validation."""
+        """Write beside the checkpoints that were saved after the validation."""
         self._follow(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write beside what was saved at the end of the epoch before, where ModelCheckpoint came after all others.
+        """Write beside the checkpoints of the last epoch's end, where ModelCheckpoint came after all others.
 
         Source: ``_FitLoop.on_advance_end`` (Lightning 2.6.6).
         """
         self._follow(trainer, pl_module)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write beside what was saved last, and into the folder."""
+        """Write beside the checkpoints that were saved last, and into the folder."""
         self._follow(trainer, pl_module)
         if self.folder is not None and self._is_active(trainer):
             export_model(pl_module, self.folder, **self._options, replace=self._wrote_folder)
             self._wrote_folder = True
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Delete what belongs to checkpoints that are gone; those of asynchronous saves go at the very end."""
+        """Delete the forms of checkpoints that are gone; asynchronous saves delete theirs at the very end."""
         self._clear_away(trainer)
         self._looks = []
 
     def _follow(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Write beside what has been saved since the last look; collective over the world if there is anything."""
+        """Write beside the checkpoints saved since the last look; collective over the world if there are any."""
         if not self.every_checkpoint or not self._looks or trainer.sanity_checking:
             return
         saved = sorted({path for look in self._looks for path in look.saved_since()})
@@ -171,7 +171,7 @@ class SaveHFModel(Callback):
         self._clear_away(trainer)
 
     def _clear_away(self, trainer: pl.Trainer) -> None:
-        """Delete, on rank 0, what belongs to checkpoints that are gone; what cannot be deleted is no reason to fail."""
+        """Delete the forms of checkpoints that are gone, on rank 0; if one cannot be deleted, only warn."""
         if not trainer.is_global_zero:
             return
         self._there |= {path for path in self._beside if os.path.lexists(path)}
@@ -182,10 +182,11 @@ class SaveHFModel(Callback):
                     atomic_directory.remove(beside)
                 elif os.path.lexists(beside):
                     _log.warning(
-                        "%s was to be deleted and is no model beside a checkpoint of this run, so it stays", beside
+                        "%s was to be deleted, but it is not a model beside a checkpoint of this run, so it stays",
+                        beside,
                     )
             except (OSError, ValueError) as error:
-                _log.warning("%s is not needed any more and could not be deleted: %s", beside, error)
+                _log.warning("%s is no longer needed and could not be deleted: %s", beside, error)
             self._there.remove(path)
             self._beside.remove(path)
 
@@ -194,9 +195,9 @@ class SaveHFModel(Callback):
 
 
 class _Look:
-    """What a ModelCheckpoint has saved, seen from outside; the same on every rank.
+    """What a ModelCheckpoint has saved, as far as it shows; the same on every rank.
 
-    A hook of it saves two checkpoints at most: one that it ranks, and then ``last``.
+    One hook saves at most two checkpoints: one that is ranked, and then ``last``.
 
     Source: ``ModelCheckpoint._save_topk_checkpoint`` and ``_save_last_checkpoint`` (Lightning 2.6.6).
     """
@@ -229,7 +230,7 @@ def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
 
 
 def _is_beside(path: str, trainer: pl.Trainer) -> bool:
-    """Return whether a Hugging Face model stands there, beside the checkpoints of this trainer."""
+    """Return whether ``path`` is a Hugging Face model beside the checkpoints of this trainer."""
     folders = [str(checkpoint.dirpath) for checkpoint in _model_checkpoints(trainer)]
     in_folder = any(checkpoint_files.lies_in(path, folder) for folder in folders)
     return in_folder and os.path.isfile(os.path.join(path, "config.json"))

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the keys of a Hugging Face config become settings of Megatron, and the other way.
+"""Rules that map the keys of a Hugging Face config to settings of Megatron, and back.
 
-A family (``family.py``) is a list of such rules. Each answers for some keys: it maps them, knows that they change no
-number, or refuses them. What no rule answers for is refused, so that no key that changes the numbers is passed over.
+A family (``family.py``) is a list of such rules. Each rule is responsible for some keys: it maps them, knows that they
+do not change the numbers, or refuses them. Keys without a rule are refused, so a key that changes the numbers is never
+ignored.
 
-*Fields* are settings by the name they have here: those of ``TransformerConfig``, and the arguments of ``MCoreGPT`` such
-as ``vocab_size`` and ``rotary_base``. Rules read a config as transformers has completed it, with all defaults.
+*Fields* are settings by their name here: the fields of ``TransformerConfig``, and arguments of ``MCoreGPT`` such as
+``vocab_size`` and ``rotary_base``. Rules read a config that transformers has completed with all defaults.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,20 +17,20 @@ Config = Mapping[str, Any]
 Fields = Mapping[str, Any]
 
 LONGEST_SEQUENCE = 1 << 40
-"""More tokens than any model was made for."""
+"""More tokens than any model can take in a sequence."""
 
 _LONGEST_VALUE = 80  # characters of a value in an error
 
 LARGEST_SIZE = 1 << 24
-"""Larger than any size of any model; what is beyond it in a config is damage, and would take all memory."""
+"""Larger than any size of any model; a larger one in a config is damage, and would take all memory."""
 
 
 class ConfigRule(Protocol):
-    """What a rule answers. A class of your own may be one."""
+    """The interface of a rule; your own class may implement it."""
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of the Hugging Face config that it answers for."""
+        """Keys of the Hugging Face config that it is responsible for."""
         ...
 
     def read(self, config: Config) -> dict[str, Any]:
@@ -39,7 +40,7 @@ class ConfigRule(Protocol):
             config: The Hugging Face config.
 
         Raises:
-            ValueError: A value is not supported; says which and what is.
+            ValueError: A value is not supported; the message says which values are.
         """
         ...
 
@@ -50,21 +51,21 @@ class ConfigRule(Protocol):
             fields: All fields of a model, with defaults.
 
         Raises:
-            ValueError: The family has no key for a value; says which.
+            ValueError: The family has no key for a value; the message names it.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Same:
-    """One key, one field, one value.
+    """A key and a field with the same value.
 
     Args:
         key: Of the Hugging Face config.
         field: Its name here.
-        others: What other releases of transformers call the key.
-        at_least: The smallest value that makes sense, an int where only whole numbers do; None where any value may.
-        at_most: The largest number that a model may be built of.
+        others: Names of the key in other releases of transformers.
+        at_least: The smallest allowed value, an int if only whole numbers are allowed; None to allow any value.
+        at_most: The largest allowed value.
     """
 
     key: str
@@ -79,16 +80,16 @@ class Same:
         return (self.key, *self.others)
 
     def read(self, config: Config) -> dict[str, Any]:
-        """Return the field; None stays away, so that the default holds."""
+        """Return the field; without a value there is none, so that the default holds."""
         self.check(config)
         value = next((config[key] for key in self.keys if config.get(key) is not None), None)
         return {} if value is None else {self.field: value}
 
     def check(self, config: Config) -> None:
-        """Refuse a number that is out of its range, in a config that need not be complete.
+        """Refuse a value that is out of range, in a config that may be incomplete.
 
         Raises:
-            ValueError: It is, or it is not a number.
+            ValueError: It is out of range, or not a number.
         """
         if self.at_least is not None:
             for key in self.keys:
@@ -102,7 +103,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Preset:
-    """Fields to start from that change no number of the model, so that a user may have others.
+    """Initial values of fields that do not change the model's numbers; the user may choose others.
 
     Args:
         fields: By name.
@@ -129,27 +130,29 @@ class Constants(Preset):
     """
 
     def write(self, fields: Fields) -> dict[str, Any]:
-        """Refuse other values; there is no key for them."""
+        """Refuse other values, because there is no key for them."""
         for name, value in self.fields.items():
             if fields[name] != value:
-                raise ValueError(f"{name}={fields[name]!r} has no place in it, which always has {value!r}")
+                raise ValueError(
+                    f"{name}={fields[name]!r} cannot be expressed in its config, which always means {value!r}"
+                )
         return {}
 
 
 @dataclass(frozen=True)
 class Only:
-    """A key with one value that is supported.
+    """A key that is supported with one value only.
 
     Args:
         key: Of the Hugging Face config.
-        value: The value; a config without the key is taken to have it.
-        why: What another value would need, as the end of a sentence.
-        is_written: Whether a config is to have it; not where transformers does not know the key.
+        value: The value; a config without the key has it, too.
+        why: Why other values are not supported, as a clause.
+        is_written: Whether to write the key; False if transformers does not know it.
     """
 
     key: str
     value: Any
-    why: str = "Megatron's model has no such thing"
+    why: str = "Megatron's model does not have this"
     is_written: bool = True
 
     @property
@@ -169,7 +172,7 @@ class Only:
 
 @dataclass(frozen=True)
 class Unused:
-    """Keys that change no number of a model whose weights are given.
+    """Keys that do not change the numbers of a model whose weights are given.
 
     Args:
         keys: Of the Hugging Face config.
@@ -188,10 +191,10 @@ class Unused:
 
 @dataclass(frozen=True)
 class Derived:
-    """Keys and fields that belong together in some other way.
+    """Keys and fields that depend on each other in some other way.
 
     Args:
-        keys: Keys that the two functions know.
+        keys: Keys that the two functions handle.
         read: Turns the config into fields.
         write: Turns fields into keys.
     """
@@ -202,7 +205,7 @@ class Derived:
 
 
 def refuse_outside(key: str, value: Any, least: float, most: float = LARGEST_SIZE) -> None:
-    """Refuse a value of a key that is not a number in a range; a whole one where ``least`` is an int.
+    """Refuse a value of a key that is not a number in a range, or not a whole number if ``least`` is an int.
 
     Raises:
         ValueError: It is not.
@@ -214,17 +217,17 @@ def refuse_outside(key: str, value: Any, least: float, most: float = LARGEST_SIZ
 
 
 def shortened(value: Any) -> str:
-    """Return a value as Python writes it, cut where it is too long for a sentence."""
+    """Return a value as Python writes it, cut if it is too long for a sentence."""
     text = repr(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
 def refuse_unless(key: str, value: Any, allowed: tuple[Any, ...], why: str) -> None:
-    """Refuse a value of a key.
+    """Refuse a value of a key that is not one of those allowed.
 
     Raises:
-        ValueError: It is none of those allowed.
+        ValueError: The value is not one of those allowed.
     """
     if value not in allowed:
         choices = " or ".join(map(repr, allowed))
-        raise ValueError(f"{key}={shortened(value)} is not supported, for {why}; only {choices} is")
+        raise ValueError(f"{key}={shortened(value)} is not supported, because {why}; only {choices} is")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that most families share: those of a decoder as Llama has it, and of its variants.
+"""Rules that most families share: those of a decoder like Llama's, and of its variants.
 
-A family (``families/``) puts its tables together from these. Names of weights on Megatron's side are those of
-checkpoints, in which a norm in front of a projection belongs to that projection.
+A family (``families/``) combines its tables from these. Weights have Megatron's names as in checkpoints, where a norm
+before a projection belongs to that projection.
 """
 
 from collections.abc import Mapping
@@ -50,14 +50,16 @@ WITHOUT_POSITIONS: tuple[ConfigRule, ...] = (
         }
     ),
 )
-"""Sizes, RMSNorm, gated SiLU without biases."""
+"""Sizes, RMSNorm, and gated SiLU without biases."""
 
 HEAD_SIZE = Same("head_dim", "kv_channels", at_least=1)
 
 DECODER: tuple[ConfigRule, ...] = (*WITHOUT_POSITIONS, ROPE, HEAD_SIZE)
 """The same, with rotary positions of whole heads."""
 
-_ALL_OR_NONE = "Megatron has biases in all projections of attention and MLP, in queries, keys and values, or in none"
+_ALL_OR_NONE = (
+    "Megatron has biases in all projections of attention and MLP, in queries, keys and values only, or in none"
+)
 
 NO_ATTENTION_BIAS = Only("attention_bias", False, _ALL_OR_NONE)
 
@@ -65,7 +67,7 @@ NO_MLP_BIAS = Only("mlp_bias", False, _ALL_OR_NONE)
 
 PRETRAINING_TP = Unused(("pretraining_tp",))
 
-# ---- windows: in transformers a query sees so many keys with itself, in Megatron so many before itself
+# ---- windows: transformers counts the keys that a query sees with itself, Megatron those before itself
 
 _FULL, _WINDOWED = "full_attention", "sliding_attention"
 
@@ -80,7 +82,7 @@ def _read_window(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write_window(fields: Mapping[str, Any]) -> dict[str, Any]:
     if fields["window_attn_skip_freq"] is not None:
-        raise ValueError("it has windows in some layers alone, which have no place in it")
+        raise ValueError("it has windows in some layers only, which its config cannot express")
     return {"sliding_window": _keys_seen(fields)}
 
 
@@ -89,7 +91,7 @@ def _keys_seen(fields: Mapping[str, Any]) -> int | None:
         return None
     back, ahead = fields["window_size"]
     if back < 0 or ahead not in (0, -1):
-        raise ValueError(f"window_size={fields['window_size']!r} has no place in it, which has (n, 0)")
+        raise ValueError(f"window_size={fields['window_size']!r} cannot be expressed in its config; only (n, 0) can")
     return int(back) + 1
 
 
@@ -104,14 +106,14 @@ def _write_optional_window(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _read_windows(config: Mapping[str, Any]) -> dict[str, Any]:
     kinds = config.get("layer_types") or ()
     for kind in kinds:
-        refuse_unless("layer_types", kind, (_FULL, _WINDOWED), "Megatron has no such layers")
+        refuse_unless("layer_types", kind, (_FULL, _WINDOWED), "Megatron does not have such layers")
     windowed = [int(kind == _WINDOWED) for kind in kinds]
     if not any(windowed):
         return {}
     if not config.get("use_sliding_window") or not config.get("sliding_window"):
         raise ValueError(
             f"layer_types has {_WINDOWED!r}, and use_sliding_window={config.get('use_sliding_window')!r} with"
-            f" sliding_window={config.get('sliding_window')!r} says how wide no window is; give both"
+            f" sliding_window={config.get('sliding_window')!r} do not give its size; give both"
         )
     return _read_window(config) | ({} if all(windowed) else {"window_attn_skip_freq": windowed})
 
@@ -129,12 +131,13 @@ WINDOW = Derived(("sliding_window",), _read_window, _write_window)
 OPTIONAL_WINDOW = Derived(
     ("sliding_window", "use_sliding_window", "max_window_layers"), _read_optional_window, _write_optional_window
 )
-"""The same with a switch; ``max_window_layers`` is not read by that model."""
+"""The same with a switch; that model does not read ``max_window_layers``."""
 
 WINDOWS = Derived(
     ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"), _read_windows, _write_windows
 )
-"""Layers have a window by their kind; transformers makes the kinds of ``max_window_layers`` where there are none."""
+"""The kind of a layer decides whether it has a window; without kinds, transformers derives them from
+``max_window_layers``."""
 
 # ---- layers for multi-token prediction
 
@@ -160,7 +163,7 @@ MULTI_TOKEN: tuple[WeightRule, ...] = (
 )
 
 REPEATED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
-"""Checkpoints have the embedding and the output layer once more in each of those layers."""
+"""Checkpoints repeat the embedding and the output layer in each of those layers."""
 
 # ---- weights
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for mixtures of experts: which layers have them, how tokens are routed, and their weights.
 
-A softmax routes in Mixtral and Qwen, a sigmoid with a bias for the choice alone in DeepSeek and GLM. Losses that
-balance the load are Megatron's own and are given for training, in ``transformer``.
+Mixtral and Qwen route by a softmax, DeepSeek and GLM by a sigmoid with a bias that affects only the choice. Losses that
+balance the load are Megatron's own; the user sets them for training, in ``transformer``.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from lightning_mcore.hf.weight_rules import Experts, Rename, Rows, WeightRule
 Config = Mapping[str, Any]
 Fields = Mapping[str, Any]
 
-_BEST_OF_GROUP = 2  # experts of a group that speak for it in transformers
+_BEST_OF_GROUP = 2  # experts by which transformers judges a group
 
 # ---- which layers
 
@@ -63,7 +63,7 @@ def _write_first_dense(fields: Fields) -> dict[str, Any]:
     dense = flags.count(False)
     if any(flags[:dense]):
         raise ValueError(
-            f"moe_layer_freq={fields['moe_layer_freq']!r} has no place in it, which has dense layers first"
+            f"moe_layer_freq={fields['moe_layer_freq']!r} cannot be expressed in its config: dense layers come first"
         )
     return {"first_k_dense_replace": dense}
 
@@ -71,16 +71,16 @@ def _write_first_dense(fields: Fields) -> dict[str, Any]:
 def _write_all(fields: Fields) -> dict[str, Any]:
     if not all(_layers_with_experts(fields)):
         raise ValueError(
-            f"moe_layer_freq={fields['moe_layer_freq']!r} has no place in it, all layers of which have experts"
+            f"moe_layer_freq={fields['moe_layer_freq']!r} cannot be expressed in its config: all layers have experts"
         )
     return {}
 
 
 SPARSE_LAYERS = Derived(("decoder_sparse_step", "mlp_only_layers"), _read_sparse, _write_sparse)
-"""Every so many layers have experts, but for some."""
+"""Every n-th layer has experts, except some."""
 
 FIRST_DENSE = Derived(("first_k_dense_replace",), _read_first_dense, _write_first_dense)
-"""The first layers have none."""
+"""The first layers have no experts."""
 
 ALL_LAYERS = Derived((), lambda config: {}, _write_all)
 """Every layer has experts."""
@@ -103,8 +103,8 @@ def _read_normalised(config: Config) -> dict[str, Any]:
 def _refuse_one_expert(config: Config) -> None:
     if config["num_experts_per_tok"] == 1:
         raise ValueError(
-            "num_experts_per_tok=1 is not supported where the weights of chosen experts are normalised, for then the"
-            " weight is 1 and no router is trained; only 2 and more are"
+            "num_experts_per_tok=1 is not supported where the weights of chosen experts are normalised, because the"
+            " weight would be 1 and the router would not be trained; only 2 and more are"
         )
 
 
@@ -125,14 +125,14 @@ def _read_groups(config: Config) -> dict[str, Any]:
     experts = config.get("n_routed_experts") or config["num_local_experts"]
     if experts % groups or experts // groups < _BEST_OF_GROUP:
         raise ValueError(
-            f"n_group={groups} of {experts} experts is not supported, for a group is judged by its {_BEST_OF_GROUP}"
-            " best experts; only equal groups of so many or more are"
+            f"n_group={groups} of {experts} experts is not supported, because a group is judged by its {_BEST_OF_GROUP}"
+            " best experts; only equal groups of at least that many are"
         )
     counted = config["num_experts_per_tok"] // chosen
     if counted != _BEST_OF_GROUP:
         raise ValueError(
             f"topk_group={chosen} of n_group={groups} with num_experts_per_tok={config['num_experts_per_tok']} is not"
-            f" supported, for Megatron judges a group by its num_experts_per_tok // topk_group = {counted} best"
+            f" supported, because Megatron judges a group by its num_experts_per_tok // topk_group = {counted} best"
             f" experts, transformers by {_BEST_OF_GROUP}; only where both are the same, or all groups are chosen, is it"
         )
     return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
@@ -147,7 +147,7 @@ def _read_scale(config: Config) -> dict[str, Any]:
     scale = config.get("routed_scaling_factor", 1.0)
     refuse_outside("routed_scaling_factor", scale, 0.0)
     scale = float(scale)
-    refuse_unless("routed_scaling_factor", scale == 0.0, (False,), "then no expert would have a say")
+    refuse_unless("routed_scaling_factor", scale == 0.0, (False,), "no expert would contribute then")
     return {"moe_router_topk_scaling_factor": scale} if scale != 1.0 else {}
 
 
@@ -164,10 +164,10 @@ NO_ROUTER_LOSS: tuple[ConfigRule, ...] = (
 SOFTMAX_ROUTER = Derived(
     ("norm_topk_prob",), _read_softmax, lambda fields: {"norm_topk_prob": not fields["moe_router_pre_softmax"]}
 )
-"""A softmax over all experts; the weights of those chosen may be made to add up to 1."""
+"""A softmax over all experts; the weights of the chosen ones may be normalised to add up to 1."""
 
 NORMALISED_ROUTER = Derived((), _read_normalised, lambda fields: {})
-"""The same, where they always add up to 1."""
+"""The same; they always add up to 1."""
 
 SIGMOID_ROUTER: tuple[ConfigRule, ...] = (
     Constants({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
@@ -180,7 +180,7 @@ SIGMOID_ROUTER: tuple[ConfigRule, ...] = (
         lambda fields: {"routed_scaling_factor": fields["moe_router_topk_scaling_factor"] or 1.0},
     ),
 )
-"""A sigmoid for each expert in fp32, in groups or not; its bias stays as it is, unless the user has it move."""
+"""A sigmoid for each expert in fp32, in groups or not; its bias is fixed, unless the user sets an update rate."""
 
 # ---- sizes
 
@@ -200,14 +200,14 @@ def _write_shared(fields: Fields) -> dict[str, Any]:
     size, of_one = fields["moe_shared_expert_intermediate_size"], fields["moe_ffn_hidden_size"]
     if not size or size % of_one:
         raise ValueError(
-            f"moe_shared_expert_intermediate_size={size} has no place in it, whose shared experts are as large as"
-            f" {of_one}, or a multiple"
+            f"moe_shared_expert_intermediate_size={size} cannot be expressed in its config: shared experts have"
+            f" a multiple of {of_one}"
         )
     return {"n_shared_experts": size // of_one}
 
 
 SHARED_EXPERTS = Derived(("n_shared_experts",), _read_shared, _write_shared)
-"""Experts that see every token, all as large as the others, kept as one."""
+"""Experts that see every token, each as large as the others, stored as one."""
 
 SIGMOID_EXPERTS: tuple[ConfigRule, ...] = (
     Same("n_routed_experts", "num_moe_experts", others=("num_local_experts",), at_least=1),
@@ -217,7 +217,7 @@ SIGMOID_EXPERTS: tuple[ConfigRule, ...] = (
     *SIGMOID_ROUTER,
     *NO_ROUTER_LOSS,
 )
-"""Experts as DeepSeek-V3 has them: shared ones beside those that a sigmoid chooses, behind some dense layers."""
+"""Experts as in DeepSeek-V3: shared ones and routed ones that a sigmoid chooses, after some dense layers."""
 
 # ---- weights
 
@@ -227,8 +227,8 @@ def expert_weights(gate: str, expert: str, names: tuple[str, str, str]) -> tuple
 
     Args:
         gate: Hugging Face's name of the router.
-        expert: What the names of an expert's weights begin with; ``{expert}`` is its number.
-        names: Of its gate, up and down projection.
+        expert: Prefix of the names of an expert's weights; ``{expert}`` is its number.
+        names: Names of its gate, up and down projection.
     """
     gate_projection, up, down = (f"{expert}.{name}.weight" for name in names)
     return (
@@ -243,7 +243,7 @@ def shared_expert_weights(expert: str) -> tuple[WeightRule, ...]:
     """Return the rules of shared experts.
 
     Args:
-        expert: What the names of their weights begin with.
+        expert: Prefix of the names of their weights.
     """
     return (
         Rows("mlp.shared_experts.linear_fc1.weight", (f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight")),

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models out in Hugging Face form: of a sharded checkpoint, and of the model that is running.
+"""Write a model in Hugging Face form: from a sharded checkpoint, or from the running model.
 
-Both write what ``save_pretrained`` of transformers would: safetensors of a bounded size with an index, ``config.json``,
-generation config, and the tokenizer files of the model that training began with. Everything that can be refused is,
-before the first tensor is read; the folder stands under its name when it is whole.
+Both write what ``save_pretrained`` of transformers would: safetensors files of a limited size with an index,
+``config.json``, the generation config, and the tokenizer files of the model that training began with. Anything wrong is
+refused before the first tensor is read, and the folder appears only when it is whole.
 
 :func:`export_checkpoint` is what ``lightning-mcore export`` runs: one process, no GPU, a few tensors in memory.
-:func:`export_model` runs on every rank of a training run, and each writes files of its own; ``callback.py`` is the
-callback for it.
+:func:`export_model` runs on every rank of a training run, and each rank writes files of its own; ``callback.py`` calls
+it from a callback.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ from lightning_mcore.strategy.strategy import MCoreStrategy
 
 _T = TypeVar("_T")
 _SILENT_SECONDS = 2.0  # writing that takes no longer shows no progress
-_WRITERS = 4  # files written at once
+_WRITERS = 4  # files written at the same time
 
 
 def export_checkpoint(
@@ -60,25 +60,25 @@ def export_checkpoint(
     dtype: str = "auto",
     max_shard_size: str | int = MAX_SHARD_SIZE,
 ) -> None:
-    """Write the weights of a sharded checkpoint as a Hugging Face model, in this process alone and without a GPU.
+    """Write the weights of a sharded checkpoint as a Hugging Face model, in one process without a GPU.
 
-    The layers of multi-token prediction are written as the published models have them, which transformers itself does
-    not run: it passes over those of as many layers as the published model has, and names others as unexpected keys.
+    Layers of multi-token prediction are written as in the published models. transformers does not run them: it ignores
+    those of as many layers as the published model has, and reports others as unexpected keys.
 
     Args:
         path: A checkpoint that ``MCoreStrategy`` or Megatron-LM wrote, on any layout; a folder on this machine.
-        out: The folder to write, outside the checkpoint; must not exist, or be empty. Of a link, what it leads to.
-        like: Hugging Face folder that gives config, generation config and tokenizer where the checkpoint says nothing
-            of them, as one of Megatron-LM's, or where they should be others.
-        family: What kind of model to write: a ``model_type``, or ``"package.module:FAMILY"`` for one of your own; None
-            for what the checkpoint or ``like`` says, or else for the first that has a place for the model.
-        dtype: ``"bfloat16"``, ``"float16"``, ``"float32"``, or ``"auto"`` for that of the weights in the checkpoint.
-        max_shard_size: Bytes in a file, or a text such as ``"5GB"``.
+        out: The folder to write, outside the checkpoint; it must not exist, or be empty. A link is followed.
+        like: Hugging Face folder to take config, generation config and tokenizer from, if the checkpoint does not have
+            them, as one of Megatron-LM, or if others are wanted.
+        family: What kind of model to write: a ``model_type``, or ``"package.module:FAMILY"`` for your own family; None
+            for the family in the checkpoint or in ``like``, or else the first that fits the model.
+        dtype: ``"bfloat16"``, ``"float16"``, ``"float32"``, or ``"auto"`` for the type in the checkpoint.
+        max_shard_size: Size of a file in bytes, or as text, such as ``"5GB"``.
 
     Raises:
         FileNotFoundError: There is nothing at ``path`` or ``like``.
-        OSError: The disk refuses; nothing is left under the name ``out``.
-        ValueError: An argument is wrong, the checkpoint is damaged, or its model is of no known family.
+        OSError: The disk refuses; nothing is left at ``out``.
+        ValueError: An argument is wrong, the checkpoint is damaged, or the family of its model is not known.
     """
     options = parse_dtype(dtype), parse_size(max_shard_size)
     out = require_free(out)
@@ -107,20 +107,20 @@ def export_model(
 ) -> None:
     """Write the running model as a Hugging Face model; collective over the world, at any layout.
 
-    During a run or after it, from every rank. Each rank writes files of its own into a folder that all of them see.
+    Call it on every rank, during a run or after it. Each rank writes files of its own into a folder that all ranks see.
 
     Args:
         module: A module whose model is built with ``pipeline()``.
-        out: As for :func:`export_checkpoint`, and so are the others.
-        like: See there.
-        family: See there.
-        dtype: See there; ``"auto"`` is the type that the weights have in the model.
-        max_shard_size: See there.
-        replace: Whether a Hugging Face model that stands there is replaced, once the new one is whole.
+        out: The folder to write, on a disk that all ranks see.
+        like: As in :func:`export_checkpoint`.
+        family: As in :func:`export_checkpoint`.
+        dtype: As in :func:`export_checkpoint`; ``"auto"`` is the type of the weights in the model.
+        max_shard_size: As in :func:`export_checkpoint`.
+        replace: Whether to replace a Hugging Face model at ``out``, when the new one is whole.
 
     Raises:
-        RuntimeError: The module has no model yet, or no ranks.
-        Exception: As for :func:`export_checkpoint`; the same on every rank.
+        RuntimeError: The module has no model yet, or there are no ranks.
+        Exception: As :func:`export_checkpoint`; the same on every rank.
     """
     _require_groups()
     out = decide(partial(require_free, out, replace))
@@ -146,17 +146,17 @@ def check_export(
     dtype: str = "auto",
     max_shard_size: str | int = MAX_SHARD_SIZE,
 ) -> None:
-    """Raise now what :func:`export_model` would raise later, but for a folder that is taken; collective.
+    """Raise now what :func:`export_model` would raise later, except for a taken folder; collective over the world.
 
     Args:
-        module: As for :func:`export_model`, and so are the others.
-        like: See there.
-        family: See there.
-        dtype: See there.
-        max_shard_size: See there.
+        module: As in :func:`export_model`.
+        like: As in :func:`export_model`.
+        family: As in :func:`export_model`.
+        dtype: As in :func:`export_model`.
+        max_shard_size: As in :func:`export_model`.
 
     Raises:
-        Exception: See there.
+        Exception: As :func:`export_model`.
     """
     _require_groups()
     with _ready(module):
@@ -165,12 +165,12 @@ def check_export(
 
 @dataclass(frozen=True)
 class _LiveModel:
-    """The running model and what is to be written of it.
+    """The running model and what to write of it.
 
     Args:
         pieces: What this rank holds.
         description: What it is.
-        plan: What is written where; the same on every rank.
+        plan: Which tensor goes into which file; the same on every rank.
     """
 
     pieces: ModelPieces
@@ -193,23 +193,23 @@ class _LiveModel:
 def _require_groups() -> None:
     if not dist.is_initialized():
         raise RuntimeError(
-            "there is no running model: export_model() runs during a run, after one of MCoreStrategy, or in"
-            " single_process(); export a checkpoint with export_checkpoint(), which needs none of them"
+            "there is no running model: call export_model() during a run of MCoreStrategy, after one, or in"
+            " single_process(); or export a checkpoint with export_checkpoint(), which does not need one"
         )
 
 
 def require_free(out: str, replace: bool = False) -> str:
-    """Refuse to write where something stands.
+    """Refuse to write over something else.
 
     Args:
         out: The folder to write.
-        replace: Whether a Hugging Face model may stand there.
+        replace: Whether ``out`` may be a Hugging Face model.
 
     Returns:
-        The folder to write: ``out``, or what it leads to where it is a link, which stays.
+        The folder to write: ``out``, or its target if it is a link, which stays.
 
     Raises:
-        ValueError: A file stands there, or a folder that is not empty.
+        ValueError: ``out`` is a file, or a folder that is not empty.
     """
     out = os.path.realpath(out) if os.path.islink(out) else out
     names = os.listdir(out) if os.path.isdir(out) else []
@@ -227,11 +227,13 @@ def _write_own(plan: ExportPlan, folder: str, files: Sequence[str], tensors: dic
 
 
 def _write_all(plan: ExportPlan, folder: str, read: Callable[[Place], Tensor], bar: Any) -> None:
-    """Write all files, some at a time: one waits for the disk while another reads."""
+    """Write all files, a few at a time: one waits for the disk while another reads."""
     stopped, lock = Event(), Lock()
 
     def write(file: str) -> None:
-        memory = torch.empty(max(map(plan.size, plan.files[file])), dtype=torch.uint8)  # the system gives what is used
+        memory = torch.empty(
+            max(map(plan.size, plan.files[file])), dtype=torch.uint8
+        )  # the system provides only what is touched
 
         def assemble(name: str) -> Tensor:
             if stopped.is_set():
@@ -246,7 +248,7 @@ def _write_all(plan: ExportPlan, folder: str, read: Callable[[Place], Tensor], b
         try:
             for future in as_completed([pool.submit(write, file) for file in plan.files]):
                 future.result()
-        finally:  # after a fault, let go of the rest
+        finally:  # after a fault, cancel the rest
             stopped.set()
             pool.shutdown(cancel_futures=True)
 
@@ -272,7 +274,7 @@ def _finish(plan: ExportPlan, description: Description, folder: str) -> None:
 
 @contextlib.contextmanager
 def _new_folder(out: str) -> Iterator[str]:
-    """Yield a folder that stands under its name at the end."""
+    """Yield a folder to write into, which appears at ``out`` at the end."""
     folder = _saved(out, lambda: atomic_directory.begin(out))
     try:
         yield folder
@@ -284,7 +286,7 @@ def _new_folder(out: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _shared_folder(out: str) -> Iterator[str]:
-    """Do the same with all ranks; what fails on one has failed on all, so all leave it alike."""
+    """Do the same with all ranks; a failure on one rank is a failure on all, so all leave it together."""
     folder = decide(lambda: _saved(out, lambda: atomic_directory.begin(out)))
     try:
         yield folder
@@ -304,7 +306,7 @@ def _saved(out: str, function: Callable[[], _T]) -> _T:
 
 @contextlib.contextmanager
 def _ready(module: pl.LightningModule) -> Iterator[None]:
-    """Let Megatron's code run, with all parameters in place, where ``MCoreStrategy`` has the module."""
+    """Enter the runtime of ``MCoreStrategy``, if it has the module, with all parameters in place."""
     trainer = module._trainer
     strategy: Any = trainer.strategy if trainer is not None else None
     if not isinstance(strategy, MCoreStrategy):

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an exported model says of itself: its family, ``config.json``, generation config and tokenizer files.
+"""Everything of an exported model but its weights: its family, ``config.json``, generation config, tokenizer files.
 
-A model that was made from a Hugging Face model remembers its config (``MCoreGPT(hf=...)``), and that is handed back as
-it was where it still holds; a model made from scratch is described by the rules of its family. Either way the result is
-read again, and must mean the model that is exported: a config that is nearly right would load, and compute other
-numbers.
+A model that was made from a Hugging Face model remembers its config (``MCoreGPT(hf=...)``), which is written unchanged
+as far as it is still true. The rules of its family describe a model made from scratch. Either way the config is read
+back and must describe the exported model: a config that is nearly right would load, and compute other numbers.
 """
 
 import fnmatch
@@ -49,14 +48,14 @@ _NOT_OF_THE_MODEL = {"transformer_impl", "seq_length", "make_vocab_size_divisibl
 
 @dataclass(frozen=True)
 class Description:
-    """A model to be exported, in plain data.
+    """A model to export, as plain data.
 
     Args:
         family: Name or path of its family.
         fields: All its fields, by Megatron's and ``MCoreGPT``'s names.
-        config: Content of ``config.json``, but for the type of the weights.
-        generation_config: Content of ``generation_config.json``; None for none.
-        source: Hugging Face folder with its tokenizer; None for none.
+        config: Content of ``config.json``, except the type of the weights.
+        generation_config: Content of ``generation_config.json``; None without one.
+        source: Hugging Face folder with its tokenizer; None without one.
     """
 
     family: str
@@ -73,18 +72,18 @@ def describe(
     like: str | None = None,
     family: str | None = None,
 ) -> Description:
-    """Find out what is to be said of a model.
+    """Find the family and the config of a model.
 
     Args:
         what: The model, for messages: a path, or the name of a class.
-        settings: Arguments of its ``MCoreGPT``; others are passed over, and there may be none.
+        settings: Arguments of its ``MCoreGPT``; others are ignored. May be empty.
         shapes: Shapes of its tensors, by whole name.
         like: Hugging Face folder whose config, generation config and tokenizer to use.
-        family: Name or path of its family; None to find out.
+        family: Name or path of its family; None to find it.
 
     Raises:
-        FileNotFoundError: ``like`` is no folder of a model.
-        ValueError: The family has no place for such a model, no family has, or nothing says what the model is.
+        FileNotFoundError: ``like`` is not the folder of a model.
+        ValueError: The model does not fit the family or any family, or nothing says what the model is.
     """
     origin: dict[str, Any] = dict(settings.get("hf") or {})
     source = HFSource.open(like, family) if like is not None else None
@@ -104,7 +103,7 @@ def describe(
             f"{what} does not say what its model is, as MCoreGPT's checkpoints do; give a Hugging Face model of the"
             " same shape with like (--like FOLDER)"
         )
-    _check_layers(what, fields, shapes)  # what follows goes through as many as there are
+    _check_layers(what, fields, shapes)  # what follows iterates over all of them
     fields = complete_fields({**fields, "mtp_num_layers": _count_layers("mtp", shapes) or None})
     name = family or origin.get("family") or _guess(what, fields)
     known = find_family(name) if family else recorded_family(name)
@@ -113,25 +112,25 @@ def describe(
 
 
 def write_files(description: Description, dtype: torch.dtype, folder: str) -> None:
-    """Write all that is no weight into a folder.
+    """Write all files but the weights into a folder.
 
     Args:
         description: Of the model.
         dtype: The type of most of its weights.
-        folder: Where to.
+        folder: The folder.
     """
     config = {**description.config, "dtype": str(dtype).removeprefix("torch.")}
     config.pop("torch_dtype", None)
     copied = _copy(description.source, (*_TOKENIZER_FILES, *(_CODE_FILES if "auto_map" in config else ())), folder)
     if not any(name.endswith(".py") for name in copied):
-        config.pop("auto_map", None)  # it names code that is not there
+        config.pop("auto_map", None)  # it names code that was not copied
     write_json(os.path.join(folder, CONFIG_FILE), config)
     if description.generation_config is not None:
         write_json(os.path.join(folder, GENERATION_FILE), description.generation_config)
 
 
 def write_json(path: str, content: Mapping[str, Any]) -> None:
-    """Write a file as transformers does, to the disk."""
+    """Write a JSON file as transformers does, and flush it to the disk."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(json.dumps(content, indent=2, sort_keys=True) + "\n")
         file.flush()
@@ -139,24 +138,24 @@ def write_json(path: str, content: Mapping[str, Any]) -> None:
 
 
 def warn_of_what_is_lost(description: Description, settings: Mapping[str, Any], like: str | None) -> None:
-    """Say what the exported model will not have, though nothing forbids to export it.
+    """Warn of what the exported model will lack, although it can be exported.
 
     Args:
         description: Of the model.
-        settings: Arguments of its ``MCoreGPT``, as far as they are known.
-        like: Hugging Face folder that is told to give the tokenizer.
+        settings: Arguments of its ``MCoreGPT``, as far as known.
+        like: Hugging Face folder to take the tokenizer from.
     """
     path = (settings.get("hf") or {}).get("path")
     if like is None and path is not None and _folder_of(path) is None:
         rank_zero_warn(
-            f"{path}, which the model was made from, is not there any more, so no tokenizer is exported; give a folder"
-            " that has it with like (--like FOLDER)"
+            f"{path}, which the model was made from, is no longer there, so the tokenizer is not exported; give a"
+            " folder that has it with like (--like FOLDER)"
         )
     capacity = description.fields.get("moe_expert_capacity_factor")
-    if capacity is not None and capacity >= 0:  # Megatron takes a negative one for none
+    if capacity is not None and capacity >= 0:  # to Megatron, a negative one means none
         rank_zero_warn(
             f"the model was trained with moe_expert_capacity_factor={capacity}, so that full experts dropped tokens;"
-            " transformers drops none, and will compute other numbers where that happened"
+            " transformers does not, and computes other numbers for those tokens"
         )
 
 
@@ -168,7 +167,7 @@ def _fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _config(
     family: Family, fields: Mapping[str, Any], given: Mapping[str, Any] | None, seq_length: int | None
 ) -> dict[str, Any]:
-    """Return the content of ``config.json``, which means the same as ``fields``."""
+    """Return a ``config.json`` that means the same as ``fields``."""
     if given is not None and given.get("model_type") == family.model_type:
         content = _adapted(family, fields, given)
     else:
@@ -181,14 +180,14 @@ def _config(
     wrong = next((name for name in _differences(again, fields)), None)
     if wrong is not None:
         raise ValueError(
-            f"the model is not one of {family.model_type!r}: {wrong}={fields[wrong]!r} has no place in it, which would"
-            f" have {again[wrong]!r}; give another family"
+            f"the model is not one of {family.model_type!r}: {wrong}={fields[wrong]!r} cannot be expressed in its"
+            f" config, which would mean {again[wrong]!r}; give another family"
         )
     return content
 
 
 def _adapted(family: Family, fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with those keys changed that say something else of the model than is true."""
+    """Return a config with those keys changed that are not true of the model."""
     before = _read(family, given)
     if not _differences(before, fields):
         return dict(given)
@@ -217,7 +216,7 @@ def _guess(what: str, fields: Mapping[str, Any]) -> str:
         else:
             return name
     told = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
-    raise ValueError(f"{what} is a model of no known family ({told}); give one of your own with family")
+    raise ValueError(f"{what} does not fit a known family ({told}); give your own with family")
 
 
 def _check_layers(what: str, fields: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:
@@ -236,7 +235,7 @@ def _count_layers(stem: str, shapes: Mapping[str, Shape]) -> int:
 
 
 def _folder_of(path: str | None) -> str | None:
-    """Return the folder of a model that is on this machine, also of a name on the hub that was downloaded once."""
+    """Return the folder of a model on this machine, also for a name on the hub that has been downloaded."""
     if path is None or os.path.isdir(path):
         return path
     if path.count("/") != 1 or path.startswith((".", "/", "~")):

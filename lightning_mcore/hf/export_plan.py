@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an export writes: which Hugging Face tensor goes into which file, and of which rectangles it is made.
+"""The plan of an export: which Hugging Face tensor goes into which file, and from which rectangles it is assembled.
 
-The rectangles (:class:`Place`) are those of a checkpoint or those that ranks hold in memory; nothing here knows which.
-So ``export.py`` uses one plan for both, and every rank that makes it from the same places makes the same one.
+The rectangles (:class:`Place`) lie in a checkpoint or in the memory of ranks; the plan does not know which. So
+``export.py`` uses one plan for both. Ranks that make a plan from the same places make the same plan.
 """
 
 import re
@@ -30,13 +30,13 @@ _SHOWN = 5  # names in an error
 
 @dataclass(frozen=True)
 class Place:
-    """A rectangle of a Megatron tensor that lies somewhere.
+    """A rectangle of a Megatron tensor, and where it lies.
 
     Args:
         start: Where it begins in the tensor.
         shape: Its shape there.
         dtype: Type of its values.
-        source: Where it lies, for whoever reads it.
+        source: Where it lies, for the function that reads it.
     """
 
     start: Shape
@@ -47,10 +47,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Part:
-    """A rectangle that is copied at once.
+    """A rectangle that is copied in one step.
 
     Args:
-        place: Holds it.
+        place: Where its values lie.
         block: The rectangle, in Megatron's tensor and in Hugging Face's.
     """
 
@@ -58,10 +58,10 @@ class Part:
     block: Block
 
     def within_place(self, held: Tensor) -> Tensor:
-        """Return its values as the Hugging Face tensor has them.
+        """Return its values, in the shape of the Hugging Face tensor.
 
         Args:
-            held: The whole rectangle of the place.
+            held: The whole rectangle of the place, in Megatron's shape.
         """
         block = self.block
         for axis, (start, first, length) in enumerate(zip(block.start, self.place.start, block.shape, strict=True)):
@@ -70,23 +70,23 @@ class Part:
         return held.t() if block.transposed else held
 
     def within_target(self, target: Tensor) -> Tensor:
-        """Return the rectangle of a Hugging Face tensor that it fills."""
+        """Return the rectangle of a Hugging Face tensor, ``target``, that it fills."""
         for axis, (start, length) in enumerate(zip(self.block.hf_start, self.block.hf_shape, strict=True)):
             target = target.narrow(axis, start, length)
         return target
 
 
 class ExportPlan:
-    """What is written where.
+    """Which tensors go into which files, and where their values come from.
 
     Args:
-        weights: The rules, put on the model.
+        weights: The family's rules, applied to the model.
         places: Rectangles of each Megatron tensor, by its whole name; together they are all of it.
-        dtype: Type to write; None for that of the places.
-        max_shard_size: Bytes of tensors in a file; one tensor may have more.
+        dtype: Type to write; None for the type of the places.
+        max_shard_size: Bytes of tensors in a file; a single tensor may have more.
 
     Attributes:
-        files: Names of the tensors in each file, by its name; files in their order.
+        files: Names of the tensors in each file, by file name, in order.
         shapes: Shapes of the tensors.
         dtypes: Types of the tensors.
 
@@ -144,27 +144,27 @@ class ExportPlan:
         return {name: (self.dtypes[name], self.shapes[name]) for name in self.files[file]}
 
     def parts(self, name: str) -> list[Part]:
-        """Return what a tensor is made of, in an order that is the same wherever the plan is."""
+        """Return the parts of a tensor, in the same order on every rank."""
         found = []
         for megatron, block in self._weights.of(name):
             for place in self._places[megatron]:
                 if block.start and not _meet(block, place):
-                    continue  # many experts, and most are not this one
+                    continue  # there are many experts, and most are not this one
                 inside = block.within(place.start, place.shape)
                 if inside is not None:
                     found.append(Part(place, inside))
         return found
 
     def assemble(self, name: str, read: Callable[[Place], Tensor], memory: Tensor) -> Tensor:
-        """Return a tensor; where one place holds it as it is to be written, without copying it.
+        """Return a tensor, without a copy if one place holds it exactly as it is written.
 
         Args:
             name: Of the tensor.
             read: Returns the rectangle of a place.
-            memory: Bytes to put it together in, at least as many as it has; used again for the next.
+            memory: Bytes to assemble it in, at least its own size; reused for the next tensor.
 
         Raises:
-            ValueError: It has values that its new type cannot hold.
+            ValueError: Its new type cannot hold some of its values.
         """
         first, *others = parts = self.parts(name)
         if not others:
@@ -177,15 +177,15 @@ class ExportPlan:
         return target
 
     def convert(self, name: str, values: Tensor, target: Tensor) -> None:
-        """Copy a part of a tensor to where it is written from.
+        """Copy a part of a tensor to the memory that it is written from.
 
         Args:
             name: Of the tensor.
             values: The part, as it is held.
-            target: Of the same shape, and of the type that the tensor is to have.
+            target: Of the same shape, with the dtype to write.
 
         Raises:
-            ValueError: It has values that this type cannot hold.
+            ValueError: This dtype cannot hold some of its values.
         """
         require_fits(name, values, target.dtype)
         target.copy_(values)
@@ -202,7 +202,7 @@ class ExportPlan:
         return widest
 
     def _in_order(self) -> list[str]:
-        """Return the names as the model runs: the embedding, the layers, what is behind them."""
+        """Return the names in the order of the model: the embedding, the layers, what follows them."""
 
         def place(name: str) -> tuple[int, list[tuple[int, str]]]:
             megatron = self._weights.of(name)[0][0]
@@ -214,7 +214,7 @@ class ExportPlan:
 
 
 def _meet(block: Block, place: Place) -> bool:
-    """Whether they have rows in common; quicker than to find out which."""
+    """Return whether they have rows in common; faster than finding which."""
     first, start = block.start[0], place.start[0]
     return start < first + block.shape[0] and first < start + place.shape[0]
 
@@ -223,7 +223,7 @@ def parse_dtype(name: str) -> torch.dtype | None:
     """Return a type by its name; None for ``"auto"``.
 
     Raises:
-        ValueError: It is none of those known.
+        ValueError: The name is not known.
     """
     if name not in DTYPES:
         raise ValueError(f"dtype={name!r} is not known; choose {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
@@ -237,13 +237,13 @@ def parse_size(size: str | int) -> int:
         size: A number, or a text such as ``"5GB"``, in powers of ten.
 
     Raises:
-        ValueError: It is none, or zero.
+        ValueError: It is not a size, or zero.
     """
     found = _SIZE.fullmatch(str(size).strip()) if isinstance(size, str | int) and not isinstance(size, bool) else None
     value = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
     if value < 1:
         raise ValueError(
-            f"max_shard_size={size!r} is no size of a file; give bytes, or a text such as '5GB' or '500MB'"
+            f"max_shard_size={size!r} is not a size of a file; give bytes, or a text such as '5GB' or '500MB'"
         )
     return value
 
@@ -257,14 +257,14 @@ def _split(sizes: dict[str, int], most: int) -> dict[str, list[str]]:
 
 
 def _check_whole(weights: WeightMap, places: Mapping[str, Sequence[Place]]) -> None:
-    """Refuse rules that do not fit the tensors, and tensors of which something is missing."""
+    """Refuse rules that do not fit the tensors, and incomplete tensors."""
     filled: dict[str, int] = {}
     wrong = []
     for name, blocks in weights.blocks.items():
         axes = range(len(places[name][0].start))
         ends = tuple(max(place.start[axis] + place.shape[axis] for place in places[name]) for axis in axes)
         held, used = sum(prod(place.shape) for place in places[name]), sum(prod(block.shape) for block in blocks)
-        # One block that is smaller is the vocabulary, without the rows that pad it.
+        # A single, smaller block is the vocabulary without its padding rows.
         if held != prod(ends) or (len(blocks) > 1 and used != held):
             wrong.append(name)
         for block in blocks:
@@ -274,6 +274,6 @@ def _check_whole(weights: WeightMap, places: Mapping[str, Sequence[Place]]) -> N
     wrong += [name for name, size in filled.items() if size != prod(weights.shapes[name])]
     if wrong:
         raise ValueError(
-            f"the model's sizes do not fit its config: {some_of(set(wrong), _SHOWN)} would not be whole; give config"
+            f"the model's sizes do not fit its config: {some_of(set(wrong), _SHOWN)} would be incomplete; give config"
             " and weights of one model"
         )

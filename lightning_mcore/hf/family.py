@@ -60,25 +60,25 @@ IRRELEVANT = frozenset(
         "use_cache",
     }
 )
-"""Keys of any config that change no number of a model whose weights are given."""
+"""Keys of any config that do not change the numbers of a model whose weights are given."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What is known of a family of models.
+    """The config and the weights of a family of models, as rules.
 
     Args:
         model_type: As in ``config.json``.
         architecture: Name of the class in transformers.
         config: What the keys of its config mean.
-        layer: Weights of a layer: Megatron's names behind ``decoder.layers.<n>.``, Hugging Face's behind
+        layer: Weights of a layer: Megatron's names after ``decoder.layers.<n>.``, Hugging Face's after
             ``layer_prefix``.
-        outside: Weights of no layer, with their whole names.
-        multi_token: Weights of a layer for multi-token prediction beside those of ``layer``: Megatron's names behind
-            ``mtp.layers.<n>.``, Hugging Face's behind the prefix of a layer that stands behind the last.
-        repeated: Tensors of such a layer that repeat one of the model, by the name of that.
-        unread: Endings of names of tensors that hold no weights.
-        layer_prefix: What Hugging Face's names of a layer's weights begin with; ``{layer}`` is its number.
+        outside: Weights outside of layers, with their whole names.
+        multi_token: Weights of a layer for multi-token prediction beside those of ``layer``: Megatron's names after
+            ``mtp.layers.<n>.``, Hugging Face's after the prefix of a layer after the last.
+        repeated: Tensors of such a layer that repeat a tensor of the model: the name of that tensor, by their own.
+        unread: Endings of names of tensors that are not weights.
+        layer_prefix: Prefix of Hugging Face's names of a layer's weights; ``{layer}`` is its number.
     """
 
     model_type: str
@@ -92,13 +92,13 @@ class Family:
     layer_prefix: str = "model.layers.{layer}."
 
     def read_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a config says, as fields: the fewest that are needed, and all that differ from a default.
+        """Return the fields of a config: the fewest that are needed, with all that differ from a default.
 
         Args:
             config: The Hugging Face config, with all defaults.
 
         Raises:
-            ValueError: A key has a value that is not supported, or is not known.
+            ValueError: A key is not known, or its value is not supported.
         """
         fields: dict[str, Any] = {}
         for rule in self.config:
@@ -106,46 +106,46 @@ class Family:
                 fields |= rule.read(config)
             except (TypeError, ArithmeticError, LookupError, AttributeError) as error:
                 given = ", ".join(f"{key}={shortened(config.get(key))}" for key in rule.keys)
-                raise ValueError(f"{given} is of another kind than transformers writes ({error})") from error
+                raise ValueError(f"{given} has another type than transformers writes ({error})") from error
         known = IRRELEVANT.union(*(rule.keys for rule in self.config))
         for key, value in config.items():
             if key not in known and value is not None:
                 raise ValueError(
-                    f"{key}={shortened(value)} is no key that a config of {self.model_type!r} is known to have, and it"
-                    " might change the numbers; remove it, or give a family that knows it"
+                    f"{key}={shortened(value)} is not a known key of a config of {self.model_type!r}, and it might"
+                    " change the numbers; remove it, or give a family that knows it"
                 )
         return fields
 
     def check_sizes(self, config: Mapping[str, Any]) -> None:
-        """Refuse sizes that no model has, in a config as it stands in the file: whoever completes it builds on them.
+        """Refuse impossible sizes in a config that is not completed yet: to complete it, transformers uses them.
 
         Args:
             config: The content of ``config.json``.
 
         Raises:
-            ValueError: A size is out of its range, or not a whole number.
+            ValueError: A size is out of range, or not a whole number.
         """
         for rule in self.config:
             if isinstance(rule, Same):
                 rule.check(config)
 
     def multi_token_prefixes(self, num_layers: int, layers: int) -> list[str]:
-        """Return what Hugging Face's names of layers for multi-token prediction begin with.
+        """Return the prefixes of Hugging Face's names of layers for multi-token prediction.
 
         Args:
-            num_layers: Ordinary layers, which stand before them.
-            layers: How many there are.
+            num_layers: Number of ordinary layers, which come before them.
+            layers: Number of layers for multi-token prediction.
         """
         return [self.layer_prefix.replace("{layer}", str(num_layers + number)) for number in range(layers)]
 
     def write_config(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keys of a config that says what ``fields`` say, and no others.
+        """Return the keys of a config that means the same as ``fields``, and only those.
 
         Args:
             fields: All fields of a model, as :func:`complete_fields` returns them.
 
         Raises:
-            ValueError: Something that changes the numbers has no place in it.
+            ValueError: The config cannot express a field that changes the numbers.
         """
         config: dict[str, Any] = {}
         try:
@@ -157,17 +157,17 @@ class Family:
         for name, value in fields.items():
             if name not in TRAINING_ONLY and again.get(name, value) != value:
                 raise ValueError(
-                    f"the model is not one of {self.model_type!r}: {name}={value!r} has no place in it, which would"
-                    f" have {again[name]!r}"
+                    f"the model is not one of {self.model_type!r}: {name}={value!r} cannot be expressed in its"
+                    f" config, which would mean {again[name]!r}"
                 )
         return config
 
 
 def complete_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields with the defaults of all others, with sizes that follow from others filled in, each said one way.
+    """Return fields completed with all defaults and derived sizes, in one normal form.
 
-    What has no effect, or can be said in several ways, is said as :func:`_one_way` does, so that equal models have
-    equal fields.
+    Fields without effect, and those with several equivalent values, take the value that :func:`_one_way` gives them. So
+    equal models have equal fields.
 
     Args:
         fields: Fields of ``TransformerConfig`` and settings of the module, by name.
@@ -194,7 +194,7 @@ def complete_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _one_way(whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields that can be said in several ways, in one of them."""
+    """Return the fields that have several equivalent values, each in its normal form."""
     activation = whole["activation_func"]
     said: dict[str, Any] = {
         "activation_func": activation.removeprefix("torch.nn.functional.")
@@ -205,13 +205,13 @@ def _one_way(whole: Mapping[str, Any]) -> dict[str, Any]:
     }
     if whole["moe_router_topk_scaling_factor"] == 1.0:
         said["moe_router_topk_scaling_factor"] = None
-    if whole["moe_router_load_balancing_type"] != "sinkhorn":  # which alone changes how tokens are routed
+    if whole["moe_router_load_balancing_type"] != "sinkhorn":  # only sinkhorn changes how tokens are routed
         said["moe_router_load_balancing_type"] = "aux_loss"
     return said | _one_way_of_windows(whole) | _one_way_of_experts(whole)
 
 
 def _one_way_of_windows(whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return which layers have a window as a tuple of flags; None for all of them."""
+    """Return which layers have a window as a tuple of flags; None if all have one."""
     window, skip = whole["window_size"], whole["window_attn_skip_freq"]
     if isinstance(skip, int):
         skip = tuple(int((layer + 1) % skip != 0) for layer in range(whole["num_layers"]))
@@ -222,7 +222,7 @@ def _one_way_of_windows(whole: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _one_way_of_experts(whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return which layers have experts as a tuple of flags; 1 for all of them."""
+    """Return which layers have experts as a tuple of flags; 1 if all have them."""
     if not whole["num_moe_experts"]:
         return {"moe_layer_freq": 1}
     every = whole["moe_layer_freq"]
@@ -243,7 +243,7 @@ MODULE_DEFAULTS: dict[str, Any] = {
     "yarn": None,
     "share_embeddings_and_output_weights": False,
 }
-"""Settings of ``MCoreGPT`` that say what a model computes, with its defaults."""
+"""Settings of ``MCoreGPT`` that affect what a model computes, with their defaults."""
 
 
 def split_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -268,7 +268,7 @@ _OWN = (
 
 
 def family_names() -> list[str]:
-    """Return the names of all families, as they stand in ``config.json`` under ``model_type``."""
+    """Return the names of all families: the ``model_type`` of their ``config.json``."""
     return [*_OWN, *sorted(entry.name for entry in entry_points(group=ENTRY_POINTS))]
 
 
@@ -279,19 +279,19 @@ def find_family(name: str) -> Family:
         name: Its ``model_type``, or the path of a :class:`Family`, such as ``"my_package.gemma:FAMILY"``.
 
     Raises:
-        ValueError: There is none of that name; names those there are.
+        ValueError: There is no such family; the message lists those that exist.
     """
     return _import(name) if ":" in name else registered_family(name)
 
 
 def recorded_family(name: str) -> Family:
-    """Return the family that a checkpoint names; a path is looked up in what is imported already, and never imported.
+    """Return the family that a checkpoint names; a path must already be imported, and is never imported here.
 
     Args:
-        name: As it stands there.
+        name: The name in the checkpoint.
 
     Raises:
-        ValueError: There is none of that name, or it is a path whose module the user has not imported.
+        ValueError: There is no such family, or it is a path whose module the user has not imported.
     """
     if ":" not in name:
         return registered_family(name)
@@ -309,7 +309,7 @@ def registered_family(name: str) -> Family:
     """Return a family by its ``model_type``: one of this package, or of another package that is installed.
 
     Raises:
-        ValueError: There is none of that name; names those there are.
+        ValueError: There is no such family; the message lists those that exist.
     """
     registered = next((entry.value for entry in entry_points(group=ENTRY_POINTS) if entry.name == name), None)
     if registered is not None:
@@ -317,19 +317,19 @@ def registered_family(name: str) -> Family:
     if name in _OWN:
         return _import(f"lightning_mcore.hf.families.{name}:FAMILY")
     raise ValueError(
-        f"models of type {name!r} are not supported; there are {', '.join(family_names())}, and you may give a family"
-        " of your own, family='package.module:FAMILY'"
+        f"models of type {name!r} are not supported; choose {', '.join(family_names())}, or give a family of your own,"
+        " family='package.module:FAMILY'"
     )
 
 
 def _import(path: str) -> Family:
     module, _, attribute = path.partition(":")
     if not module or not attribute or module.startswith("."):
-        raise ValueError(f"family={path!r} is no path of a family; give 'package.module:FAMILY'")
+        raise ValueError(f"family={path!r} is not the path of a family; give 'package.module:FAMILY'")
     try:
         family = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"family={path!r} cannot be imported, for {error}; give 'package.module:FAMILY'") from error
+        raise ValueError(f"family={path!r} cannot be imported: {error}; give 'package.module:FAMILY'") from error
     if not isinstance(family, Family):
         raise ValueError(f"family={path!r} is a {type(family).__name__}, not a Family; give the path of one")
     return family

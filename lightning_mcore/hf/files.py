@@ -104,13 +104,13 @@ def _check_plain(content: Any) -> None:
 
 
 def check_download(path: str) -> bool:
-    """Compare a file with the hub's checksum of it.
+    """Compare a file with the hub's checksum, if there is one.
 
     Args:
         path: The file.
 
     Returns:
-        Whether there is one to compare with.
+        Whether there is a checksum.
 
     Raises:
         ValueError: It differs.
@@ -126,14 +126,14 @@ def check_download(path: str) -> bool:
             digest.update(chunk)
     if digest.hexdigest() != told:
         raise ValueError(
-            f"{path} is not what the hub has under that name, for its checksum is {digest.hexdigest()[:12]} and the"
-            f" hub's {told[:12]}; download it again, or copy the folder elsewhere if the change is yours"
+            f"{path} is not what the hub has under that name: its checksum is {digest.hexdigest()[:12]}, and the"
+            f" hub's is {told[:12]}; download it again, or copy the folder elsewhere if the change is yours"
         )
     return True
 
 
 def _of_cache(path: str) -> str | None:
-    """Return the checksum that the blob behind a link is named by."""
+    """Return the checksum that names the blob behind a link."""
     if not os.path.islink(path):
         return None
     folder, name = os.path.split(os.readlink(path))
@@ -141,7 +141,7 @@ def _of_cache(path: str) -> str | None:
 
 
 def _of_folder(path: str) -> str | None:
-    """Return the checksum that a download left; None where the file was changed since, on purpose."""
+    """Return the checksum that a download left; None if the file was changed since, on purpose."""
     folder, name = os.path.split(path)
     try:
         with open(

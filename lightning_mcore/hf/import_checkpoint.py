@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lightning-mcore import``: a sharded checkpoint of a Hugging Face model, made by one process without a GPU.
+"""``lightning-mcore import``: make a sharded checkpoint of a Hugging Face model, in one process without a GPU.
 
-The model is built without memory for its weights, which says how they are named, shaped and stored. Each tensor is read
-while the one before it is written, so two of them are all that is ever in memory. What comes out is a checkpoint of
-``MCoreGPT`` like any other, of weights alone: every layout loads it (``self.load_weights(out)``,
-``MCoreGPT.from_pretrained(out)``, ``MCoreGPT.load_from_checkpoint(out)``), and it knows the Hugging Face model that it
-was made from.
+The model is built without memory for its weights, to find their names, shapes and places. Each tensor is read while the
+one before it is written, so only two are in memory at any time. The result is an ordinary checkpoint of ``MCoreGPT``
+with weights alone. Every layout loads it (``self.load_weights(out)``, ``MCoreGPT.from_pretrained(out)``,
+``MCoreGPT.load_from_checkpoint(out)``), and it remembers the Hugging Face model that it was made from.
 """
 
 import os
@@ -48,15 +47,15 @@ def import_checkpoint(path: str, out: str, *, family: str | None = None, dtype: 
     """Make a sharded checkpoint of a Hugging Face model.
 
     Args:
-        path: Folder of the model, in safetensors, or its name on the Hugging Face hub.
-        out: The checkpoint, a directory that does not exist yet, or an empty one.
-        family: Name or path of its family; None for what its config says.
-        dtype: Type of the weights in the checkpoint; ``"auto"`` keeps that of most of the model's.
+        path: Folder of the model, with safetensors files, or its name on the Hugging Face hub.
+        out: The checkpoint, a directory that does not exist yet or is empty.
+        family: Name or path of its family; None for the one in its config.
+        dtype: Type of the weights in the checkpoint; ``"auto"`` is the type of most of the model's weights.
 
     Raises:
         FileNotFoundError: There is no such model, or a file of it is missing.
         OSError: The disk refuses.
-        ValueError: It is of no known family, its config or weights are not supported, or ``out`` is not empty.
+        ValueError: Its family is not known, its config or weights are not supported, or ``out`` is not empty.
     """
     path, out = os.fspath(path), os.fspath(out)
     if os.path.islink(out):
@@ -64,9 +63,9 @@ def import_checkpoint(path: str, out: str, *, family: str | None = None, dtype: 
     if dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise ValueError(f"dtype={dtype!r} is not known; choose 'auto', 'bfloat16', 'float16' or 'float32'")
     if checkpoint_files.names_in(*checkpoint_files.open_store(out)) or os.path.isfile(out):
-        raise ValueError(f"{out} is there already; give the name of a checkpoint that does not exist yet")
+        raise ValueError(f"{out} already exists; give the name of a checkpoint that does not exist yet")
     if checkpoint_files.is_checkpoint_directory(path):
-        raise ValueError(f"{path} is a checkpoint already; give the folder of a Hugging Face model")
+        raise ValueError(f"{path} is already a checkpoint; give the folder of a Hugging Face model")
     refuse_megatron_checkpoint(path)
     source = HFSource.open(path, family)
     folder = source.open_tensors()
@@ -90,7 +89,7 @@ def _type_of_most(folder: SafetensorsFolder) -> torch.dtype:
 
 
 class _OnMeta(TorchFunctionMode):
-    """Makes tensors without memory, also where Megatron names a device."""
+    """Makes tensors without memory, even if Megatron names a device."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -103,12 +102,12 @@ def _build_without_memory(module: MCoreGPT, dtype: torch.dtype) -> None:
     with torch.device("meta"), _OnMeta():
         module.configure_model()
     for parameter in module.parameters():
-        parameter.data = parameter.data.to(dtype)  # what Megatron keeps in fp32, as a router's bias, is a buffer
+        parameter.data = parameter.data.to(dtype)  # what Megatron keeps in fp32, such as a router's bias, is a buffer
 
 
 def _write(module: MCoreGPT, weights: HFWeights, out: str, dtype: torch.dtype) -> None:
     chunks = built_chunks(module)
-    chunks.config.params_dtype = dtype  # as the manifest says
+    chunks.config.params_dtype = dtype  # for the manifest
     state = sharded_state.collect(chunks, [])
     manifest = checkpoint_manifest.describe(
         module,
@@ -140,7 +139,7 @@ def _write(module: MCoreGPT, weights: HFWeights, out: str, dtype: torch.dtype) -
 
 
 class _ReadingPlanner(ShardPlanner):
-    """Plans pieces that are read from a Hugging Face model when they are asked for.
+    """Plans pieces that are read from a Hugging Face model when they are taken out.
 
     Args:
         weights: The model's.
@@ -152,25 +151,25 @@ class _ReadingPlanner(ShardPlanner):
         self._pieces: _PiecesToRead | None = None
 
     def stop(self) -> None:
-        """End the reading and wait for it: a thread that is in torch while Python ends takes the process down."""
+        """Stop the reading and wait for it: a thread in torch's code crashes the process when Python exits."""
         if self._pieces is not None:
             self._pieces.stop()
 
     def plan(self, sharded_state: dict[str, Any], copies: Any) -> ShardPlan:
-        """Plan as always, for tensors without memory."""
+        """Plan as usual, for tensors without memory."""
         plan = super().plan(sharded_state, copies)
         self._pieces = _PiecesToRead(plan.pieces, self._weights)
         return ShardPlan(self._pieces, plan.metadata)
 
 
 class _PiecesToRead(Sequence[Piece]):
-    """Pieces that are read when they are asked for, into memory that the one after the next is read into.
+    """Pieces that are read when they are taken out, into two buffers in turn.
 
-    Memory that is touched for the first time is slower than a good disk, so the same is used again and again.
+    Memory that is touched for the first time is slower than a good disk, so the buffers are reused.
 
     Args:
-        planned: The same, of tensors without memory.
-        weights: What they are read from.
+        planned: The same pieces, of tensors without memory.
+        weights: Where they are read from.
     """
 
     def __init__(self, planned: Sequence[Piece], weights: HFWeights) -> None:
@@ -182,7 +181,7 @@ class _PiecesToRead(Sequence[Piece]):
         self._writer: threading.Thread | None = None
 
     def stop(self) -> None:
-        """End the iteration at the next piece, and wait for the thread that iterates."""
+        """Stop the iteration at the next piece, and wait for the iterating thread."""
         self._stopped.set()
         if self._writer is not None:
             self._writer.join()

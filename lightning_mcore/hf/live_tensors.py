@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole tensors of the running model, brought together from the ranks that hold their parts.
+"""Whole tensors of the running model, gathered from the ranks that hold their parts, one file on each rank at a time.
 
-Each rank writes files of its own. In a *round* every rank has one file to fill: it asks all owners for the rectangles
-of that file, and sends from its own what the others ask for. Every rank knows the plan, so nobody asks anything: both
-sides go through the same list in the same order. What travels is in main memory, and already in the type that is
-written. A rank holds the file that it fills, and a bounded number of bytes on their way out.
+Each rank writes files of its own. In a *round* every rank fills one file: it receives the rectangles of that file from
+their owners, and sends its own rectangles to the ranks that fill other files. Every rank knows the plan, so there are
+no requests: sender and receiver go through the same list in the same order. Rectangles travel in main memory, already
+in the type that is written. A rank holds the file that it fills, and a limited number of bytes to send.
 
 ``export.py`` calls :func:`places_of_all` and :func:`exchange`.
 """
@@ -21,18 +21,18 @@ from lightning_mcore.hf.export_plan import ExportPlan, Part, Place
 from lightning_mcore.hf.pretrained import ModelPieces
 from lightning_mcore.parallel.consensus import control_group, gather, on_all
 
-_ON_THEIR_WAY = 256 << 20  # bytes that a rank sends at once, or one rectangle that is larger
-_ALIGNMENT = 8  # bytes; what begins there can be of any type
+_ON_THEIR_WAY = 256 << 20  # bytes that a rank sends at a time, or one larger rectangle
+_ALIGNMENT = 8  # bytes; any type may begin there
 
 
 @dataclass(frozen=True)
 class _Transfer:
-    """A rectangle on its way.
+    """A rectangle that one rank sends to another.
 
     Args:
-        owner: Rank that holds it.
-        writer: Rank that writes it.
-        name: Of the Hugging Face tensor.
+        owner: The rank that holds it.
+        writer: The rank that writes it.
+        name: Name of the Hugging Face tensor.
         part: Which rectangle.
     """
 
@@ -43,7 +43,7 @@ class _Transfer:
 
 
 def places_of_all(pieces: ModelPieces) -> dict[str, list[Place]]:
-    """Return where each rectangle of the model lies: on which rank, as which of its pieces; collective over the world.
+    """Return where each rectangle of the model lies: its rank, and its number among that rank's pieces; collective.
 
     Args:
         pieces: What this rank holds.
@@ -66,13 +66,13 @@ def exchange(plan: ExportPlan, pieces: ModelPieces, files: Sequence[str]) -> dic
     Args:
         plan: The same on every rank.
         pieces: What this rank holds.
-        files: For each rank the file that it writes; those behind the last write none.
+        files: The file that each rank writes; ranks after the last file write none.
 
     Returns:
-        The tensors of this rank's file; empty where it has none.
+        The tensors of this rank's file, by name; empty if it has no file.
 
     Raises:
-        Exception: A rank lacks the memory, or holds values that their new type cannot; the same on every rank.
+        Exception: A rank lacks memory, or holds values that their new type cannot hold; the same on every rank.
     """
     rank = dist.get_rank()
     transfers = list(_transfers(plan, files))
@@ -100,7 +100,7 @@ def exchange(plan: ExportPlan, pieces: ModelPieces, files: Sequence[str]) -> dic
 
 
 class _Arrival:
-    """Memory for a rectangle that is received: its place, where that is one piece of memory."""
+    """Memory for a rectangle to receive: its place in the tensor, if that is contiguous."""
 
     def __init__(self, transfer: _Transfer, whole: Tensor) -> None:
         self._place = transfer.part.within_target(whole)
@@ -112,7 +112,7 @@ class _Arrival:
         )
 
     def put(self) -> None:
-        """Put it into its place, once it is there."""
+        """Copy it into its place, after it has arrived."""
         if self.buffer is not self._place:
             self._place.copy_(self.buffer)
 
@@ -120,9 +120,9 @@ class _Arrival:
 def _memory(
     plan: ExportPlan, files: Sequence[str], transfers: Sequence[_Transfer], leaving: Sequence[_Transfer]
 ) -> tuple[dict[str, Tensor], list[_Arrival], Tensor]:
-    """Take all the memory of a round: of this rank's file, of what arrives, and of what is on its way out.
+    """Allocate all the memory of a round: for this rank's file, for what arrives, and for what is sent.
 
-    No rank sends before all have it: one that fails halfway would leave the others waiting for what never comes.
+    No rank sends before all ranks have theirs: if one failed halfway, others would wait for ever.
     """
     rank = dist.get_rank()
     own = plan.files[files[rank]] if rank < len(files) else ()
@@ -140,9 +140,9 @@ def _send(
     waiting_room: Tensor,
     failures: list[Exception],
 ) -> None:
-    """Send rectangles from the waiting room, and wait until they are gone.
+    """Send rectangles from the waiting room, and wait until they are sent.
 
-    One that cannot be had is sent with any content, since somebody waits for it; ``failures`` tells of it.
+    If one cannot be converted, anything is sent in its place, because a rank waits for it; ``failures`` gets the error.
     """
     works, start = [], 0
     for transfer in batch:
@@ -159,13 +159,13 @@ def _send(
 
 
 def _room(transfer: _Transfer, plan: ExportPlan) -> int:
-    """Return the bytes that a rectangle takes in the waiting room, where each begins at a multiple of any type."""
+    """Return the bytes that a rectangle takes in the waiting room, aligned for any type."""
     size = prod(transfer.part.block.hf_shape) * plan.dtypes[transfer.name].itemsize
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _batches(leaving: Sequence[_Transfer], plan: ExportPlan, most: int) -> Iterator[list[_Transfer]]:
-    """Yield as many as find room at once, and then the next."""
+    """Yield batches of transfers that fit into ``most`` bytes."""
     batch: list[_Transfer] = []
     free = most
     for transfer in leaving:

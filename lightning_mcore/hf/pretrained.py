@@ -43,21 +43,21 @@ from lightning_mcore.parallel.consensus import collect, gather, on_all
 __all__ = ["absolute", "load_pretrained", "pretrained_settings", "running_fields"]
 
 _FILLED = "_filled_from_hugging_face"  # set on a model that load_pretrained has filled
-_HASHED = 4  # files that a rank compares at once
+_HASHED = 4  # files that a rank compares at the same time
 _SHOWN = 2  # names of files in a line of the log
 _SILENT_SECONDS = 2.0  # reading that takes no longer shows no progress
 
 
 @dataclass(frozen=True)
 class ModelPiece:
-    """A rectangle of a tensor of the whole model, held by this rank.
+    """A rectangle of a tensor of the whole model that this rank holds.
 
     Args:
         name: Whole name of the tensor, as in ``weight_map.py``.
         start: Where the rectangle begins in it.
-        shape: Its shape there; axes of size 1 may stand in front of those of ``data``.
+        shape: Its shape there; it may have leading axes of size 1 that ``data`` lacks.
         data: The values, in the memory of the model.
-        is_main: Whether this rank is the one, of those with the same values, that speaks for them.
+        is_main: Whether this rank is the main one of those with the same values.
     """
 
     name: str
@@ -83,26 +83,27 @@ class ModelPieces:
 def load_pretrained(module: pl.LightningModule, path: str, family: str | None = None) -> None:
     """Fill the chunks that ``pipeline()`` has built from a Hugging Face model; collective over the world.
 
-    Once for each model: where ``fit`` is followed by ``validate``, what was trained stays. Rows of the
-    embedding that stand for no token become zero; ``MCoreGPT`` keeps them out of the loss, a plain ``GPTModel`` does
-    not, so give that one the vocabulary's own size.
+    Happens once for each model: if ``validate`` follows ``fit``, the trained weights stay. Padding rows of the
+    embedding become zero. ``MCoreGPT`` keeps them out of the loss; a plain ``GPTModel`` does not, so give it the exact
+    size of the vocabulary.
 
     Args:
         module: A module whose model is built and not wrapped yet, as at the end of ``configure_model``.
-        path: The model's folder, its name on the Hugging Face hub, or a checkpoint of a model made from one.
-        family: Name or path of its family; None for what its config says.
+        path: The model's folder, its name on the Hugging Face hub, or a checkpoint of a model made from a Hugging Face
+            model.
+        family: Name or path of its family; None for the one in its config.
 
     Raises:
-        FileNotFoundError: There is no such model, or a file of it is missing.
+        FileNotFoundError: There is no such model, or one of its files is missing.
         RuntimeError: The module has no model yet, or it is being trained.
-        ValueError: The weights are not those of this model, or damaged, or it keeps them in FP8; the same on every
-            rank.
+        ValueError: The weights are not those of this model or are damaged, or the model keeps its weights in FP8; the
+            same on every rank.
     """
     pipeline = find_pipeline(module)
     if pipeline is not None and pipeline.__dict__.get(_FILLED):
         return
     if any(hasattr(parameter, "main_grad") for parameter in module.parameters()):
-        raise RuntimeError("load_pretrained() was called while the model is trained; call it in configure_model()")
+        raise RuntimeError("load_pretrained() was called after training began; call it in configure_model()")
     config = getattr(pipeline.chunks[0], "config", None) if pipeline is not None else None
     check_start(bool(getattr(config, "fp8_param", False)), f"the weights of {path}")
     if is_own_checkpoint(path):
@@ -120,10 +121,10 @@ def load_pretrained(module: pl.LightningModule, path: str, family: str | None = 
 
 
 def running_fields(source: HFSource, module: pl.LightningModule) -> dict[str, Any]:
-    """Return the settings of a model that is built: what its config says of itself, and the rest from its source.
+    """Return the settings of a built model: those in its own config, and the rest from its source.
 
     Args:
-        source: What it is to be filled from.
+        source: The model that it will be filled from.
         module: A module whose model is built.
     """
     pipeline = find_pipeline(module)
@@ -138,17 +139,17 @@ def running_fields(source: HFSource, module: pl.LightningModule) -> dict[str, An
 
 
 def check_downloads(folder: str, files: Collection[str]) -> None:
-    """Compare files with the hub's checksums, and say which have none; collective over the world.
+    """Compare files with the hub's checksums, and report files without one; collective over the world.
 
-    Each file that a machine reads from is read once more there, for its disk may be its own: the ranks of a machine
-    share them out. What is read is then in the memory of the system, from which the weights come.
+    Every machine reads all files that its ranks need once more, because its disk may be its own; the ranks of a machine
+    share the work. The files are then in the page cache, from which the weights are read.
 
     Args:
-        folder: Of the model.
-        files: Paths of those that this rank reads from.
+        folder: The model's folder.
+        files: Paths of the files that this rank reads.
 
     Raises:
-        ValueError: One differs; the same on every rank.
+        ValueError: A checksum differs; the same on every rank.
     """
     host = socket.gethostname()
     readers = [(rank, read) for rank, (name, read) in enumerate(gather((host, sorted(files)))) if name == host]
@@ -162,8 +163,8 @@ def check_downloads(folder: str, files: Collection[str]) -> None:
     def tell(found: list[list[str]]) -> None:
         if names := sorted({os.path.basename(file) for files in found for file in files}):
             rank_zero_info(
-                f"{folder}: no checksum of the hub to compare {some_of(names, _SHOWN)} with, so that a changed bit in"
-                " them is seen only where a weight is not finite any more"
+                f"{folder}: the hub has no checksum to compare {some_of(names, _SHOWN)} with, so a changed bit in"
+                " them is noticed only if a weight becomes infinite or NaN"
             )
 
     collect(unchecked, tell)
@@ -195,8 +196,8 @@ def pieces_of_module(module: pl.LightningModule) -> ModelPieces:
     chunks = built_chunks(module)
     if chunks.pipeline is None:
         raise RuntimeError(
-            f"{type(module).__name__} has no model built with pipeline(), whose weights could be exchanged with"
-            " Hugging Face's; build it in configure_model()"
+            f"{type(module).__name__} has no model that is built with pipeline(), so it cannot exchange weights with"
+            " Hugging Face models; build the model in configure_model()"
         )
     own, stored = on_all(lambda: _own_pieces(chunks))
     shapes: dict[str, Shape] = {}
@@ -207,7 +208,7 @@ def pieces_of_module(module: pl.LightningModule) -> ModelPieces:
 
 
 def _own_pieces(chunks: ModelChunks) -> tuple[list[ModelPiece], dict[str, Shape]]:
-    """Return what this rank holds, and the shapes of the stored tensors that it is part of."""
+    """Return what this rank holds, and the shapes of the stored tensors that it belongs to."""
     own, stored = [], {}
     for index in range(len(chunks.bare)):
         for entry in nested_values(sharded_chunk(chunks, index)):

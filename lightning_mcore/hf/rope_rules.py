@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary positions of Hugging Face configs: ``rope_parameters`` in and out.
 
-They are plain, stretched evenly (``linear``), as in Llama 3 (``llama3``) or as in YaRN (``yarn``). Attention with
-latents rotates by itself, with fields of its own, and knows the first and the last of these.
+They are plain, stretched evenly (``linear``), as in Llama 3 (``llama3``) or as in YaRN (``yarn``). Latent attention
+has its own rotation and fields, and supports only the first and the last of these.
 """
 
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ from lightning_mcore.hf.config_rules import LONGEST_SEQUENCE, Derived, refuse_ou
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _BUILT_IN = "Megatron has Llama 3's own value built in"
-_NO_SUCH = "Megatron has no such positions"
-_FASTEST, _SLOWEST = 32.0, 1.0  # YaRN's, where a config has none
+_NO_SUCH = "Megatron does not have such positions"
+_FASTEST, _SLOWEST = 32.0, 1.0  # defaults of YaRN
 
-_SMALLEST, _LARGEST = 1e-6, 1e15  # of bases and factors; beyond them, wavelengths are 0 or without an end
+_SMALLEST, _LARGEST = 1e-6, 1e15  # of bases and factors; beyond them, wavelengths are 0 or infinite
 
 Config = Mapping[str, Any]
 Fields = Mapping[str, Any]
@@ -35,8 +35,8 @@ def _read_partial(config: Config) -> dict[str, Any]:
         return fields
     if "yarn" in fields:
         raise ValueError(
-            f"rope_parameters.partial_rotary_factor={share!r} is not supported with rope_type='yarn', for Megatron's"
-            " YaRN turns whole heads; only 1.0 is"
+            f"rope_parameters.partial_rotary_factor={share!r} is not supported with rope_type='yarn', because"
+            " Megatron's YaRN rotates whole heads; only 1.0 is"
         )
     return fields | {"rotary_percent": share}
 
@@ -63,7 +63,7 @@ def _read_plain_or_stretched(rope: Rope, config: Config) -> dict[str, Any]:
 def _read_latent(config: Config) -> dict[str, Any]:
     rope = _parameters(config)
     kind = rope.pop("rope_type")
-    refuse_unless("rope_parameters.rope_type", kind, ("default", "yarn"), "Megatron's latent attention knows no other")
+    refuse_unless("rope_parameters.rope_type", kind, ("default", "yarn"), "Megatron's latent attention has no others")
     fields: dict[str, Any] = {"rotary_base": _base(rope)}
     if kind == "default":
         fields |= {"rope_type": "rope", "rotary_scaling_factor": 1.0}
@@ -73,22 +73,22 @@ def _read_latent(config: Config) -> dict[str, Any]:
         fields |= {"rope_type": "yarn", **_read_yarn(rope, config), **_read_mscale(rope)}
         if scale and not fields["mscale_all_dim"]:
             raise ValueError(
-                f"rope_parameters.mscale_all_dim={scale!r} without mscale is not supported, for Megatron scales the"
-                " softmax and the rotation by the same two numbers; give both or none"
+                f"rope_parameters.mscale_all_dim={scale!r} without mscale is not supported, because Megatron scales"
+                " the softmax and the rotation by the same two numbers; give both or none"
             )
     _refuse_rest(kind, rope)
     return fields
 
 
 def _parameters(config: Config) -> Rope:
-    """Return what is there, under the names of today."""
+    """Return ``rope_parameters``, with the current names of its keys."""
     rope = {key: value for key, value in (config.get("rope_parameters") or {}).items() if value is not None}
     old = rope.pop("type", "default")
     return {"rope_type": old, **rope}
 
 
 def _refuse_rest(kind: str, rope: Rope) -> None:
-    if kind == "default":  # a length that the model was trained on, where nothing is stretched
+    if kind == "default":  # the length that the model was trained on; nothing is stretched
         rope.pop("original_max_position_embeddings", None)
     if rope.get("partial_rotary_factor") == 1.0:
         del rope["partial_rotary_factor"]
@@ -97,7 +97,7 @@ def _refuse_rest(kind: str, rope: Rope) -> None:
 
 
 def _read_yarn(rope: Rope, config: Config) -> dict[str, Any]:
-    """Take out what says which wavelengths are stretched, and by how much."""
+    """Take out the keys that say which wavelengths are stretched, and by how much."""
     original = rope.pop("original_max_position_embeddings", None)
     refuse_outside("rope_parameters.original_max_position_embeddings", original, 1, LONGEST_SEQUENCE)
     if rope.get("factor") is None:
@@ -111,7 +111,7 @@ def _read_yarn(rope: Rope, config: Config) -> dict[str, Any]:
 
 
 def _read_mscale(rope: Rope) -> dict[str, float]:
-    """Take out what the rotation is multiplied with; transformers goes by the two numbers only where it has both.
+    """Take out what the rotation is multiplied with; transformers uses the two numbers only if both are there.
 
     Source: ``_compute_yarn_parameters`` (transformers 5.23); ``_yarn_get_concentration_factor`` (megatron-core).
     """
@@ -130,7 +130,7 @@ def _write(fields: Fields) -> dict[str, Any]:
         rounded = yarn.pop("correction_range_round_to_int")
         rope |= _write_yarn(yarn) | ({} if rounded else {"truncate": False})
     elif kind != "rope":
-        raise ValueError(f"position_embedding_type={kind!r} has no place in it")
+        raise ValueError(f"position_embedding_type={kind!r} cannot be expressed in its config")
     if fields["seq_len_interpolation_factor"] is not None:
         rope |= {"rope_type": "linear", "factor": fields["seq_len_interpolation_factor"]}
     if fields["rope_scaling"]:
@@ -168,12 +168,12 @@ def _base(rope: Rope) -> int | float:
 
 def _factor(rope: Rope, kind: str) -> float:
     if "factor" not in rope:
-        raise ValueError(f"rope_parameters has rope_type={kind!r} and no factor; add it")
+        raise ValueError(f"rope_parameters has rope_type={kind!r} without a factor; add it")
     return _number(rope, "factor", 1.0)
 
 
 def _number(rope: Rope, key: str, default: float) -> float:
-    """Take out a number that is not negative."""
+    """Take out a number, which must not be negative."""
     value = rope.pop(key, default)
     refuse_outside(f"rope_parameters.{key}", value, 0.0, _LARGEST)
     return float(value)
@@ -183,7 +183,7 @@ ROPE = Derived(("rope_parameters",), _read, _write)
 """Positions of whole heads."""
 
 PARTIAL_ROPE = Derived(("rope_parameters",), _read_partial, _write_partial)
-"""Positions of a share of each head."""
+"""Positions of a part of each head."""
 
 LATENT_ROPE = Derived(("rope_parameters",), _read_latent, _write_latent)
 """Positions of latent attention."""

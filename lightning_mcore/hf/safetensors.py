@@ -39,7 +39,7 @@ _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 _log = logging.getLogger(__name__)
 
-_AHEAD_FROM = 1 << 20  # bytes from which the disk is told what comes, instead of asked page by page
+_AHEAD_FROM = 1 << 20  # bytes from which to read ahead, instead of page by page
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class _Place:
     """Where a tensor lies.
 
     Args:
-        file: Name of the file.
-        dtype: Type of the values.
-        begin: Where they begin in the file, in bytes.
+        file: Name of its file.
+        dtype: Type of its values.
+        begin: Where the values begin in the file, in bytes.
     """
 
     file: str
@@ -62,16 +62,16 @@ class SafetensorsFolder:
 
     Args:
         folder: Where ``model.safetensors``, or its index, lies.
-        unread: Endings of the names of tensors that are passed over.
+        unread: Endings of the names of tensors to ignore.
 
     Attributes:
-        folder: The same.
-        shapes: Shape of every other tensor, by name.
-        dtypes: Type of its values, by name.
+        folder: The argument.
+        shapes: Shape of every tensor that is not ignored, by name.
+        dtypes: Type of its values, by name; a floating-point type.
 
     Raises:
-        FileNotFoundError: There are no safetensors, or one of the files is missing.
-        ValueError: A file is damaged, the index does not fit the files, or the weights are quantised.
+        FileNotFoundError: There are no safetensors files, or one of them is missing.
+        ValueError: A file is damaged, the index does not match the files, or the weights are quantised.
     """
 
     def __init__(self, folder: str, unread: tuple[str, ...] = ()) -> None:
@@ -81,7 +81,7 @@ class SafetensorsFolder:
         self._places: dict[str, _Place] = {}
         self._mapped: dict[str, mmap.mmap] = {}
         self._whole: dict[str, Tensor] = {}
-        self._announced: Any = None  # bytes of all tensors, as the index has it
+        self._announced: Any = None  # bytes of all tensors, from the index
         index = self._index()
         for name in [SINGLE_FILE] if index is None else sorted(set(index.values())):
             self._read_header(name, unread)
@@ -90,10 +90,10 @@ class SafetensorsFolder:
             self._compare_sizes()
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Return a rectangle of a tensor, as a view of the mapped file; copy it, and do not write to it.
+        """Return a rectangle of a tensor, of the stored dtype, as a view of the mapped file; do not write to it.
 
         Args:
-            name: Of the tensor.
+            name: Name of the tensor.
             start: Where the rectangle begins.
             shape: Its shape.
         """
@@ -113,7 +113,7 @@ class SafetensorsFolder:
     # ---- headers
 
     def _index(self) -> dict[str, str] | None:
-        """Return in which file each tensor lies; None where there is one file."""
+        """Return the file of each tensor, by name; None if there is only one file."""
         if not os.path.exists(os.path.join(self.folder, INDEX_FILE)):
             if not os.path.exists(os.path.join(self.folder, SINGLE_FILE)):
                 raise FileNotFoundError(self._without_safetensors())
@@ -154,17 +154,17 @@ class SafetensorsFolder:
                 self.shapes[name], self.dtypes[name] = shape, dtype
         end = 0
         for begin, last, name in sorted(ranges):
-            if begin != end:  # as the format wants it: no holes, and no value that belongs to two tensors
+            if begin != end:  # the format has neither holes nor values of two tensors
                 raise self._unreadable(file_name, name)
             end = last
         size = os.path.getsize(path)
         if first + end != size:
             raise ValueError(
-                f"{path} is damaged, for it has {size} bytes, and its header describes {first + end}; download it again"
+                f"{path} is damaged: it has {size} bytes, and its header describes {first + end}; download it again"
             )
 
     def _entry(self, file_name: str, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-        """Return type, shape, beginning and end of a tensor, the latter two counted from the end of the header."""
+        """Return type, shape, beginning and end of a tensor; the last two in bytes after the header."""
         try:
             (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
         except (KeyError, TypeError, ValueError) as error:
@@ -184,7 +184,7 @@ class SafetensorsFolder:
 
     def _unreadable(self, file_name: str, name: str) -> ValueError:
         return ValueError(
-            f"{self.folder}/{file_name} is damaged, for its header does not say where {name} lies; download it again"
+            f"{self.folder}/{file_name} is damaged: its header does not say where {name} lies; download it again"
         )
 
     def _compare(self, index: dict[str, str]) -> None:
@@ -192,24 +192,24 @@ class SafetensorsFolder:
         wrong = sorted(name for name in index.keys() | found.keys() if index.get(name) != found.get(name))
         if wrong:
             raise ValueError(
-                f"{self.folder}/{INDEX_FILE} and the files do not agree on {len(wrong)} tensors, the first is"
+                f"{self.folder}/{INDEX_FILE} and the files disagree on {len(wrong)} tensors, first on"
                 f" {wrong[0]}; download the model again"
             )
 
     def _compare_sizes(self) -> None:
-        """Say where the index counts other bytes than there are; it has been wrong in published models, so go on."""
+        """Warn if the index counts other bytes than there are; published models have had it wrong, so go on."""
         found = sum(prod(shape) * self.dtypes[name].itemsize for name, shape in self.shapes.items())
         if self._announced not in (None, found):
             rank_zero_only(_log.warning)(
-                "%s/%s counts %s bytes of weights, and there are %d; if they are not those that you expect, download"
-                " the model again",
+                "%s/%s counts %s bytes of weights, but there are %d; if that is not what you expect, download the"
+                " model again",
                 *(self.folder, INDEX_FILE, self._announced, found),
             )
 
     # ---- values
 
     def _view(self, name: str) -> Tensor:
-        """Return a tensor in the memory of its mapped file."""
+        """Return a whole tensor in the memory of its mapped file."""
         if name not in self._whole:
             place, shape = self._places[name], self.shapes[name]
             count = prod(shape) * place.dtype.itemsize
@@ -217,7 +217,7 @@ class SafetensorsFolder:
                 return torch.empty(shape, dtype=place.dtype)
             values = torch.frombuffer(self._map(place.file), dtype=torch.uint8, count=count, offset=place.begin)
             if place.begin % place.dtype.itemsize:
-                values = values.clone()  # no view of it has this type
+                values = values.clone()  # a view would not be aligned
             self._whole[name] = values.view(place.dtype).view(shape)
         return self._whole[name]
 
@@ -228,7 +228,7 @@ class SafetensorsFolder:
         return self._mapped[file_name]
 
     def _announce(self, name: str, begin: int, length: int) -> None:
-        """Let the disk fetch a range of a tensor, of which much will be read."""
+        """Read ahead a range of a tensor, in bytes, most of which will be read."""
         if length < _AHEAD_FROM or not hasattr(mmap, "MADV_WILLNEED"):
             return
         place = self._places[name]
@@ -242,7 +242,7 @@ def _is_file_name(value: Any) -> bool:
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _ALIGNMENT = 8  # bytes; where the data begin
-_NO_CHECKSUM = 0  # nobody asks for that of the file
+_NO_CHECKSUM = 0  # the file's checksum is not used
 
 
 def write_safetensors(
@@ -250,17 +250,19 @@ def write_safetensors(
     tensors: Mapping[str, tuple[torch.dtype, Shape]],
     read: Callable[[str], torch.Tensor],
 ) -> None:
-    """Write a file, to the disk.
+    """Write a file, and flush it to the disk.
 
     Args:
-        path: Where to; what is there is replaced.
+        path: Where to write; a file that is there is replaced.
         tensors: Type and shape of each tensor, by name.
-        read: Returns a tensor on the CPU, given its name; called once for each.
+        read: Returns a contiguous tensor on the CPU, of that type and shape, given its name; called once for each.
 
     Raises:
         OSError: The disk refuses.
     """
-    names = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)  # so that each begins at a multiple of its own
+    names = sorted(
+        tensors, key=lambda name: -tensors[name][0].itemsize
+    )  # so that each begins at a multiple of its item size
     with ChecksummedFile(path) as file:
         file.write(_header(names, tensors))
         for name in names:

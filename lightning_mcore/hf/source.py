@@ -40,26 +40,26 @@ _DOWNLOADED = (*_DESCRIPTIONS, "*.safetensors", "*.model", "*.jinja", "*.txt", "
 
 _KEPT = sorted(OF_THE_MODULE - {"make_vocab_size_divisible_by", "transformer_impl"})  # what a model is, not how it runs
 
-_TIMES = 2  # what is off by less is compared tensor by tensor once the model is built
+_TIMES = 2  # smaller differences are found tensor by tensor once the model is built
 
 _log = logging.getLogger(__name__)
 
 
 def local_folder(path: str | os.PathLike[str], weights: bool = True) -> str:
-    """Return the folder of a model; that of a name on the Hugging Face hub, such as ``"org/model"``, after a download.
+    """Return the folder of a model; a name on the Hugging Face hub, such as ``"org/model"``, is downloaded.
 
     Args:
         path: Folder or name.
-        weights: Whether to download them too, or config and index alone.
+        weights: Whether to download the weights, or only config and index.
 
     Raises:
-        FileNotFoundError: There is no such folder, and no such name.
+        FileNotFoundError: There is neither such a folder nor such a name.
     """
     where = os.fspath(path)
     if os.path.isdir(where):
         return where
     if not is_hub_name(where):
-        raise FileNotFoundError(f"{where} is no folder of a Hugging Face model; give one with a {CONFIG_FILE}")
+        raise FileNotFoundError(f"{where} is not the folder of a Hugging Face model; give one with a {CONFIG_FILE}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -67,17 +67,18 @@ def local_folder(path: str | os.PathLike[str], weights: bool = True) -> str:
         return str(snapshot_download(where, allow_patterns=list(_DOWNLOADED if weights else _DESCRIPTIONS)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise FileNotFoundError(
-            f"{where} is no folder, and no model of that name could be downloaded; give a folder with a {CONFIG_FILE}"
+            f"{where} is not a folder, and a model of that name could not be downloaded; give a folder with a"
+            f" {CONFIG_FILE}"
         ) from error
 
 
 def is_hub_name(path: str) -> bool:
-    """Return whether a path, where nothing is, has the form of a name on the Hugging Face hub: ``"org/model"``."""
+    """Return whether a path does not exist and has the form of a name on the Hugging Face hub: ``"org/model"``."""
     return not os.path.exists(path) and path.count("/") == 1 and not path.startswith((".", "/", "~"))
 
 
 def is_unknown_on_hub(path: str) -> bool:
-    """Return whether a path is a name on the Hugging Face hub, and its config has not been downloaded."""
+    """Return whether a path is a name on the Hugging Face hub whose config has not been downloaded."""
     if not is_hub_name(path):
         return False
     from huggingface_hub import try_to_load_from_cache
@@ -86,14 +87,14 @@ def is_unknown_on_hub(path: str) -> bool:
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """Return a model's config as it stands in the file.
+    """Return a model's config as it is in the file.
 
     Args:
-        folder: Where its ``config.json`` lies.
+        folder: The folder with its ``config.json``.
 
     Raises:
         FileNotFoundError: There is no ``config.json``.
-        ValueError: It is no config of a model, or of one whose weights are quantised.
+        ValueError: It is not the config of a model, or the model's weights are quantised.
     """
     content = read_json(folder, CONFIG_FILE)
     model_type = content.get("model_type")
@@ -103,23 +104,23 @@ def read_config(folder: str) -> dict[str, Any]:
     if quantised:
         method = quantised.get("quant_method", "some method") if isinstance(quantised, dict) else "some method"
         raise ValueError(
-            f"the weights in {folder} are quantised with {method}, and training needs whole ones; give the"
+            f"the weights in {folder} are quantised with {method}, and training needs unquantised ones; give the"
             " model in bf16, fp16 or fp32"
         )
     return content
 
 
 def complete_config(family: Family, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a ``config.json`` with the defaults of transformers, where it knows the model.
+    """Return the content of a ``config.json`` with the defaults of transformers, if it knows the model.
 
-    transformers makes lists as long as the numbers say and looks names up in torch, so these are checked before.
+    transformers makes lists of the lengths in the config and looks up names in torch, so both are checked first.
 
     Args:
         family: Its family.
-        content: What stands in it.
+        content: The content.
 
     Raises:
-        ValueError: A value is out of its range, or transformers refuses it.
+        ValueError: A value is out of range, or transformers refuses it.
     """
     family.check_sizes(content)
     for key in ("dtype", "torch_dtype"):
@@ -129,7 +130,7 @@ def complete_config(family: Family, content: Mapping[str, Any]) -> dict[str, Any
     return copy.deepcopy(_completed(json.dumps(dict(content))))
 
 
-@functools.lru_cache(maxsize=16)  # a run asks several times, and transformers warns each time
+@functools.lru_cache(maxsize=16)  # a run asks several times, and transformers would warn each time
 def _completed(text: str) -> dict[str, Any]:
     from transformers import AutoConfig
 
@@ -137,7 +138,7 @@ def _completed(text: str) -> dict[str, Any]:
     try:
         config = AutoConfig.for_model(given.pop("model_type"), **given)
         whole: dict[str, Any] = config.to_dict()
-    except Exception as error:  # keys are set as attributes, so any may take the place of anything
+    except Exception as error:  # keys become attributes, so any key can replace anything
         if "Unrecognized model identifier" in str(error):
             found: dict[str, Any] = json.loads(text)
             return found
@@ -150,8 +151,8 @@ def family_of(config: Mapping[str, Any], family: str | None) -> Family:
     """Return the family of a config.
 
     Args:
-        config: As :func:`read_config` returns it.
-        family: Name or path of the family, as the user has given it; None for what the config says, which is a name.
+        config: The result of :func:`read_config`.
+        family: Name or path of the family from the user; None for the one in the config, which must be a name.
 
     Raises:
         ValueError: There is no such family.
@@ -160,7 +161,7 @@ def family_of(config: Mapping[str, Any], family: str | None) -> Family:
 
 
 def read_generation_config(folder: str) -> dict[str, Any] | None:
-    """Return the content of ``generation_config.json``; None where there is none."""
+    """Return the content of ``generation_config.json``; None without one."""
     return read_json(folder, GENERATION_FILE) if os.path.exists(os.path.join(folder, GENERATION_FILE)) else None
 
 
@@ -173,10 +174,10 @@ class HFSource:
     """The Hugging Face model that a model was made from.
 
     Args:
-        folder: Where it lies.
-        family: What is known of its kind.
+        folder: Its folder.
+        family: Its family.
         config: Its config with all defaults.
-        fields: The same as settings of Megatron and of ``MCoreGPT``.
+        fields: The config as settings of Megatron and of ``MCoreGPT``.
     """
 
     folder: str
@@ -190,12 +191,12 @@ class HFSource:
 
         Args:
             path: Its folder, or its name on the Hugging Face hub.
-            family: Name or path of its family; None for what its config says.
-            weights: Whether to download those of a name on the hub.
+            family: Name or path of its family; None for the one in its config.
+            weights: Whether to download the weights of a name on the hub.
 
         Raises:
             FileNotFoundError: There is no such model.
-            ValueError: It is of no known family, or its config asks for something that is not supported.
+            ValueError: Its family is not known, or its config needs something that is not supported.
         """
         folder = local_folder(path, weights)
         content = read_config(folder)
@@ -219,7 +220,7 @@ class HFSource:
 
         tensors = SafetensorsFolder(self.folder, self.family.unread)
         there, least = sum(map(prod, tensors.shapes.values())), _least_weights(self.fields)
-        if least > _TIMES * there:  # nobody is to build this model, only to find that
+        if least > _TIMES * there:  # found before the model is built
             raise ValueError(
                 f"{self.folder}/config.json describes a model of {least} weights or more, and its files hold {there};"
                 " give config and weights of one model"
@@ -233,21 +234,21 @@ def pretrained_settings(
     seq_length: int | None = None,
     transformer: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of ``MCoreGPT`` that a Hugging Face model is made with.
+    """Return the arguments of ``MCoreGPT`` for a Hugging Face model.
 
     Args:
-        path: Its folder, its name on the Hugging Face hub, or a checkpoint of a model made from one.
-        family: Name or path of its family; None for what its config says.
-        seq_length: Tokens of a sequence in training; None for as many as the model was made for.
-        transformer: Fields of ``TransformerConfig`` to use instead of those that follow from the config.
+        path: Its folder, its name on the Hugging Face hub, or a checkpoint of such a model.
+        family: Name or path of its family; None for the one in its config.
+        seq_length: Tokens of a sequence in training; None for the longest that the model supports.
+        transformer: Fields of ``TransformerConfig`` to use instead of those from the config.
 
     Returns:
         ``vocab_size``, ``seq_length``, ``transformer`` and the settings of positions; ``hf`` says where they come from,
         as plain data.
 
     Raises:
-        FileNotFoundError: There is no such model, or a file of it is missing.
-        ValueError: It is of no known family, its config asks for something that is not supported, or a file is damaged.
+        FileNotFoundError: There is no such model, or one of its files is missing.
+        ValueError: Its family is not known, its config needs something that is not supported, or a file is damaged.
     """
     if is_own_checkpoint(path):
         settings = _settings_of_checkpoint(path, family, transformer or {})
@@ -269,19 +270,19 @@ def planned_settings(
     seq_length: int | None = None,
     transformer: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what :func:`pretrained_settings` does, of a config alone: no weights are downloaded, and none are needed.
+    """Return what :func:`pretrained_settings` does, from a config alone; weights are neither downloaded nor needed.
 
-    Layers of multi-token prediction are left out where the weights are there and have none; else they count.
+    Layers of multi-token prediction are included, unless the weights are there and lack them.
 
     Args:
-        path: As in :func:`pretrained_settings`; so are those that follow.
-        family: See there.
-        seq_length: See there.
-        transformer: See there.
+        path: As in :func:`pretrained_settings`.
+        family: As in :func:`pretrained_settings`.
+        seq_length: As in :func:`pretrained_settings`.
+        transformer: As in :func:`pretrained_settings`.
 
     Raises:
         FileNotFoundError: There is no such model.
-        ValueError: As there.
+        ValueError: As :func:`pretrained_settings`.
     """
     if is_own_checkpoint(path):
         let_torch_in()
@@ -292,9 +293,9 @@ def planned_settings(
 
 
 def _names_there(source: HFSource) -> Collection[str] | None:
-    """Return the names of the tensors that an index or the only file lists; None where there is neither."""
+    """Return the names of the tensors in the index or in the only file; None if there is neither."""
     names: Any = None
-    with contextlib.suppress(FileNotFoundError, ValueError):  # absent, or damaged: the run will say how
+    with contextlib.suppress(FileNotFoundError, ValueError):  # absent, or damaged: the run will report it
         if os.path.exists(os.path.join(source.folder, "model.safetensors.index.json")):
             names = read_json(source.folder, "model.safetensors.index.json").get("weight_map")
         else:
@@ -303,7 +304,7 @@ def _names_there(source: HFSource) -> Collection[str] | None:
 
 
 def absolute(path: str) -> str:
-    """Return the absolute path of a folder; a name on the hub as it is."""
+    """Return the absolute path of a folder; a name on the hub stays as it is."""
     return os.path.abspath(path) if os.path.isdir(path) else path
 
 
@@ -314,14 +315,14 @@ def _settings_of_model(path: str, family: str | None) -> dict[str, Any]:
 
 
 def refuse_megatron_checkpoint(path: str) -> None:
-    """Refuse a checkpoint that does not say what model it is of.
+    """Refuse a checkpoint that does not describe its model.
 
     Raises:
-        ValueError: It is one of Megatron-LM, or of another program.
+        ValueError: It is a checkpoint of Megatron-LM, or of another program.
     """
     if os.path.isdir(path) and checkpoint_files.is_megatron_checkpoint(path):
         raise ValueError(
-            f"{path} is a checkpoint of Megatron-LM or another program, which does not say what model it is of; start"
+            f"{path} is a checkpoint of Megatron-LM or another program, which does not describe its model; start"
             f" from its weights with self.load_weights({path!r}) in configure_model"
         )
 
@@ -329,19 +330,21 @@ def refuse_megatron_checkpoint(path: str) -> None:
 def settings_of_source(
     source: HFSource, tensors: Collection[str] | None, path: str, family: str | None
 ) -> dict[str, Any]:
-    """Return the arguments of ``MCoreGPT`` for a model whose config and headers are read.
+    """Return the arguments of ``MCoreGPT`` for a model whose config and headers have been read.
 
     Args:
         source: The model.
-        tensors: Names of its weights; None where they are not known.
-        path: As the user has given it.
-        family: As the user has given it.
+        tensors: Names of its weights; None if they are not known.
+        path: The path that the user gave.
+        family: The family that the user gave.
     """
     module, fields = split_fields(source.fields)
     [behind] = source.family.multi_token_prefixes(source.fields["num_layers"], 1)
     unpredicted = tensors is not None and not any(name.startswith(behind) for name in tensors)
     if fields.get("mtp_num_layers") and unpredicted:
-        _log.info("%s has no weights for multi-token prediction, so the model is made without", source.folder)
+        _log.info(
+            "%s has no weights for multi-token prediction, so the model is made without those layers", source.folder
+        )
         del fields["mtp_num_layers"]
     return {
         **module,
@@ -357,10 +360,10 @@ def settings_of_source(
 
 
 def _least_weights(fields: Mapping[str, Any]) -> int:
-    """Return how many weights a model has at least: its embedding, and the larger matrices of its layers.
+    """Return the least number of weights of a model: its embedding, and the larger matrices of its layers.
 
     Args:
-        fields: Settings of Megatron, as a family reads them.
+        fields: Settings of Megatron, from the family's rules.
     """
     sizes = defaultdict(int, {name: value for name, value in fields.items() if isinstance(value, int)})
     layers, narrow = sizes["num_layers"], sizes["ffn_hidden_size"]
@@ -374,21 +377,21 @@ def _least_weights(fields: Mapping[str, Any]) -> int:
 
 
 def is_own_checkpoint(path: str) -> bool:
-    """Return whether a path is a checkpoint directory of ours, which has its own settings.
+    """Return whether a path is a checkpoint directory of this package, which holds its own settings.
 
     Args:
-        path: Of a model or a checkpoint.
+        path: Path of a model or a checkpoint.
     """
     return checkpoint_files.is_checkpoint_directory(path)
 
 
 def _settings_of_checkpoint(path: str, family: str | None, chosen: Collection[str]) -> dict[str, Any]:
-    """Return the settings of the model in a checkpoint directory, without those of its training.
+    """Return the settings of the model in a checkpoint directory, without those of its training run.
 
     Args:
         path: The directory.
-        family: As the user has given it.
-        chosen: Names of fields that the user gives instead.
+        family: The family that the user gave.
+        chosen: Names of fields that the user gives values for.
     """
     from lightning.pytorch import LightningModule
 
@@ -408,7 +411,7 @@ def _settings_of_checkpoint(path: str, family: str | None, chosen: Collection[st
             " Megatron's already; leave it out"
         )
     if family is not None:
-        find_family(family)  # imported now, by its own name, for an export of this run
+        find_family(family)  # imported now, because the user names it, for an export of this run
     recorded = {name: value for name, value in saved["transformer"].items() if name not in chosen}
     refuse_recorded_code(path, recorded)
     return {name: saved[name] for name in (*_KEPT, "transformer", "hf") if name in saved}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights in a sharded checkpoint, read in one process and piece by piece: for the offline export.
+"""The weights in a sharded checkpoint, read piece by piece in one process, for the offline export.
 
 A checkpoint in Megatron's ``torch_dist`` format, ours or Megatron-LM's, holds each tensor as rectangles in several
-files, as the layout had them that wrote it. :class:`StoredTensors` lists these rectangles by the whole names of their
-tensors (:attr:`~StoredTensors.places`) and reads them from mapped files. No process groups, no GPU, and of the memory
-no more than the pages of what was read last.
+files, as its layout cut it. :class:`StoredTensors` lists these rectangles by the whole names of their tensors
+(:attr:`~StoredTensors.places`) and reads them from mapped files. It needs neither process groups nor a GPU, and only
+the memory of the pages that were read last.
 """
 
 import os
@@ -23,8 +23,8 @@ from lightning_mcore.hf.export_plan import Place
 from lightning_mcore.hf.weight_map import whole_names
 from lightning_mcore.hf.weight_rules import Shape
 
-_OF_AN_OPTIMIZER = ("optimizer.", "chained_", "optimizer_")  # what the names of its state begin with
-_MAPPED = 64 << 20  # bytes of pieces that stay mapped because the next tensor may lie in them
+_OF_AN_OPTIMIZER = ("optimizer.", "chained_", "optimizer_")  # prefixes of the names of its state
+_MAPPED = 64 << 20  # bytes of pieces that stay mapped, because the next tensor may lie in them
 
 
 class StoredTensors:
@@ -34,15 +34,15 @@ class StoredTensors:
         path: A directory on a disk of this machine.
 
     Attributes:
-        path: The same.
-        is_ours: Whether ``MCoreStrategy`` wrote it; else it has no checksums of files and says nothing of its
+        path: The argument.
+        is_ours: Whether ``MCoreStrategy`` wrote it; otherwise it has no checksums of files and does not describe its
             model.
         shapes: Shapes of the tensors, by whole name.
-        places: Rectangles that they are made of.
+        places: Rectangles that they consist of, by whole name.
 
     Raises:
         FileNotFoundError: There is nothing at ``path``.
-        ValueError: It is no sharded checkpoint, or damaged.
+        ValueError: It is not a sharded checkpoint, or it is damaged.
     """
 
     def __init__(self, path: str) -> None:
@@ -69,7 +69,7 @@ class StoredTensors:
                 self._add(key, entry)
 
     def read(self, place: Place) -> Tensor:
-        """Return a rectangle, in the memory of the mapped file; its checksum is compared the first time.
+        """Return a rectangle, of the stored dtype, in the memory of the mapped file; its checksum is compared once.
 
         Any thread may call it.
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which fields of ``TransformerConfig`` say how a model is trained, and not what it computes.
+"""The fields of ``TransformerConfig`` that affect how a model is trained, but not what it computes.
 
-Whoever exports a model may have trained it with any of these: losses of routers, recomputation, fused kernels, the
-precision of a softmax, how many tokens an expert takes at most. A Hugging Face config has no place for them and needs
-none. All other fields have to be in the config that ``family.py`` writes, or the export is refused.
+An exported model may have been trained with any value of these: losses of routers, recomputation, fused kernels, the
+precision of a softmax, the capacity of experts. A Hugging Face config cannot express them and does not need to. The
+config that ``family.py`` writes must express all other fields, or the export is refused.
 """
 
 _LOSSES_AND_CHANCE = (

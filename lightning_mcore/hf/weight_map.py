@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of a family, put on the tensors of one model: which rectangle of which tensor equals which.
+"""The rules of a family, applied to the tensors of one model: which rectangles are equal.
 
-Megatron's tensors go by their *whole* names here, with the number of the layer in them, such as
-``decoder.layers.3.mlp.linear_fc1.weight``. Checkpoints stack the layers of a model whose layers are alike and name them
+Megatron's tensors have their *whole* names here, with the number of the layer, such as
+``decoder.layers.3.mlp.linear_fc1.weight``. If all layers of a model are alike, checkpoints stack them under the name
 ``decoder.layers.mlp.linear_fc1.weight``; :func:`whole_name` says where a stored rectangle belongs.
 """
 
@@ -25,7 +25,7 @@ class StoredPlace:
 
     Args:
         key: Name of the stored tensor.
-        layer: Its place on the first axis of that; None where layers are not stacked.
+        layer: Its index on the first axis of that tensor; None if layers are not stacked.
     """
 
     key: str
@@ -33,7 +33,7 @@ class StoredPlace:
 
 
 def whole_names(key: str, shape: Shape) -> dict[str, tuple[StoredPlace, Shape]]:
-    """Return the tensors that a stored tensor consists of, by their whole names, with the shape of each.
+    """Return the tensors that a stored tensor consists of, by whole name, with the shape of each.
 
     Args:
         key: Its name in a checkpoint.
@@ -47,7 +47,7 @@ def whole_names(key: str, shape: Shape) -> dict[str, tuple[StoredPlace, Shape]]:
 
 
 def whole_name(key: str, start: Shape, shape: Shape) -> tuple[str, Shape, Shape]:
-    """Return the whole name of a rectangle of a stored tensor, and where it begins and its shape in that tensor.
+    """Return the whole name of a rectangle of a stored tensor, and its start and shape in the tensor of that name.
 
     Args:
         key: Name of the stored tensor.
@@ -62,7 +62,7 @@ def whole_name(key: str, start: Shape, shape: Shape) -> tuple[str, Shape, Shape]
 
 
 class WeightMap:
-    """What equals what in one model.
+    """The equal rectangles of one model's Megatron and Hugging Face tensors.
 
     Args:
         family: Its rules.
@@ -72,7 +72,7 @@ class WeightMap:
     Attributes:
         blocks: Blocks of each Megatron tensor, by whole name.
         shapes: Shapes of the Hugging Face tensors.
-        repeated: Hugging Face tensors that repeat another one, by the name of that.
+        repeated: Names of Hugging Face tensors that repeat another one, with the name of the other.
         in_fp32: Hugging Face tensors that are kept in fp32.
 
     Raises:
@@ -91,7 +91,7 @@ class WeightMap:
             if rule.in_fp32:
                 self.in_fp32 |= {block.hf for block in self.blocks[name]}
         self.shapes = _shapes(block for blocks in self.blocks.values() for block in blocks)
-        of_model = self._rules.repeated(tensors)  # tied embeddings have no output layer that could be repeated
+        of_model = self._rules.repeated(tensors)  # with tied embeddings there is no output layer to repeat
         self.repeated = {name: other for name, other in of_model.items() if other in self.shapes}
         self.shapes |= {name: self.shapes[other] for name, other in self.repeated.items()}
 
@@ -110,7 +110,7 @@ class WeightMap:
 
 
 class _Rules:
-    """The rules of a family by the names they answer for."""
+    """The rules of a family, by the names of their tensors."""
 
     def __init__(self, family: Family, num_layers: int) -> None:
         self._family = family
@@ -120,7 +120,7 @@ class _Rules:
         self._outside = {rule.megatron: rule for rule in family.outside}
 
     def find(self, name: str) -> tuple[WeightRule, str]:
-        """Return the rule of a tensor, and what its Hugging Face names begin with."""
+        """Return the rule of a tensor, and the prefix of its Hugging Face names."""
         layer = _LAYER.fullmatch(name)
         if layer is None:
             found, prefix = self._outside.get(name), ""
@@ -132,7 +132,7 @@ class _Rules:
             prefix = self._prefix(self._num_layers + int(layer[2]))
         if found is None:
             raise ValueError(
-                f"the model has {name}, for which models of type {self._family.model_type!r} have no tensor;"
+                f"the model has {name}, which models of type {self._family.model_type!r} do not have;"
                 " give the family that it belongs to"
             )
         return found, prefix

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a tensor of Megatron is made of tensors of Hugging Face, and the other way: rules that only say what equals what.
+"""Rules that say which parts of a Megatron tensor and of Hugging Face tensors are equal.
 
-Nothing is computed between the two: one is the other under another name, or rows of several in a row (queries, keys and
-values; gate and up), or a stack of them (experts), or turned round. So a rule is a list of :class:`Block`, each a
-rectangle of Megatron's tensor and the rectangle of a Hugging Face tensor that equals it, and the same list serves both
-directions. Neither says how a tensor is split over ranks: whoever holds a rectangle takes what lies in it.
+Nothing is computed between the two. A Megatron tensor is a Hugging Face tensor under another name, or rows of several
+(queries, keys and values; gate and up), or a stack of several (experts), or a transposed one. So a rule gives a list of
+:class:`Block`: a rectangle of Megatron's tensor and the equal rectangle of a Hugging Face tensor. The same list serves
+both directions. Rules do not know how a tensor is split over ranks: a rank with a rectangle takes the blocks within it.
 
-Megatron's names are those in checkpoints, with the layer's number; those of a layer are given without what stands
-before (``self_attention.linear_qkv.weight``, ``self_attn.q_proj.weight``). ``weight_map.py`` puts rules on a model.
+Megatron's names are those in checkpoints. Names of weights of a layer are given without their prefix
+(``self_attention.linear_qkv.weight``, ``self_attn.q_proj.weight``). ``weight_map.py`` applies rules to a model.
 """
 
 from collections.abc import Mapping
@@ -20,14 +20,14 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Block:
-    """A rectangle of a Megatron tensor, and where its values stand in a Hugging Face tensor.
+    """A rectangle of a Megatron tensor, and where its values are in a Hugging Face tensor.
 
     Args:
         hf: Name of the Hugging Face tensor.
         hf_start: Where the rectangle begins there.
-        start: Where it begins in Megatron's tensor, which may have more axes in front, of size 1 here.
+        start: Where it begins in Megatron's tensor, which may have more leading axes, of size 1 here.
         shape: Its shape in Megatron's tensor.
-        transposed: Whether the Hugging Face tensor, of two axes, has them the other way round.
+        transposed: Whether the Hugging Face tensor, of two axes, is transposed.
     """
 
     hf: str
@@ -43,7 +43,7 @@ class Block:
         return inner[::-1] if self.transposed else inner
 
     def within(self, start: Shape, shape: Shape) -> "Block | None":
-        """Return the part of it that lies in a rectangle of Megatron's tensor; None where they have none in common."""
+        """Return the part of it within a rectangle of Megatron's tensor; None if they do not overlap."""
         first = tuple(map(max, self.start, start))
         last = tuple(min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, start, shape, strict=True))
         if any(a >= b for a, b in zip(first, last, strict=True)):
@@ -54,7 +54,7 @@ class Block:
 
 
 class WeightRule(Protocol):
-    """What a rule answers. A class of your own may be one."""
+    """The interface of a rule; your own class may implement it."""
 
     @property
     def megatron(self) -> str:
@@ -63,7 +63,7 @@ class WeightRule(Protocol):
 
     @property
     def in_fp32(self) -> bool:
-        """Whether the Hugging Face model keeps it in fp32, whatever the type of the rest."""
+        """Whether the Hugging Face model keeps it in fp32, whatever the type of its other weights."""
         ...
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
@@ -78,7 +78,7 @@ class WeightRule(Protocol):
 
 @dataclass(frozen=True)
 class _OneToOne:
-    """A Megatron tensor and the one Hugging Face tensor that it is made of.
+    """A Megatron tensor that is made of one Hugging Face tensor.
 
     Args:
         megatron: Megatron's name.
@@ -109,7 +109,7 @@ class Rename(_OneToOne):
 
 @dataclass(frozen=True)
 class Transpose(_OneToOne):
-    """A matrix that Hugging Face keeps the other way round, as GPT-2 does.
+    """A matrix that Hugging Face keeps transposed, as in GPT-2.
 
     Args:
         megatron: Megatron's name.
@@ -123,7 +123,7 @@ class Transpose(_OneToOne):
 
 @dataclass(frozen=True)
 class Vocabulary(_OneToOne):
-    """A matrix with a row for each token; Megatron's has more rows, which stand for no token and are zero.
+    """A matrix with a row for each token; Megatron's has additional padding rows, which are zero.
 
     Args:
         megatron: Megatron's name.
@@ -131,18 +131,18 @@ class Vocabulary(_OneToOne):
     """
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
-        """Return one block, the rows of tokens that exist."""
+        """Return one block, the rows of real tokens."""
         origin = (0,) * len(shape)
         return [Block(self.hf, origin, origin, (fields["vocab_size"], *shape[1:]))]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Tensors with equally many rows, one behind the other: the gate and the up projection of an MLP.
+    """Tensors with equally many rows, one after the other: the gate and the up projection of an MLP.
 
     Args:
         megatron: Megatron's name.
-        hf: Hugging Face's names, in their order.
+        hf: Hugging Face's names, in order.
     """
 
     megatron: str
@@ -158,7 +158,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class QueryKeyValue:
-    """Projections, or their biases, that Megatron keeps together: for each group its queries, its key, its value.
+    """Projections, or their biases, that Megatron stores as one: for each group of heads its queries, key and value.
 
     Args:
         megatron: Megatron's name.
@@ -188,7 +188,7 @@ class QueryKeyValue:
 
 @dataclass(frozen=True)
 class Experts:
-    """A stack of tensors, one for each expert.
+    """A stack of tensors, one per expert.
 
     Args:
         each: The rule of one expert, with ``{expert}`` in Hugging Face's names.

@@ -29,17 +29,17 @@ _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 class HFWeights:
-    """The weights of a Hugging Face model for one model of Megatron's.
+    """The weights of a Hugging Face model, as the tensors of one Megatron model.
 
     Args:
-        folder: Where they lie.
-        family: Their rules.
+        folder: The Hugging Face tensors.
+        family: The rules of their family.
         fields: Settings of Megatron's model.
         shapes: Shapes of all of its tensors, by whole name.
-        multi_token_layers: Layers for multi-token prediction that the config announces, which the model may lack.
+        multi_token_layers: Number of layers for multi-token prediction in the config; the model may lack them.
 
     Raises:
-        ValueError: The weights are not those of this model: some are missing, or not known, or of another shape.
+        ValueError: The weights are not those of this model: some are missing, unknown, or of another shape.
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class HFWeights:
         self._check()
 
     def fill(self, target: Tensor, name: str, start: Shape, shape: Shape) -> None:
-        """Read a rectangle of one of Megatron's tensors; what stands for no token becomes zero.
+        """Read a rectangle of one of Megatron's tensors; padding rows of the vocabulary become zero.
 
         Args:
-            target: Where to; as many values as the rectangle has.
+            target: Where to write; it has as many values as the rectangle, and any floating-point dtype.
             name: Whole name of the tensor.
             start: Where the rectangle begins.
             shape: Its shape.
 
         Raises:
-            ValueError: Two tensors differ of which Megatron has one, a value is not finite, or does not fit into
-                ``target``'s type.
+            ValueError: Two tensors differ that are one in Megatron, a value is not finite, or it does not fit the dtype
+                of ``target``.
         """
         parts = [part for block in self._near(name, start, shape) if (part := block.within(start, shape))]
         place = target.view(shape) if target.shape != shape else target
@@ -98,7 +98,7 @@ class HFWeights:
         return {self._folder.file_of(each) for hf in near for each in (hf, *self._aliases.get(hf, ()))}
 
     def _near(self, name: str, start: Shape, shape: Shape) -> list[Block]:
-        """Return the blocks that overlap a rectangle on its first axis; where experts are stacked, few of hundreds."""
+        """Return the blocks that overlap a rectangle on its first axis; of stacked experts, a few of hundreds."""
         if not start:
             return self._map.blocks[name]
         first, last = start[0], start[0] + shape[0]
@@ -111,12 +111,12 @@ class HFWeights:
     def _check_equal(self, part: Block, values: Tensor, alias: str) -> None:
         if not _are_the_same(values, self._folder.read(alias, part.hf_start, part.hf_shape)):
             raise ValueError(
-                f"{alias} in {self._folder.folder} differs from {part.hf}, and Megatron's model has one of them for"
+                f"{alias} in {self._folder.folder} differs from {part.hf}, and Megatron's model has one tensor for"
                 " both; set mtp_num_layers=None in transformer to leave multi-token prediction out"
             )
 
     def _check_tied(self, part: Block) -> None:
-        """Refuse an output layer that is another than the embedding, where the model has one matrix for both."""
+        """Refuse an output layer that differs from the embedding, if the model has one matrix for both."""
         for block in self._tied:
             output = block.within(part.start, part.shape)
             if output is None:
@@ -127,11 +127,11 @@ class HFWeights:
             if not _are_the_same(first.t() if rows.transposed else first, second.t() if output.transposed else second):
                 raise ValueError(
                     f"{output.hf} in {self._folder.folder} differs from {rows.hf}, and its config ties the two"
-                    " (tie_word_embeddings=True); set that to false to have both, or remove the one that is not meant"
+                    " (tie_word_embeddings=True); set that to false to have both, or remove the wrong one"
                 )
 
     def _blocks_of_tied_output(self) -> list[Block]:
-        """Return what the files have of an output layer, where the model uses its embedding for that."""
+        """Return the blocks of an output layer in the files, if the model uses its embedding in its place."""
         if _OUTPUT in self._shapes or _EMBEDDING not in self._shapes:
             return []
         rules = (rule for rule in self._family.outside if rule.megatron == _OUTPUT)
@@ -139,14 +139,14 @@ class HFWeights:
         return [block for block in blocks if block.hf in self._folder.shapes and block.hf not in self._map.shapes]
 
     def _layers_left_out(self, multi_token_layers: int) -> tuple[str, ...]:
-        """Return the prefixes of layers for multi-token prediction in the files, where the model has none."""
+        """Return the prefixes of layers for multi-token prediction in the files, if the model has none."""
         if any(name.startswith("mtp.") for name in self._shapes):
             return ()
         prefixes = self._family.multi_token_prefixes(int(self._fields["num_layers"]), multi_token_layers)
         return tuple(prefix for prefix in prefixes if self._is_multi_token(prefix))
 
     def _is_multi_token(self, prefix: str) -> bool:
-        """Whether a layer has what only such layers have."""
+        """Return whether a layer has weights that only such layers have."""
         size = int(self._fields["hidden_size"])
         rules = self._family.multi_token
         return any(
@@ -165,7 +165,7 @@ class HFWeights:
         if missing:
             parts.append(f"it lacks {some_of(missing, _SHOWN)}")
         if extra:
-            parts.append(f"it has {some_of(extra, _SHOWN)}, which the model has no place for")
+            parts.append(f"it has {some_of(extra, _SHOWN)}, which the model does not have")
         if other:
             shapes = [f"{name} ({list(found[name])} in it, {list(wanted[name])} in the model)" for name in other]
             parts.append(f"shapes differ: {some_of(shapes, _SHOWN)}")
@@ -178,61 +178,61 @@ class HFWeights:
             )
 
     def _too_small(self) -> list[str]:
-        """Return a sentence where one of Megatron's tensors has no room for all that belongs there."""
+        """Return a sentence if one of Megatron's tensors is too small for what belongs there."""
         for name, blocks in self._map.blocks.items():
             size = self._shapes[name]
             for block in blocks:
                 if any(a + n > m for a, n, m in zip(block.start, block.shape, size, strict=True)):
-                    return [f"{name} of the model ({list(size)}) has no room for {block.hf} ({list(block.hf_shape)})"]
+                    return [f"{name} of the model ({list(size)}) is too small for {block.hf} ({list(block.hf_shape)})"]
         return []
 
     def _whole_tied(self) -> set[str]:
-        """Return the tensors of a tied output layer that have as many values as the rules say."""
+        """Return the tensors of a tied output layer that have as many values as the rules give them."""
         sizes: Counter[str] = Counter()
         for block in self._tied:
             sizes[block.hf] += prod(block.shape)
         return {name for name, size in sizes.items() if size == prod(self._folder.shapes[name])}
 
     def _is_left_out(self, name: str) -> bool:
-        """Whether a tensor has no place in the model for a good reason: it repeats another one, or is not wanted."""
+        """Return whether the model may lack a tensor: it repeats another one, or is not wanted."""
         return name.startswith(self._left_out) or any(name == block.hf for block in self._tied)
 
 
 def _are_the_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal bit for bit, of one type too."""
+    """Return whether two tensors of any shape and dtype are equal bit for bit, and of the same dtype."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def require_finite(name: str, values: Tensor) -> None:
-    """Refuse weights to start from that are infinite or not numbers: the file is damaged, or the model never worked.
+    """Refuse weights that are infinite or NaN: the file is damaged, or the model never worked.
 
     Args:
-        name: Of the tensor, for the message.
-        values: It, or a part of it.
+        name: Name of the tensor, for the message.
+        values: The tensor or a part of it, of any shape and floating-point dtype.
 
     Raises:
         ValueError: A value is not finite.
     """
-    if values.numel() and not torch.stack(torch.aminmax(values)).isfinite().all():  # passes a NaN on, takes no memory
-        raise ValueError(f"{name} has values that are not finite, with which nothing can be trained; download it again")
+    if values.numel() and not torch.stack(torch.aminmax(values)).isfinite().all():  # passes NaN on, needs no memory
+        raise ValueError(f"{name} has infinite or NaN values, which cannot be trained; download it again")
 
 
 def require_fits(name: str, values: Tensor, dtype: torch.dtype) -> None:
-    """Refuse values that a type cannot hold. What is infinite already may stay so.
+    """Refuse values that a dtype cannot hold; infinite values may stay infinite.
 
     Args:
-        name: Of the tensor, for the message.
-        values: It, or a part of it, in the type that it has now.
-        dtype: The type that it shall have.
+        name: Name of the tensor, for the message.
+        values: The tensor or a part of it, of any shape, with its present dtype.
+        dtype: The new dtype.
 
     Raises:
         ValueError: A finite value would become infinite.
     """
     if not values.numel() or torch.finfo(values.dtype).max <= torch.finfo(dtype).max:
         return
-    ends = torch.stack(torch.aminmax(values))  # needs no memory; the rest is for few
+    ends = torch.stack(torch.aminmax(values))  # needs no memory; the rest is rarely reached
     if ends.to(dtype).isfinite().all():
         return
     lost = values.isfinite() & ~values.to(dtype).isfinite()
@@ -240,6 +240,6 @@ def require_fits(name: str, values: Tensor, dtype: torch.dtype) -> None:
         largest = values[lost].abs().max().item()
         kind = str(dtype).removeprefix("torch.")
         raise ValueError(
-            f"{name} has values up to {largest:.6g}, and {kind} ends at {torch.finfo(dtype).max:.6g}; choose dtype"
-            " bfloat16 or float32"
+            f"{name} has values up to {largest:.6g}, and the largest of {kind} is {torch.finfo(dtype).max:.6g}; choose"
+            " dtype bfloat16 or float32"
         )

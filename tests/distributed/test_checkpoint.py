@@ -264,9 +264,9 @@ def test_what_a_run_cannot_read_is_refused_in_one_sentence(tmp_path: Path) -> No
     assert stages.startswith("/pp2/last.ckpt is of another model: it lacks chunk1.layers.1.bias")
     assert "; it has what this model does not: chunk" in stages
     assert first == {
-        "nothing": "/nothing is a directory and no checkpoint, for it has no checkpoint.json; give the path of a"
+        "nothing": "/nothing is a directory, but not a checkpoint: it has no checkpoint.json; give the path of a"
         " checkpoint",
-        "text": "/text.ckpt is no checkpoint, for torch.save did not write it; give the path of a checkpoint",
+        "text": "/text.ckpt is not a checkpoint: torch.save did not write it; give the path of a checkpoint",
         "optimizer": "/pp2/last.ckpt holds the state of AdamW, and configure_optimizers returned SGD; return AdamW, or"
         " start from its weights alone: self.load_weights(path) in configure_model",
         "file": "/file/last.ckpt is one file, as it is written by other strategies; this run splits the model into"
@@ -587,7 +587,7 @@ def furnish(folder: str) -> dict[str, Any]:
         build_from_checkpoint(Furnished, f"{folder}/ended.ckpt")
     found["resumed"] = fit(sharded, 2, resume=f"{folder}/last.ckpt").num_batches
     first = next(iter(dict(module.named_parameters())))
-    with pytest.raises(ValueError, match=r"1 parameters are trained and not in state_dict\(\)"):
+    with pytest.raises(ValueError, match=r"1 parameters are trained but not in state_dict\(\)"):
         fit(Run(module=partial(Furnished, left_out=(first,)), strategy=SHARDED), 1, f"{folder}/less")
     fit(Run(module=Staged, strategy=PP2), 1, f"{folder}/staged")
     for name, run, path in (

@@ -177,7 +177,7 @@ def test_a_folder_that_is_deleted_costs_the_save_in_flight_and_is_an_error_if_no
         f"{tmp_path}/run/step={{0}}.ckpt was not saved, because {unfinished}/step={{0}}.ckpt was deleted while it was"
     )
     lost += " being written"
-    assert warned == [lost.format(2) + "; training goes on, and the next save makes the folder anew"]
+    assert warned == [lost.format(2) + "; training goes on, and the next save makes the folder again"]
     assert silent == []
     assert raised == raised_too == lost.format(3)
     assert seconds < 20  # and no waiting for ranks that do not come

@@ -96,7 +96,7 @@ def test_an_installed_package_registers_a_family(
     model: tuple[Path, Tensor, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, tokens, wanted = model
-    with pytest.raises(ValueError, match="models of type 'stablelm' are not supported; there are llama, "):
+    with pytest.raises(ValueError, match="models of type 'stablelm' are not supported; choose llama, "):
         MCoreGPT.from_pretrained(str(folder))
     install(tmp_path, "stablelm", PATH)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -110,11 +110,11 @@ def test_an_installed_package_registers_a_family(
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("absent_module:FAMILY", r"family='absent_module:FAMILY' cannot be imported, for No module named"),
-        ("own_family:OTHER", r"family='own_family:OTHER' cannot be imported, for .* has no attribute 'OTHER'; give"),
-        (":", r"family=':' is no path of a family; give 'package\.module:FAMILY'"),
+        ("absent_module:FAMILY", r"family='absent_module:FAMILY' cannot be imported: No module named"),
+        ("own_family:OTHER", r"family='own_family:OTHER' cannot be imported: .* has no attribute 'OTHER'; give"),
+        (":", r"family=':' is not the path of a family; give 'package\.module:FAMILY'"),
         ("json:dumps", r"family='json:dumps' is a function, not a Family; give the path of one"),
-        ("own_family", r"models of type 'own_family' are not supported; there are llama, .*family='package\.module"),
+        ("own_family", r"models of type 'own_family' are not supported; choose llama, .*family='package\.module"),
     ],
 )
 def test_what_is_no_family_is_refused(path: str, text: str, model: tuple[Path, Tensor, Tensor]) -> None:
@@ -133,5 +133,5 @@ def test_its_tied_output_layer_must_be_the_embedding(model: tuple[Path, Tensor, 
 def test_what_it_does_not_know_is_refused(model: tuple[Path, Tensor, Tensor], tmp_path: Path) -> None:
     content = json.loads((model[0] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**content, "use_parallel_residual": True}))
-    with pytest.raises(ValueError, match="use_parallel_residual=True is not supported, for Megatron's model has no"):
+    with pytest.raises(ValueError, match="use_parallel_residual=True is not supported, because Megatron's model"):
         MCoreGPT.from_pretrained(str(tmp_path), family=PATH)

@@ -237,7 +237,7 @@ def test_a_truncated_or_changed_file_of_megatron_is_named(tmp_path: Path, run: R
     content = shard.read_bytes()
     shard.write_bytes(content.replace(torch.ones(6).numpy().tobytes(), bytes(24)))
     code, _, errors = run("verify", path)
-    assert (code, f"of {shard.name} is not right" in errors) == (1, True)
+    assert (code, f"of {shard.name} is wrong" in errors) == (1, True)
     shard.write_bytes(content)
     os.truncate(shard, shard.stat().st_size - 1)
     code, _, errors = run("verify", path)
@@ -270,11 +270,11 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path: Path, run: Run) -> None:
         (tmp_path / "a" / ".metadata").write_bytes(content)
         for command in ("inspect", "verify"):
             code, _, errors = run(command, path)
-            assert (code, f"{path} cannot be read, for .metadata is damaged or unsafe" in errors) == (1, True)
+            assert (code, f"{path} cannot be read, because .metadata is damaged or unsafe" in errors) == (1, True)
     torch.save({"state_dict": {}, "extra": attack}, tmp_path / "one.ckpt")
     code, output, _ = run("inspect", str(tmp_path / "one.ckpt"))
     assert code == 0
-    assert "not shown, for it holds objects of posix.mkdir" in output
+    assert "not shown, because it holds objects of posix.mkdir" in output
     assert not (tmp_path / "attacked").exists()
 
 

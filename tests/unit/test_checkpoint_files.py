@@ -168,7 +168,7 @@ def test_an_interrupted_or_empty_directory_is_replaced(tmp_path: Path, disk: str
 def test_a_directory_of_other_files_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").touch()
-    with pytest.raises(ValueError, match=r"thesis is a directory of other files and no checkpoint"):
+    with pytest.raises(ValueError, match=r"thesis is a directory of other files, not a checkpoint"):
         files.begin(str(tmp_path / "thesis"))
     assert os.listdir(tmp_path / "thesis") == ["chapter.tex"]
 
@@ -311,7 +311,7 @@ def test_a_save_whose_folder_somebody_has_deleted_leaves_that_of_another_process
 
 @pytest.mark.parametrize("name", ["x.replaced", "x.removed", "x.mcore-lock", ".unfinished"])
 def test_names_that_leftovers_have_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=r"which unfinished checkpoints use; choose another name"):
+    with pytest.raises(ValueError, match=r"which is reserved for unfinished checkpoints; choose another name"):
         files.begin(str(tmp_path / name))
 
 
@@ -850,7 +850,7 @@ def test_a_manifest_that_does_not_fit_is_refused(tmp_path: Path, entries: dict[s
 def test_a_manifest_that_is_no_json_is_refused(tmp_path: Path, text: bytes) -> None:
     save(tmp_path / "a.ckpt", 1)
     (tmp_path / "a.ckpt" / "checkpoint.json").write_bytes(text)
-    with pytest.raises(ValueError, match=r"a\.ckpt is damaged: checkpoint\.json is no JSON, or only a part of it"):
+    with pytest.raises(ValueError, match=r"a\.ckpt is damaged: checkpoint\.json is not JSON, or only a part of it"):
         files.read_manifest(str(tmp_path / "a.ckpt"))
 
 
@@ -871,13 +871,13 @@ def test_what_is_no_checkpoint_says_what_it_is(tmp_path: Path) -> None:
     expected = {
         "nothing": (FileNotFoundError, "nothing does not exist"),
         "file.ckpt": (ValueError, r"file\.ckpt is a file; give the directory"),
-        "empty": (ValueError, r"empty is a directory and no checkpoint, for it has no checkpoint\.json; give the path"),
-        "": (ValueError, r"is a directory and no checkpoint, .*; did you mean .*/file\.ckpt"),
-        "runs": (ValueError, r"runs is a directory and no checkpoint, .*; did you mean .*/runs/iter_0000100"),
-        "shards": (ValueError, "shards is no whole checkpoint, because its save was interrupted"),
-        "uploading": (ValueError, "uploading is no whole checkpoint, because its save was interrupted"),
+        "empty": (ValueError, r"empty is a directory, but not a checkpoint: it has no checkpoint\.json; give the path"),
+        "": (ValueError, r"is a directory, but not a checkpoint: .*; did you mean .*/file\.ckpt"),
+        "runs": (ValueError, r"runs is a directory, but not a checkpoint: .*; did you mean .*/runs/iter_0000100"),
+        "shards": (ValueError, "shards is not a whole checkpoint, because its save was interrupted"),
+        "uploading": (ValueError, "uploading is not a whole checkpoint, because its save was interrupted"),
         "megatron": (ValueError, r"megatron is a checkpoint of Megatron-LM or another program"),
-        unfinished: (ValueError, r"b\.ckpt is no whole checkpoint, because its save was interrupted"),
+        unfinished: (ValueError, r"b\.ckpt is not a whole checkpoint, because its save was interrupted"),
     }
     for name, (kind, message) in expected.items():
         assert not files.is_checkpoint_directory(str(tmp_path / name))
@@ -1028,6 +1028,6 @@ def test_a_folder_of_other_files_in_a_store_is_never_replaced(tmp_path: Path, st
     save(tmp_path / "a.ckpt", 1)
     fs = fsspec.filesystem("dying")
     fs.pipe_file(f"{store}/data.bin", b"data")
-    with pytest.raises(ValueError, match="is a directory of other files and no checkpoint"):
+    with pytest.raises(ValueError, match="is a directory of other files, not a checkpoint"):
         staging.upload(str(tmp_path / "a.ckpt"), store)
     assert fs.cat_file(f"{store}/data.bin") == b"data"

@@ -77,7 +77,7 @@ def describe_again(out: Path) -> None:
 @pytest.mark.parametrize("read", [MCoreGPT.from_pretrained, planned_settings])
 def test_a_model_type_is_never_imported(read: Any, ran: Path, model: Path) -> None:
     name_in_config(model, f"{EVIL}:FAMILY")
-    with pytest.raises(ValueError, match=rf"models of type '{EVIL}:FAMILY' are not supported; there are llama, "):
+    with pytest.raises(ValueError, match=rf"models of type '{EVIL}:FAMILY' are not supported; choose llama, "):
         read(str(model))
     assert not ran.exists()
     assert read(str(model), family="llama")

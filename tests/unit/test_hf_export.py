@@ -134,7 +134,7 @@ def test_a_rectangle_that_is_missing_is_found_before_writing(change: Callable[[A
     weights = WeightMap(find_family("llama"), FIELDS, SHAPES)
     ExportPlan(weights, halves, None, 10**9)
     change(halves)
-    with pytest.raises(ValueError, match="would not be whole"):
+    with pytest.raises(ValueError, match="would be incomplete"):
         ExportPlan(weights, halves, None, 10**9)
 
 
@@ -151,7 +151,7 @@ def test_sizes_are_read_as_transformers_reads_them(size: Any, wanted: int) -> No
 
 @pytest.mark.parametrize("size", ["5XB", "", "GB", 0, -1, True, None, 1.5, "0GB"])
 def test_what_is_no_size_is_refused(size: Any) -> None:
-    with pytest.raises(ValueError, match="is no size of a file"):
+    with pytest.raises(ValueError, match="is not a size of a file"):
         parse_size(size)
 
 
@@ -174,7 +174,9 @@ def test_values_that_a_type_can_hold_are_let_through(values: list[float], source
     [([1.0, -1e5, 7e4], "100000"), ([float("nan"), 1e5], "100000"), ([-float("inf"), 65520.0], "65520")],
 )
 def test_a_value_that_would_become_infinite_is_refused(values: list[float], largest: str) -> None:
-    with pytest.raises(ValueError, match=rf"^it has values up to {largest}, and float16 ends at 65504; choose dtype"):
+    with pytest.raises(
+        ValueError, match=rf"^it has values up to {largest}, and the largest of float16 is 65504; choose dtype"
+    ):
         require_fits("it", torch.tensor(values), torch.float16)
 
 
@@ -199,7 +201,7 @@ def test_a_model_made_from_scratch_is_of_the_first_family_that_has_a_place_for_i
 
 
 def test_a_model_of_no_known_family_is_refused_with_the_reasons() -> None:
-    sentence = r"^it is a model of no known family \(llama, .*: normalization='LayerNorm'.*\); give one of your own"
+    sentence = r"^it does not fit a known family \(llama, .*: normalization='LayerNorm'.*\); give your own"
     with pytest.raises(ValueError, match=sentence):
         describe("it", settings(transformer={"normalization": "LayerNorm"}), SHAPES)
 
@@ -209,7 +211,9 @@ def test_a_model_that_drops_tokens_is_exported_with_a_warning() -> None:
         found = describe("it", settings(transformer={"moe_expert_capacity_factor": capacity}), SHAPES)
         warn_of_what_is_lost(found, {}, None)
     found = describe("it", settings(transformer={"moe_expert_capacity_factor": 1.25}), SHAPES)
-    with pytest.warns(UserWarning, match=r"moe_expert_capacity_factor=1\.25, so that full experts dropped.*drops none"):
+    with pytest.warns(
+        UserWarning, match=r"moe_expert_capacity_factor=1\.25, so that full experts dropped.*transformers does not"
+    ):
         warn_of_what_is_lost(found, {}, None)
 
 
@@ -300,7 +304,7 @@ def test_a_source_that_is_gone_costs_the_tokenizer_and_a_warning(tmp_path: Path)
     model = save_tiny("qwen2", tmp_path / "model", tokenizer=True)
     import_checkpoint(str(model), str(tmp_path / "c.ckpt"))
     shutil.move(model, tmp_path / "moved")
-    with pytest.warns(UserWarning, match=r"model, which the model was made from, is not there any more.*--like FOLDER"):
+    with pytest.warns(UserWarning, match=r"model, which the model was made from, is no longer there.*--like FOLDER"):
         export_checkpoint(str(tmp_path / "c.ckpt"), str(tmp_path / "out"))
     assert not (tmp_path / "out" / "tokenizer.json").exists()
     export_checkpoint(str(tmp_path / "c.ckpt"), str(tmp_path / "with"), like=str(tmp_path / "moved"))
@@ -328,18 +332,21 @@ def _cut(path: Path) -> None:
 REFUSALS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "nothing": (lambda at: [str(at / "none.ckpt"), str(at / "out")], "none.ckpt does not exist; give the path"),
     "a file": (lambda at: [str(at / "file"), str(at / "out")], "is a file; give the directory of a sharded checkpoint"),
-    "a folder": (lambda at: [str(at / "full"), str(at / "out")], "is a directory and no checkpoint"),
+    "a folder": (lambda at: [str(at / "full"), str(at / "out")], "is a directory, but not a checkpoint"),
     "another machine": (lambda at: ["memory://x", str(at / "out")], "is not on a disk of this machine"),
     "taken": (lambda at: [str(at / "c.ckpt"), str(at / "full")], "full holds other files; give a folder that is empty"),
     "taken by a file": (lambda at: [str(at / "c.ckpt"), str(at / "file")], "file is a file; give a folder"),
-    "shard size": (lambda at: [str(at / "c.ckpt"), str(at / "out"), "--max-shard-size", "5XB"], "'5XB' is no size"),
-    "like": (lambda at: [str(at / "c.ckpt"), str(at / "out"), "--like", str(at / "no")], "is no folder of a Hugging"),
+    "shard size": (lambda at: [str(at / "c.ckpt"), str(at / "out"), "--max-shard-size", "5XB"], "'5XB' is not a size"),
+    "like": (
+        lambda at: [str(at / "c.ckpt"), str(at / "out"), "--like", str(at / "no")],
+        "is not the folder of a Hugging",
+    ),
     "family": (lambda at: [str(at / "c.ckpt"), str(at / "out"), "--family", "gpt2"], "'gpt2' are not supported; there"),
     "inside": (lambda at: [str(at / "c.ckpt"), str(at / "c.ckpt" / "out")], "out lies inside the checkpoint"),
     "linked inside": (lambda at: [str(at / "link.ckpt"), str(at / "c.ckpt" / "out")], "lies inside the checkpoint"),
     "too large": (
         lambda at: [str(at / "large.ckpt"), str(at / "out"), "--dtype", "float16"],
-        "model.norm.weight has values up to 99840, and float16 ends at 65504; choose dtype bfloat16 or float32",
+        "model.norm.weight has values up to 99840, and the largest of float16 is 65504; choose dtype bfloat16 or float32",
     ),
     "other family": (
         lambda at: [str(at / "c.ckpt"), str(at / "out"), "--family", "llama"],
@@ -432,7 +439,7 @@ def test_a_link_to_an_empty_folder_stays_and_the_folder_is_filled(tiny: tuple[Pa
         ({}, r"SaveHFModel\(\) writes nothing; give a folder"),
         ({"folder": "x", "dtype": "int8"}, "dtype='int8' is not known"),
         ({"folder": "x", "max_shard_size": "5"}, None),
-        ({"folder": "x", "max_shard_size": "many"}, "is no size of a file"),
+        ({"folder": "x", "max_shard_size": "many"}, "is not a size of a file"),
     ],
 )
 def test_the_callback_refuses_what_it_could_not_do(arguments: dict[str, Any], sentence: str | None) -> None:
@@ -539,7 +546,7 @@ def test_what_a_checkpoint_names_elsewhere_or_is_no_model_stays(
     shutil.rmtree(path)
     callback._clear_away(trainer)
     assert len(os.listdir(path + "-hf")) == 1
-    assert f"{path}-hf was to be deleted and is no model beside a checkpoint of this run" in caplog.text
+    assert f"{path}-hf was to be deleted, but it is not a model beside a checkpoint of this run" in caplog.text
 
 
 def test_what_cannot_be_deleted_is_a_warning(
@@ -559,7 +566,7 @@ def test_what_cannot_be_deleted_is_a_warning(
     shutil.rmtree(path)
     monkeypatch.setattr(atomic_directory, "remove", refuse)
     callback._clear_away(trainer)
-    assert "gone.ckpt-hf is not needed any more and could not be deleted" in caplog.text
+    assert "gone.ckpt-hf is no longer needed and could not be deleted" in caplog.text
     assert callback.state_dict() == {"beside": []}
 
 

@@ -109,24 +109,24 @@ REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
     "another architecture": (
         change_config(model_type="gpt_neox"),
         ValueError,
-        r"models of type 'gpt_neox' are not supported; there are llama, mistral, mixtral, qwen2, qwen2_moe, qwen3,"
+        r"models of type 'gpt_neox' are not supported; choose llama, mistral, mixtral, qwen2, qwen2_moe, qwen3,"
         r" qwen3_moe, deepseek_v3, glm4_moe, and you may give a family of your own, family='package\.module:FAMILY'",
     ),
     "no model type": (change_config(model_type=None), ValueError, r"config\.json has no model_type; give the folder"),
     "a key that changes the numbers": (
         change_config(attention_bias=True),
         ValueError,
-        r"config\.json: attention_bias=True is not supported, for Megatron has biases .*; only False is",
+        r"config\.json: attention_bias=True is not supported, because Megatron has biases .*; only False is",
     ),
     "an unknown key": (
         change_config(logit_softcapping=30.0),
         ValueError,
-        r"config\.json: logit_softcapping=30\.0 is no key that a config of 'llama' is known to have",
+        r"config\.json: logit_softcapping=30\.0 is not a known key of a config of 'llama'",
     ),
     "a quantised model": (
         change_config(quantization_config={"quant_method": "fp8"}),
         ValueError,
-        r"the weights in FOLDER are quantised with fp8, and training needs whole ones; give the model in bf16, fp16",
+        r"the weights in FOLDER are quantised with fp8, and training needs unquantised ones; give the model in bf16, fp16",
     ),
     "quantised tensors": (
         change_tensors(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].to(torch.float8_e4m3fn)})),
@@ -163,7 +163,7 @@ REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
     "a file that is cut off": (
         lambda folder: first_file(folder).write_bytes(first_file(folder).read_bytes()[:-100]),
         ValueError,
-        r"model-00001-of-\d+\.safetensors is damaged, for it has \d+ bytes, and its header describes \d+; download",
+        r"model-00001-of-\d+\.safetensors is damaged: it has \d+ bytes, and its header describes \d+; download",
     ),
     "a file cut off in its header": (
         lambda folder: first_file(folder).write_bytes(first_file(folder).read_bytes()[:40]),
@@ -188,17 +188,17 @@ REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
     "a tensor without a place": (
         another_header(lambda header: header[EMBEDDING].pop("data_offsets")),
         ValueError,
-        r"is damaged, for its header does not say where model\.embed_tokens\.weight lies; download it again",
+        r"is damaged: its header does not say where model\.embed_tokens\.weight lies; download it again",
     ),
     "a tensor with another place": (
         another_header(lambda header: header[EMBEDDING].update(shape=[101, 31])),
         ValueError,
-        r"is damaged, for its header does not say where model\.embed_tokens\.weight lies; download it again",
+        r"is damaged: its header does not say where model\.embed_tokens\.weight lies; download it again",
     ),
     "a tensor that is in no index": (
         change_tensors(lambda tensors: tensors.update(extra=torch.zeros(2)), in_index=False),
         ValueError,
-        r"and the files do not agree on 1 tensors, the first is extra; download the model again",
+        r"and the files disagree on 1 tensors, first on extra; download the model again",
     ),
     "pickled weights": (
         only_pickles,
@@ -214,12 +214,12 @@ REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
     "a quantised model that does not say how": (
         change_config(quantization_config=[1]),
         ValueError,
-        r"the weights in FOLDER are quantised with some method, and training needs whole ones",
+        r"the weights in FOLDER are quantised with some method, and training needs unquantised ones",
     ),
     "a type from elsewhere": (
         change_config(dtype="os.system"),
         ValueError,
-        r"config\.json: dtype='os\.system' is not supported, for weights .*; only None or 'float32' or 'bfloat16' or",
+        r"config\.json: dtype='os\.system' is not supported, because weights .*; only None or 'float32' or 'bfloat16' or",
     ),
     "a folder in place of the config": (
         lambda folder: [(folder / "config.json").unlink(), (folder / "config.json").mkdir()],
@@ -249,7 +249,7 @@ REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
     "a key of another kind": (
         change_config(rope_parameters=[1]),
         ValueError,
-        r"config\.json: (transformers refuses config\.json|rope_parameters=\[1\] is of another kind)",
+        r"config\.json: (transformers refuses config\.json|rope_parameters=\[1\] has another type)",
     ),
     "more labels than words": (
         change_config(num_labels=10**9),
@@ -264,23 +264,27 @@ REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
     "two tensors in one place": (
         another_header(lambda header: [entry.update(data_offsets=[0, 12928]) for entry in header.values()]),
         ValueError,
-        r"is damaged, for its header does not say where .* lies; download it again",
+        r"is damaged: its header does not say where .* lies; download it again",
     ),
     "a tensor of a negative size": (
         another_header(lambda header: header[EMBEDDING].update(shape=[-101, -32])),
         ValueError,
-        r"is damaged, for its header does not say where model\.embed_tokens\.weight lies; download it again",
+        r"is damaged: its header does not say where model\.embed_tokens\.weight lies; download it again",
     ),
     "a tensor without an end": (
         another_header(lambda header: header[EMBEDDING].update(data_offsets=[0, 1e400])),
         ValueError,
         r"the header of .* is not JSON, or only a part of it \(.*\); download it again",
     ),
-    "no folder": (shutil.rmtree, FileNotFoundError, r"FOLDER is no folder of a Hugging Face model; give one with a"),
+    "no folder": (
+        shutil.rmtree,
+        FileNotFoundError,
+        r"FOLDER is not the folder of a Hugging Face model; give one with a",
+    ),
     "a checkpoint of Megatron's": (
         lambda folder: [(folder / name).touch() for name in ("metadata.json", ".metadata")],
         ValueError,
-        r"FOLDER is a checkpoint of Megatron-LM or another program, which does not say what model it is of; start from",
+        r"FOLDER is a checkpoint of Megatron-LM or another program, which does not describe its model; start from",
     ),
 }
 
@@ -366,7 +370,7 @@ REFUSED_WITH_THE_MODEL: dict[str, tuple[Damage, str]] = {
     ),
     "extra tensors": (
         change_tensors(lambda tensors: tensors.update(extra=torch.zeros(2))),
-        r"of this model: it has extra, which the model has no place for; give config and weights of one model",
+        r"of this model: it has extra, which the model does not have; give config and weights of one model",
     ),
     "another shape": (
         change_tensors(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING][:50].contiguous()})),
@@ -379,11 +383,11 @@ REFUSED_WITH_THE_MODEL: dict[str, tuple[Damage, str]] = {
     "a tied output layer that is another": (
         change_config(tie_word_embeddings=True),
         r"lm_head\.weight in FOLDER differs from model\.embed_tokens\.weight, and its config ties the two"
-        r" \(tie_word_embeddings=True\); set that to false to have both, or remove the one that is not meant",
+        r" \(tie_word_embeddings=True\); set that to false to have both, or remove the wrong one",
     ),
     "a tied output layer with more rows": (
         lambda folder: [change_config(tie_word_embeddings=True)(folder), copy_embedding(folder, more_rows=3)],
-        r"of this model: it has lm_head\.weight, which the model has no place for",
+        r"of this model: it has lm_head\.weight, which the model does not have",
     ),
     "another family": (
         change_config(model_type="qwen2", attention_bias=None, mlp_bias=None, pretraining_tp=None, head_dim=None),
@@ -412,7 +416,9 @@ def test_a_tied_output_layer_may_be_there_once_more(model: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_value_that_a_type_cannot_hold_is_refused(dtype: Any, model: Path, tmp_path: Path) -> None:
     change_tensors(lambda tensors: tensors[EMBEDDING].fill_(1e5 if dtype == "float16" else 3.4e38))(model)
-    with pytest.raises(ValueError, match=rf"model\.embed_tokens\.weight has values up to .*, and {dtype} ends at"):
+    with pytest.raises(
+        ValueError, match=rf"model\.embed_tokens\.weight has values up to .*, and the largest of {dtype} is"
+    ):
         import_checkpoint(str(model), str(tmp_path / "out.ckpt"), dtype=dtype)
     assert not list(tmp_path.glob("out*"))
 
@@ -479,7 +485,7 @@ def test_a_model_without_room_for_all_tokens_is_refused(whole: Path) -> None:
     module = MCoreGPT.from_pretrained(str(whole))
     module.padded_vocab_size = 100
     text = (
-        r"embedding\.word_embeddings\.weight of the model \(\[100, 32\]\) has no room for model\.embed_tokens\.weight"
+        r"embedding\.word_embeddings\.weight of the model \(\[100, 32\]\) is too small for model\.embed_tokens\.weight"
     )
     with pytest.raises(ValueError, match=text):
         load(module)
@@ -541,7 +547,7 @@ def test_a_config_whose_layers_for_more_tokens_have_no_weights_gives_a_model_wit
 def test_a_checkpoint_that_knows_no_hugging_face_model_is_refused(whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.ckpt"
     import_checkpoint(str(whole), str(out))
-    with pytest.raises(ValueError, match=r"out\.ckpt is a checkpoint already; give the folder of a Hugging Face model"):
+    with pytest.raises(ValueError, match=r"out\.ckpt is already a checkpoint; give the folder of a Hugging Face model"):
         import_checkpoint(str(out), str(tmp_path / "again.ckpt"))
     with pytest.raises(ValueError, match=r"family='qwen2' is given for .*out\.ckpt, a checkpoint of family 'llama'"):
         MCoreGPT.from_pretrained(str(out), family="qwen2")
@@ -581,9 +587,9 @@ def test_an_export_of_absurd_numbers_is_refused_before_anything_is_built(whole: 
 
 def test_an_import_refuses_what_would_be_overwritten(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="is there already; give the name of a checkpoint that does not exist yet"):
+    with pytest.raises(ValueError, match="already exists; give the name of a checkpoint that does not exist yet"):
         import_checkpoint(str(whole), str(tmp_path))
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="already exists"):
         import_checkpoint(str(whole), str(tmp_path / "notes.txt"))
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 

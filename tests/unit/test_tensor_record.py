@@ -158,7 +158,7 @@ def test_a_flipped_bit_of_any_content_is_found(by_threads: bool, monkeypatch: py
                 damaged[archive.index(content, record.header_offset) + place] ^= 0x10
                 with pytest.raises(ValueError, match=f"the checksum of its record {record.filename} differs"):
                     check_archive(mapped(bytes(damaged)))
-    with pytest.raises(ValueError, match=r"is no archive of torch\.save"):
+    with pytest.raises(ValueError, match=r"is not an archive of torch\.save"):
         check_archive(mapped(archive[: len(archive) // 2]))
 
 

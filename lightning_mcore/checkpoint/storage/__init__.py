@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are there only when they are whole: atomic folders, direct writes, torch archives."""
+"""Bytes on a disk: folders that appear only when they are whole, direct writes, torch archives."""

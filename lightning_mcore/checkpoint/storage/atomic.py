@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A directory that stands under its name only when it is whole, whatever moment the process dies at.
+"""Replace, remove and link a local directory in one step, so that a crash never leaves half of one under its name.
 
-It is written in ``<parent>/.unfinished/<name>``, a hidden folder on the same disk, and renamed when its writer says
-that it is whole. What stood under the name until then stays there to the last moment, and goes away afterwards. A
-checkpoint of a model that no rank holds alone is such a directory; ``checkpoint/files.py`` says what lies in one.
+A directory is written in ``<parent>/.unfinished/<name>``, a hidden folder on the same disk. It is renamed when its
+writer says that it is whole, and what it replaces is deleted after that. Nothing here knows what is in a directory:
+``checkpoint/files.py`` says that of a checkpoint.
 
-All of these functions are called by one process, rank 0, while others write into the directory. A file on the local
-disk, a directory and a symbolic link under the name are replaced and removed alike; a link is never followed.
+One process, rank 0, calls these functions, while others write into the directory. A file, a directory and a symbolic
+link under the name are replaced and removed alike; a link is never followed.
 
 The folder of unfinished directories holds, for a directory ``name``:
 
 ======================  ==============================================================================
 ``name``                what is being written; after an exchange, what it replaced, until it is deleted
-``name.replaced``       what stood under the name, on disks that cannot exchange two directories at once
+``name.replaced``       what was under the name before, on disks that cannot exchange two directories
 ``name.removed``        what is being deleted
-``name.mcore-lock``     says that all of these are ours: made before them, deleted after them. Locked by the
+``name.mcore-lock``     marks all of these as ours: made before them, deleted after them. Locked by the
                         process that writes ``name``; a lock ends with its process
 ======================  ==============================================================================
 
-Whatever has no such mark was put there by somebody else, and is left alone. This process knows what it is writing by
-the marks that it holds open, under whatever name it came to the folder. Only the standard library.
+Files without such a mark belong to somebody else and are left alone. This process recognises what it is writing by the
+marks that it holds open, whatever path led to the folder. Only the standard library is used.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ UNFINISHED = ".unfinished"
 _REPLACED, _REMOVED, _MARK = _SUFFIXES = (".replaced", ".removed", ".mcore-lock")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
 _CANNOT_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
-_IS_THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)  # what a rename says of a name that is taken
+_IS_THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)  # errors of a rename onto a name that is taken
 _THIS_PROCESS = "this process"
 
 _log = logging.getLogger(__name__)
@@ -52,23 +52,23 @@ def unfinished(path: str) -> str:
 
 
 def begin(path: str) -> str:
-    """Make an empty directory to write into, and clear away what crashed writers left beside it.
+    """Make an empty directory to write into, and delete what crashed writers left beside it.
 
     Args:
-        path: Where the directory will stand. Nothing there is touched.
+        path: Where the directory will be. What is there is not touched.
 
     Returns:
         The directory to write into.
 
     Raises:
-        ValueError: The name is kept for this file's own use, or somebody else's files are in the way.
-        RuntimeError: The directory is being written already, here or by another process.
+        ValueError: The name is reserved, or somebody else's files have the name of the unfinished directory.
+        RuntimeError: The directory is already being written, here or by another process.
         OSError: The disk refuses.
     """
     target = unfinished(path)
     folder, name = os.path.split(target)
     if name == UNFINISHED or name.endswith(_SUFFIXES):
-        raise ValueError(f"{path} ends in {name!r}, which unfinished checkpoints use; choose another name")
+        raise ValueError(f"{path} ends in {name!r}, which is reserved for unfinished checkpoints; choose another name")
     _require_folder(folder)
     if (writer := _take(target)) == _THIS_PROCESS:
         raise RuntimeError(f"{path} is still being written; wait for that save, or save under another name")
@@ -87,10 +87,10 @@ def begin(path: str) -> str:
 
 
 def publish(path: str) -> None:
-    """Put the finished directory under its name, in place of what may stand there, and delete that.
+    """Put the finished directory in place of what is at ``path``, and delete that.
 
     Raises:
-        OSError: The disk refuses; then what stood under the name stands there still.
+        OSError: The disk refuses; what was at ``path`` is still there.
     """
     path, source = os.path.abspath(path), unfinished(path)
     sync_directory(source)
@@ -99,7 +99,7 @@ def publish(path: str) -> None:
 
 
 def publish_file(path: str, name: str) -> None:
-    """Put one file of the finished directory under the name of the directory, and delete the rest.
+    """Put one file of the finished directory in place of what is at ``path``, and delete the rest.
 
     Raises:
         OSError: As for :func:`publish`.
@@ -110,17 +110,17 @@ def publish_file(path: str, name: str) -> None:
 
 
 def abandon(path: str) -> None:
-    """Delete the unfinished directory; nothing under its name is touched."""
+    """Delete the unfinished directory; what is at ``path`` is not touched."""
     recover(path)
     _release(unfinished(path))
 
 
 def link(path: str, target: str) -> None:
-    """Let a name lead to what stands in ``target``, in place of what stands under the name until that moment.
+    """Make ``path`` a link to ``target``, in place of what is at ``path``.
 
     Raises:
         ValueError, RuntimeError: As for :func:`begin`.
-        OSError: The disk refuses; then what stood under the name stands there still.
+        OSError: The disk refuses; what was at ``path`` is still there.
     """
     folder, name = os.path.split(os.path.abspath(target))
     way = os.path.relpath(os.path.realpath(folder), os.path.realpath(os.path.dirname(os.path.abspath(path))))
@@ -134,11 +134,11 @@ def link(path: str, target: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Delete a directory so that a crash leaves all of it or nothing under its name; of a link, only the link.
+    """Delete a directory so that a crash leaves all of it or nothing at ``path``; of a link, only the link.
 
     Raises:
         OSError: The disk refuses to move it.
-        ValueError: Somebody else's files are in the way.
+        ValueError: Somebody else's files have the name of the unfinished directory.
     """
     path, target = os.path.abspath(path), unfinished(path)
     if _is_directory(path):
@@ -159,14 +159,14 @@ def remove(path: str) -> None:
         sync_directory(os.path.dirname(path))
     if writer is None:
         _release(target)
-    else:  # it is being saved anew
+    else:  # it is being saved again
         _discard(target + _REMOVED)
 
 
 def recover(path: str) -> bool:
-    """Put back what stood under a name where a crash came between moving it away and moving the new one there.
+    """Put back what was at ``path`` if a crash came between moving it away and moving the new one there.
 
-    May be called by every rank at once.
+    All ranks may call it at the same time.
 
     Returns:
         Whether there was something to put back.
@@ -185,7 +185,7 @@ def recover(path: str) -> bool:
 
 
 def recover_all(folder: str) -> bool:
-    """Put back whatever a crash left moved away in a folder; return whether there was something."""
+    """Put back everything in a folder that a crash left moved away; return whether there was something."""
     try:
         entries = os.listdir(os.path.join(folder, UNFINISHED))
     except (FileNotFoundError, NotADirectoryError):
@@ -205,7 +205,7 @@ def delete(path: str) -> None:
 
 
 def sync_directory(path: str) -> None:
-    """Wait until the names in a directory are on the disk, where the disk can tell."""
+    """Wait until the names in a directory are on the disk, if the disk can tell."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -242,7 +242,7 @@ def _put_in_place(source: str, path: str) -> None:
 
 
 def _exchange(first: str, second: str) -> bool:
-    """Let two names change places at once; return whether the system can.
+    """Exchange two names in one step; return whether the system can.
 
     Source: renameat2(2), Linux 3.15 and glibc 2.28; NFS and some FUSE disks refuse it.
     """
@@ -269,7 +269,7 @@ def _renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
 
 
 def _require_folder(folder: str) -> None:
-    """Refuse a folder of unfinished directories that may be somebody else's."""
+    """Refuse a folder of unfinished directories that may belong to somebody else."""
     if os.path.islink(folder):
         raise ValueError(
             f"{folder} is a link to a folder that may hold other files, and what lies in it is deleted; remove the"
@@ -278,20 +278,20 @@ def _require_folder(folder: str) -> None:
 
 
 def _clear(folder: str) -> None:
-    """Put back what a crash left moved away, and delete every leftover of ours that nobody is writing."""
+    """Put back what a crash left moved away, and delete leftovers of ours that no process is writing."""
     for name in {entry.removesuffix(_MARK) for entry in os.listdir(folder) if entry.endswith(_MARK)}:
         target = os.path.join(folder, name)
-        with contextlib.suppress(OSError):  # the mark is of another user, or not a file
+        with contextlib.suppress(OSError):  # the mark belongs to another user, or is not a file
             if name not in ("", os.curdir, os.pardir) and _take(target) is None:
                 recover(os.path.join(os.path.dirname(folder), name))
                 _release(target)
 
 
 def _release(target: str) -> None:
-    """Delete what is left of a directory that this process writes no longer, and the folder if it was the last."""
+    """Delete what is left of a directory that this process no longer writes, and the folder if it is empty."""
     if (descriptor := _marks.pop(target, None)) is None:
         return
-    if _is_at(descriptor, target + _MARK):  # else somebody has deleted the folder, and another process made it anew
+    if _is_at(descriptor, target + _MARK):  # else somebody deleted the folder, and another process made a new one
         for leftover in _entries(target):
             _discard(leftover)
         if not any(map(os.path.lexists, _entries(target))):
@@ -307,11 +307,11 @@ def _entries(target: str) -> tuple[str, ...]:
 
 
 def _discard(path: str) -> None:
-    """Delete what is not needed any more; that it cannot be deleted is no reason to fail."""
+    """Delete what is no longer needed; if it cannot be deleted, only warn."""
     try:
         delete(path)
     except OSError as error:
-        _log.warning("%s is not needed any more and could not be deleted: %s", path, error)
+        _log.warning("%s is no longer needed and could not be deleted: %s", path, error)
 
 
 def _is_directory(path: str) -> bool:
@@ -319,19 +319,19 @@ def _is_directory(path: str) -> bool:
 
 
 def _is_ours(target: str) -> bool:
-    """Return whether what lies under these names was put there by this file, in whatever process."""
+    """Return whether what is under these names was put there by this module, in any process."""
     mark = target + _MARK
     return os.path.isfile(mark) and not os.path.islink(mark) and not os.path.islink(os.path.dirname(target))
 
 
 def _take(target: str) -> str | None:
-    """Make the mark of ``target`` and lock it, where the disk has locks; return who holds it already, if anybody does.
+    """Make the mark of ``target`` and lock it, if the disk has locks; return who already holds it, or None.
 
     Source: POSIX record locks, which end with the process and which a forked data loader does not share. A process
     loses its lock when it closes any descriptor of the file, so a mark that it holds is never opened again.
 
     Raises:
-        ValueError: Files without a mark lie under these names.
+        ValueError: There are files under these names without a mark.
         OSError: The disk refuses.
     """
     mark = target + _MARK
@@ -342,7 +342,7 @@ def _take(target: str) -> str | None:
         is_new = not os.path.lexists(mark)
         try:
             descriptor = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        except FileNotFoundError:  # another process, which needed the folder no longer, has deleted it
+        except FileNotFoundError:  # another process no longer needed the folder and deleted it
             continue
         if _taken(descriptor):
             writer = os.read(descriptor, 1000).decode(errors="replace")
@@ -350,7 +350,7 @@ def _take(target: str) -> str | None:
             return writer or "another process"
         if _is_at(descriptor, mark):
             break
-        os.close(descriptor)  # of a mark that its process has deleted meanwhile
+        os.close(descriptor)  # its process has deleted this mark meanwhile
     if is_new and (foreign := next(filter(os.path.lexists, _entries(target)), None)):
         os.unlink(mark)
         os.close(descriptor)
@@ -363,7 +363,7 @@ def _take(target: str) -> str | None:
 
 
 def _is_at(descriptor: int, path: str) -> bool:
-    """Return whether an open file is the one under a name."""
+    """Return whether an open file is the one at ``path``."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:
@@ -371,7 +371,7 @@ def _is_at(descriptor: int, path: str) -> bool:
 
 
 def _taken(descriptor: int) -> bool:
-    """Lock a file, and return whether another process holds the lock already."""
+    """Lock a file; return whether another process already holds the lock."""
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A new file that is on the disk when it is closed, and knows its checksum without having been read again.
+"""One new file, written past the page cache (``O_DIRECT``) and flushed, with its checksum computed on the way.
 
-What is written goes past the page cache of the system, where the disk allows it (``O_DIRECT``): a checkpoint is written
-once and seldom read soon, so pages for it would only cost memory that has to be found and cleared first, which can be
-slower than the disk, and push out pages of the training data. Such writes need memory and sizes in whole blocks of the
-disk, so everything passes through a buffer. Where the disk refuses (memory disks, some network disks), the same buffer
-is written in the ordinary way.
+A checkpoint is written once and rarely read soon. In the page cache it would push out pages of the training data, and
+finding and clearing memory for it can take longer than the disk does. Direct writes need memory and sizes in whole
+blocks of the disk, so everything passes through a buffer. On disks that refuse (memory disks, some network disks), the
+same buffer is written in the ordinary way.
 
-``checkpoint/writer.py`` writes all files of a checkpoint with it.
+The checksum of a tensor is known from its archive (``torch_archive.py``), so that of the file is combined from the
+parts: computing it over the tensor's bytes a second time makes a save of large tensors half as long again.
+
+``checkpoint/writer.py`` writes all files of a checkpoint with it, ``hf/safetensors.py`` those of an export.
 """
 
 import errno
@@ -20,16 +22,16 @@ from typing import Self
 from lightning_mcore.checkpoint.manifest import FileRecord
 from lightning_mcore.checkpoint.storage.torch_archive import combine_checksums
 
-_BUFFER = 8 << 20  # bytes; large enough that a thread that waits for Python's lock between two writes loses little
+_BUFFER = 8 << 20  # bytes; large, so that waiting for Python's lock between two writes costs little
 _BLOCK = 4096  # bytes; a multiple of the block of any disk in use
 _COMBINED_FROM = 1 << 16  # bytes from which a second checksum costs more than combining two
 
 
 class ChecksummedFile:
-    """A file being written; to be used in a ``with`` statement, at whose end it is on the disk.
+    """A file being written, as a ``with`` statement, after which it is on the disk.
 
     Args:
-        path: Where; what is there is replaced.
+        path: Where to write; a file that is there is replaced.
     """
 
     def __init__(self, path: str) -> None:
@@ -55,7 +57,7 @@ class ChecksummedFile:
 
         Args:
             content: What to write.
-            checksum: Its CRC32, if it is known already.
+            checksum: Its CRC32, if already known.
 
         Raises:
             OSError: The disk refuses.
@@ -82,7 +84,7 @@ class ChecksummedFile:
         return FileRecord(self.size, f"{self._checksum:08x}")
 
     def _finish(self) -> None:
-        """Write the rest in a whole number of blocks, cut off what is too much, and wait for the disk."""
+        """Write the rest in whole blocks, truncate the file to its size, and wait for the disk."""
         blocks = -(-self._filled // _BLOCK) * _BLOCK
         self._buffer[self._filled : blocks] = bytes(blocks - self._filled)
         self._write(blocks)
@@ -113,7 +115,7 @@ def _open(path: str) -> int:
 
 
 def _leave_direct(descriptor: int) -> bool:
-    """Write in the ordinary way from now on; return whether that is a change."""
+    """Switch to ordinary writes; return whether that is a change."""
     flags, direct = fcntl.fcntl(descriptor, fcntl.F_GETFL), getattr(os, "O_DIRECT", 0)
     if not flags & direct:
         return False

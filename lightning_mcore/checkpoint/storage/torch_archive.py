@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One tensor in the format of ``torch.save``, framed and found without copying it.
+"""One tensor as an archive of ``torch.save``: its zip frame for writing, and its bytes found for reading, no copies.
 
-A ``.distcp`` file of Megatron's ``torch_dist`` format is a row of ``torch.save`` archives, one for each piece of a
-tensor. ``torch.save`` and ``torch.load`` handle one at less than the speed of a good disk: the first computes the
-checksum of the archive in a slow loop, the second copies everything once more. The archive itself is simple: an
-uncompressed zip file with a pickle of shape and type, and the bytes. So the writer puts the frame of
-:func:`frame_tensor` around the memory of the tensor, and the reader finds these bytes in a mapped file
-(:func:`find_tensor`). ``torch.load`` reads what is framed here; what ``torch.save`` wrote is found here, too.
+A ``.distcp`` file of the ``torch_dist`` format is a row of ``torch.save`` archives, one for each piece of a tensor.
+``torch.save`` and ``torch.load`` are slower than a good disk: the first computes the checksum of the archive in a slow
+loop, the second makes one more copy. The archive itself is simple: an uncompressed zip file with a pickle of shape and
+type, and the bytes. So the writer puts the frame of :func:`frame_tensor` around the memory of the tensor, and the
+reader finds these bytes in a mapped file (:func:`find_tensor`). ``torch.load`` reads these archives, and
+:func:`find_tensor` reads those of ``torch.save``. ``zipfile`` does not write them: it needs three times as long for
+small tensors.
 
-``checkpoint/writer.py`` writes with it and ``checkpoint/reader.py`` reads with it. No files, no ranks here.
+``checkpoint/writer.py`` writes with it and ``checkpoint/reader.py`` reads with it. This module opens no files.
 """
 
 import io
@@ -28,9 +29,9 @@ import torch
 from torch import Tensor
 
 _FOLDER = "archive"
-_ALIGNMENT = 64  # bytes from the beginning of the archive to its data are a multiple of it, as torch has it
+_ALIGNMENT = 64  # bytes; the data begin at a multiple of it, as in torch's archives
 _PADDING = b"FB"  # the kind of extra field that torch pads with
-_LIMIT = 0xFFFFFFFF  # from this size on, numbers stand in zip's 64-bit fields
+_LIMIT = 0xFFFFFFFF  # from this size on, zip uses its 64-bit fields
 _POLYNOMIAL = 0xEDB88320
 _BITS = 32
 _READERS = 4  # threads that compute checksums of one archive
@@ -38,13 +39,13 @@ _WORTH_A_THREAD = 1 << 20  # bytes
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU as bytes."""
+    """Return the memory of a contiguous CPU tensor, of any shape and dtype, as bytes."""
     content: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(content)
 
 
 def frame_tensor(dtype: torch.dtype, shape: tuple[int, ...], checksum: int) -> tuple[bytes, bytes]:
-    """Return what stands before and behind the bytes of a contiguous tensor in an archive of ``torch.save``.
+    """Return the bytes before and after those of a contiguous tensor in an archive of ``torch.save``.
 
     Source: torch 2.13, ``torch.serialization._save``; readable since torch 1.6.
 
@@ -84,13 +85,13 @@ def find_tensor(archive: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], 
     """Return the tensor in an archive of ``torch.save``, in the archive's own memory.
 
     Args:
-        archive: A mapped file; the archive ends where it ends, and may begin behind its beginning.
+        archive: A mapped file; the archive ends at its end, and may begin after its beginning.
         dtype: The type that the tensor must have.
         shape: The shape that it must have.
         check: Whether to compare the checksums of the archive, which reads all of it.
 
     Returns:
-        The tensor, or None where the archive holds another thing, which ``torch.load`` may read.
+        The tensor, of the given shape and dtype; None if the archive holds something else, for ``torch.load`` to read.
 
     Raises:
         ValueError: A checksum differs, or the archive cannot be read.
@@ -115,7 +116,7 @@ def find_tensor(archive: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], 
 
 
 def check_archive(archive: mmap.mmap) -> None:
-    """Compare all checksums of an archive of ``torch.save``, which reads all of it; it may hold anything.
+    """Compare all checksums of an archive of ``torch.save``, whatever it holds; reads all of it.
 
     Raises:
         ValueError: A checksum differs, or the archive cannot be read.
@@ -124,9 +125,9 @@ def check_archive(archive: mmap.mmap) -> None:
 
 
 def combine_checksums(first: int, second: int, length: int) -> int:
-    """Return the CRC32 of two texts in a row.
+    """Return the CRC32 of two byte strings, one after the other.
 
-    Source: zlib 1.3, ``crc32_combine``; Python does not offer it.
+    Source: ``crc32_combine`` of zlib 1.3, which Python does not offer.
 
     Args:
         first: CRC32 of the first.
@@ -157,7 +158,7 @@ def _multiply(a: int, b: int) -> int:
 
 
 class _Storage:
-    """Stands for the bytes of the tensor in its pickle."""
+    """Stands for the tensor's bytes in the pickle."""
 
     def __init__(self, storage: Any, size: int) -> None:
         if isinstance(storage, torch.UntypedStorage):
@@ -167,7 +168,7 @@ class _Storage:
 
 
 class _Call:
-    """Stands for the tensor: a call that makes it."""
+    """Stands for the tensor in the pickle: a call that makes it."""
 
     def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
         self._call = (function, arguments)
@@ -182,7 +183,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _record(name: str, offset: int, size: int, checksum: int, aligned: bool = False) -> tuple[bytes, bytes]:
-    """Return a record's header in front of its content, and its entry in the directory at the end."""
+    """Return a record's header, which precedes its content, and its entry in the directory at the end."""
     encoded = f"{_FOLDER}/{name}".encode()
     short, long = (_LIMIT, struct.pack("<HHQQ", 1, 16, size, size)) if size >= _LIMIT else (size, b"")
     padding = b""
@@ -205,7 +206,7 @@ def _end_of_archive(directory: bytes, count: int, offset: int) -> bytes:
 
 
 def _records(archive: mmap.mmap) -> dict[str, zipfile.ZipInfo]:
-    """Return where the records lie, by their names in the archive's folder."""
+    """Return the records of an archive, by their names in its folder."""
     stream: Any = archive
     try:
         with zipfile.ZipFile(stream) as content:
@@ -213,10 +214,10 @@ def _records(archive: mmap.mmap) -> dict[str, zipfile.ZipInfo]:
         for record in records.values():
             if not 0 <= _start(archive, record) <= len(archive) - record.compress_size:
                 raise ValueError(record.filename)
-    except Exception as error:  # zipfile raises anything where the directory is damaged
-        raise ValueError("it is no archive of torch.save") from error
+    except Exception as error:  # zipfile can raise anything on a damaged archive
+        raise ValueError("it is not an archive of torch.save") from error
     if "data.pkl" not in records:
-        raise ValueError("it is no archive of torch.save")
+        raise ValueError("it is not an archive of torch.save")
     return records
 
 
@@ -231,7 +232,7 @@ def _content(archive: mmap.mmap, record: zipfile.ZipInfo) -> bytes:
 
 
 def has_checksums(records: Iterable[zipfile.ZipInfo]) -> bool:
-    """Return whether an archive has checksums: ``torch.serialization.set_crc32_options(False)`` leaves them out."""
+    """Return whether an archive has checksums; ``torch.serialization.set_crc32_options(False)`` omits them."""
     return any(record.CRC for record in records)
 
 

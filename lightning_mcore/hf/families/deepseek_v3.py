@@ -27,7 +27,7 @@ def _read_latents(config: Mapping[str, Any]) -> dict[str, Any]:
     turned = config["qk_rope_head_dim"]
     for key, size in (("head_dim", turned), ("qk_head_dim", config["qk_nope_head_dim"] + turned)):
         refuse_unless(key, config.get(key, size), (size,), "it follows from qk_nope_head_dim and qk_rope_head_dim")
-    return {"q_lora_rank": config.get("q_lora_rank")}  # None counts: Megatron's default is a number
+    return {"q_lora_rank": config.get("q_lora_rank")}  # None matters: Megatron's default is a number
 
 
 _LATENTS = Derived(
@@ -37,8 +37,8 @@ _LATENTS = Derived(
 _ONE_EPSILON = Only(
     "rms_norm_eps",
     1e-6,
-    "transformers has this one in the norms of latents whatever the config says, and Megatron one for all norms",
-    is_written=False,  # the rule of all decoders writes what the model has, and write_config reads it again
+    "transformers always has this value in the norms of latents, and Megatron has one value for all norms",
+    is_written=False,  # the rule of all decoders writes the value of the model, and write_config reads it back
 )
 
 _ATTENTION: tuple[WeightRule, ...] = (

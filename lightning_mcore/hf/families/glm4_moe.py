@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GLM-4-MoE (GLM-4.5 and 4.6): a share of each head rotated, experts as in DeepSeek-V3, multi-token prediction."""
+"""GLM-4-MoE (GLM-4.5 and 4.6): a part of each head rotated, experts as in DeepSeek-V3, multi-token prediction."""
 
 from lightning_mcore.hf.config_rules import Same
 from lightning_mcore.hf.decoder_rules import (

@@ -16,7 +16,9 @@ FAMILY = Family(
         Same("num_experts_per_tok", "moe_router_topk", at_least=1),
         ALL_LAYERS,
         NORMALISED_ROUTER,
-        Only("router_jitter_noise", 0.0, "Megatron's noise is another; give transformer={'moe_input_jitter_eps': ...}"),
+        Only(
+            "router_jitter_noise", 0.0, "Megatron's noise is different; give transformer={'moe_input_jitter_eps': ...}"
+        ),
         *NO_ROUTER_LOSS,
     ),
     layer=(
