@@ -36,11 +36,7 @@ from fsspec.utils import get_protocol
 
 from lightning_mcore.checkpoint.manifest import (
     DELETED_FIRST,
-    FORMAT,
-    FORMAT_VERSION,
-    LIGHTNING_FILE,
     MANIFEST_FILE,
-    RANKS_FILE,
     FileRecord,
     damaged,
     decode_manifest,
@@ -50,40 +46,9 @@ from lightning_mcore.checkpoint.manifest import (
     is_megatron,
     may_be_replaced,
     no_checkpoint,
-    unsaved,
+    saving,
 )
 from lightning_mcore.checkpoint.storage import atomic as atomic_directory
-
-__all__ = [
-    "FORMAT",
-    "FORMAT_VERSION",
-    "LIGHTNING_FILE",
-    "MANIFEST_FILE",
-    "RANKS_FILE",
-    "FileRecord",
-    "abandon",
-    "begin",
-    "check_size",
-    "check_sizes",
-    "files_below",
-    "finish",
-    "is_checkpoint",
-    "is_checkpoint_directory",
-    "is_megatron_checkpoint",
-    "lies_in",
-    "link",
-    "names_in",
-    "newest_in",
-    "open_store",
-    "read_manifest",
-    "record_file",
-    "recover",
-    "recover_all",
-    "remove",
-    "require_replaceable",
-    "verify",
-    "writes_directly",
-]
 
 _BLOCK = 1 << 22  # bytes read at once
 _READERS = 4  # files read at once
@@ -117,10 +82,8 @@ def begin(path: str) -> str:
     path = _local(path)
     if not os.path.islink(path):
         require_replaceable(path)
-    try:
+    with saving(path):
         return atomic_directory.begin(path)
-    except OSError as error:
-        raise unsaved(path, error) from error
 
 
 def finish(path: str, manifest: dict[str, Any], files: Mapping[str, FileRecord]) -> None:
@@ -138,7 +101,7 @@ def finish(path: str, manifest: dict[str, Any], files: Mapping[str, FileRecord])
     directory = atomic_directory.unfinished(path)
     for name, record in files.items():
         _check_written(path, name, record, os.path.join(directory, name))
-    try:
+    with saving(path):
         others = {*files_below(directory)} - {*files, MANIFEST_FILE}
         records = {**files, **{name: _flush(os.path.join(directory, name)) for name in others}}
         with open(os.path.join(directory, MANIFEST_FILE), "wb") as file:
@@ -146,8 +109,6 @@ def finish(path: str, manifest: dict[str, Any], files: Mapping[str, FileRecord])
             file.flush()
             os.fsync(file.fileno())
         atomic_directory.publish(path)
-    except OSError as error:
-        raise unsaved(path, error) from error
 
 
 def abandon(path: str) -> None:
@@ -166,10 +127,8 @@ def link(path: str, target: str) -> None:
     path, target = _local(path), _local(target)
     if not os.path.islink(path):
         require_replaceable(path)
-    try:
+    with saving(path):
         atomic_directory.link(path, target)
-    except OSError as error:
-        raise unsaved(path, error) from error
 
 
 def remove(path: str) -> None:

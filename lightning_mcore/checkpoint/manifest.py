@@ -11,10 +11,11 @@ files when it writes the manifest. Before anything is loaded, :func:`check_model
 the manifest with the run. This module opens no files and imports torch only to describe a model.
 """
 
+import contextlib
 import dataclasses
 import errno
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -119,8 +120,20 @@ def damaged(path: str, what: str) -> ValueError:
     return ValueError(f"{path} is damaged: {what}; use another checkpoint or a copy of this one")
 
 
-def unsaved(path: str, error: OSError) -> OSError:
-    """Return the error for a save that the disk refused, with the same class and ``errno``."""
+@contextlib.contextmanager
+def saving(path: str) -> Iterator[None]:
+    """Turn an error of the disk, in a ``with`` statement or a decorated function, into one sentence about ``path``.
+
+    Raises:
+        OSError: The disk refused; of the same class, with the same ``errno``.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise _unsaved(path, error) from error
+
+
+def _unsaved(path: str, error: OSError) -> OSError:
     advice = {
         errno.ENOSPC: "free some space there or keep fewer checkpoints",
         errno.EDQUOT: "free some space there or keep fewer checkpoints",

@@ -21,8 +21,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from lightning_mcore.checkpoint.manifest import METADATA_FILE
 
-__all__ = ["COMMON_FILE", "METADATA_FILE", "least_sizes", "read_common", "read_metadata", "tensor_bytes", "tensors_of"]
-
 COMMON_FILE = "common.pt"
 
 _CHECKPOINT = "torch.distributed.checkpoint"

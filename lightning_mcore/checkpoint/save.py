@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.checkpoint import remote as checkpoint_staging
-from lightning_mcore.checkpoint.manifest import LIGHTNING_FILE, METADATA_FILE, RANKS_FILE, FileRecord, unsaved
+from lightning_mcore.checkpoint.manifest import LIGHTNING_FILE, METADATA_FILE, RANKS_FILE, FileRecord, saving
 from lightning_mcore.checkpoint.metadata import COMMON_FILE, tensors_of
 from lightning_mcore.checkpoint.save_plan import Piece, ShardPlanner
 from lightning_mcore.checkpoint.storage import atomic as atomic_directory
@@ -114,7 +114,7 @@ class CheckpointSave:
         self.staging = staging
         self._writing = BackgroundTask(
             f"writer of {path}",
-            lambda: _refused(path, lambda: write_pieces(directory, prefix, pieces, files)),
+            saving(path)(partial(write_pieces, directory, prefix, pieces, files)),
             gives_way=staging is not None,
         )
 
@@ -173,7 +173,8 @@ class CheckpointSave:
         assert metadata is not None
         places = [of_rank for of_rank, _ in written]
         self._records = {name: record for _, records in written for name, record in records.items()}
-        self._records[METADATA_FILE] = _refused(self.path, lambda: write_metadata(self._directory, metadata, places))
+        with saving(self.path):
+            self._records[METADATA_FILE] = write_metadata(self._directory, metadata, places)
         self._manifest["tensors"] = tensors_of(metadata)
         if checkpoint_files.writes_directly(self.path):
             checkpoint_files.finish(self.path, self._manifest, self._records)
@@ -197,7 +198,7 @@ def save_file(content: Any, path: str) -> None:
     """
     if not os.path.islink(path):
         checkpoint_files.require_replaceable(path)
-    try:
+    with saving(path):
         name = os.path.basename(path)
         directory = atomic_directory.begin(path)
         try:
@@ -209,8 +210,6 @@ def save_file(content: Any, path: str) -> None:
         except BaseException:
             atomic_directory.abandon(path)
             raise
-    except OSError as error:
-        raise unsaved(path, error) from error
 
 
 def _begin(path: str) -> str:
@@ -250,14 +249,6 @@ def _saved(content: Any) -> bytes:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(f"the checkpoint holds an object that cannot be saved, {error}; take it out") from error
     return stream.getvalue()
-
-
-def _refused(path: str, function: Callable[[], Any]) -> Any:
-    """Return what ``function`` returns; an error of the disk becomes one sentence."""
-    try:
-        return function()
-    except OSError as error:
-        raise unsaved(path, error) from error
 
 
 class BackgroundTask(Generic[T]):

@@ -19,6 +19,7 @@ from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.checkpoint.storage import atomic as atomic_directory
 from lightning_mcore.hf.export import check_export, export_model, require_free
 from lightning_mcore.hf.export_plan import MAX_SHARD_SIZE, parse_dtype, parse_size
+from lightning_mcore.hf.files import CONFIG_FILE
 from lightning_mcore.parallel.consensus import decide
 
 SUFFIX = "-hf"
@@ -233,4 +234,4 @@ def _is_beside(path: str, trainer: pl.Trainer) -> bool:
     """Return whether ``path`` is a Hugging Face model beside the checkpoints of this trainer."""
     folders = [str(checkpoint.dirpath) for checkpoint in _model_checkpoints(trainer)]
     in_folder = any(checkpoint_files.lies_in(path, folder) for folder in folders)
-    return in_folder and os.path.isfile(os.path.join(path, "config.json"))
+    return in_folder and os.path.isfile(os.path.join(path, CONFIG_FILE))

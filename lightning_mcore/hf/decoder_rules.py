@@ -5,14 +5,15 @@ A family (``families/``) combines its tables from these. Weights have Megatron's
 before a projection belongs to that projection.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from lightning_mcore.hf.config_rules import (
     LONGEST_SEQUENCE,
+    Config,
     ConfigRule,
     Constants,
     Derived,
+    Fields,
     Only,
     Same,
     Unused,
@@ -72,7 +73,7 @@ PRETRAINING_TP = Unused(("pretraining_tp",))
 _FULL, _WINDOWED = "full_attention", "sliding_attention"
 
 
-def _read_window(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_window(config: Config) -> dict[str, Any]:
     size = config.get("sliding_window")
     if size is None:
         return {}
@@ -80,13 +81,13 @@ def _read_window(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"window_size": [size - 1, 0]}
 
 
-def _write_window(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _write_window(fields: Fields) -> dict[str, Any]:
     if fields["window_attn_skip_freq"] is not None:
         raise ValueError("it has windows in some layers only, which its config cannot express")
     return {"sliding_window": _keys_seen(fields)}
 
 
-def _keys_seen(fields: Mapping[str, Any]) -> int | None:
+def _keys_seen(fields: Fields) -> int | None:
     if fields["window_size"] is None:
         return None
     back, ahead = fields["window_size"]
@@ -95,15 +96,15 @@ def _keys_seen(fields: Mapping[str, Any]) -> int | None:
     return int(back) + 1
 
 
-def _read_optional_window(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_optional_window(config: Config) -> dict[str, Any]:
     return _read_window(config) if config.get("use_sliding_window") else {}
 
 
-def _write_optional_window(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _write_optional_window(fields: Fields) -> dict[str, Any]:
     return {**_write_window(fields), "use_sliding_window": fields["window_size"] is not None}
 
 
-def _read_windows(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_windows(config: Config) -> dict[str, Any]:
     kinds = config.get("layer_types") or ()
     for kind in kinds:
         refuse_unless("layer_types", kind, (_FULL, _WINDOWED), "Megatron does not have such layers")
@@ -118,7 +119,7 @@ def _read_windows(config: Mapping[str, Any]) -> dict[str, Any]:
     return _read_window(config) | ({} if all(windowed) else {"window_attn_skip_freq": windowed})
 
 
-def _write_windows(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _write_windows(fields: Fields) -> dict[str, Any]:
     size = _keys_seen(fields)
     flags = fields["window_attn_skip_freq"] or [size is not None] * fields["num_layers"]
     kinds = [_WINDOWED if flag else _FULL for flag in flags]
@@ -142,7 +143,7 @@ WINDOWS = Derived(
 # ---- layers for multi-token prediction
 
 
-def _read_multi_token(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_multi_token(config: Config) -> dict[str, Any]:
     layers = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers")
     if layers:
         refuse_outside("num_nextn_predict_layers", layers, 0, MOST_LAYERS)

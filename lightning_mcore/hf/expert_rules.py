@@ -5,13 +5,14 @@ Mixtral and Qwen route by a softmax, DeepSeek and GLM by a sigmoid with a bias t
 balance the load are Megatron's own; the user sets them for training, in ``transformer``.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from lightning_mcore.hf.config_rules import (
+    Config,
     ConfigRule,
     Constants,
     Derived,
+    Fields,
     Only,
     Preset,
     Same,
@@ -20,9 +21,6 @@ from lightning_mcore.hf.config_rules import (
     refuse_unless,
 )
 from lightning_mcore.hf.weight_rules import Experts, Rename, Rows, WeightRule
-
-Config = Mapping[str, Any]
-Fields = Mapping[str, Any]
 
 _BEST_OF_GROUP = 2  # experts by which transformers judges a group
 

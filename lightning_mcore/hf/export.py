@@ -17,7 +17,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from threading import Event, Lock
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
-from lightning_mcore.checkpoint.manifest import unsaved
+from lightning_mcore.checkpoint.manifest import saving
 from lightning_mcore.checkpoint.storage import atomic as atomic_directory
 from lightning_mcore.hf.export_config import (
     Description,
@@ -37,16 +37,16 @@ from lightning_mcore.hf.export_config import (
 )
 from lightning_mcore.hf.export_plan import MAX_SHARD_SIZE, ExportPlan, Place, parse_dtype, parse_size
 from lightning_mcore.hf.family import find_family, recorded_family
+from lightning_mcore.hf.files import CONFIG_FILE, INDEX_FILE
 from lightning_mcore.hf.live_tensors import exchange, places_of_all
 from lightning_mcore.hf.pretrained import ModelPieces, pieces_of_module
-from lightning_mcore.hf.safetensors import INDEX_FILE, write_safetensors
+from lightning_mcore.hf.safetensors import write_safetensors
 from lightning_mcore.hf.stored_tensors import StoredTensors
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.parallel.consensus import decide, on_all
-from lightning_mcore.strategy.strategy import MCoreStrategy
+from lightning_mcore.strategy import MCoreStrategy
 
-_T = TypeVar("_T")
 _SILENT_SECONDS = 2.0  # writing that takes no longer shows no progress
 _WRITERS = 4  # files written at the same time
 
@@ -90,9 +90,9 @@ def export_checkpoint(
     description = describe(path, settings, stored.shapes, like, family)
     plan = _plan(description, family, stored.shapes, stored.places, *options)
     warn_of_what_is_lost(description, settings, like)
-    with _new_folder(out) as folder, _progress(plan, out) as bar:
-        _saved(out, lambda: _write_all(plan, folder, stored.read, bar))
-        _saved(out, lambda: _finish(plan, description, folder))
+    with _new_folder(out) as folder, _progress(plan, out) as bar, saving(out):
+        _write_all(plan, folder, stored.read, bar)
+        _finish(plan, description, folder)
 
 
 def export_model(
@@ -133,9 +133,9 @@ def export_model(
             for first in range(0, len(files), ranks):
                 of_round = files[first : first + ranks]
                 tensors = exchange(plan, model.pieces, of_round)
-                on_all(partial(_saved, out, partial(_write_own, plan, folder, of_round, tensors)))
+                on_all(saving(out)(partial(_write_own, plan, folder, of_round, tensors)))
                 bar.update(sum(plan.size(tensor) for file in of_round for tensor in plan.files[file]))
-            decide(lambda: _saved(out, lambda: _finish(plan, model.description, folder)))
+            decide(saving(out)(partial(_finish, plan, model.description, folder)))
 
 
 def check_export(
@@ -213,7 +213,7 @@ def require_free(out: str, replace: bool = False) -> str:
     """
     out = os.path.realpath(out) if os.path.islink(out) else out
     names = os.listdir(out) if os.path.isdir(out) else []
-    if (os.path.lexists(out) and not os.path.isdir(out)) or (names and not (replace and "config.json" in names)):
+    if (os.path.lexists(out) and not os.path.isdir(out)) or (names and not (replace and CONFIG_FILE in names)):
         what = "holds other files" if names else "is a file"
         raise ValueError(f"{out} {what}; give a folder that is empty, or does not exist yet")
     return out
@@ -275,10 +275,12 @@ def _finish(plan: ExportPlan, description: Description, folder: str) -> None:
 @contextlib.contextmanager
 def _new_folder(out: str) -> Iterator[str]:
     """Yield a folder to write into, which appears at ``out`` at the end."""
-    folder = _saved(out, lambda: atomic_directory.begin(out))
+    with saving(out):
+        folder = atomic_directory.begin(out)
     try:
         yield folder
-        _saved(out, lambda: atomic_directory.publish(out))
+        with saving(out):
+            atomic_directory.publish(out)
     except BaseException:
         atomic_directory.abandon(out)
         raise
@@ -287,21 +289,14 @@ def _new_folder(out: str) -> Iterator[str]:
 @contextlib.contextmanager
 def _shared_folder(out: str) -> Iterator[str]:
     """Do the same with all ranks; a failure on one rank is a failure on all, so all leave it together."""
-    folder = decide(lambda: _saved(out, lambda: atomic_directory.begin(out)))
+    folder = decide(saving(out)(partial(atomic_directory.begin, out)))
     try:
         yield folder
-        decide(lambda: _saved(out, lambda: atomic_directory.publish(out)))
+        decide(saving(out)(partial(atomic_directory.publish, out)))
     except BaseException:
         if dist.get_rank() == 0:
             atomic_directory.abandon(out)
         raise
-
-
-def _saved(out: str, function: Callable[[], _T]) -> _T:
-    try:
-        return function()
-    except OSError as error:
-        raise unsaved(out, error) from error
 
 
 @contextlib.contextmanager

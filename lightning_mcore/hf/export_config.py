@@ -20,12 +20,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_mcore.config.field_homes import OF_THE_MODULE
 from lightning_mcore.hf.family import Family, complete_fields, family_names, find_family, recorded_family
-from lightning_mcore.hf.files import read_json
+from lightning_mcore.hf.files import CONFIG_FILE, read_json
 from lightning_mcore.hf.source import (
-    CONFIG_FILE,
     GENERATION_FILE,
     HFSource,
     complete_config,
+    is_hub_name,
     read_generation_config,
 )
 from lightning_mcore.hf.training_fields import TRAINING_ONLY
@@ -238,7 +238,7 @@ def _folder_of(path: str | None) -> str | None:
     """Return the folder of a model on this machine, also for a name on the hub that has been downloaded."""
     if path is None or os.path.isdir(path):
         return path
-    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+    if not is_hub_name(path):
         return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError

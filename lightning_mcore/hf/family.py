@@ -31,35 +31,14 @@ from lightning_mcore.hf.config_rules import ConfigRule, Same, shortened
 from lightning_mcore.hf.training_fields import TRAINING_ONLY
 from lightning_mcore.hf.weight_rules import WeightRule
 
-IRRELEVANT = frozenset(
-    {
-        "_attn_implementation_autoset",
-        "_name_or_path",
-        "architectures",
-        "auto_map",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "dtype",
-        "eos_token_id",
-        "id2label",
-        "initializer_range",
-        "is_encoder_decoder",
-        "label2id",
-        "max_position_embeddings",
-        "model_type",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "problem_type",
-        "return_dict",
-        "tokenizer_class",
-        "torch_dtype",
-        "transformers_version",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_cache",
-    }
-)
+_IRRELEVANT = """
+    _attn_implementation_autoset _name_or_path architectures auto_map bos_token_id chunk_size_feed_forward dtype
+    eos_token_id id2label initializer_range is_encoder_decoder label2id max_position_embeddings model_type
+    output_attentions output_hidden_states pad_token_id problem_type return_dict tokenizer_class torch_dtype
+    transformers_version unsloth_fixed unsloth_version use_cache
+"""
+
+IRRELEVANT = frozenset(_IRRELEVANT.split())
 """Keys of any config that do not change the numbers of a model whose weights are given."""
 
 
@@ -166,7 +145,7 @@ class Family:
 def complete_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields completed with all defaults and derived sizes, in one normal form.
 
-    Fields without effect, and those with several equivalent values, take the value that :func:`_one_way` gives them. So
+    Fields without effect, and those with several equivalent values, take the value from :func:`_normal_form`. So
     equal models have equal fields.
 
     Args:
@@ -190,10 +169,10 @@ def complete_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in derived.items():
         if whole[name] is None:
             whole[name] = value()
-    return whole | _one_way(whole)
+    return whole | _normal_form(whole)
 
 
-def _one_way(whole: Mapping[str, Any]) -> dict[str, Any]:
+def _normal_form(whole: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that have several equivalent values, each in its normal form."""
     activation = whole["activation_func"]
     said: dict[str, Any] = {
@@ -207,10 +186,10 @@ def _one_way(whole: Mapping[str, Any]) -> dict[str, Any]:
         said["moe_router_topk_scaling_factor"] = None
     if whole["moe_router_load_balancing_type"] != "sinkhorn":  # only sinkhorn changes how tokens are routed
         said["moe_router_load_balancing_type"] = "aux_loss"
-    return said | _one_way_of_windows(whole) | _one_way_of_experts(whole)
+    return said | _normal_windows(whole) | _normal_experts(whole)
 
 
-def _one_way_of_windows(whole: Mapping[str, Any]) -> dict[str, Any]:
+def _normal_windows(whole: Mapping[str, Any]) -> dict[str, Any]:
     """Return which layers have a window as a tuple of flags; None if all have one."""
     window, skip = whole["window_size"], whole["window_attn_skip_freq"]
     if isinstance(skip, int):
@@ -221,7 +200,7 @@ def _one_way_of_windows(whole: Mapping[str, Any]) -> dict[str, Any]:
     return {"window_attn_skip_freq": None if all(windowed) else windowed}
 
 
-def _one_way_of_experts(whole: Mapping[str, Any]) -> dict[str, Any]:
+def _normal_experts(whole: Mapping[str, Any]) -> dict[str, Any]:
     """Return which layers have experts as a tuple of flags; 1 if all have them."""
     if not whole["num_moe_experts"]:
         return {"moe_layer_freq": 1}

@@ -16,6 +16,10 @@ import os
 import re
 from typing import Any
 
+CONFIG_FILE = "config.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
 LONGEST_JSON = 100 << 20
 """Bytes of a JSON file or a header that are read, as in the safetensors library; a longer one is damaged."""
 

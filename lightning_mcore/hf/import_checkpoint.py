@@ -27,6 +27,7 @@ from lightning_mcore.checkpoint import model_state as sharded_state
 from lightning_mcore.checkpoint.save import MANIFEST, SHARDED_STATE, CheckpointSave
 from lightning_mcore.checkpoint.save_plan import Piece, ShardPlan, ShardPlanner
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.hf.export_plan import parse_dtype
 from lightning_mcore.hf.pretrained import check_downloads, pieces_of_module, running_fields
 from lightning_mcore.hf.safetensors import SafetensorsFolder
 from lightning_mcore.hf.source import HFSource, refuse_megatron_checkpoint, settings_of_source
@@ -60,8 +61,7 @@ def import_checkpoint(path: str, out: str, *, family: str | None = None, dtype: 
     path, out = os.fspath(path), os.fspath(out)
     if os.path.islink(out):
         out = os.path.realpath(out)
-    if dtype not in ("auto", "bfloat16", "float16", "float32"):
-        raise ValueError(f"dtype={dtype!r} is not known; choose 'auto', 'bfloat16', 'float16' or 'float32'")
+    given = parse_dtype(dtype)
     if checkpoint_files.names_in(*checkpoint_files.open_store(out)) or os.path.isfile(out):
         raise ValueError(f"{out} already exists; give the name of a checkpoint that does not exist yet")
     if checkpoint_files.is_checkpoint_directory(path):
@@ -70,7 +70,7 @@ def import_checkpoint(path: str, out: str, *, family: str | None = None, dtype: 
     source = HFSource.open(path, family)
     folder = source.open_tensors()
     settings = settings_of_source(source, folder.shapes, path, family)
-    kept = _type_of_most(folder) if dtype == "auto" else getattr(torch, dtype)
+    kept = _type_of_most(folder) if given is None else given
     with single_process():
         module = MCoreGPT(**settings)
         _build_without_memory(module, kept)

@@ -8,7 +8,7 @@ has its own rotation and fields, and supports only the first and the last of the
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_mcore.hf.config_rules import LONGEST_SEQUENCE, Derived, refuse_outside, refuse_unless
+from lightning_mcore.hf.config_rules import LONGEST_SEQUENCE, Config, Derived, Fields, refuse_outside, refuse_unless
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _BUILT_IN = "Megatron has Llama 3's own value built in"
@@ -17,8 +17,6 @@ _FASTEST, _SLOWEST = 32.0, 1.0  # defaults of YaRN
 
 _SMALLEST, _LARGEST = 1e-6, 1e15  # of bases and factors; beyond them, wavelengths are 0 or infinite
 
-Config = Mapping[str, Any]
-Fields = Mapping[str, Any]
 Rope = dict[str, Any]
 
 

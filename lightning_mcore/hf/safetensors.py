@@ -29,11 +29,8 @@ from torch import Tensor
 
 from lightning_mcore.checkpoint.storage.direct_file import ChecksummedFile
 from lightning_mcore.checkpoint.storage.torch_archive import tensor_bytes
-from lightning_mcore.hf.files import read_header, read_json
+from lightning_mcore.hf.files import INDEX_FILE, SINGLE_FILE, read_header, read_json
 from lightning_mcore.hf.weight_rules import Shape
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")

@@ -27,9 +27,8 @@ from lightning_mcore.config.field_homes import OF_THE_MODULE
 from lightning_mcore.config.without_torch import let_torch_in
 from lightning_mcore.hf.config_rules import LONGEST_SEQUENCE, refuse_outside, refuse_unless
 from lightning_mcore.hf.family import Family, find_family, registered_family, split_fields
-from lightning_mcore.hf.files import read_header, read_json
+from lightning_mcore.hf.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, read_header, read_json
 
-CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -296,10 +295,10 @@ def _names_there(source: HFSource) -> Collection[str] | None:
     """Return the names of the tensors in the index or in the only file; None if there is neither."""
     names: Any = None
     with contextlib.suppress(FileNotFoundError, ValueError):  # absent, or damaged: the run will report it
-        if os.path.exists(os.path.join(source.folder, "model.safetensors.index.json")):
-            names = read_json(source.folder, "model.safetensors.index.json").get("weight_map")
+        if os.path.exists(os.path.join(source.folder, INDEX_FILE)):
+            names = read_json(source.folder, INDEX_FILE).get("weight_map")
         else:
-            names, _ = read_header(os.path.join(source.folder, "model.safetensors"))
+            names, _ = read_header(os.path.join(source.folder, SINGLE_FILE))
     return names if isinstance(names, dict) else None
 
 
@@ -353,7 +352,7 @@ def settings_of_source(
         "hf": {
             "path": absolute(path),
             "family": family or source.family.model_type,
-            "config": read_json(source.folder, "config.json"),
+            "config": read_json(source.folder, CONFIG_FILE),
             "generation_config": read_generation_config(source.folder),
         },
     }

@@ -76,7 +76,7 @@ class HFWeights:
             ValueError: Two tensors differ that are one in Megatron, a value is not finite, or it does not fit the dtype
                 of ``target``.
         """
-        parts = [part for block in self._near(name, start, shape) if (part := block.within(start, shape))]
+        parts = [part for block in self._overlapping(name, start, shape) if (part := block.within(start, shape))]
         place = target.view(shape) if target.shape != shape else target
         if sum(prod(part.shape) for part in parts) < place.numel():
             place.zero_()
@@ -94,10 +94,10 @@ class HFWeights:
 
     def files(self, name: str, start: Shape, shape: Shape) -> set[str]:
         """Return the paths of the files that :meth:`fill` reads for a rectangle."""
-        near = (block.hf for block in self._near(name, start, shape) if block.within(start, shape))
+        near = (block.hf for block in self._overlapping(name, start, shape) if block.within(start, shape))
         return {self._folder.file_of(each) for hf in near for each in (hf, *self._aliases.get(hf, ()))}
 
-    def _near(self, name: str, start: Shape, shape: Shape) -> list[Block]:
+    def _overlapping(self, name: str, start: Shape, shape: Shape) -> list[Block]:
         """Return the blocks that overlap a rectangle on its first axis; of stacked experts, a few of hundreds."""
         if not start:
             return self._map.blocks[name]

@@ -19,6 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_mcore.checkpoint import files
 from lightning_mcore.checkpoint import remote as staging
+from lightning_mcore.checkpoint.manifest import LIGHTNING_FILE, FileRecord
 from lightning_mcore.checkpoint.storage import atomic as atomic_directory
 
 SHARD = "__0_0.distcp"
@@ -33,12 +34,12 @@ def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param
 
 
-def fill(directory: str, step: int) -> dict[str, files.FileRecord]:
+def fill(directory: str, step: int) -> dict[str, FileRecord]:
     """Write what ranks write; return the records of the shards."""
     Path(directory, SHARD).write_bytes(CONTENT + str(step).encode())
     Path(directory, ".metadata").write_bytes(b"metadata")
     Path(directory, "metadata.json").write_bytes(b"{}")
-    Path(directory, files.LIGHTNING_FILE).write_bytes(b"state of step %d" % step)
+    Path(directory, LIGHTNING_FILE).write_bytes(b"state of step %d" % step)
     return {SHARD: files.record_file(os.path.join(directory, SHARD))}
 
 
@@ -51,7 +52,7 @@ def step_of(path: Path | str) -> int:
     """Return the step of a checkpoint whose every file is as it was saved, and belongs to that step."""
     step = int(files.verify(str(path))["global_step"])
     if "://" not in str(path):
-        assert Path(path, files.LIGHTNING_FILE).read_bytes() == b"state of step %d" % step
+        assert Path(path, LIGHTNING_FILE).read_bytes() == b"state of step %d" % step
     return step
 
 
@@ -118,7 +119,7 @@ def test_every_file_and_directory_is_flushed_before_the_rename(tmp_path: Path, m
 
 def test_a_file_that_another_rank_wrote_elsewhere_is_missed(tmp_path: Path) -> None:
     records = fill(files.begin(str(tmp_path / "a.ckpt")), 1)
-    records["__1_0.distcp"] = files.FileRecord(10, "00000000")
+    records["__1_0.distcp"] = FileRecord(10, "00000000")
     with pytest.raises(OSError, match=r"__1_0\.distcp .* 10 bytes and is not there .* all nodes share"):
         files.finish(str(tmp_path / "a.ckpt"), {}, records)
     assert not (tmp_path / "a.ckpt").exists()
@@ -395,7 +396,7 @@ def test_what_was_moved_away_comes_back_when_the_new_one_cannot_be_moved_there(
     monkeypatch.setattr(os, "rename", refuse)
     with pytest.raises(OSError, match=r"last\.ckpt could not be saved"):
         files.finish(str(path), {}, records)
-    assert (path / files.LIGHTNING_FILE).read_bytes() == b"state of step 1"
+    assert (path / LIGHTNING_FILE).read_bytes() == b"state of step 1"
 
 
 def test_a_new_save_begins_with_putting_back_what_a_crash_left_moved_away(tmp_path: Path) -> None:
@@ -405,7 +406,7 @@ def test_a_new_save_begins_with_putting_back_what_a_crash_left_moved_away(tmp_pa
         (tmp_path / ".unfinished" / "last.ckpt.mcore-lock").touch()
         (tmp_path / "last.ckpt").rename(tmp_path / ".unfinished" / "last.ckpt.replaced")
         atomic_directory.begin(str(tmp_path / name))
-        assert (tmp_path / "last.ckpt" / files.LIGHTNING_FILE).read_bytes() == b"state of step 1"
+        assert (tmp_path / "last.ckpt" / LIGHTNING_FILE).read_bytes() == b"state of step 1"
         files.abandon(str(tmp_path / name))
 
 

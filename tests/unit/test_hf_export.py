@@ -346,7 +346,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "linked inside": (lambda at: [str(at / "link.ckpt"), str(at / "c.ckpt" / "out")], "lies inside the checkpoint"),
     "too large": (
         lambda at: [str(at / "large.ckpt"), str(at / "out"), "--dtype", "float16"],
-        "model.norm.weight has values up to 99840, and the largest of float16 is 65504; choose dtype bfloat16 or float32",
+        "model.norm.weight has values up to 99840, and the largest of float16 is 65504; choose dtype bfloat16",
     ),
     "other family": (
         lambda at: [str(at / "c.ckpt"), str(at / "out"), "--family", "llama"],

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSeek-V3 and R1: latent attention, a sigmoid router with a bias, shared experts, multi-token prediction."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from lightning_mcore.hf.config_rules import Constants, Derived, Only, Same, Unused, refuse_unless
+from lightning_mcore.hf.config_rules import Config, Constants, Derived, Only, Same, Unused, refuse_unless
 from lightning_mcore.hf.decoder_rules import (
     MLP,
     MULTI_TOKEN,
@@ -21,7 +20,7 @@ from lightning_mcore.hf.rope_rules import LATENT_ROPE
 from lightning_mcore.hf.weight_rules import Rename, WeightRule
 
 
-def _read_latents(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_latents(config: Config) -> dict[str, Any]:
     heads = config["num_attention_heads"]
     refuse_unless("num_key_value_heads", config.get("num_key_value_heads", heads), (heads,), "each head has its own")
     turned = config["qk_rope_head_dim"]
