@@ -341,7 +341,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         lambda at: [str(at / "c.ckpt"), str(at / "out"), "--like", str(at / "no")],
         "is not the folder of a Hugging",
     ),
-    "family": (lambda at: [str(at / "c.ckpt"), str(at / "out"), "--family", "gpt2"], "'gpt2' are not supported; choose"),
+    "family": (lambda at: [str(at / "c.ckpt"), str(at / "out"), "--family", "gpt2"], "'gpt2' are not supported"),
     "inside": (lambda at: [str(at / "c.ckpt"), str(at / "c.ckpt" / "out")], "out lies inside the checkpoint"),
     "linked inside": (lambda at: [str(at / "link.ckpt"), str(at / "c.ckpt" / "out")], "lies inside the checkpoint"),
     "too large": (
