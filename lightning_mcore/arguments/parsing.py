@@ -6,14 +6,12 @@ it is one sentence with the nearest neighbour.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_mcore.arguments.documents import read_file
 from lightning_mcore.config.text import unknown_name
-
-_YAML = (".yaml", ".yml")
 
 
 def parse_arguments(source: "Sequence[str] | str | Path | Mapping[str, Any]", *classes: type) -> tuple[Any, ...]:
@@ -37,7 +35,7 @@ def parse_arguments(source: "Sequence[str] | str | Path | Mapping[str, Any]", *c
     if isinstance(source, Sequence) and not isinstance(source, str) and len(source) == 1 and _is_file_name(source[0]):
         source = source[0]
     if isinstance(source, str | Path):
-        what, values = f"key of {source}", _read(Path(source))
+        what, values = f"key of {source}", read_file(str(source), "a file of arguments")
     elif isinstance(source, Mapping):
         what, values = "argument", dict(source)
     else:
@@ -64,25 +62,4 @@ def _default_classes() -> tuple[type, ...]:
 
 
 def _is_file_name(word: str) -> bool:
-    return Path(word).suffix in (*_YAML, ".json") and not word.startswith("-")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is not a file; give the path of a YAML or JSON file of arguments")
-    text = path.read_text(encoding="utf-8")
-    if path.suffix in _YAML:
-        import yaml
-
-        try:
-            loaded = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}; fix it") from error
-    else:
-        try:
-            loaded = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON: {error}; fix it, or name it .yaml") from error
-    if not isinstance(loaded, dict):
-        raise ValueError(f"{path} holds a {type(loaded).__name__}; give arguments by name")
-    return loaded
+    return Path(word).suffix in (".yaml", ".yml", ".json") and not word.startswith("-")

@@ -12,13 +12,12 @@ import dataclasses
 import importlib
 import inspect
 import os
-import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import yaml
-
+from lightning_mcore.arguments.documents import read_yaml
 from lightning_mcore.config.checks import accepts, choices_of
 from lightning_mcore.config.text import unknown_name
 
@@ -79,11 +78,7 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 def _load(path: str) -> dict[str, Any]:
     if not os.path.isfile(path):
         raise ValueError(f"--config {path}: there is no such file; give the path of a YAML file")
-    with open(path, encoding="utf-8") as file:
-        try:
-            content = yaml.safe_load(file)
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    content = read_yaml(Path(path).read_text(encoding="utf-8"), path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} does not hold keys; give a YAML file with trainer:, model: and data:")
     return content
@@ -101,8 +96,8 @@ def _spelled(parser: Any) -> list[str]:
 
 def _plain(value: str) -> Any:
     try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError:
+        return read_yaml(value, value)
+    except ValueError:
         return value
 
 
@@ -181,7 +176,7 @@ def _fault_in_value(path: str, value: Any, hint: Any) -> str | None:
         if isinstance(value, str) and path in _CLASSES:
             return _fault_in_class(path, {"class_path": value})
         return None
-    return None if accepts(hint, _number(value)) else f"{path}={value!r} does not fit; choose {choices_of(hint)}"
+    return None if accepts(hint, value) else f"{path}={value!r} does not fit; choose {choices_of(hint)}"
 
 
 def _fault_in_class(path: str, value: Mapping[str, Any]) -> str | None:
@@ -246,13 +241,6 @@ _UNIONS = ("typing.Union", "<class 'types.UnionType'>")
 def _is_plain(kind: Any) -> bool:
     origin = typing.get_origin(kind) or kind
     return origin in (bool, int, float, str, list, tuple, dict, type(None), typing.Literal)
-
-
-def _number(value: Any) -> Any:
-    """Return ``1e-4`` as a number, which YAML reads as text."""
-    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
-        return float(value)
-    return value
 
 
 def on_one_line(message: str) -> str:

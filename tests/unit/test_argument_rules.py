@@ -228,8 +228,23 @@ def test_files_that_are_not_there_or_not_right(tmp_path: Path) -> None:
         DistributingParallelArguments(additional_configs="none.json")
     for name, text in (("a.yaml", "a: ]"), ("b.json", "{"), ("c.yaml", "- 1"), ("d.json", "[]")):
         (tmp_path / name).write_text(text, encoding="utf-8")
-        with pytest.raises(ValueError, match=r"is not|holds a list"):
+        with pytest.raises(ValueError, match=r"is not|does not hold keys"):
             parse_arguments(tmp_path / name)
+
+    for name in ("e.txt", "e"):
+        (tmp_path / name).write_text("{}", encoding="utf-8")
+        with pytest.raises(ValueError, match="is neither YAML nor JSON"):
+            parse_arguments(tmp_path / name)
+
+
+def test_a_file_of_arguments_is_read_as_yaml_1_2_and_names_a_key_once(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"output_dir: {tmp_path}\nlearning_rate: 1e-5\n", encoding="utf-8")
+    (arguments,) = parse_arguments(path)
+    assert arguments.learning_rate == 1e-5
+    path.write_text("seed: 1\nseed: 2\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"line 2 of .*run\.yaml is not YAML: the key 'seed' is there twice; keep one"):
+        parse_arguments(path)
 
 
 def test_wrong_words_end_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_mcore.arguments import Seq2SeqTrainingArguments
-from lightning_mcore.arguments.llamafactory.file import read_file
+from lightning_mcore.arguments.documents import read_file
 from lightning_mcore.arguments.llamafactory.keys import REFUSED, FactoryKeys
 from lightning_mcore.arguments.llamafactory.output import where_to_resume
 from lightning_mcore.arguments.llamafactory.run import FactoryRun, read_run
@@ -306,7 +306,7 @@ def test_the_file_of_the_model_with_experts_is_a_run(tmp_path: Path) -> None:
 def test_numbers_are_those_of_yaml_1_2(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("a: 3e-6\nb: 1\nc: 1.5E+3\nd: e5\ne: '3e-6'\nf: .5\ng: true\nh: 2_000\n", encoding="utf-8")
-    found = read_file(str(path), ["b=2e-5", "i.j=1", "k=[1, 2]"])
+    found = read_file(str(path), "a file", ["b=2e-5", "i.j=1", "k=[1, 2]"])
     assert found == {
         **{"a": 3e-6, "b": 2e-5, "c": 1500.0, "d": "e5", "e": "3e-6", "f": 0.5, "g": True, "h": 2000},
         **{"i": {"j": 1}, "k": [1, 2]},
@@ -316,7 +316,7 @@ def test_numbers_are_those_of_yaml_1_2(tmp_path: Path) -> None:
 def test_json_is_read_too(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('{"stage": "pt"}', encoding="utf-8")
-    assert read_file(str(path), ["stage=sft"]) == {"stage": "sft"}
+    assert read_file(str(path), "a file", ["stage=sft"]) == {"stage": "sft"}
 
 
 def test_wrong_input_is_one_sentence_and_exit_code_2(file: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_mcore.arguments.llamafactory.file import read_file
+from lightning_mcore.arguments.documents import read_file
 from lightning_mcore.arguments.llamafactory.output import is_waiting, move_in, unfinished, where_to_resume
 from lightning_mcore.arguments.llamafactory.run import read_run
 from lightning_mcore.cli.llamafactory import run
@@ -137,9 +137,9 @@ def test_a_model_of_images_is_refused_by_its_type(tmp_path: Path, capfd: pytest.
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str, text: str, sentence: str) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=sentence):
-        read_file(str(tmp_path / name))
+        read_file(str(tmp_path / name), "a training file of LLaMA-Factory")
     with pytest.raises(FileNotFoundError, match="is not a file; give a training file of LLaMA-Factory"):
-        read_file(str(tmp_path / "b.yaml"))
+        read_file(str(tmp_path / "b.yaml"), "a training file of LLaMA-Factory")
 
 
 # The folder

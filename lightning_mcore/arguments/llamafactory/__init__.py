@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training files of LLaMA-Factory, run on megatron-core: ``lightning-mcore llamafactory FILE [key=value ...]``.
 
-``file.py`` reads the file. ``keys.py`` and ``rules.py`` sort its keys into supported and refused ones. ``datasets.py``
-looks up the datasets, ``rows.py`` and ``data.py`` read them. All other keys are arguments of
+``arguments/documents.py`` reads the file. ``keys.py`` and ``rules.py`` sort its keys into supported and refused ones.
+``datasets.py`` looks up the datasets, ``rows.py`` and ``data.py`` read them. All other keys are arguments of
 ``lightning_mcore.arguments``. ``run.py`` puts the run together, and ``cli/llamafactory.py`` runs it. Importing this
 package imports nothing else.
 """

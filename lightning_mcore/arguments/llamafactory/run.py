@@ -12,9 +12,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning_mcore.arguments.documents import read_file
 from lightning_mcore.arguments.fields import check_type, check_types
 from lightning_mcore.arguments.llamafactory.datasets import DatasetEntry, read_datasets
-from lightning_mcore.arguments.llamafactory.file import read_file
 from lightning_mcore.arguments.llamafactory.fp8 import Fp8Arguments
 from lightning_mcore.arguments.llamafactory.keys import REFUSED, FactoryKeys, notes_of, translated
 from lightning_mcore.arguments.llamafactory.rules import check_keys
@@ -150,7 +150,7 @@ def read_run(path: str, overrides: Sequence[str] = ()) -> FactoryRun:
         ValueError: A key is unknown or not supported, a value is not allowed, or two keys contradict each other.
         TypeError: A value has another type.
     """
-    given = read_file(path, overrides)
+    given = read_file(path, "a training file of LLaMA-Factory", overrides)
     _refuse_unknown(given, path)
     own = _own_keys(given)
     _refuse_model(own)

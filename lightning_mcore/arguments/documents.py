@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training file of LLaMA-Factory as a dict: YAML or JSON, and the ``key=value`` that follow it on the command line.
+"""Files of settings as dicts: YAML or JSON, and the ``key=value`` that follow a file on the command line.
 
-Numbers follow YAML 1.2, so ``3e-6`` is a number and not a text. A later value replaces an earlier one, and ``a.b=1``
-sets a key of a dict. This file imports neither torch nor megatron-core.
+Files of arguments and of LLaMA-Factory are read here, so that they agree: numbers follow YAML 1.2, as in LightningCLI,
+so that ``3e-6`` is a number and not a text, and a repeated key is refused. A later ``key=value`` replaces an earlier
+one, and ``a.b=1`` sets a key of a dict. This file imports neither torch nor megatron-core.
 """
 
 import json
@@ -15,11 +16,12 @@ from typing import Any
 _FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$")
 
 
-def read_file(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read_file(path: str, what: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Return the keys of a file, changed by overrides.
 
     Args:
         path: A ``.yaml``, ``.yml`` or ``.json`` file.
+        what: What the file should be, for the error, such as ``"a file of arguments"``.
         overrides: Each ``key=value``; values are YAML.
 
     Raises:
@@ -27,18 +29,18 @@ def read_file(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
         ValueError: The file does not hold keys and values, or an override is not ``key=value``.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{path!r} is not a file; give a training file of LLaMA-Factory, in YAML or JSON")
+        raise FileNotFoundError(f"{path!r} is not a file; give {what}, in YAML or JSON")
     text = Path(path).read_text(encoding="utf-8")
     if Path(path).suffix not in (".yaml", ".yml", ".json"):
         raise ValueError(f"{path!r} is neither YAML nor JSON; give a file that ends with .yaml, .yml or .json")
-    values = _json(text, path) if Path(path).suffix == ".json" else _yaml(text, path)
+    values = _json(text, path) if Path(path).suffix == ".json" else read_yaml(text, path)
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ValueError(f"{path!r} does not hold keys with values; write one 'key: value' on each line")
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:
             raise ValueError(f"{override!r} is not key=value; write for example learning_rate=1e-5")
-        _put(values, key.split("."), _yaml(value, override))
+        _put(values, key.split("."), read_yaml(value, override))
     return values
 
 
@@ -57,7 +59,16 @@ def _json(text: str, path: str) -> Any:
         raise ValueError(f"line {error.lineno} of {path} is not JSON: {error.msg} at column {error.colno}") from error
 
 
-def _yaml(text: str, name: str) -> Any:
+def read_yaml(text: str, name: str) -> Any:
+    """Return the content of YAML text.
+
+    Args:
+        text: The text.
+        name: What to call it in an error.
+
+    Raises:
+        ValueError: It is not YAML, or a mapping has a key twice.
+    """
     import yaml
 
     try:
