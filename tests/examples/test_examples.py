@@ -121,7 +121,7 @@ def test_the_yaml_runs_and_takes_another_layout_from_the_command_line(
     output = run_on_ranks(
         capsys,
         2,
-        "cli/__init__.py",
+        "cli.py",
         *("fit", f"--config={EXAMPLES / 'configs/pretrain_gpt.yaml'}", "--trainer.devices=2"),
         *("--trainer.strategy.tensor_model_parallel_size=1", "--trainer.strategy.sequence_parallel=false"),
         *("--trainer.max_steps=2", "--trainer.val_check_interval=2", "--model.transformer.hidden_size=32"),
