@@ -18,9 +18,9 @@ it is slow: a debugger, a compiler, a long evaluation  nothing
 all raise an exception                                 nothing: each leaves ``fit`` by itself, and may run again
 =====================================================  ==============================================================
 
-A rank is ended by its thread (``os._exit``), for its main thread may wait in a collective where no Python runs. That
-happens inside a run only, which is one call of ``fit``, ``validate``, ``test`` or ``predict``; after it scripts do what
-they like. The next run begins when all ranks have come to it, and is refused if one cannot come.
+A rank is ended by its thread (``os._exit``), because its main thread may wait in a collective where no Python runs.
+That happens inside a run only, which is one call of ``fit``, ``validate``, ``test`` or ``predict``; after it scripts do
+what they like. The next run begins when all ranks have come to it, and is refused if one cannot come.
 
 Before all ranks are connected, those that one rank has started end with it; ranks that a scheduler has started are its
 to end (``srun --kill-on-bad-exit``; torchrun always does).
@@ -78,7 +78,7 @@ class _Here:
     Attributes:
         runs: How many runs it has begun; the same on every rank.
         is_running: Whether it is in one.
-        failure: The identity of the error that left the last one, for a reference would keep all that it leads to.
+        failure: The identity of the error that left the last one; a reference would keep all that it leads to.
         children: Ranks that this one has started and that it left before all were connected.
         connected: Set when the ranks of this run are connected, or it is over.
         watch: What listens, once there are several ranks.
@@ -459,7 +459,7 @@ class _Hub:
 
 
 def _out_of_step(positions: Mapping[int, Mapping[str, int]]) -> str | None:
-    """Say which ranks would not meet in the next collective of a group, for they have issued other numbers of them."""
+    """Say which ranks would not meet in the next collective of a group: they have issued different numbers of them."""
     seen: dict[str, tuple[int, int]] = {}
     for rank in sorted(positions):
         for group, position in positions[rank].items():
@@ -511,7 +511,7 @@ def _is_of_a_connection(error: BaseException) -> bool:
 
 
 def _end(sentence: str, error: BaseException | None = None) -> NoReturn:
-    """End this process from a thread, for its main thread may never run again."""
+    """End this process from a thread: its main thread may never run again."""
     text = "".join(traceback.format_exception(error)) if error is not None else ""
     with contextlib.suppress(OSError):
         os.write(2, text.encode(errors="replace"))

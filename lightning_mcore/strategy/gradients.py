@@ -5,8 +5,8 @@ Megatron keeps these settings in its ``DistributedDataParallelConfig``. The stra
 and takes the whole config for the rest; a setting given in both places with two values is refused. So is one that would
 do nothing, or that Megatron rejects: some of these it rejects late, on one rank, while the others wait for it.
 
-``check_for_nan_in_grad`` is carried out here and not by Megatron, which looks before the gradients are summed and
-raises on the rank that has one: the strategy looks after the sum and raises on all (``GradientSettings.check_nan``).
+``check_for_nan_in_grad`` is checked by the strategy, after the gradients are summed, and raises on every rank
+(``GradientSettings.check_nan``). Megatron would look before the sum and raise only on the rank that has one.
 """
 
 import dataclasses

@@ -90,7 +90,7 @@ class MCoreModule(pl.LightningModule):
         Raises:
             FileNotFoundError: There is nothing at ``path``.
             RuntimeError: The model is not built yet, or training has begun.
-            ValueError: It is no such checkpoint, or of another model.
+            ValueError: It is not such a checkpoint, or it is of another model.
         """
         if self.__dict__.get("_built_pipeline") is None:
             raise RuntimeError("there is no model to load weights into; call load_weights() after self.pipeline(...)")

@@ -12,7 +12,7 @@ the loops' state before Lightning reads it:
 * **in the middle of an epoch**: it goes on with the next batch, as after a checkpoint of ``on_train_batch_end``. That
   is also so for a run which ``max_steps`` or ``should_stop`` ended there, where Lightning would begin another epoch;
 * **at its end**: the next epoch begins with all of its hooks and an iterator of its own. What an uninterrupted run does
-  after ``on_train_batch_end`` of the last batch (a validation, ``on_train_epoch_end``) is not made up for, for its
+  after ``on_train_batch_end`` of the last batch (a validation, ``on_train_epoch_end``) is not repeated, because its
   metrics are gone; after a checkpoint of that validation, or of ``on_train_epoch_end``, the rest follows.
 
 A checkpoint that is taken while batches accumulate (by the clock, by a signal) belongs to the last optimizer step: the

@@ -376,7 +376,7 @@ class Schedule:
             )
         if num_tokens is None:
             return loss, None
-        if isinstance(num_tokens, int | float):  # written by a kernel, for a copy would wait for a GPU
+        if isinstance(num_tokens, int | float):  # a kernel writes it; a copy would wait for the GPU
             return loss, torch.full((), num_tokens, device=self._device).int()
         return loss, torch.as_tensor(num_tokens, device=self._device).detach().int()
 

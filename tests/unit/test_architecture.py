@@ -92,6 +92,17 @@ def test_contributing_has_a_row_for_each_room() -> None:
     assert rows == ROOMS
 
 
+def test_contributing_names_files_that_are_there_and_counts_them() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    ways = text[text.index("## Three ways") : text.index("## The parity rule")]
+    counted = re.findall(r"^\*\*A \w+\*\*.*: (\d+) files\.$\n\n((?:^\|.*$\n)+)", ways, re.MULTILINE)
+    assert len(counted) == 3
+    for count, table in counted:
+        names = re.findall(r"`([\w/]+\.py)`", table)
+        assert len(set(names)) == len(names) == int(count)
+    assert not [name for name in re.findall(r"`([\w/]+\.py)`", ways) if not (PACKAGE / name).is_file()]
+
+
 def test_the_cpu_runtime_is_entered_by_its_owners_only() -> None:
     users = {
         in_package(path)

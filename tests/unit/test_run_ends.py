@@ -99,8 +99,8 @@ def test_what_a_run_changes_of_the_users_objects_does_not_outlive_it(
     monkeypatch.setenv("PL_SEED_WORKERS", "1")
 
     def run(seed: int, steps: int, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        sampler: Any = DistributedSampler(Samples(8), num_replicas=1, rank=0, seed=seed)
-        loaders = [loader(8, 2, sampler=sampler), loader(4, 2)]
+        samplers: Any = [DistributedSampler(Samples(size), num_replicas=1, rank=0, seed=seed) for size in (8, 4)]
+        loaders = [loader(len(sampler), 2, sampler=sampler) for sampler in samplers]
         strategy = MCoreStrategy(checkpoint_io=StubbornIO() if fails else None)
         plugins = [BrokenEnvironment() if fails else LightningEnvironment()]
         checkpoint = ModelCheckpoint(tmp_path, filename="{step}", save_last="link", every_n_train_steps=1)

@@ -11,7 +11,7 @@ Lightning merges each name over the data-parallel ranks at the end of the run; a
 take part, and the others would wait for it, or take the value of another name for it. So at the last batch of each
 dataloader the ranks compare what they have, log what they lack with no weight, and put all names into one order,
 because they merge in that order (:class:`EvaluationNames`). The same happens at the end of an epoch of a plain module;
-with ``pipeline()``, ``pipeline.py`` settles it at each step.
+with ``pipeline()``, ``pipeline.py`` does so at each step.
 """
 
 import contextlib

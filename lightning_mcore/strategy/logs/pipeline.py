@@ -5,7 +5,7 @@ Under a schedule the part of ``training_step`` that logs runs on the last pipeli
 microbatch. Calling Lightning's ``log`` there would leave rank 0 without values, and ``sync_dist`` would hang. So while
 the schedule runs, ``log`` is replaced by a recorder. Afterwards
 
-1. the ranks that recorded agree on the names, for a step may log a name on some batches only;
+1. the ranks that recorded agree on the names, because a step may log a name on some batches only;
 2. the values of one name are merged over the microbatches of the step, weighted by ``batch_size``;
 3. then over the context-parallel ranks, each of which has seen a part of every sequence, and in training, where the
    name has ``sync_dist=True``, over the model copies too;
@@ -343,7 +343,7 @@ class PipelineLogs:
 
 
 def _on_device(value: Any, device: torch.device) -> Tensor:
-    """Return a number as a tensor of fp64; one of the host is written by a kernel, for a copy would wait for a GPU."""
+    """Return a number as a tensor, [] fp64; a kernel writes one of the host, because a copy would wait for the GPU."""
     if isinstance(value, int | float):
         return torch.full((), value, dtype=torch.float64, device=device)
     return torch.as_tensor(value, dtype=torch.float64, device=device).detach()
