@@ -19,7 +19,6 @@ from typing import Any, Literal, Self
 
 from lightning_mcore.arguments.fields import check_types, flag, option
 from lightning_mcore.arguments.megatron_rules import check_distribution, interleaving_of
-from lightning_mcore.config.signatures import transformer_arguments
 from lightning_mcore.config.text import unknown_name
 
 _KEEPS = "Default: the checkpoint's (mcore_adapter overwrites it with False)."
@@ -243,8 +242,12 @@ def take_over(arguments: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: A name is unknown or must not be set, or a field has another value.
     """
+    if not extra:
+        return {}
+    from megatron.core.transformer.transformer_config import MLATransformerConfig  # which takes seconds
+
     fields = {field.name: field for field in dataclasses.fields(arguments)}
-    known = transformer_arguments(latent=True)
+    known = MLATransformerConfig.__dataclass_fields__
     rest = {}
     for name, value in extra.items():
         if name in fields and name != "additional_configs" and name in known:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_mcore.arguments.megatron_rules import fp8_settings
-from lightning_mcore.config.without_torch import torch_is_out
 
 METRICS = {
     "loss": "val_loss",
@@ -151,8 +150,7 @@ def _check_optimizer(arguments: Any) -> None:
 def check_course(arguments: Any) -> None:
     """Refuse options that the learning-rate schedule does not take, and the lack of those that it needs.
 
-    transformers would refuse them when the run begins. It is asked now, with an optimizer of one parameter, unless
-    torch is kept out of the process.
+    transformers would refuse them when the run begins. It is asked now, with an optimizer of one parameter.
 
     Args:
         arguments: ``TrainingArguments``, as transformers has read them.
@@ -166,7 +164,7 @@ def check_course(arguments: Any) -> None:
             f"lr_scheduler_kwargs={options!r} does nothing with lr_scheduler_type={course!r}, which takes none; leave"
             " it out, or choose another"
         )
-    if torch_is_out() or (not options and course not in _SCHEDULES_THAT_NEED_OPTIONS):
+    if not options and course not in _SCHEDULES_THAT_NEED_OPTIONS:
         return
     import torch
     from transformers.optimization import get_scheduler

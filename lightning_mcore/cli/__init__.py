@@ -22,7 +22,6 @@ from collections.abc import Sequence
 
 from lightning_mcore.cli.command import DONE, is_of_transformer_engine, refused
 from lightning_mcore.config.text import unknown_name
-from lightning_mcore.config.without_torch import keep_torch_out
 
 __all__ = ["COMMANDS", "console", "main"]
 
@@ -49,8 +48,6 @@ _NAMED = ("lightning_mcore.cli.fit", "lightning_mcore.cli.hf")  # modules of sev
 def console() -> int:
     """Run the command line, as the installed script does, and return the exit code."""
     arguments = sys.argv[1:]
-    if arguments[:1] == ["plan"] and "--check" not in arguments:
-        keep_torch_out()
     try:
         return main(arguments)
     except BrokenPipeError:  # as under "| head"

@@ -120,9 +120,8 @@ class TrainingCLI(LightningCLI):
             super()._add_configure_optimizers_method_to_model(subcommand)
             return
         optimizer, scheduler = (self._get(self.config_init, name) for name in ("optimizer", "lr_scheduler"))
+        refuse_lone_scheduler(optimizer, scheduler)
         if not optimizer:
-            if scheduler:
-                raise ValueError("lr_scheduler is given without optimizer, which it belongs to; give both, or neither")
             return
         if isinstance(self.model, MCoreGPT):
             self.model.recipe.check_unused()
@@ -166,3 +165,13 @@ def run(arguments: Sequence[str]) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # class_path finds a module of this folder, as with python -m
     return guarded(lambda beginning: train(arguments, beginning))
+
+
+def refuse_lone_scheduler(optimizer: Any, scheduler: Any) -> None:
+    """Refuse an ``lr_scheduler:`` without an ``optimizer:``.
+
+    Raises:
+        ValueError: There is one.
+    """
+    if scheduler and not optimizer:
+        raise ValueError("lr_scheduler is given without optimizer, which it belongs to; give both, or neither")

@@ -8,9 +8,8 @@
     lightning-mcore plan run.yaml --devices 64 --suggest --memory 80GB
     lightning-mcore plan llama.yaml cutoff_len=8192 --devices 8 --json
 
-Reads the files of every front door (``planning/files.py``) and imports neither torch, Lightning nor megatron-core for
-those of LightningCLI; ``--check`` builds the real objects too. Exit code 2 where the run would be refused, with all
-errors.
+Reads the files of every door (``plan_files.py``) and asks the classes and Megatron's own config what they refuse.
+Builds no model and opens no process group. Exit code 2 where the run would be refused, with all errors.
 """
 
 import json
@@ -19,10 +18,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_mcore.cli.command import DONE, WRONG, CommandParser, run_command
+from lightning_mcore.cli.plan_files import door_of, model_of_files, read_document, settings_of_files
 from lightning_mcore.config.run import RunSettings
-from lightning_mcore.planning.files import door_of, model_of_files, read_document, settings_of_files
+from lightning_mcore.hf.source import is_unknown_on_hub
 from lightning_mcore.planning.machines import MACHINES, Machine, machine_named, parse_memory
 from lightning_mcore.planning.plan import make_plan
+from lightning_mcore.planning.report import report
+from lightning_mcore.planning.suggest import suggest, suggestion_text
 
 _BACKENDS = {"local": "local", "te": "transformer_engine"}
 _DEVICES_OF_A_NODE = 8
@@ -59,7 +61,6 @@ def _parser() -> CommandParser:
     add("--json", action="store_true", help="print everything as JSON")
     add("--picture", action="store_true", help="draw the pipeline schedule")
     add("--suggest", action="store_true", help="list the layouts that fit, best first")
-    add("--check", action="store_true", help="build the real objects too, for what the rules here do not know")
     return parser
 
 
@@ -100,8 +101,6 @@ def _plan(options: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> int:
     machine, memory = _machine(options, settings)
     backend = _BACKENDS[options["backend"]] if options["backend"] else None
     if options["suggest"]:
-        from lightning_mcore.planning.suggest import suggest, suggestion_text
-
         assert machine is not None
         found = suggest(settings, devices, per_node, machine, memory, backend)
         shown = [layout.to_dict() for layout in found]
@@ -114,20 +113,8 @@ def _plan(options: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> int:
     plan = make_plan(settings, devices, per_node, machine, memory, backend)
     if plan.fields is None and not options["json"]:
         _say_what_is_missing(settings)
-    errors = list(plan.errors)
-    if options["check"]:
-        from lightning_mcore.planning.check import real_errors
-
-        errors += [error for error in real_errors(settings, devices) if error not in errors]
-    if options["json"]:
-        print(json.dumps({**plan.to_dict(), "errors": errors}, indent=2))
-    else:
-        from dataclasses import replace
-
-        from lightning_mcore.planning.report import report
-
-        print(report(replace(plan, errors=tuple(errors)), options["picture"]))
-    return WRONG if errors else DONE
+    print(json.dumps(plan.to_dict(), indent=2) if options["json"] else report(plan, options["picture"]))
+    return WRONG if plan.errors else DONE
 
 
 def _say_what_is_missing(settings: RunSettings) -> None:
@@ -135,8 +122,6 @@ def _say_what_is_missing(settings: RunSettings) -> None:
     path = settings.model.get("path")
     if path is None:
         return
-    from lightning_mcore.hf.source import is_unknown_on_hub  # which takes a second
-
     if is_unknown_on_hub(path):
         print(
             f"{path} is a name on the Hugging Face hub whose config is not here, so nothing below knows the model; give"

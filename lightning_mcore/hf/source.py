@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.config.field_homes import OF_THE_MODULE
-from lightning_mcore.config.without_torch import let_torch_in
 from lightning_mcore.hf.config_rules import LONGEST_SEQUENCE, refuse_outside, refuse_unless
 from lightning_mcore.hf.family import Family, find_family, registered_family, split_fields
 from lightning_mcore.hf.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, read_header, read_json
@@ -284,7 +283,6 @@ def planned_settings(
         ValueError: As :func:`pretrained_settings`.
     """
     if is_own_checkpoint(path):
-        let_torch_in()
         return pretrained_settings(path, family, seq_length, transformer)
     refuse_megatron_checkpoint(path)
     source = HFSource.open(path, family, weights=False)

@@ -34,7 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from lightning_mcore.config.field_support import check_attention
+from lightning_mcore.config.rules.model import check_attention
 from lightning_mcore.layers.attention import Reach, Softmax, attend, attend_once, packed_runs, sequence_runs, visible
 from lightning_mcore.layers.context_attention import over_whole_sequences
 from lightning_mcore.layers.packed_sequences import Boundaries, boundaries_of

@@ -38,7 +38,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_mcore.config.field_support import check_fields, check_without_transformer_engine
+from lightning_mcore.config.rules.model import check_fields, check_without_transformer_engine
 from lightning_mcore.layers.core_attention import TorchAttention
 from lightning_mcore.layers.router import ExactRouter, scale_gradient
 from lightning_mcore.parallel.pipeline import check_uniform_recompute

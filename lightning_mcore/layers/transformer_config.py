@@ -14,7 +14,8 @@ import enum
 import importlib
 import typing
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -49,17 +50,34 @@ def check_transformer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(fields, Mapping):
         raise TypeError(f"transformer={fields!r} is not a dict of TransformerConfig fields")
+    for _, sentence in field_faults(fields):
+        raise ValueError(sentence)
+    return dict(fields)
+
+
+def field_faults(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the name of each field that is wrong, and a sentence; the name is empty where one is absent.
+
+    Args:
+        fields: Plain values by field name, as :func:`check_transformer_fields` takes them.
+    """
     hints = _hints(fields)
     for name, value in fields.items():
-        check_home(name)
-        if name not in hints:
-            raise ValueError(_unknown(name, hints))
-        _check_value(name, value, hints[name])
+        try:
+            check_home(name)
+            if name not in hints:
+                raise ValueError(_unknown(name, hints))
+            _check_value(name, value, hints[name])
+        except ValueError as error:
+            yield name, str(error)
     missing = [name for name in REQUIRED if name not in fields]
     if missing:
-        raise ValueError(f"transformer lacks {' and '.join(missing)}; give {', '.join(REQUIRED)} at least")
-    check_lengths(fields)
-    return dict(fields)
+        yield "", f"transformer lacks {' and '.join(missing)}; give {', '.join(REQUIRED)} at least"
+        return
+    try:
+        check_lengths(fields)
+    except ValueError as error:
+        yield "", str(error)
 
 
 def refuse_recorded_code(path: str, fields: Mapping[str, Any]) -> None:
@@ -124,8 +142,13 @@ def build_transformer_config(fields: Mapping[str, Any], owned: Mapping[str, Any]
 
 
 def _hints(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return _hints_of_config(bool(fields.get("multi_latent_attention")))
+
+
+@cache
+def _hints_of_config(latent: bool) -> dict[str, Any]:
     hints = typing.get_type_hints(TransformerConfig)
-    if fields.get("multi_latent_attention"):
+    if latent:
         hints = {**typing.get_type_hints(MLATransformerConfig), **hints}
     return hints
 

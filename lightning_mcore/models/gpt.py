@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from lightning_mcore.config.checks import require_size
 from lightning_mcore.config.fp8 import check_start
 from lightning_mcore.config.layout import ModelShape
-from lightning_mcore.config.loss_normalization import LossNormalization, check_normalization
 from lightning_mcore.config.positions import PositionEmbedding, check_positions, gpt_arguments, set_yarn
+from lightning_mcore.config.rules.model import LossNormalization, check_normalization
 from lightning_mcore.layers import sampling
 from lightning_mcore.layers.inputs import (
     ModelInputs,

@@ -32,6 +32,7 @@ from lightning_mcore.config.field_homes import (
     OPTIMIZER_HOMES,
     OPTIMIZER_NOT_AVAILABLE,
 )
+from lightning_mcore.config.rules import raise_first
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +80,7 @@ def check_optimizer_config(config: "OptimizerConfig | None", distributed: bool) 
     if config.use_precision_aware_optimizer:  # Megatron itself turns it off where TransformerEngine is too old for it
         names.remove("store_param_remainders")
     given = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(defaults, name)}
-    _raise_first(refused_of_config(given, distributed))
+    raise_first(refused_of_config(given, distributed))
 
 
 def refused_of_config(given: Mapping[str, Any], distributed: bool) -> Iterator[str]:
@@ -165,7 +166,7 @@ def check_optimizer_device(
         ValueError: The option needs a GPU, or gradients in another type.
     """
     if config is not None:
-        _raise_first(refused_on_device(vars(config), device.type, bool(ddp_fields.get("grad_reduce_in_fp32"))))
+        raise_first(refused_on_device(vars(config), device.type, bool(ddp_fields.get("grad_reduce_in_fp32"))))
 
 
 def refused_on_device(given: Mapping[str, Any], device_type: str, sums_in_fp32: bool) -> Iterator[str]:
@@ -206,7 +207,7 @@ def check_options(config: "OptimizerConfig | None", fields: Mapping[str, Any] | 
         ValueError: Megatron does not make this optimizer, or not with this option.
     """
     if config is not None:
-        _raise_first(refused_of_optimizer(vars(config), fields or {}, name))
+        raise_first(refused_of_optimizer(vars(config), fields or {}, name))
 
 
 def refused_of_optimizer(given: Mapping[str, Any], fields: Mapping[str, Any], name: str) -> Iterator[str]:
@@ -244,11 +245,6 @@ def check_sharded(fields: Mapping[str, Any] | None, name: str, because: str = ""
             "use_distributed_optimizer=True needs torch's Adam or AdamW without amsgrad or maximize; "
             f"got {name}{because}"
         )
-
-
-def _raise_first(sentences: Iterator[str]) -> None:
-    for sentence in sentences:
-        raise ValueError(sentence)
 
 
 def megatron_fields(user: "Optimizer") -> dict[str, Any] | None:

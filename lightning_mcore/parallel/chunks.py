@@ -25,9 +25,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from lightning_mcore.config.field_support import check_fields
 from lightning_mcore.config.fp8 import TRANSFORMER_FIELDS as FP8_FIELDS
-from lightning_mcore.config.loss_normalization import check_average_in_collective
+from lightning_mcore.config.rules.model import check_average_in_collective, check_fields
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.pipeline import Pipeline, check_uniform_recompute
 

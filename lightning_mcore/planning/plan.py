@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run, worked out before anything runs: grid, batch, stages, memory, communication, FLOPs, warnings and errors.
 
-:func:`make_plan` takes a run as plain data (``config/run.py``) and allocates nothing: no model, no process group, no
-torch. What one rank of a pipeline stage holds, all ranks of it hold, so that 16,384 devices cost no more than 8.
+:func:`make_plan` takes a run as plain data (``config/run.py``) and allocates nothing: no model and no process group.
+What one rank of a pipeline stage holds, all ranks of it hold, so that 16,384 devices cost no more than 8.
 ``lightning-mcore plan`` prints it; :func:`plan_of` makes it from a Trainer and a module.
 """
 
@@ -145,6 +145,7 @@ def make_plan(
     machine: Machine | None = None,
     memory_limit: float | None = None,
     backend: str | None = None,
+    ask_megatron: bool = True,
 ) -> Plan:
     """Work out a run.
 
@@ -155,11 +156,13 @@ def make_plan(
         machine: For times, and for the memory of a device where ``memory_limit`` is None.
         memory_limit: Bytes of a device.
         backend: ``"local"`` or ``"transformer_engine"``; None for what the model and the accelerator say.
+        ask_megatron: Whether Megatron's own rules are asked too, as :func:`~lightning_mcore.planning.rules.check_run`
+            takes it.
 
     Raises:
         ValueError: There are no devices. What is wrong with the run stands in the plan's ``errors``.
     """
-    run = check_run(settings, devices, backend)
+    run = check_run(settings, devices, backend, ask_megatron)
     limit = memory_limit if memory_limit is not None else machine.memory if machine is not None else None
     layout, fields, rules = run.rules.layout, run.fields, run.rules
     known: dict[str, Any] = {

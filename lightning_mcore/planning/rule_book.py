@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """All errors of a run, and not only the first: checks are carried out one by one, and what they refuse is collected."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from lightning_mcore.config.checks import accepts, choices_of
-from lightning_mcore.config.signatures import Argument
 from lightning_mcore.config.text import unknown_name
+from lightning_mcore.planning.signatures import Arguments
 
 T = TypeVar("T")
 
@@ -38,13 +38,20 @@ class RuleBook:
         self.attempt(check)
         return len(self.errors) == before
 
+    def collect(self, sentences: Iterable[str]) -> bool:
+        """Keep the sentences of rules, and return whether there was none."""
+        before = len(self.errors)
+        for sentence in sentences:
+            self.refuse(sentence)
+        return len(self.errors) == before
+
     def refuse(self, sentence: str) -> None:
         """Keep a sentence, once."""
         text = " ".join(sentence.split())
         if text not in self.errors:
             self.errors.append(text)
 
-    def check_arguments(self, where: str, given: Mapping[str, Any], known: Mapping[str, Argument]) -> dict[str, Any]:
+    def check_arguments(self, where: str, given: Mapping[str, Any], known: Arguments) -> dict[str, Any]:
         """Refuse names that do not exist and values that do not fit their type.
 
         Args:

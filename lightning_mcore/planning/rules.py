@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error that a run would meet, as far as it can be known without megatron-core: all of them, not only the first.
+"""Every error of a run that is known before it starts: all of them, not only the first.
 
 :func:`check_run` goes through a run in the order in which it would start: the arguments of Trainer, strategy and
 precision, the model's, the layout on the devices, the model on the layout, the microbatches.
@@ -10,15 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_mcore.config.fp8 import check_start
+from lightning_mcore.config.rules.trainer import may_never_end, trainer_faults
 from lightning_mcore.config.run import RunSettings
-from lightning_mcore.config.signatures import GPT, TRAINER, parameters
 from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.planning.batch import GlobalBatch, global_batch
 from lightning_mcore.planning.gpt_fields import GPTFields
-from lightning_mcore.planning.model_rules import check_batch, check_gpt, check_gpt_on_layout
+from lightning_mcore.planning.model_rules import (
+    check_batch,
+    check_gpt,
+    check_gpt_on_layout,
+    check_in_megatron,
+)
 from lightning_mcore.planning.rule_book import RuleBook
-from lightning_mcore.planning.strategy_rules import StrategyRules
-from lightning_mcore.planning.trainer_rules import check_trainer, may_never_end
+from lightning_mcore.planning.signatures import of_model, of_trainer
+from lightning_mcore.planning.strategy import PlannedStrategy
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class CheckedRun:
 
     errors: tuple[str, ...]
     assumptions: tuple[str, ...]
-    rules: StrategyRules
+    rules: PlannedStrategy
     model: Mapping[str, Any]
     fields: GPTFields | None
     batch: GlobalBatch | None
@@ -48,13 +53,14 @@ class CheckedRun:
     stands: bool
 
 
-def check_run(settings: RunSettings, devices: int, backend: str | None = None) -> CheckedRun:
+def check_run(settings: RunSettings, devices: int, backend: str | None = None, ask_megatron: bool = True) -> CheckedRun:
     """Check a run.
 
     Args:
         settings: The run.
         devices: Ranks of the whole run.
         backend: Whose layers; None for what the model and the accelerator say.
+        ask_megatron: Whether to build Megatron's config, which takes some milliseconds.
 
     Raises:
         ValueError: There are no devices.
@@ -63,11 +69,10 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None) -
         raise ValueError(f"devices={devices} is too small; choose 1 or more")
     book, assumptions = RuleBook(), list(settings.notes)
     device_type = "cpu" if settings.trainer.get("accelerator") == "cpu" else "cuda"
-    trainer = book.check_arguments("argument of Trainer", settings.trainer, parameters(TRAINER))
-    check_trainer(book, trainer)
-    rules = StrategyRules(book, settings.strategy, settings.precision, device_type)
-    rules.check()
-    rules.check_world(devices)
+    trainer = book.check_arguments("argument of Trainer", settings.trainer, of_trainer())
+    book.collect(trainer_faults(trainer))
+    rules = PlannedStrategy(book, settings.strategy, settings.precision, device_type)
+    rules.check(devices)
     model = book.attempt(lambda: arguments_of_gpt(book, settings.model)) or {}
     fields = check_gpt(book, model) if model else None
     if "path" in settings.model and rules.fp8 is not None:
@@ -77,7 +82,9 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None) -
         _check_end(book, model)
     used = backend or _backend(model, device_type)
     if fields is not None:
-        check_gpt_on_layout(book, fields, rules, model, used, device_type)
+        check_gpt_on_layout(book, fields, rules)
+        if ask_megatron:
+            check_in_megatron(book, fields, rules, model, used, device_type)
     batch = _batch(book, settings, rules, fields, devices, assumptions)
     if batch is not None and fields is not None:
         check_batch(book, fields, rules, batch)
@@ -102,7 +109,7 @@ def arguments_of_gpt(book: RuleBook, model: Mapping[str, Any]) -> dict[str, Any]
         raise ValueError("the run has no model; give MCoreGPT's arguments, or --model with a Hugging Face model")
     if "path" not in model:
         return dict(model)
-    given = book.check_arguments("argument of MCoreGPT.from_pretrained", model, parameters(GPT, "from_pretrained"))
+    given = book.check_arguments("argument of MCoreGPT.from_pretrained", model, of_model(pretrained=True))
     from lightning_mcore.hf.source import planned_settings  # transformers takes two seconds
 
     names = ("path", "family", "seq_length", "transformer")
@@ -127,7 +134,7 @@ def _backend(model: Mapping[str, Any], device_type: str) -> str:
 def _batch(
     book: RuleBook,
     settings: RunSettings,
-    rules: StrategyRules,
+    rules: PlannedStrategy,
     fields: GPTFields | None,
     devices: int,
     assumptions: list[str],
@@ -150,7 +157,7 @@ def _batch(
     )
 
 
-def _stands(rules: StrategyRules, fields: GPTFields) -> bool:
+def _stands(rules: PlannedStrategy, fields: GPTFields) -> bool:
     try:
         if rules.layout is not None:
             rules.layout.validate_model(fields.shape)

@@ -4,18 +4,17 @@
 The global batch of the file stays. Tried are tensor parallelism within a node, pipelines with and without interleaving,
 context parallelism for long sequences, expert parallelism, microbatches of a few sizes, and as little recomputation as
 fits. What the rules refuse or memory forbids is dropped; the rest is ordered by the estimated time of a step
-(``step_time.py``). The estimate is rough: measure the first few.
+(``step_time.py``), and the best that Megatron's own config takes are shown. The estimate is rough: measure the first
+few.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from lightning_mcore.config.checks import divisors
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.run import RunSettings
-from lightning_mcore.config.signatures import STRATEGY, Argument, parameters, transformer_arguments
-from lightning_mcore.planning.files import Door
 from lightning_mcore.planning.gpt_fields import GPTFields
 from lightning_mcore.planning.machines import Machine
 from lightning_mcore.planning.plan import Plan, make_plan
@@ -23,7 +22,10 @@ from lightning_mcore.planning.rank_parameters import rank_tensors
 from lightning_mcore.planning.report import GIB, table_text
 from lightning_mcore.planning.rules import check_run
 from lightning_mcore.planning.schedule import PipelineTimeline
+from lightning_mcore.planning.signatures import Arguments, of_strategy, of_transformer
 from lightning_mcore.planning.state_memory import StateFormats, optimizer_of, state_memory
+
+Door = Literal["lightning", "llamafactory", "arguments"]
 
 USABLE = 0.9
 """Share of a device's memory that a layout may fill; the rest is for libraries, buffers and fragments."""
@@ -35,6 +37,8 @@ _LEAST_TOKENS = 2048
 _MOST_BUBBLE = 0.5
 _MOST_TRIED = 500
 """Layouts that are worked out once one fits; those that cut the model least come first, for they send least."""
+_MOST_REFUSED = 100
+"""Suggestions that Megatron's own config may refuse before the search ends."""
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -134,8 +138,8 @@ def suggest(
                 continue
             rate = plan.work.model_flops / plan.time.total / devices
             chosen = _strategy(layout, devices)
-            strategy = _resets(settings.strategy, chosen, parameters(STRATEGY)) | chosen
-            recompute = _resets(settings.model.get("transformer") or {}, recompute, transformer_arguments()) | recompute
+            strategy = _resets(settings.strategy, chosen, of_strategy()) | chosen
+            recompute = _resets(settings.model.get("transformer") or {}, recompute, of_transformer()) | recompute
             found_here = Suggestion(
                 strategy, recompute, micro, count, needed, plan.timeline.bubble, plan.time.total, rate
             )
@@ -144,7 +148,31 @@ def suggest(
                 found[key] = found_here
     if not found:
         raise ValueError(_nothing(least, limit, devices, rows))
-    return sorted(found.values(), key=lambda one: (one.seconds, one.memory))[:most]
+    ordered = sorted(found.values(), key=lambda one: (one.seconds, one.memory))
+    return _that_stand(ordered, settings, devices, backend, most)
+
+
+def _that_stand(
+    ordered: Sequence[Suggestion], settings: RunSettings, devices: int, backend: str | None, most: int
+) -> list[Suggestion]:
+    """Return the first suggestions that Megatron's own config takes.
+
+    Raises:
+        ValueError: It takes none of the first.
+    """
+    standing: list[Suggestion] = []
+    refused: list[str] = []
+    for one in ordered:
+        if len(standing) == most or len(refused) == _MOST_REFUSED:
+            break
+        tried = _changed(settings, one.strategy, one.recompute, one.micro_batch_size, one.num_microbatches)
+        errors = check_run(tried, devices, backend).errors
+        refused += errors[:1]
+        if not errors:
+            standing.append(one)
+    if not standing:
+        raise ValueError(refused[0])
+    return standing
 
 
 def _likely_cost(layout: ParallelLayout, devices_per_node: int) -> float:
@@ -246,7 +274,7 @@ def _fitting(
     closest: tuple[Plan | None, dict[str, Any]] = (None, {})
     for changes in _RECOMPUTE.values():
         tried = _changed(settings, _strategy(layout, devices), changes, micro, count)
-        plan = make_plan(tried, devices, devices_per_node, machine, None, backend)
+        plan = make_plan(tried, devices, devices_per_node, machine, None, backend, ask_megatron=False)
         if plan.errors or plan.fullest is None:
             continue
         closest = (plan, dict(changes))
@@ -268,8 +296,8 @@ def _changed(
     settings: RunSettings, strategy: Mapping[str, Any], recompute: Mapping[str, Any], micro: int, count: int
 ) -> RunSettings:
     given = settings.model.get("transformer") or {}
-    kept = {**settings.strategy, **_resets(settings.strategy, strategy, parameters(STRATEGY))}
-    transformer = {**given, **_resets(given, recompute, transformer_arguments())}
+    kept = {**settings.strategy, **_resets(settings.strategy, strategy, of_strategy())}
+    transformer = {**given, **_resets(given, recompute, of_transformer())}
     return replace(
         settings,
         strategy={**kept, **strategy},
@@ -279,7 +307,7 @@ def _changed(
     )
 
 
-def _resets(given: Mapping[str, Any], chosen: Mapping[str, Any], known: Mapping[str, Argument]) -> dict[str, Any]:
+def _resets(given: Mapping[str, Any], chosen: Mapping[str, Any], known: Arguments) -> dict[str, Any]:
     """Return the defaults of what the file sets and a suggestion does not keep, so that it holds on top of the file."""
     gone = {*_REPLACED, *_OF_RECOMPUTE}
     if not chosen.get("sequence_parallel"):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the strategy refuses before anything is allocated: settings, modules, machines and callbacks that do not fit.
 
-The constructor calls :func:`resolved_overlap_p2p` and the functions that follow it; :func:`check_meeting` holds the
+The constructor calls :func:`check_schedule` and :func:`checked_micro_batch_size`; :func:`check_meeting` holds the
 checks that the strategy makes when it meets the module. FP8 is checked in three places: here, when the model is built
 (:func:`check_chunks`), and before each run of the schedule, with the shape of its microbatches
 (``config/fp8.py``). The checks of FP8 are functions of plain values, so that they are tested without a GPU.
@@ -31,6 +31,9 @@ from torch import nn
 from lightning_mcore.config.checks import require_flag, require_size
 from lightning_mcore.config.fp8 import FP8Settings, check_layers, check_microbatch, check_model
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.rules import raise_first
+from lightning_mcore.config.rules.strategy import expert_faults, fp8_device_faults, schedule_faults
+from lightning_mcore.config.rules.trainer import precision_faults
 from lightning_mcore.layers.spec import installed_version
 from lightning_mcore.optimizer.rules import check_optimizer_device
 from lightning_mcore.parallel.consensus import all_true, gather
@@ -52,43 +55,21 @@ _BLOCKWISE_CUDA = "12.9"
 # ---- the constructor
 
 
-def resolved_overlap_p2p(given: bool | None, layout: ParallelLayout) -> bool:
-    """Return whether stages send while they compute; None means with the interleaved schedule."""
-    require_flag("overlap_p2p_comm", given, or_none=True)
-    interleaved = layout.virtual_pipeline_model_parallel_size is not None
-    if given and not interleaved:
-        raise ValueError(
-            "overlap_p2p_comm=True needs the interleaved schedule; set virtual_pipeline_model_parallel_size=2 or more"
-        )
-    return interleaved if given is None else given
-
-
-def checked_group_size(given: int | None, layout: ParallelLayout) -> int | None:
-    """Return ``microbatch_group_size_per_vp_stage``, which only the interleaved schedule reads."""
-    if given is None:
-        return None
-    require_size("microbatch_group_size_per_vp_stage", given)
-    if layout.virtual_pipeline_model_parallel_size is None:
-        raise ValueError(
-            f"microbatch_group_size_per_vp_stage={given} needs the interleaved schedule; set"
-            " virtual_pipeline_model_parallel_size=2 or more, or leave it None"
-        )
-    layout.validate_microbatches(given, given)
-    return given
-
-
-def check_alignment(gradients: GradientSettings, layout: ParallelLayout) -> None:
-    """Refuse to align communication between stages that do not exist."""
-    if gradients.align_grad_reduce and layout.pipeline_model_parallel_size == 1:
-        raise ValueError(
-            "align_grad_reduce=True acts between pipeline stages alone; set pipeline_model_parallel_size=2 or more, or"
-            " leave it out"
-        )
-    if gradients.resolve().align_param_gather and layout.virtual_pipeline_model_parallel_size is None:
-        raise ValueError(
-            "ddp_config.align_param_gather=True acts in the interleaved schedule alone; set"
-            " virtual_pipeline_model_parallel_size=2 or more, or leave it out"
-        )
+def check_schedule(
+    overlap_p2p_comm: bool | None, group_size: int | None, gradients: GradientSettings, layout: ParallelLayout
+) -> None:
+    """Refuse to overlap, group or align what the pipeline of this layout does not have."""
+    require_flag("overlap_p2p_comm", overlap_p2p_comm, or_none=True)
+    if group_size is not None:
+        require_size("microbatch_group_size_per_vp_stage", group_size)
+    given = {
+        "overlap_p2p_comm": overlap_p2p_comm,
+        "microbatch_group_size_per_vp_stage": group_size,
+        "align_grad_reduce": gradients.align_grad_reduce,
+    }
+    raise_first(schedule_faults(given, gradients.changed, layout))
+    if group_size is not None:
+        layout.validate_microbatches(group_size, group_size)
 
 
 def checked_micro_batch_size(micro_batch_size: int | None) -> int | None:
@@ -124,12 +105,13 @@ def check_meeting(strategy: "MCoreStrategy", module: pl.LightningModule) -> None
         if shape is not None:
             layout.validate_model(shape)
         module.check_settings()
-    check_expert_tensor_parallel(layout, strategy.root_device)
+    raise_first(expert_faults(layout, strategy.root_device.type))
     check_device(strategy, world_size)
     if strategy._layer_sync is not None and machine.type == "cpu" and not isinstance(module, MCoreModule):
         raise ValueError("sync_batchnorm=True needs GPUs, which torch's SyncBatchNorm runs on alone; set it to False")
     if module._trainer is not None:  # Trainer(...).strategy.connect(model) is a way to save a model before any run
-        _check_one_precision(module.trainer, precision.precision)
+        asked = module.trainer._accelerator_connector._precision_flag
+        raise_first(precision_faults(asked, precision.precision))
         if module.trainer.state.fn == TrainerFn.FITTING:
             if strategy.micro_batch_size is None:
                 layout.validate_microbatches(module.trainer.accumulate_grad_batches, strategy.microbatch_group_size)
@@ -153,26 +135,6 @@ def check_device(strategy: "MCoreStrategy", world_size: int) -> None:
     strategy.communication.check_device(device)
     strategy.tensor_overlap.check_device(device)
     check_optimizer_device(strategy.optimizer_config, device, strategy.precision_plugin.ddp_fields())
-
-
-def check_expert_tensor_parallel(layout: ParallelLayout, device: torch.device) -> None:
-    """Refuse a layout of experts whose collectives gloo does not have."""
-    if device.type == "cpu" and layout.expert_model_parallel_size > 1 and layout.expert_tensor_size > 1:
-        raise ValueError(
-            f"expert_tensor_parallel_size={layout.expert_tensor_size} with "
-            f"expert_model_parallel_size={layout.expert_model_parallel_size} needs collectives of uneven sizes, which"
-            " gloo does not have on the CPU; set expert_tensor_parallel_size=1"
-        )
-
-
-def _check_one_precision(trainer: pl.Trainer, precision: str) -> None:
-    """Refuse two precisions: Lightning takes the strategy's and forgets the trainer's."""
-    asked = trainer._accelerator_connector._precision_flag
-    if asked not in ("32-true", precision):  # "32-true" also stands where nothing was asked for
-        raise ValueError(
-            f"Trainer(precision={asked!r}) contradicts the precision_plugin of MCoreStrategy, which has"
-            f" {precision!r}; set it in one place"
-        )
 
 
 def check_plain(strategy: "MCoreStrategy", module: pl.LightningModule) -> None:
@@ -365,11 +327,7 @@ def check_machine(settings: FP8Settings, machine: FP8Machine) -> None:
         ValueError: No CUDA device, or one that is too old or too new for the recipe, or software that is too old.
     """
     recipe = settings.recipe
-    if machine.type != "cuda":
-        raise ValueError(
-            f"FP8 needs a CUDA device, and this run is on {machine.type!r}; leave fp8_recipe={recipe!r} out, "
-            'or run with accelerator="gpu"'
-        )
+    raise_first(fp8_device_faults(recipe, machine.type))
     if machine.transformer_engine is None:
         raise ModuleNotFoundError(
             f"fp8_recipe={recipe!r} needs TransformerEngine, which is not installed; install the extra [te], "

@@ -22,8 +22,10 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig, param_and_grad_buffer
 
 from lightning_mcore.config.checks import require_flag, require_size
-from lightning_mcore.config.field_homes import DDP_NOT_AVAILABLE, FSDP, check_owned_by_precision
+from lightning_mcore.config.field_homes import check_owned_by_precision
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.rules import raise_first
+from lightning_mcore.config.rules.strategy import OF_GRADIENTS, gradient_faults, world_faults
 
 _DEFAULTS = DistributedDataParallelConfig()
 
@@ -56,18 +58,21 @@ class GradientSettings:
                 f"ddp_config={self.ddp_config!r} is not a DistributedDataParallelConfig;"
                 " make one from megatron.core.distributed"
             )
-        for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
-            given = getattr(self, name)
-            require_flag(name, given, or_none=True)
-            self._check_one_value(name, given)
-        self._check_options(self.ddp_config or _DEFAULTS)
-        resolved = self.resolve()
-        missing = [n for n in ("use_distributed_optimizer", "overlap_grad_reduce") if not getattr(resolved, n)]
-        if resolved.overlap_param_gather and missing:
-            raise ValueError(f"overlap_param_gather=True needs {' and '.join(f'{name}=True' for name in missing)}")
+        given = {name: getattr(self, name) for name in OF_GRADIENTS}
+        for name, value in given.items():
+            require_flag(name, value, or_none=True)
         require_flag("align_grad_reduce", self.align_grad_reduce)
-        if self.align_grad_reduce and not resolved.overlap_grad_reduce:
-            raise ValueError("align_grad_reduce=True needs overlap_grad_reduce=True; set both, or neither")
+        config = self.ddp_config or _DEFAULTS
+        require_size("ddp_config.num_distributed_optimizer_instances", config.num_distributed_optimizer_instances)
+        if config.bucket_size is not None:
+            require_size("ddp_config.bucket_size", config.bucket_size)
+        raise_first(gradient_faults({**given, "align_grad_reduce": self.align_grad_reduce}, self.changed))
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The fields of ``ddp_config`` that do not have Megatron's default."""
+        fields = vars(self.ddp_config or _DEFAULTS)
+        return {name: value for name, value in fields.items() if value != getattr(_DEFAULTS, name)}
 
     @property
     def check_nan(self) -> bool:
@@ -100,45 +105,9 @@ class GradientSettings:
             ValueError: ``ddp_config`` has another value for one of these.
         """
         config = self.ddp_config or _DEFAULTS
-        names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
-        values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        given = {name: value for name, value in vars(config).items() if value != getattr(_DEFAULTS, name)}
-        check_owned_by_precision(given, owned or {})
+        values = {name: getattr(self, name) for name in OF_GRADIENTS if getattr(self, name) is not None}
+        check_owned_by_precision(self.changed, owned or {})
         return dataclasses.replace(config, **{**values, **(owned or {}), "check_for_nan_in_grad": False})
-
-    def _check_one_value(self, name: str, given: bool | None) -> None:
-        if self.ddp_config is None or given is None:
-            return
-        other = getattr(self.ddp_config, name)
-        if other != getattr(_DEFAULTS, name) and other != given:
-            raise ValueError(f"{name}={given} contradicts ddp_config.{name}={other}; set it in one place")
-
-    def _check_options(self, config: DistributedDataParallelConfig) -> None:
-        """Refuse what is not available, what would do nothing and what Megatron's wrapper asserts against."""
-        for name in vars(config):
-            reason = FSDP if "fsdp" in name else DDP_NOT_AVAILABLE.get(name)
-            given = getattr(config, name)
-            if reason is not None and given != getattr(_DEFAULTS, name):
-                raise ValueError(f"ddp_config.{name}={given!r} is not available: {reason}; leave it out")
-        require_size("ddp_config.num_distributed_optimizer_instances", config.num_distributed_optimizer_instances)
-        if config.bucket_size is not None:
-            require_size("ddp_config.bucket_size", config.bucket_size)
-        resolved = self.resolve()
-        needs = {
-            "num_distributed_optimizer_instances": "use_distributed_optimizer",
-            "reduce_scatter_with_fp32_accumulation": "use_distributed_optimizer",
-            "align_param_gather": "overlap_param_gather",
-            "disable_symmetric_registration": "nccl_ub",
-        }
-        for name, needed in needs.items():
-            if getattr(config, name) != getattr(_DEFAULTS, name) and not getattr(resolved, needed):
-                raise ValueError(f"ddp_config.{name}={getattr(config, name)} needs {needed}=True; set both")
-        for name in ("average_in_collective", "num_distributed_optimizer_instances"):
-            if config.reduce_scatter_with_fp32_accumulation and getattr(config, name) != getattr(_DEFAULTS, name):
-                raise ValueError(
-                    f"ddp_config.{name}={getattr(config, name)} contradicts reduce_scatter_with_fp32_accumulation=True,"
-                    " which sums over all data-parallel ranks; set one of them"
-                )
 
     def check_run(self, layout: ParallelLayout, world_size: int, device: torch.device) -> None:
         """Refuse what layout, world or device cannot do; called before process groups form.
@@ -152,30 +121,13 @@ class GradientSettings:
             ValueError: The instances do not divide the data-parallel ranks, or gloo lacks what the option needs.
             ModuleNotFoundError: Megatron needs a package for the option.
         """
-        config, instances = self.ddp_config or _DEFAULTS, self.num_instances
-        replicas = layout.data_parallel_size(world_size) * layout.context_parallel_size
-        for name, size in (
-            ("data-parallel times context-parallel size", replicas),
-            ("expert data-parallel size", layout.expert_data_parallel_size(world_size)),
-        ):
-            if size % instances:
-                raise ValueError(
-                    f"ddp_config.num_distributed_optimizer_instances={instances} does not divide the {name}, which is"
-                    f" {size}; choose one of its divisors"
-                )
+        raise_first(world_faults(self.changed, layout, world_size, device.type))
+        instances = self.num_instances
         if instances > 1 and importlib.util.find_spec("einops") is None:
             raise ModuleNotFoundError(
                 f"ddp_config.num_distributed_optimizer_instances={instances} needs the package einops, with which"
                 " Megatron makes the groups; install it, or leave the option out"
             )
-        if device.type == "cuda":
-            return
-        for name in ("average_in_collective", "nccl_ub"):
-            if getattr(config, name):
-                raise ValueError(
-                    f"ddp_config.{name}=True is an option of NCCL, but this run is on {device.type!r}, whose groups are"
-                    " gloo; leave it out"
-                )
 
 
 def reduce_scatter_restored() -> AbstractContextManager[Any]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO, checked_file
 from lightning_mcore.checkpoint.weights import build_from_checkpoint, hyper_parameters_of, load_weights, refuse_code
 from lightning_mcore.config.layout import ModelShape, ParallelLayout
-from lightning_mcore.config.loss_normalization import LossNormalization, check_normalization
+from lightning_mcore.config.rules.model import LossNormalization, check_normalization
 from lightning_mcore.layers.inputs import (
     ModelInputs,
     is_packed,

@@ -40,6 +40,7 @@ from torch import Tensor
 
 from lightning_mcore.config.fp8 import check_microbatch
 from lightning_mcore.config.layout import ModelShape
+from lightning_mcore.config.rules.trainer import NO_SYNC_BATCHNORM
 from lightning_mcore.layers.packed_sequences import rows_between
 from lightning_mcore.layers.spec import choose_attention
 from lightning_mcore.parallel.chunks import ModelChunks, check_gradients, pipeline_config, wrap_chunks
@@ -89,7 +90,7 @@ def wrap_pipeline(
         ValueError: The model does not fit the layout, or the module runs backward itself.
     """
     if strategy._layer_sync is not None:
-        raise ValueError("sync_batchnorm=True is not available for a model built with pipeline(); set it to False")
+        raise ValueError(NO_SYNC_BATCHNORM)
     if ddp_config is not None:
         check_backward_is_free(module)
     config = pipeline_config(pipeline, strategy.megatron_fields())

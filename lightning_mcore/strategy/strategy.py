@@ -54,13 +54,11 @@ from lightning_mcore.parallel.groups import (
 from lightning_mcore.parallel.rank_connections import check_rendezvous
 from lightning_mcore.strategy.checkpointing import Checkpoints
 from lightning_mcore.strategy.checks import (
-    check_alignment,
     check_batches_to_predict,
     check_meeting,
-    checked_group_size,
+    check_schedule,
     checked_micro_batch_size,
     refuse_to_stop_iterating,
-    resolved_overlap_p2p,
 )
 from lightning_mcore.strategy.gradients import GradientSettings, reduce_scatter_restored
 from lightning_mcore.strategy.logs.evaluation import ends_the_epoch
@@ -164,12 +162,13 @@ class MCoreStrategy(DDPStrategy):
         )
         check_optimizer_config(optimizer_config, self.gradients.distributed)
         self.optimizer_config = optimizer_config
-        self.overlap_p2p_comm = resolved_overlap_p2p(overlap_p2p_comm, self.layout)
-        self.microbatch_group_size = checked_group_size(microbatch_group_size_per_vp_stage, self.layout)
+        check_schedule(overlap_p2p_comm, microbatch_group_size_per_vp_stage, self.gradients, self.layout)
+        interleaved = self.layout.virtual_pipeline_model_parallel_size is not None
+        self.overlap_p2p_comm = interleaved if overlap_p2p_comm is None else overlap_p2p_comm
+        self.microbatch_group_size = microbatch_group_size_per_vp_stage
         self.communication = communication or CommunicationOptions()
         self.communication.check_layout(self.layout, self.overlap_p2p_comm, self.gradients.num_instances)
         self.tensor_overlap = TensorParallelOverlap(tp_comm_overlap, tp_comm_overlap_cfg, self.layout)
-        check_alignment(self.gradients, self.layout)
         self.micro_batch_size = checked_micro_batch_size(micro_batch_size)
         self.checkpoints = Checkpoints(self)
         self.resume = ExactResume(self, self.layout)

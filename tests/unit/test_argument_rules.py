@@ -19,7 +19,6 @@ from lightning_mcore.arguments import (
     TrainingArguments,
     parse_arguments,
 )
-from lightning_mcore.config.signatures import transformer_arguments
 from tests.hf_models import save_tiny
 from tests.unit.test_optimizer_options import is_one_sentence
 
@@ -319,13 +318,6 @@ def test_additional_configs_come_as_a_dict_as_text_and_as_a_file(tmp_path: Path)
         config = args.get_config_dict()
         assert config.items() >= {**extra, "tensor_model_parallel_size": 2}.items()
         assert "pipeline_model_parallel_size" not in config
-
-
-def test_the_names_of_megatrons_config_are_those_of_the_installed_one() -> None:
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-
-    fields = {*TransformerConfig.__dataclass_fields__, *MLATransformerConfig.__dataclass_fields__}
-    assert set(transformer_arguments(latent=True)) == fields
 
 
 # ---- LLaMA-Factory's

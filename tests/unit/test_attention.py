@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mcore.config.field_support import check_attention
+from lightning_mcore.config.rules.model import check_attention
 from lightning_mcore.layers import attention
 from lightning_mcore.layers.attention import Reach, Softmax, attend, sequence_runs
 from lightning_mcore.layers.core_attention import TorchAttention

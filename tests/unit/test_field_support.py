@@ -8,9 +8,9 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from lightning_mcore.config import field_support
-from lightning_mcore.config.field_support import check_fields
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.rules import model as field_support
+from lightning_mcore.config.rules.model import check_fields
 from lightning_mcore.layers.multi_token import check_multi_token, multi_token_prediction
 from lightning_mcore.layers.spec import check_backend
 from lightning_mcore.parallel.chunks import pipeline_config

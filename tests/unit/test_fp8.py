@@ -24,7 +24,6 @@ from torch import nn
 from lightning_mcore import MCoreGPT, MCoreModule, MCorePrecision, MCoreStrategy, ModelShape, ParallelLayout
 from lightning_mcore.checkpoint.io import MANIFEST
 from lightning_mcore.checkpoint.weights import load_weights
-from lightning_mcore.config.field_support import check_fields
 from lightning_mcore.config.fp8 import (
     ALIGNMENT,
     TRANSFORMER_FIELDS,
@@ -34,6 +33,7 @@ from lightning_mcore.config.fp8 import (
     check_microbatch,
     check_model,
 )
+from lightning_mcore.config.rules.model import check_fields
 from lightning_mcore.hf.pretrained import load_pretrained
 from lightning_mcore.layers.transformer_config import check_transformer_fields
 from lightning_mcore.parallel.chunks import pipeline_config

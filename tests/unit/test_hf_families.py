@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from lightning_mcore.config import field_homes
-from lightning_mcore.config.field_support import NOT_OF_A_GPT
+from lightning_mcore.config.rules.model import NOT_OF_A_GPT
 from lightning_mcore.hf import Unused, family_names, find_family
 from lightning_mcore.hf.family import IRRELEVANT, complete_fields, split_fields
 from lightning_mcore.hf.source import complete_config

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_mcore import MCoreModule
-from lightning_mcore.config.loss_normalization import check_normalization
+from lightning_mcore.config.rules.model import check_normalization
 from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.packing.rows import collate_padded, collate_rows, pack
 from lightning_mcore.layers.inputs import (

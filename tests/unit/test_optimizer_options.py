@@ -288,10 +288,10 @@ def ddp(**fields: Any) -> DistributedDataParallelConfig:
                 "overlap_param_gather": True,
                 "ddp_config": ddp(align_param_gather=True),
             },
-            "align_param_gather=True acts in the interleaved schedule alone",
+            "align_param_gather=True acts in the interleaved schedule only",
         ),
         ({"align_grad_reduce": True}, "align_grad_reduce=True needs overlap_grad_reduce=True"),
-        ({"align_grad_reduce": True, "overlap_grad_reduce": True}, "acts between pipeline stages alone"),
+        ({"align_grad_reduce": True, "overlap_grad_reduce": True}, "acts between pipeline stages only"),
     ],
 )
 def test_an_option_of_gradients_that_cannot_be_is_refused_by_name(arguments: dict[str, Any], message: str) -> None:

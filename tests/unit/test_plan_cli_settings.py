@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lightning-mcore plan`` reads a LightningCLI file as ``lightning-mcore fit`` does: unusual forms, and what is wrong.
 
-Each of these was tried with both commands; here only plan is asked, which needs no Lightning.
+Each of these was tried with both commands; here only plan is asked.
 """
 
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_mcore.cli.lightning_file import settings_of_lightning
 from lightning_mcore.cli.plan import run
 from lightning_mcore.config.run import RunSettings
-from lightning_mcore.planning.cli_settings import settings_of_cli
 from tests.unit.test_plan_command import cli_file, printed
 
 BASE: dict[str, Any] = {
@@ -37,6 +39,17 @@ STRATEGY, MODEL = "trainer.strategy.init_args.", "model.init_args."
 PLUGIN = {"class_path": "MCorePrecision", "init_args": {"precision": "bf16-mixed"}}
 
 
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A module ``mine`` with a data module in it."""
+    lines = ("import lightning.pytorch as pl", "", "class Data(pl.LightningDataModule):")
+    lines += ("    def __init__(self, batch_size: int, shape: int = 2): ...",)
+    (tmp_path / "mine.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("mine", None)
+
+
 def document(**changes: Any) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for key, value in {**BASE, **changes}.items():
@@ -48,8 +61,8 @@ def document(**changes: Any) -> dict[str, Any]:
     return made
 
 
-def settings(**changes: Any) -> RunSettings:
-    return settings_of_cli(document(**changes), "run.yaml")
+def settings(folder: Path, **changes: Any) -> RunSettings:
+    return settings_of_lightning([document(**changes)], [json_file(folder, **changes)], [])
 
 
 def json_file(folder: Path, **changes: Any) -> str:
@@ -63,17 +76,21 @@ QUOTED: dict[str, tuple[dict[str, Any], str, str, Any]] = {
     "flag": ({STRATEGY + "use_distributed_optimizer": "true"}, "strategy", "use_distributed_optimizer", True),
     "accumulation": ({"trainer.accumulate_grad_batches": "8"}, "trainer", "accumulate_grad_batches", 8),
     "nodes": ({"trainer.num_nodes": "2"}, "trainer", "num_nodes", 2),
-    "rate": ({MODEL + "recipe": {"learning_rate": "1e-4"}}, "model", "recipe", {"learning_rate": 1e-4}),
-    "null": ({STRATEGY + "micro_batch_size": "null"}, "strategy", "micro_batch_size", None),
-    "of a config": ({STRATEGY + "ddp_config": {"bucket_size": "9"}}, "strategy", "ddp_config", {"bucket_size": 9}),
+    "null": ({STRATEGY + "tp_comm_overlap_cfg": "null"}, "strategy", "tp_comm_overlap_cfg", None),
     "of own data": ({"data": {"class_path": "mine.Data", "init_args": {"batch_size": "3"}}}, "data", "batch_size", 3),
 }
 
 
 @pytest.mark.parametrize("name", QUOTED)
-def test_quoted_values_are_read_as_jsonargparse_reads_them(name: str) -> None:
+@pytest.mark.usefixtures("mine")
+def test_quoted_values_are_read_as_jsonargparse_reads_them(name: str, tmp_path: Path) -> None:
     changes, part, key, expected = QUOTED[name]
-    assert getattr(settings(**changes), part)[key] == expected
+    assert getattr(settings(tmp_path, **changes), part).get(key) == expected
+
+
+def test_quoted_fields_of_configs_too(tmp_path: Path) -> None:
+    given = settings(tmp_path, **{STRATEGY + "ddp_config": {"bucket_size": "9"}}).strategy["ddp_config"]
+    assert given["bucket_size"] == 9
 
 
 def test_quoted_fields_of_the_transformer_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,13 +100,18 @@ def test_quoted_fields_of_the_transformer_too(tmp_path: Path, capsys: pytest.Cap
     assert json.loads(text)["stages"][0]["chunks"][0]["layers"] == [*range(8)]
 
 
+HALF = "lightning.pytorch.plugins.HalfPrecision"
 PRECISIONS: dict[str, tuple[dict[str, Any], str]] = {
     "int": ({"trainer.precision": 32}, "32-true"),
     "16 on the CPU is bf16, as Lightning has it": ({"trainer.precision": 16}, "bf16-mixed"),
     "16 on GPUs": ({"trainer.precision": 16, "trainer.accelerator": "gpu"}, "16-mixed"),
     "plugin of Lightning": (
-        {"trainer.plugins": [{"class_path": "lightning.HalfPrecision", "init_args": {"precision": "x"}}]},
-        "x",
+        {
+            "trainer.plugins": [
+                {"class_path": "lightning.pytorch.plugins.HalfPrecision", "init_args": {"precision": "bf16-true"}}
+            ]
+        },
+        "bf16-true",
     ),
     "of the strategy, beside the Trainer's default": (
         {"trainer.precision": "32-true", STRATEGY + "precision_plugin": PLUGIN},
@@ -99,9 +121,9 @@ PRECISIONS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
-def test_the_precision_is_found_where_it_is_said(name: str) -> None:
+def test_the_precision_is_found_where_it_is_said(name: str, tmp_path: Path) -> None:
     changes, expected = PRECISIONS[name]
-    assert settings(**changes).precision["precision"] == expected
+    assert settings(tmp_path, **changes).precision["precision"] == expected
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -109,10 +131,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "precision of nobody": ({"trainer.precision": "fp32"}, "fp32"),
     "precision against the strategy's": (
         {"trainer.precision": "16-true", STRATEGY + "precision_plugin": PLUGIN},
-        "contradicts precision_plugin",
+        "contradicts the precision_plugin",
     ),
     "strategy as a path in text": ({"trainer.strategy": "lightning_mcore.MCoreStrategy"}, "is not MCoreStrategy"),
-    "name of the strategy as a path": ({"trainer.strategy.class_path": "mcore"}, "is not MCoreStrategy"),
+    "name of the strategy as a path": ({"trainer.strategy.class_path": "mcore"}, "unknown class 'mcore'"),
     "class of the model": ({"model.class_path": "lightning_mcore.MCoreGTP"}, "did you mean 'MCoreGPT'"),
     "short class of the model": ({"model.class_path": "MCoreGTP"}, "did you mean 'MCoreGPT'"),
     "class of the data": (
@@ -131,7 +153,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "clipping": ({"trainer.gradient_clip_algorithm": "foo"}, "choose 'norm' or 'value'"),
     "share": ({"trainer.limit_val_batches": 2.5}, "limit_val_batches=2.5"),
     "epochs": ({"trainer.max_epochs": -2}, "max_epochs=-2"),
-    "devices of a CPU by number": ({"trainer.devices": [0, 1, 2, 3]}, "a CPU has not"),
+    "devices of a CPU by number": ({"trainer.devices": [0, 1, 2, 3]}, "a CPU does not have"),
     "align_grad_reduce without a pipeline": (
         {STRATEGY + "align_grad_reduce": True, STRATEGY + "overlap_grad_reduce": True},
         "pipeline_model_parallel_size=2 or more",
@@ -139,9 +161,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "betas": ({MODEL + "recipe": {"betas": [0.9, 0.95, 0.99]}}, "betas=[0.9, 0.95, 0.99]"),
     "activation": (
         {MODEL + "transformer": {**BASE[MODEL + "transformer"], "activation_func": "silux"}},
-        "did you mean 'silu'",
+        "names no function; give an import path, or for an activation one of gelu, silu",
     ),
-    "scheduler alone": ({"lr_scheduler": {"class_path": "torch.optim.lr_scheduler.StepLR"}}, "without optimizer"),
+    "scheduler alone": (
+        {"lr_scheduler": {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 2}}},
+        "without optimizer",
+    ),
     "two recipes": (
         {"optimizer": {"class_path": "torch.optim.AdamW"}, MODEL + "recipe": {"learning_rate": 0.5}},
         "model.recipe.learning_rate=0.5",

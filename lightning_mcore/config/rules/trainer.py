@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Lightning's ``Trainer`` refuses of plain data: the arguments that runs of several ranks set.
+"""What Lightning's ``Trainer`` refuses of arguments that runs of several ranks set, and what ``MCoreStrategy`` refuses.
 
-``rules.py`` calls :func:`check_trainer`. Names and types of the arguments were checked before it.
+Names and types of the arguments were checked before.
 
 Source: ``Trainer.__init__``, ``_AcceleratorConnector``, ``FitLoop`` and ``_determine_batch_limits`` of Lightning 2.6.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lightning_mcore.planning.rule_book import RuleBook
+NO_SYNC_BATCHNORM = "sync_batchnorm=True is not available for a model built with pipeline(); set it to False"
 
 _ACCELERATORS = ("auto", "cpu", "cuda", "gpu")
 _AT_LEAST = {"num_nodes": 1, "accumulate_grad_batches": 1, "max_epochs": -1, "max_steps": -1}
@@ -20,32 +20,45 @@ _SHARES = (
 _CLIPPING = ("norm", "value")
 
 
-def check_trainer(book: RuleBook, trainer: Mapping[str, Any]) -> None:
-    """Refuse values of the right type that the Trainer does not take.
+def trainer_faults(trainer: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with values of the right type.
 
     Args:
-        book: Where refusals go.
         trainer: Arguments of ``Trainer``.
     """
     accelerator = trainer.get("accelerator", "auto")
     if accelerator not in _ACCELERATORS:
-        book.refuse(f"trainer.accelerator={accelerator!r} is not available under MCoreStrategy; choose 'gpu' or 'cpu'")
+        yield f"trainer.accelerator={accelerator!r} is not available under MCoreStrategy; choose 'gpu' or 'cpu'"
     if accelerator == "cpu" and isinstance(trainer.get("devices"), list):
-        book.refuse(f"trainer.devices={trainer['devices']} names devices, which a CPU has not; give their number")
+        yield f"trainer.devices={trainer['devices']} names devices, which a CPU does not have; give their number"
     for name, least in _AT_LEAST.items():
         value = trainer.get(name)
         if isinstance(value, int) and value < least:
             unlimited = ", or -1 for no limit" if least < 0 else ""
-            book.refuse(f"trainer.{name}={value} is too small; choose {max(least, 0)} or more{unlimited}")
+            yield f"trainer.{name}={value} is too small; choose {max(least, 0)} or more{unlimited}"
     for name in _SHARES:
         value = trainer.get(name)
         if isinstance(value, float) and not 0.0 <= value <= 1.0:
-            book.refuse(f"trainer.{name}={value} is no share; give a float from 0.0 to 1.0, or an int of batches")
+            yield f"trainer.{name}={value} is not a share; give a float from 0.0 to 1.0, or an int of batches"
     if trainer.get("sync_batchnorm"):
-        book.refuse("sync_batchnorm=True is not available for a model built with pipeline(); set it to False")
+        yield NO_SYNC_BATCHNORM
     clipping = trainer.get("gradient_clip_algorithm")
     if clipping is not None and clipping not in _CLIPPING:
-        book.refuse(f"trainer.gradient_clip_algorithm={clipping!r} is unknown; choose 'norm' or 'value'")
+        yield f"trainer.gradient_clip_algorithm={clipping!r} is unknown; choose 'norm' or 'value'"
+
+
+def precision_faults(asked: str | None, plugin: str) -> Iterator[str]:
+    """Yield that there are two precisions: Lightning takes the strategy's and forgets the trainer's.
+
+    Args:
+        asked: That of ``Trainer(precision=...)``; ``"32-true"`` also stands where nothing was asked for.
+        plugin: That of ``MCoreStrategy(precision_plugin=...)``.
+    """
+    if asked not in (None, "32-true", plugin):
+        yield (
+            f"Trainer(precision={asked!r}) contradicts the precision_plugin of MCoreStrategy, which has {plugin!r}; set"
+            " it in one place"
+        )
 
 
 def may_never_end(trainer: Mapping[str, Any]) -> bool:

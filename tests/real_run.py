@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lightning-mcore plan --check``: the real objects of a run are built, as far as nothing is allocated.
+"""What the classes of a run refuse when they are built and meet, as far as nothing is allocated: plans are held to it.
 
-The rules of ``plan`` mirror those of Lightning's, Megatron's and our own classes. This asks the classes themselves, at
-the price of importing Lightning and megatron-core; so does the test that holds both together.
+One after the other, as the run builds them, and without the rules that ``plan`` asks all at once.
 """
 
 from collections.abc import Mapping
@@ -77,13 +76,18 @@ def _check_module(module: Any, strategy: Any, device_type: str) -> None:
     """Build Megatron's config and check it, as ``MCoreGPT.check_settings`` does under a Trainer."""
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
-    from lightning_mcore.config.field_support import check_fields, check_without_transformer_engine
-    from lightning_mcore.config.loss_normalization import check_average_in_collective, check_normalization
+    from lightning_mcore.config.rules import raise_first
+    from lightning_mcore.config.rules.model import (
+        check_average_in_collective,
+        check_fields,
+        check_normalization,
+        check_without_transformer_engine,
+    )
+    from lightning_mcore.config.rules.strategy import expert_faults
     from lightning_mcore.layers.multi_token import check_multi_token
     from lightning_mcore.layers.spec import resolve_transformer_impl
     from lightning_mcore.layers.transformer_config import build_transformer_config
     from lightning_mcore.parallel.pipeline import check_uniform_recompute
-    from lightning_mcore.strategy.checks import check_expert_tensor_parallel
 
     owned = strategy.megatron_fields()
     if module.transformer.get("multi_latent_attention"):
@@ -102,7 +106,7 @@ def _check_module(module: Any, strategy: Any, device_type: str) -> None:
     check_average_in_collective(strategy.gradients.resolve().average_in_collective, config)
     if used == "local" and not HAVE_TE and device_type == "cpu":
         check_without_transformer_engine(config)
-    check_expert_tensor_parallel(strategy.layout, strategy.root_device)
+    raise_first(expert_faults(strategy.layout, strategy.root_device.type))
 
 
 def _check_optimizer(module: Any, strategy: Any) -> None:

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LightningCLI files as :class:`RunSettings`: parsed as ``lightning-mcore fit`` parses them, and not instantiated."""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from lightning_mcore.cli.config_errors import explain
+from lightning_mcore.cli.fit import TrainingCLI, refuse_lone_scheduler
+from lightning_mcore.config.rules import raise_first
+from lightning_mcore.config.rules.trainer import precision_faults
+from lightning_mcore.config.run import RunSettings
+from lightning_mcore.config.text import unknown_name
+from lightning_mcore.models.recipe import Recipe
+from lightning_mcore.planning.signatures import Arguments, fields_of, of_model, of_precision, of_strategy, of_trainer
+
+COMMANDS = ("fit", "validate", "test", "predict")
+TOP_KEYS = ("trainer", "model", "data", "optimizer", "lr_scheduler", "seed_everything", "ckpt_path", "verbose")
+_OF_OTHER_COMMANDS = {"verbose": "validate", "return_predictions": "predict"}
+_NOT_OF_THE_RUN = ("strategy", "precision", "plugins", "callbacks", "logger", "profiler")
+_OF_DATA = ("batch_size", "seq_length", "packing")
+_LIGHTNING_PRECISIONS = ("MixedPrecision", "HalfPrecision")
+_SHORT_PRECISIONS = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+
+
+class _Reader(TrainingCLI):
+    """Parses, and does nothing of what follows."""
+
+    def __init__(self, documents: Sequence[Mapping[str, Any]], shown: Sequence[str], words: Sequence[str]) -> None:
+        self._command = next((_OF_OTHER_COMMANDS[key] for key in _OF_OTHER_COMMANDS if key in documents[-1]), "fit")
+        self._shown = [*(f"--config={path}" for path in shown), *words]
+        given = [*(f"--config={json.dumps(document)}" for document in documents), *words]
+        quiet = {"exit_on_error": False}
+        super().__init__(args=[self._command, *given], parser_kwargs={**quiet, self._command: dict(quiet)})
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """Return the one command whose options the files may have."""
+        return {self._command: TrainingCLI.subcommands()[self._command]}
+
+    def parse_arguments(self, parser: Any, args: Any) -> None:
+        """Parse, and say what is wrong in terms of the files."""
+        try:
+            self.config = parser.parse_args(args)
+        except argparse.ArgumentError as error:
+            sub = self._subcommand_parsers[self._command]
+            raise ValueError(explain(sub, self._shown, str(error))) from error
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What was parsed, as plain data."""
+        return cast("dict[str, Any]", self.config[self._command].as_dict())
+
+    def _set_seed(self) -> None: ...
+
+    def _parse_ckpt_path(self) -> None: ...
+
+    def _add_instantiators(self) -> None: ...
+
+    def before_instantiate_classes(self) -> None:
+        """Make nothing."""
+
+    def instantiate_classes(self) -> None:
+        """Make nothing."""
+
+    def _run_subcommand(self, subcommand: str) -> None: ...
+
+
+def settings_of_lightning(
+    documents: Sequence[Mapping[str, Any]],
+    paths: Sequence[str],
+    overrides: Sequence[tuple[str, str]],
+    model: str | None = None,
+) -> RunSettings:
+    """Return the run that LightningCLI files describe.
+
+    Args:
+        documents: The files; a later one counts.
+        paths: Their names, for messages.
+        overrides: Key and value of what stands behind them, as text.
+        model: A Hugging Face model to use instead of the file's.
+
+    Raises:
+        ValueError: LightningCLI refuses a key or a value, or strategy or model are not ours.
+    """
+    flat = [_without_command(document) for document in documents]
+    kept: dict[str, Any] = {}
+    if model is not None:
+        for document in flat:
+            given = document.pop("model", None)
+            arguments = given.get("init_args", given) if isinstance(given, Mapping) else {}
+            kept |= {name: arguments[name] for name in ("seq_length", "recipe") if name in arguments}
+        overrides = [(key, text) for key, text in overrides if key.partition(".")[0] != "model"]
+        pretrained = {"class_path": "lightning_mcore.MCoreGPT.from_pretrained", "init_args": {"path": model, **kept}}
+        flat.append({"model": pretrained})
+        paths = [*paths, str(paths[-1])]
+    values = _Reader(flat, paths, [f"--{key}={text}" for key, text in overrides]).values
+    trainer = _changed(values["trainer"], of_trainer())
+    strategy, plugin = _strategy(trainer)
+    return RunSettings(
+        strategy=strategy,
+        precision=_precision(trainer, plugin),
+        model=_with_optimizer(_model(values["model"], " and ".join(paths)), values),
+        trainer={name: value for name, value in trainer.items() if name not in _NOT_OF_THE_RUN},
+        data=_data(values.get("data")),
+    )
+
+
+def _without_command(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a file without the level of a command, as ``fit:``."""
+    for command in COMMANDS:
+        if isinstance(document.get(command), Mapping):
+            return {**document[command], **{key: value for key, value in document.items() if key != command}}
+    return dict(document)
+
+
+def _changed(values: Mapping[str, Any], known: Arguments) -> dict[str, Any]:
+    """Return what does not have its default."""
+    return {name: value for name, value in values.items() if name not in known or value != known[name].default}
+
+
+def _strategy(trainer: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Return the arguments of ``MCoreStrategy``, and the precision plugin among them."""
+    given = trainer.get("strategy", "auto")
+    name, arguments = _class_and_arguments(given)
+    names = ("MCoreStrategy", "mcore") if isinstance(given, str) else ("MCoreStrategy",)
+    if name not in names or (isinstance(given, str) and "." in given):  # as text Lightning knows names, not paths
+        shown = given if isinstance(given, str) else name
+        raise ValueError(
+            f"trainer.strategy={shown!r} is not MCoreStrategy, which plan works for; set class_path:"
+            " lightning_mcore.MCoreStrategy"
+        )
+    arguments = _changed(arguments, of_strategy())
+    return arguments, arguments.pop("precision_plugin", None)
+
+
+def _precision(trainer: Mapping[str, Any], of_its_strategy: Any) -> dict[str, Any]:
+    """Return the arguments of ``MCorePrecision``, from the strategy, the plugins or the trainer."""
+    plugins = trainer.get("plugins") or []
+    found = [
+        (name, arguments)
+        for plugin in (plugins if isinstance(plugins, list) else [plugins])
+        for name, arguments in [_class_and_arguments(plugin)]
+        if name in ("MCorePrecision", *_LIGHTNING_PRECISIONS)
+    ]
+    asked = trainer.get("precision")
+    asked = None if asked is None else _SHORT_PRECISIONS.get(str(asked), str(asked))
+    if asked is not None and found:
+        raise ValueError(
+            f"trainer.precision={asked!r} and {found[0][0]} in trainer.plugins both say the precision; set one of them"
+        )
+    if of_its_strategy is not None:
+        found = [_class_and_arguments(of_its_strategy)]
+    if not found:
+        on_cpu = asked == "16-mixed" and trainer.get("accelerator") == "cpu"
+        return {} if asked is None else {"precision": "bf16-mixed" if on_cpu else asked}  # as Lightning does
+    name, arguments = found[0]
+    if name != "MCorePrecision":
+        return {"precision": arguments.get("precision")}
+    raise_first(precision_faults(asked, arguments.get("precision", "32-true")))
+    return _changed(arguments, of_precision())
+
+
+def _model(given: Any, where: str) -> dict[str, Any]:
+    name, arguments = _class_and_arguments(given)
+    if arguments.get("recipe") is not None:
+        _, recipe = _class_and_arguments(arguments["recipe"])
+        arguments["recipe"] = _changed(recipe, fields_of(Recipe)) or None
+    pretrained = "path" in arguments
+    known = of_model(pretrained)
+    if name in ("MCoreGPT", "from_pretrained"):
+        return {key: value for key, value in arguments.items() if key not in known or value != known[key].default}
+    if not {*arguments} & {*known} & {"vocab_size", "transformer", "path"}:
+        raise ValueError(
+            f"model of {where} is {name}, of which plan knows nothing; give class_path: lightning_mcore.MCoreGPT, or a"
+            " subclass with its arguments"
+        )
+    return _changed({key: value for key, value in arguments.items() if key in known}, known)
+
+
+def _with_optimizer(model: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the model's arguments with the optimizer of the file, which takes the place of the model's own."""
+    given = values.get("optimizer")
+    refuse_lone_scheduler(given, values.get("lr_scheduler"))
+    if given is None:
+        return model
+    Recipe.of(model.get("recipe") or {}).check_unused()
+    name, arguments = _class_and_arguments(given)
+    if name != "SGD":
+        return model
+    return {**model, "recipe": {"optimizer": "sgd", "sgd_momentum": arguments.get("momentum") or 0.0}}
+
+
+def _data(given: Any) -> dict[str, Any]:
+    _, arguments = _class_and_arguments(given if given is not None else {})
+    return {name: arguments[name] for name in _OF_DATA if arguments.get(name) is not None}
+
+
+def _class_and_arguments(given: Any) -> tuple[str, dict[str, Any]]:
+    """Return the last part of a class path, and its arguments; a mapping without a class path is the arguments."""
+    if isinstance(given, str):
+        return given.rpartition(".")[2], {}
+    if "class_path" not in given:
+        return "", dict(given)
+    arguments = {**(given.get("init_args") or {}), **(given.get("dict_kwargs") or {})}
+    return str(given["class_path"]).rpartition(".")[2], arguments
+
+
+def refuse_unknown_option(key: str, others: Sequence[str]) -> None:
+    """Refuse a word behind the files that neither LightningCLI nor the command knows.
+
+    Args:
+        key: Such as ``"trainer.devices"``.
+        others: Options of the command itself.
+
+    Raises:
+        ValueError: Nobody knows it.
+    """
+    top = key.partition(".")[0]
+    if top not in (*TOP_KEYS, *COMMANDS):
+        raise ValueError(unknown_name("option", top, TOP_KEYS if "." in key else (*TOP_KEYS, *others)))

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules between the settings of ``MCoreStrategy``: gradients, schedule, overlaps, ranks of experts.
+
+``given`` are arguments of the strategy by name, None or absent where they are left to their default. ``ddp`` are the
+fields of ``ddp_config`` that do not have Megatron's default; all defaults that are read here are off.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lightning_mcore.config.field_homes import DDP_NOT_AVAILABLE, FSDP
+from lightning_mcore.config.layout import ParallelLayout
+
+OF_GRADIENTS = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+"""What the strategy and ``ddp_config`` both have a name for."""
+
+_NEEDS = {
+    "num_distributed_optimizer_instances": "use_distributed_optimizer",
+    "reduce_scatter_with_fp32_accumulation": "use_distributed_optimizer",
+    "align_param_gather": "overlap_param_gather",
+    "disable_symmetric_registration": "nccl_ub",
+}
+_INTERLEAVED = "needs the interleaved schedule; set virtual_pipeline_model_parallel_size=2 or more"
+
+
+def resolved(given: Mapping[str, Any], ddp: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``ddp_config`` with the strategy's arguments filled in."""
+    return {**ddp, **{name: given[name] for name in OF_GRADIENTS if given.get(name) is not None}}
+
+
+def gradient_faults(given: Mapping[str, Any], ddp: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the settings of gradients, whatever the layout."""
+    for name in OF_GRADIENTS:
+        if given.get(name) is not None and name in ddp and ddp[name] != given[name]:
+            yield f"{name}={given[name]} contradicts ddp_config.{name}={ddp[name]}; set it in one place"
+    values = resolved(given, ddp)
+    yield from _option_faults(ddp, values)
+    missing = [name for name in OF_GRADIENTS[:2] if not values.get(name)]
+    if values.get("overlap_param_gather") and missing:
+        yield f"overlap_param_gather=True needs {' and '.join(f'{name}=True' for name in missing)}"
+    if given.get("align_grad_reduce") and not values.get("overlap_grad_reduce"):
+        yield "align_grad_reduce=True needs overlap_grad_reduce=True; set both, or neither"
+
+
+def _option_faults(ddp: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is not available of ``ddp_config``, what would do nothing, and what Megatron asserts against."""
+    for name, value in ddp.items():
+        reason = FSDP if "fsdp" in name else DDP_NOT_AVAILABLE.get(name)
+        if reason is not None:
+            yield f"ddp_config.{name}={value!r} is not available: {reason}; leave it out"
+        elif name in _NEEDS and not values.get(_NEEDS[name]):
+            yield f"ddp_config.{name}={value} needs {_NEEDS[name]}=True; set both"
+    if ddp.get("reduce_scatter_with_fp32_accumulation"):
+        for name in ("average_in_collective", "num_distributed_optimizer_instances"):
+            if name in ddp:
+                yield (
+                    f"ddp_config.{name}={ddp[name]} contradicts reduce_scatter_with_fp32_accumulation=True, which sums"
+                    " over all data-parallel ranks; set one of them"
+                )
+
+
+def world_faults(ddp: Mapping[str, Any], layout: ParallelLayout, world_size: int, device_type: str) -> Iterator[str]:
+    """Yield what the settings of gradients ask of ranks or devices that these do not have.
+
+    Args:
+        ddp: The fields of ``ddp_config`` that do not have Megatron's default.
+        layout: The strategy's layout; it divides the world.
+        world_size: Number of ranks.
+        device_type: ``"cuda"`` or ``"cpu"``.
+    """
+    instances = ddp.get("num_distributed_optimizer_instances", 1)
+    replicas = layout.data_parallel_size(world_size) * layout.context_parallel_size
+    for name, size in (
+        ("data-parallel times context-parallel size", replicas),
+        ("expert data-parallel size", layout.expert_data_parallel_size(world_size)),
+    ):
+        if size % instances:
+            yield (
+                f"ddp_config.num_distributed_optimizer_instances={instances} does not divide the {name}, which is"
+                f" {size}; choose one of its divisors"
+            )
+    for name in ("average_in_collective", "nccl_ub"):
+        if ddp.get(name) and device_type != "cuda":
+            yield (
+                f"ddp_config.{name}=True is an option of NCCL, but this run is on {device_type!r}, whose groups are"
+                " gloo; leave it out"
+            )
+
+
+def schedule_faults(given: Mapping[str, Any], ddp: Mapping[str, Any], layout: ParallelLayout) -> Iterator[str]:
+    """Yield what the strategy is asked to overlap, group or align that its pipeline does not have."""
+    interleaved = layout.virtual_pipeline_model_parallel_size is not None
+    if given.get("overlap_p2p_comm") and not interleaved:
+        yield f"overlap_p2p_comm=True {_INTERLEAVED}"
+    group = given.get("microbatch_group_size_per_vp_stage")
+    if group is not None and not interleaved:
+        yield f"microbatch_group_size_per_vp_stage={group} {_INTERLEAVED}, or leave it None"
+    if given.get("align_grad_reduce") and layout.pipeline_model_parallel_size == 1:
+        yield (
+            "align_grad_reduce=True acts between pipeline stages only; set pipeline_model_parallel_size=2 or more, or"
+            " leave it out"
+        )
+    if ddp.get("align_param_gather") and not interleaved:
+        yield (
+            "ddp_config.align_param_gather=True acts in the interleaved schedule only; set"
+            " virtual_pipeline_model_parallel_size=2 or more, or leave it out"
+        )
+
+
+def expert_faults(layout: ParallelLayout, device_type: str) -> Iterator[str]:
+    """Yield what the device cannot do of sharing experts."""
+    if device_type == "cpu" and layout.expert_model_parallel_size > 1 and layout.expert_tensor_size > 1:
+        yield (
+            f"expert_tensor_parallel_size={layout.expert_tensor_size} with expert_model_parallel_size="
+            f"{layout.expert_model_parallel_size} needs collectives of uneven sizes, which gloo does not have on the"
+            " CPU; set expert_tensor_parallel_size=1"
+        )
+
+
+def fp8_device_faults(recipe: str, device_type: str) -> Iterator[str]:
+    """Yield that FP8 is asked for on a device that does not have it.
+
+    Args:
+        recipe: The FP8 recipe.
+        device_type: ``"cuda"`` or ``"cpu"``.
+    """
+    if device_type != "cuda":
+        yield (
+            f"FP8 needs a CUDA device, and this run is on {device_type!r}; leave fp8_recipe={recipe!r} out, or run with"
+            ' accelerator="gpu"'
+        )

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names, types and defaults of the arguments that a run is made of, as far as plain data can fit them."""
+
+import dataclasses
+import enum
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import NoneType
+from typing import Any
+
+import lightning.pytorch as pl
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from lightning_mcore.config.checks import is_callable
+from lightning_mcore.config.communication import CommunicationOptions
+from lightning_mcore.models.gpt import MCoreGPT
+from lightning_mcore.strategy.precision import MCorePrecision
+from lightning_mcore.strategy.strategy import MCoreStrategy
+
+_PLAIN = (int, float, bool, str, list, dict, tuple, NoneType)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One field of a dataclass or argument of a constructor.
+
+    Args:
+        hint: Its type; ``typing.Any`` where it takes objects.
+        default: Its default; ``...`` where it has none.
+    """
+
+    hint: Any
+    default: Any
+
+
+Arguments = Mapping[str, Argument]
+
+
+@cache
+def arguments_of(function: Callable[..., Any]) -> Arguments:
+    """Return the arguments of a function, without ``self``; of a class those of its constructor."""
+    owner: Any = function
+    if isinstance(function, type):
+        owner = function.__init__  # type: ignore[misc]
+    hints = typing.get_type_hints(owner)
+    return {
+        name: Argument(_plain(hints.get(name, Any)), ... if given.default is given.empty else given.default)
+        for name, given in inspect.signature(owner).parameters.items()
+        if name != "self" and given.kind is not given.VAR_KEYWORD
+    }
+
+
+@cache
+def fields_of(kind: type) -> Arguments:
+    """Return the fields of a dataclass."""
+    hints = typing.get_type_hints(kind)
+    return {field.name: Argument(_plain(hints[field.name]), _default(field)) for field in dataclasses.fields(kind)}
+
+
+def of_trainer() -> Arguments:
+    """Return the arguments of Lightning's ``Trainer``."""
+    return arguments_of(inspect.unwrap(pl.Trainer.__init__))
+
+
+def of_strategy() -> Arguments:
+    """Return the arguments of ``MCoreStrategy``."""
+    return arguments_of(MCoreStrategy)
+
+
+def of_precision() -> Arguments:
+    """Return the arguments of ``MCorePrecision``."""
+    return arguments_of(MCorePrecision)
+
+
+def of_model(pretrained: bool = False) -> Arguments:
+    """Return the arguments of ``MCoreGPT``, or of ``MCoreGPT.from_pretrained``."""
+    return arguments_of(MCoreGPT.from_pretrained if pretrained else MCoreGPT)
+
+
+def of_transformer(latent: bool = False) -> Arguments:
+    """Return the fields of ``TransformerConfig``, with ``latent`` those of ``MLATransformerConfig``."""
+    fields = fields_of(TransformerConfig)
+    return {**fields_of(MLATransformerConfig), **fields} if latent else fields
+
+
+def of_config(name: str) -> Arguments:
+    """Return the fields of ``ddp_config``, ``optimizer_config`` or ``communication``."""
+    kinds = {"ddp_config": DistributedDataParallelConfig, "optimizer_config": OptimizerConfig}
+    return fields_of(kinds.get(name, CommunicationOptions))
+
+
+def _default(field: "dataclasses.Field[Any]") -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else ...
+
+
+def _plain(hint: Any) -> Any:
+    """Return a type as it is if plain data can have it, else ``Any``."""
+    return Any if _takes_objects(hint) else hint
+
+
+def _takes_objects(hint: Any) -> bool:
+    if is_callable(hint) or typing.get_origin(hint) is typing.Literal:
+        return False
+    if kinds := typing.get_args(hint):
+        return any(_takes_objects(kind) for kind in kinds)
+    return isinstance(hint, type) and hint not in _PLAIN and not issubclass(hint, enum.Enum)
