@@ -434,7 +434,7 @@ def test_the_classes_without_transformers_import_nothing_heavy() -> None:
     script = """
 import sys
 from lightning_mcore.arguments import DistributingParallelArguments, Fp8Arguments, MegatronArguments, RayArguments
-DistributingParallelArguments(tensor_model_parallel_size=2, additional_configs={"num_moe_experts": 2})
+DistributingParallelArguments(tensor_model_parallel_size=2)
 MegatronArguments(use_distributed_optimizer=True)
 RayArguments(), Fp8Arguments()
 print([name for name in ("torch", "transformers", "lightning", "megatron.core") if name in sys.modules])
