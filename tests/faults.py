@@ -5,7 +5,7 @@ A scenario is a fault, the place and the rank where it happens, a layout, saves 
 *door*: ``processes`` starts each rank by itself, as schedulers and torchrun do, with nobody who ends the others;
 ``launcher`` starts a script that Lightning's launcher starts again for the second rank. Within ``LIMIT`` seconds of the
 fault all ranks, and every process that they have started, have to be gone, with an exit code that is not zero and a
-sentence that names the rank and the cause. Some scenarios are no faults, and have to go on to the end.
+sentence that names the rank and the cause. Some scenarios are not faults: they have to go on to the end.
 
 A rank is a fork of this process, which has imported everything and started no thread: that is two seconds for a
 scenario instead of twenty. ``tests/distributed/test_faults.py`` runs the short table.

@@ -213,7 +213,7 @@ def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a model with their names, file by file."""
     for path in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no dict
+            for name in file.keys():  # noqa: SIM118 - it is not a dict
                 yield name, file.get_tensor(name)
 
 

@@ -2,7 +2,7 @@
 """Kill a rank at a random moment of a save, again and again, and see that nothing is lost.
 
 One run of a small model saves after each optimizer step: a checkpoint named for the step, whose predecessor is deleted,
-and ``last.ckpt``, which is replaced, or is a link that is set anew. In each trial one rank, or both, is killed by
+and ``last.ckpt``, which is replaced, or is a link that is set again. In each trial one rank, or both, is killed by
 SIGKILL some time after a save began; then everything that can be seen in the folder has to be whole, and the next trial
 starts with ``ckpt_path="last"``, from the newest that was saved under that name. So the losses of all trials together
 are those of one run, which is compared with one that nobody disturbed. A survivor has to notice and to end by itself.
@@ -80,7 +80,7 @@ class Blow:
         victims: The ranks: one, or all as when a machine goes.
         save: The save of its run, from 0.
         since: What has to be seen on the disk before the delay: that nothing of this save is there (``"before"``), that
-            it is being written (``"within"``), or that it stands under its name (``"after"``).
+            it is being written (``"within"``), or that it is in place (``"after"``).
         delay: Seconds.
     """
 

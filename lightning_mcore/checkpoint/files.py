@@ -48,7 +48,7 @@ from lightning_mcore.checkpoint.manifest import (
     no_checkpoint,
     saving,
 )
-from lightning_mcore.checkpoint.storage import atomic as atomic_directory
+from lightning_mcore.checkpoint.storage import atomic
 
 _BLOCK = 1 << 22  # bytes read at once
 _READERS = 4  # files read at once
@@ -75,7 +75,7 @@ def begin(path: str) -> str:
         path: A local path; what is there stays until :func:`finish`.
 
     Raises:
-        ValueError: There is a directory at ``path`` that is not a checkpoint, or as :func:`atomic_directory.begin`.
+        ValueError: There is a directory at ``path`` that is not a checkpoint, or as :func:`atomic.begin`.
         RuntimeError: The same path is being written already.
         OSError: The disk refuses.
     """
@@ -83,7 +83,7 @@ def begin(path: str) -> str:
     if not os.path.islink(path):
         require_replaceable(path)
     with saving(path):
-        return atomic_directory.begin(path)
+        return atomic.begin(path)
 
 
 def finish(path: str, manifest: dict[str, Any], files: Mapping[str, FileRecord]) -> None:
@@ -98,7 +98,7 @@ def finish(path: str, manifest: dict[str, Any], files: Mapping[str, FileRecord])
         OSError: The disk refuses, or a recorded file is not there as it was recorded.
     """
     path = _local(path)
-    directory = atomic_directory.unfinished(path)
+    directory = atomic.unfinished(path)
     for name, record in files.items():
         _check_written(path, name, record, os.path.join(directory, name))
     with saving(path):
@@ -108,12 +108,12 @@ def finish(path: str, manifest: dict[str, Any], files: Mapping[str, FileRecord])
             file.write(encode_manifest(manifest, records))
             file.flush()
             os.fsync(file.fileno())
-        atomic_directory.publish(path)
+        atomic.publish(path)
 
 
 def abandon(path: str) -> None:
     """Delete what a failed save has written; the checkpoint at ``path`` stays."""
-    atomic_directory.abandon(_local(path))
+    atomic.abandon(_local(path))
 
 
 def link(path: str, target: str) -> None:
@@ -128,7 +128,7 @@ def link(path: str, target: str) -> None:
     if not os.path.islink(path):
         require_replaceable(path)
     with saving(path):
-        atomic_directory.link(path, target)
+        atomic.link(path, target)
 
 
 def remove(path: str) -> None:
@@ -139,13 +139,13 @@ def remove(path: str) -> None:
     """
     path = _local(path)
     try:
-        atomic_directory.remove(path)
+        atomic.remove(path)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # there is no room to move it aside
             raise
         for name in DELETED_FIRST:
-            atomic_directory.delete(os.path.join(path, name))
-        atomic_directory.delete(path)
+            atomic.delete(os.path.join(path, name))
+        atomic.delete(path)
 
 
 def is_checkpoint(path: str) -> bool:
@@ -176,12 +176,12 @@ def lies_in(path: str, folder: str) -> bool:
 
 def recover(path: str) -> bool:
     """Put back a checkpoint that a crash left moved away; any rank may call it. Return whether there was one."""
-    return atomic_directory.recover(_local(path))
+    return atomic.recover(_local(path))
 
 
 def recover_all(folder: str) -> bool:
     """Put back every checkpoint of a local folder that a crash left moved away; return whether there was one."""
-    return atomic_directory.recover_all(_local(folder))
+    return atomic.recover_all(_local(folder))
 
 
 def is_checkpoint_directory(path: str) -> bool:
@@ -216,7 +216,7 @@ def read_manifest(path: str) -> dict[str, Any]:
         ValueError: It is not a checkpoint, it is unfinished or of a newer version, or its manifest is damaged.
     """
     fs, root = open_store(path)
-    if posixpath.basename(posixpath.dirname(root)) == atomic_directory.UNFINISHED and fs.exists(root):
+    if posixpath.basename(posixpath.dirname(root)) == atomic.UNFINISHED and fs.exists(root):
         raise interrupted(path)
     try:
         text = fs.cat_file(_join(root, MANIFEST_FILE))
@@ -314,7 +314,7 @@ def open_store(path: str) -> tuple[AbstractFileSystem, str]:
     fs, root = url_to_fs(str(path))
     fs.invalidate_cache()  # another process may have written since
     if writes_directly(str(path)):
-        atomic_directory.recover(root)
+        atomic.recover(root)
     return fs, root
 
 

@@ -35,7 +35,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 
 from lightning_mcore.checkpoint import files as checkpoint_files
-from lightning_mcore.checkpoint import remote as checkpoint_staging
+from lightning_mcore.checkpoint import remote
 from lightning_mcore.checkpoint.manifest import LIGHTNING_FILE, METADATA_FILE, RANKS_FILE, damaged
 from lightning_mcore.checkpoint.metadata import read_metadata
 from lightning_mcore.checkpoint.reader import ShardReader, load_shards
@@ -496,7 +496,7 @@ def _remove(path: str) -> None:
         elif checkpoint_files.writes_directly(path):
             checkpoint_files.remove(path)
         else:
-            checkpoint_staging.remote_remove(path)
+            remote.remote_remove(path)
     except (OSError, ValueError) as error:
         _log.warning("%s is no longer needed and could not be deleted: %s", path, error)
 
@@ -514,7 +514,7 @@ def _locator(path: str, stack: contextlib.ExitStack) -> Callable[[str], str]:
 
     def fetch(name: str) -> str:
         if not os.path.exists(os.path.join(local, name)):
-            checkpoint_staging.download(path, local, [name])
+            remote.download(path, local, [name])
         return os.path.join(local, name)
 
     return fetch

@@ -30,11 +30,11 @@ from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingCon
 from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_mcore.checkpoint import files as checkpoint_files
-from lightning_mcore.checkpoint import remote as checkpoint_staging
+from lightning_mcore.checkpoint import remote
 from lightning_mcore.checkpoint.manifest import LIGHTNING_FILE, METADATA_FILE, RANKS_FILE, FileRecord, saving
 from lightning_mcore.checkpoint.metadata import COMMON_FILE, tensors_of
 from lightning_mcore.checkpoint.save_plan import Piece, ShardPlanner
-from lightning_mcore.checkpoint.storage import atomic as atomic_directory
+from lightning_mcore.checkpoint.storage import atomic
 from lightning_mcore.checkpoint.writer import Places, Staging, write_metadata, write_pieces
 from lightning_mcore.parallel.consensus import collect, decide, on_all
 
@@ -143,14 +143,12 @@ class CheckpointSave:
                 )
                 if checkpoint_files.writes_directly(self.path):
                     return True
-                decide(lambda: checkpoint_staging.begin_upload(self.path))
+                decide(lambda: remote.begin_upload(self.path))
                 path, directory = self.path, self._directory
-                self._uploading = BackgroundTask(
-                    f"uploader of {path}", lambda: checkpoint_staging.upload_files(directory, path)
-                )
+                self._uploading = BackgroundTask(f"uploader of {path}", lambda: remote.upload_files(directory, path))
                 return False
             on_all(self._uploading.wait)
-            decide(lambda: checkpoint_staging.finish_upload(self._directory, self.path, self._manifest, self._records))
+            decide(lambda: remote.finish_upload(self._directory, self.path, self._manifest, self._records))
             shutil.rmtree(self._directory, ignore_errors=True)
             return True
         except BaseException:
@@ -193,22 +191,22 @@ def save_file(content: Any, path: str) -> None:
 
     Raises:
         OSError: The disk refuses; what is at ``path`` stays.
-        ValueError: There is a directory at ``path`` that is not a checkpoint, or as :func:`atomic_directory.begin`.
+        ValueError: There is a directory at ``path`` that is not a checkpoint, or as :func:`atomic.begin`.
         RuntimeError: Another process is writing it.
     """
     if not os.path.islink(path):
         checkpoint_files.require_replaceable(path)
     with saving(path):
         name = os.path.basename(path)
-        directory = atomic_directory.begin(path)
+        directory = atomic.begin(path)
         try:
             with open(os.path.join(directory, name), "wb") as file:
                 torch.save(content, file)
                 file.flush()
                 os.fsync(file.fileno())
-            atomic_directory.publish_file(path, name)
+            atomic.publish_file(path, name)
         except BaseException:
-            atomic_directory.abandon(path)
+            atomic.abandon(path)
             raise
 
 

@@ -18,8 +18,7 @@ import torch
 from lightning.pytorch.core.saving import _load_state
 from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 
-from lightning_mcore.checkpoint import manifest as checkpoint_manifest
-from lightning_mcore.checkpoint import model_state as sharded_state
+from lightning_mcore.checkpoint import manifest, model_state
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.checkpoint.model_state import StoredState
 from lightning_mcore.config.fp8 import check_start
@@ -157,12 +156,12 @@ def _build(cls: type[_M], path: str, strict: bool | None, weights_only: bool | N
         module = _load_state(cls, {**lightning_state, "state_dict": {}}, strict=False, **arguments)
     assert isinstance(module, cls)
     strictly = module.strict_loading if strict is None else strict
-    sharded_state.load_outside_chunks(module, outside, path, strictly)
+    model_state.load_outside_chunks(module, outside, path, strictly)
     _load(module, path, io, strictly)
     return module
 
 
 def _load(module: pl.LightningModule, path: str, io: MCoreCheckpointIO, strict: bool) -> None:
     stored = StoredState.open(io, path)
-    checkpoint_manifest.check_model(path, stored.contents.manifest, module)
-    sharded_state.load(stored, built_chunks(module), [], strict, advice="pass strict=False")
+    manifest.check_model(path, stored.contents.manifest, module)
+    model_state.load(stored, built_chunks(module), [], strict, advice="pass strict=False")

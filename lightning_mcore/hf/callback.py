@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_mcore.checkpoint import files as checkpoint_files
-from lightning_mcore.checkpoint.storage import atomic as atomic_directory
+from lightning_mcore.checkpoint.storage import atomic
 from lightning_mcore.hf.export import check_export, export_model, require_free
 from lightning_mcore.hf.export_plan import MAX_SHARD_SIZE, parse_dtype, parse_size
 from lightning_mcore.hf.files import CONFIG_FILE
@@ -180,7 +180,7 @@ class SaveHFModel(Callback):
             beside = path + SUFFIX
             try:
                 if _is_beside(beside, trainer):
-                    atomic_directory.remove(beside)
+                    atomic.remove(beside)
                 elif os.path.lexists(beside):
                     _log.warning(
                         "%s was to be deleted, but it is not a model beside a checkpoint of this run, so it stays",

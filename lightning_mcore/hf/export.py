@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.checkpoint.manifest import saving
-from lightning_mcore.checkpoint.storage import atomic as atomic_directory
+from lightning_mcore.checkpoint.storage import atomic
 from lightning_mcore.hf.export_config import (
     Description,
     describe,
@@ -276,26 +276,26 @@ def _finish(plan: ExportPlan, description: Description, folder: str) -> None:
 def _new_folder(out: str) -> Iterator[str]:
     """Yield a folder to write into, which appears at ``out`` at the end."""
     with saving(out):
-        folder = atomic_directory.begin(out)
+        folder = atomic.begin(out)
     try:
         yield folder
         with saving(out):
-            atomic_directory.publish(out)
+            atomic.publish(out)
     except BaseException:
-        atomic_directory.abandon(out)
+        atomic.abandon(out)
         raise
 
 
 @contextlib.contextmanager
 def _shared_folder(out: str) -> Iterator[str]:
     """Do the same with all ranks; a failure on one rank is a failure on all, so all leave it together."""
-    folder = decide(saving(out)(partial(atomic_directory.begin, out)))
+    folder = decide(saving(out)(partial(atomic.begin, out)))
     try:
         yield folder
-        decide(saving(out)(partial(atomic_directory.publish, out)))
+        decide(saving(out)(partial(atomic.publish, out)))
     except BaseException:
         if dist.get_rank() == 0:
-            atomic_directory.abandon(out)
+            atomic.abandon(out)
         raise
 
 

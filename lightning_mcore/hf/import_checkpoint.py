@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.checkpoint import manifest as checkpoint_manifest
-from lightning_mcore.checkpoint import model_state as sharded_state
+from lightning_mcore.checkpoint import model_state
 from lightning_mcore.checkpoint.save import MANIFEST, SHARDED_STATE, CheckpointSave
 from lightning_mcore.checkpoint.save_plan import Piece, ShardPlan, ShardPlanner
 from lightning_mcore.config.layout import ParallelLayout
@@ -108,7 +108,7 @@ def _build_without_memory(module: MCoreGPT, dtype: torch.dtype) -> None:
 def _write(module: MCoreGPT, weights: HFWeights, out: str, dtype: torch.dtype) -> None:
     chunks = built_chunks(module)
     chunks.config.params_dtype = dtype  # for the manifest
-    state = sharded_state.collect(chunks, [])
+    state = model_state.collect(chunks, [])
     manifest = checkpoint_manifest.describe(
         module,
         ParallelLayout(),
@@ -122,7 +122,7 @@ def _write(module: MCoreGPT, weights: HFWeights, out: str, dtype: torch.dtype) -
         "epoch": 0,
         "global_step": 0,
         "pytorch-lightning_version": lightning.__version__,
-        "state_dict": sharded_state.state_outside_chunks(module, module.state_dict()),
+        "state_dict": model_state.state_outside_chunks(module, module.state_dict()),
         module.CHECKPOINT_HYPER_PARAMS_NAME: module._hparams_name,
         module.CHECKPOINT_HYPER_PARAMS_KEY: dict(module.hparams),
         SHARDED_STATE: state.tensors,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning's own checkpointing on models that no rank holds: written as directories, resumed bit for bit."""
+"""Lightning's own checkpointing of sharded models: written as directories, resumed bit for bit."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

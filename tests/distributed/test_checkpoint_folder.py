@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run's checkpoints: what is not the run's stays, and a folder that is deleted is made anew."""
+"""The folder of a run's checkpoints: what is not the run's stays, and a folder that is deleted is made again."""
 
 import contextlib
 import logging

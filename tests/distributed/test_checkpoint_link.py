@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ModelCheckpoint(save_last="link")``: whatever moment the process dies at, the link leads to a whole checkpoint."""
+"""``ModelCheckpoint(save_last="link")``: the link leads to a whole checkpoint, whenever the process dies."""
 
 import os
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_mcore.checkpoint.commands import verify
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
-from lightning_mcore.checkpoint.storage import atomic as atomic_directory
+from lightning_mcore.checkpoint.storage import atomic
 from tests.ranks import run_ranks
 from tests.toy import PlainNet, StagedNet, loader, make_trainer
 
@@ -126,9 +126,9 @@ def begin_where_the_last_was_moved_away(folder: str) -> str:
     if dist.get_rank() == 0:
         os.unlink(last)
         os.rename(f"{folder}/step=1.ckpt", last)
-        atomic_directory.begin(last)
-        os.close(atomic_directory._marks.popitem()[1])  # as when the process dies
-        os.rename(last, atomic_directory.unfinished(last) + ".replaced")
+        atomic.begin(last)
+        os.close(atomic._marks.popitem()[1])  # as when the process dies
+        os.rename(last, atomic.unfinished(last) + ".replaced")
     dist.barrier()
     with pytest.raises(FileNotFoundError) as refused:
         train(Path(folder), StagedNet, {"pipeline_model_parallel_size": 2}, 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models out in Hugging Face form: bit for bit what came in, from every layout, running or from a checkpoint."""
+"""Models exported in Hugging Face form are bit for bit those imported, on every layout, live or from a checkpoint."""
 
 import json
 import os

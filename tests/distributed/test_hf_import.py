@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that starts from a Hugging Face model, on every layout: its weights, what is read, and going on without it."""
+"""A run that starts from a Hugging Face model, on every layout: its weights, what is read, and resuming without it."""
 
 import json
 import shutil

@@ -20,7 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from lightning_mcore.checkpoint import files
 from lightning_mcore.checkpoint import remote as staging
 from lightning_mcore.checkpoint.manifest import LIGHTNING_FILE, FileRecord
-from lightning_mcore.checkpoint.storage import atomic as atomic_directory
+from lightning_mcore.checkpoint.storage import atomic
 
 SHARD = "__0_0.distcp"
 CONTENT = bytes(range(256)) * 40
@@ -30,7 +30,7 @@ CONTENT = bytes(range(256)) * 40
 def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run a test on a disk that can exchange two names, and on one that cannot."""
     if request.param == "two renames":
-        monkeypatch.setattr(atomic_directory, "_renameat2", lambda: None)
+        monkeypatch.setattr(atomic, "_renameat2", lambda: None)
     return request.param
 
 
@@ -189,7 +189,7 @@ def test_a_reader_that_puts_the_old_one_back_does_not_stop_the_writer(
             assert step_of(path) == 1
         rename(source, target)
 
-    monkeypatch.setattr(atomic_directory, "_renameat2", lambda: None)
+    monkeypatch.setattr(atomic, "_renameat2", lambda: None)
     monkeypatch.setattr(os, "rename", slow)
     files.finish(str(path), {"global_step": 2}, records)
     assert step_of(path) == 2
@@ -220,9 +220,9 @@ def test_abandon_leaves_the_old_checkpoint_alone(tmp_path: Path) -> None:
 
 def end_of_process() -> None:
     """Let go of what ends with a process: its locks, and what it knows of its saves."""
-    for descriptor in atomic_directory._marks.values():
+    for descriptor in atomic._marks.values():
         os.close(descriptor)
-    atomic_directory._marks.clear()
+    atomic._marks.clear()
 
 
 def test_leftovers_go_with_the_next_save_and_saves_in_flight_stay(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_the_lock_of_a_save_in_flight_lasts_until_its_end(tmp_path: Path) -> Non
     with pytest.raises(RuntimeError, match="is still being written"):
         files.begin(str(tmp_path / "link" / "a.ckpt"))
     script = "import runpy, sys; runpy.run_path(sys.argv[1])['begin'](sys.argv[2])"
-    command = [sys.executable, "-c", script, str(atomic_directory.__file__), str(tmp_path / "a.ckpt")]
+    command = [sys.executable, "-c", script, str(atomic.__file__), str(tmp_path / "a.ckpt")]
     found = subprocess.run(command, capture_output=True, text=True, check=False).stderr
     assert f"a.ckpt is being written by process {os.getpid()} on " in found
     files.abandon(str(tmp_path / "a.ckpt"))
@@ -301,7 +301,7 @@ def test_what_others_put_into_the_folder_of_unfinished_checkpoints_stays(tmp_pat
 
 def test_a_save_whose_folder_somebody_has_deleted_leaves_that_of_another_process_alone(tmp_path: Path) -> None:
     files.begin(str(tmp_path / "run" / "a.ckpt"))
-    atomic_directory.delete(str(tmp_path / "run"))
+    atomic.delete(str(tmp_path / "run"))
     (tmp_path / "run" / ".unfinished" / "a.ckpt").mkdir(parents=True)
     (tmp_path / "run" / ".unfinished" / "a.ckpt.mcore-lock").touch()  # of a process on another machine
     files.abandon(str(tmp_path / "run" / "a.ckpt"))
@@ -318,7 +318,7 @@ def test_names_that_leftovers_have_are_refused(tmp_path: Path, name: str) -> Non
 
 def test_a_save_of_another_living_process_is_left_alone(tmp_path: Path) -> None:
     script = "import runpy, sys; print(runpy.run_path(sys.argv[1])['begin'](sys.argv[2]), flush=True); input()"
-    command = [sys.executable, "-c", script, str(atomic_directory.__file__), str(tmp_path / "theirs.ckpt")]
+    command = [sys.executable, "-c", script, str(atomic.__file__), str(tmp_path / "theirs.ckpt")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -334,9 +334,9 @@ def test_a_save_of_another_living_process_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_the_atomic_part_needs_nothing_but_the_standard_library() -> None:
-    code = f"import runpy, sys; runpy.run_path({atomic_directory.__file__!r}); print('fsspec' in sys.modules)"
+    code = f"import runpy, sys; runpy.run_path({atomic.__file__!r}); print('fsspec' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
-    assert "begin" in runpy.run_path(str(atomic_directory.__file__))
+    assert "begin" in runpy.run_path(str(atomic.__file__))
 
 
 @pytest.mark.parametrize(("number", "advice"), [(errno.ENOSPC, "free some space"), (errno.EROFS, "can be written")])
@@ -392,7 +392,7 @@ def test_what_was_moved_away_comes_back_when_the_new_one_cannot_be_moved_there(
             raise OSError(number, os.strerror(number))
         rename(source, target)
 
-    monkeypatch.setattr(atomic_directory, "_renameat2", lambda: None)
+    monkeypatch.setattr(atomic, "_renameat2", lambda: None)
     monkeypatch.setattr(os, "rename", refuse)
     with pytest.raises(OSError, match=r"last\.ckpt could not be saved"):
         files.finish(str(path), {}, records)
@@ -405,7 +405,7 @@ def test_a_new_save_begins_with_putting_back_what_a_crash_left_moved_away(tmp_pa
         (tmp_path / ".unfinished").mkdir()
         (tmp_path / ".unfinished" / "last.ckpt.mcore-lock").touch()
         (tmp_path / "last.ckpt").rename(tmp_path / ".unfinished" / "last.ckpt.replaced")
-        atomic_directory.begin(str(tmp_path / name))
+        atomic.begin(str(tmp_path / name))
         assert (tmp_path / "last.ckpt" / LIGHTNING_FILE).read_bytes() == b"state of step 1"
         files.abandon(str(tmp_path / name))
 
@@ -433,9 +433,9 @@ class Dying:
         self.left, self.patch = passes, monkeypatch
         for name in self.operations:
             monkeypatch.setattr(os, name, self.counted(getattr(os, name)))
-        if (exchange := atomic_directory._renameat2()) is not None:
+        if (exchange := atomic._renameat2()) is not None:
             counted = self.counted(exchange)
-            monkeypatch.setattr(atomic_directory, "_renameat2", lambda: counted)
+            monkeypatch.setattr(atomic, "_renameat2", lambda: counted)
 
     def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
@@ -461,7 +461,7 @@ def crashes(action: Callable[[], None], prepare: Callable[[], None], disk: str, 
         prepare()
         with pytest.MonkeyPatch.context() as patch:
             if disk == "two renames":
-                patch.setattr(atomic_directory, "_renameat2", lambda: None)
+                patch.setattr(atomic, "_renameat2", lambda: None)
             Dying(patch, passes)
             try:
                 action()
@@ -475,7 +475,7 @@ def crashes(action: Callable[[], None], prepare: Callable[[], None], disk: str, 
 
 
 def clean(folder: Path) -> None:
-    atomic_directory.delete(str(folder))
+    atomic.delete(str(folder))
     folder.mkdir()
 
 
@@ -531,8 +531,8 @@ def test_a_crash_in_a_save_of_one_file_leaves_the_old_checkpoint_or_the_new_one(
             path.write_bytes(b"old")
 
     def save_file() -> None:
-        Path(atomic_directory.begin(str(path)), "last.ckpt").write_bytes(b"new")
-        atomic_directory.publish_file(str(path), "last.ckpt")
+        Path(atomic.begin(str(path)), "last.ckpt").write_bytes(b"new")
+        atomic.publish_file(str(path), "last.ckpt")
 
     outcomes = set()
     for died in crashes(save_file, prepare, disk, least=4):

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import save_file
 
 from lightning_mcore import MCoreGPT, Recipe, cli
-from lightning_mcore.checkpoint.storage import atomic as atomic_directory
+from lightning_mcore.checkpoint.storage import atomic
 from lightning_mcore.hf import callback as save_hf_model
 from lightning_mcore.hf.callback import SaveHFModel
 from lightning_mcore.hf.export import export_checkpoint, export_model
@@ -564,7 +564,7 @@ def test_what_cannot_be_deleted_is_a_warning(
     trainer: Any = SimpleNamespace(is_global_zero=True, checkpoint_callbacks=[ModelCheckpoint(tmp_path)])
     callback._clear_away(trainer)
     shutil.rmtree(path)
-    monkeypatch.setattr(atomic_directory, "remove", refuse)
+    monkeypatch.setattr(atomic, "remove", refuse)
     callback._clear_away(trainer)
     assert "gone.ckpt-hf is no longer needed and could not be deleted" in caplog.text
     assert callback.state_dict() == {"beside": []}

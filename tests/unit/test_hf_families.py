@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs of every family: read as Megatron's fields, written back, and no key that changes the numbers passed over."""
+"""Configs of every family: read as Megatron's fields, written back; keys that change the numbers are never ignored."""
 
 import copy
 import dataclasses

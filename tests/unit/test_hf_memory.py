@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What import and export of a model take of memory is bounded by a few tensors or files, not by the model."""
+"""The memory of an import and of an export is limited by a few tensors or files, not by the model."""
 
 from pathlib import Path
 

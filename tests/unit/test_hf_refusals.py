@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face models that cannot be read are refused in one sentence, before a model is built where that can be."""
+"""Hugging Face models that cannot be read are refused in one sentence, before a model is built if possible."""
 
 import json
 import re

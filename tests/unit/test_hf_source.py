@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model of Hugging Face says of itself, for those who have its config alone."""
+"""The settings of a Hugging Face model, from its config alone."""
 
 import shutil
 from pathlib import Path

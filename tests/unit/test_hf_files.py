@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A changed bit in a Hugging Face model is found where the hub's checksum is there; else it is said that none is."""
+"""A changed bit in a Hugging Face model is found by the hub's checksum; files without one are reported."""
 
 import hashlib
 import json

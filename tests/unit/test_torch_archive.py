@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mcore.checkpoint.storage import torch_archive as tensor_record
+from lightning_mcore.checkpoint.storage import torch_archive
 from lightning_mcore.checkpoint.storage.torch_archive import (
     check_archive,
     combine_checksums,
@@ -147,7 +147,7 @@ def test_checksums_of_parts_give_the_checksum_of_the_whole() -> None:
 @pytest.mark.parametrize("by_threads", [True, False], ids=["by threads", "in turn"])
 def test_a_flipped_bit_of_any_content_is_found(by_threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if by_threads:
-        monkeypatch.setattr(tensor_record, "_WORTH_A_THREAD", 1)
+        monkeypatch.setattr(torch_archive, "_WORTH_A_THREAD", 1)
     archive = saved({"weights": [torch.arange(9.0), torch.arange(4)], "step": 3})
     check_archive(mapped(archive))
     with zipfile.ZipFile(io.BytesIO(archive)) as records:
