@@ -178,7 +178,7 @@ def test_a_loss_curve_without_its_logger_is_refused_before_training() -> None:
 
 
 def build(config: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> LightningCLI:
-    monkeypatch.setattr(sys, "argv", ["cli/__init__.py", "--config", str(config), *more])
+    monkeypatch.setattr(sys, "argv", ["cli.py", "--config", str(config), *more])
     return cli.make_cli(run=False)
 
 
