@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """A PyTorch Lightning strategy over NVIDIA megatron-core.
 
-The names below are imported when they are used, for torch, Lightning and megatron-core take seconds to import and a
+The names below are imported when they are used, because torch, Lightning and megatron-core take seconds to import and a
 command such as ``lightning-mcore --help`` needs none of them.
+
+``Trainer(strategy="mcore")`` is ``MCoreStrategy()``. Lightning knows the name once Lightning and this package are
+imported in that order, or any module of ``lightning_mcore.strategy`` in whatever order::
+
+    import lightning.pytorch as pl
+    import lightning_mcore
+
+    trainer = pl.Trainer(strategy="mcore")
 """
 
 import importlib
-import warnings
+import sys
 from typing import TYPE_CHECKING, Any
-
-from lightning_mcore.config.strategy_name import register_name
 
 if TYPE_CHECKING:
     from lightning_mcore.checkpoint.io import MCoreCheckpointIO
@@ -108,9 +114,22 @@ _HOMES = {
 
 _PACKAGES = ("data", "hf")  # ``lightning_mcore.hf.Family`` needs no import of its own
 
-# megatron-core says so several times while it is imported; transformer_impl="auto" does what can be done about it
-warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*not installed", category=UserWarning)
-register_name()
+_WITH_MEGATRON = ("checkpoint", "hf", "layers", "models", "optimizer", "strategy")  # rooms that import megatron-core
+_LIGHT = ("Recipe",)  # does not, though it is in such a room
+
+
+def _build_strategy() -> Any:
+    return importlib.import_module("lightning_mcore.strategy.strategy").MCoreStrategy()
+
+
+def _register_strategy() -> None:
+    """Let Lightning know the name ``"mcore"`` where it is imported already; imports nothing."""
+    registry: Any = getattr(sys.modules.get("lightning.pytorch.strategies"), "StrategyRegistry", None)
+    if registry is not None and "mcore" not in registry.available_strategies():
+        registry.register("mcore", _build_strategy, description="Class: MCoreStrategy")
+
+
+_register_strategy()
 
 
 if not TYPE_CHECKING:  # or a type checker would take any name for one that there is
@@ -121,6 +140,8 @@ if not TYPE_CHECKING:  # or a type checker would take any name for one that ther
             return importlib.import_module(f"{__name__}.{name}")
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if _HOMES[name].partition(".")[0] in _WITH_MEGATRON and name not in _LIGHT:
+            importlib.import_module(f"{__name__}.parallel.megatron_import").import_megatron()
         value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
         globals()[name] = value  # found without this function from now on
         return value

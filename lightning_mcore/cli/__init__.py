@@ -18,10 +18,12 @@ they expect, such as a folder that does not exist.
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from lightning_mcore.cli.command import DONE, is_of_transformer_engine, refused
 from lightning_mcore.config.text import unknown_name
+from lightning_mcore.parallel.megatron_import import HINTS
 
 __all__ = ["COMMANDS", "console", "main"]
 
@@ -75,7 +77,9 @@ def main(arguments: Sequence[str]) -> int:
         return refused(unknown_name("command", name, COMMANDS) if name else f"no command is given; choose from {known}")
     module = COMMANDS[name][0]
     try:
-        code: int = importlib.import_module(module).run([name, *rest] if module in _NAMED else rest)
+        with warnings.catch_warnings():  # the filters of a command end with it
+            warnings.filterwarnings("ignore", message=HINTS, category=UserWarning)
+            code: int = importlib.import_module(module).run([name, *rest] if module in _NAMED else rest)
     except (RuntimeError, OSError) as error:
         if not is_of_transformer_engine(error):
             raise

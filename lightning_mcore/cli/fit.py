@@ -24,7 +24,6 @@ from lightning_mcore.checkpoint.weights import hyper_parameters_of, refuse_code
 from lightning_mcore.cli.command import refused
 from lightning_mcore.cli.config_errors import explain, on_one_line
 from lightning_mcore.cli.guard import Beginning, guarded
-from lightning_mcore.config.strategy_name import NAME as STRATEGY_NAME
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.data.pretraining.datamodule import MCorePretrainingData
 from lightning_mcore.hf.callback import SaveHFModel
@@ -89,7 +88,7 @@ class TrainingCLI(LightningCLI):
         """Replace the strategy's class name by its registered name, because jsonargparse leaves it as text."""
         trainer = self._get(self.config, "trainer")
         if trainer["strategy"] == MCoreStrategy.__name__:
-            trainer["strategy"] = STRATEGY_NAME
+            trainer["strategy"] = "mcore"
 
     def instantiate_classes(self) -> None:
         """Make model, data and trainer.

@@ -22,6 +22,7 @@ from lightning_mcore.hf.weight_rules import (
     Vocabulary,
     WeightRule,
 )
+from lightning_mcore.parallel.megatron_import import import_megatron
 
 if TYPE_CHECKING:
     from lightning_mcore.hf.callback import SaveHFModel
@@ -71,4 +72,6 @@ def __getattr__(name: str) -> Any:
     """Import a name on first use: its module is slow, or imports ``MCoreGPT``, which imports this package."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if _LATER[name] != "source":  # which reads configs, without megatron-core
+        import_megatron()
     return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)

@@ -3,6 +3,8 @@
 
 import lightning
 
+from lightning_mcore.parallel.megatron_import import import_megatron
+
 LIGHTNING = "2.6"
 """The minor release of Lightning that this package is tested with."""
 
@@ -22,6 +24,7 @@ def check_lightning() -> None:
 
 
 check_lightning()
+import_megatron()
 
 from lightning_mcore.strategy.strategy import MCoreStrategy  # noqa: E402 - a name that is missing is not the first error
 

@@ -64,22 +64,41 @@ def test_every_command_has_its_module() -> None:
         assert line
 
 
-@pytest.mark.parametrize("first", ["import lightning_mcore", "import lightning.pytorch as pl"])
-def test_the_name_of_the_strategy_is_known_in_either_order(first: str) -> None:
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import lightning.pytorch as pl; import lightning_mcore",  # as isort orders them
+        "import lightning_mcore.strategy; import lightning.pytorch as pl",
+        "from lightning_mcore import MCoreGPT; import lightning.pytorch as pl",
+    ],
+)
+def test_the_name_of_the_strategy_is_known(first: str) -> None:
     code = f"""{first}
-import sys, lightning_mcore, lightning.pytorch as pl
-assert 'lightning_mcore.strategy.strategy' not in sys.modules
 trainer = pl.Trainer(strategy='mcore', accelerator='cpu', devices=1, logger=False, enable_checkpointing=False)
 print(type(trainer.strategy).__name__)
 from lightning_mcore import MCoreStrategy
 assert type(trainer.strategy) is MCoreStrategy
 from lightning.pytorch.strategies import StrategyRegistry
 assert type(StrategyRegistry.get('mcore')) is MCoreStrategy
-import inspect, lightning.pytorch.strategies
-assert 'StrategyRegistry' in inspect.getsource(lightning.pytorch.strategies)
-assert not [finder for finder in sys.meta_path if type(finder).__module__ == 'lightning_mcore.config.strategy_name']
 """
     assert python(code) == "MCoreStrategy"
+
+
+def test_an_import_leaves_the_process_as_it_was() -> None:
+    code = """
+import sys, warnings
+import lightning.pytorch, transformers
+finders, filters = [*sys.meta_path], [*warnings.filters]
+import lightning_mcore
+assert 'lightning_mcore.strategy.strategy' not in sys.modules
+assert [*sys.meta_path] == finders
+assert [*warnings.filters] == filters
+lightning_mcore.MCoreStrategy
+ours = [kept for kept in warnings.filters if kept not in filters and 'ransformer' in str(kept[1])]
+added = [finder for finder in sys.meta_path if finder not in finders]
+print(ours, [finder for finder in added if type(finder).__module__.startswith('lightning_mcore')])
+"""
+    assert python(code) == "[] []"
 
 
 def test_all_names_are_there_and_megatron_is_not_heard() -> None:
