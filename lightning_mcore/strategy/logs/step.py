@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_mcore.parallel.consensus import all_true
-from lightning_mcore.parallel.groups import process_group
+from lightning_mcore.parallel.groups import process_group, process_groups_are_open
 from lightning_mcore.strategy.logs.auxiliary import AuxiliaryLogs
 from lightning_mcore.strategy.logs.evaluation import (
     EvaluationNames,
@@ -54,6 +56,8 @@ class StepLogger:
     def setup(self, restores: contextlib.ExitStack) -> None:
         """Begin a run, in which metrics ask the data- and context-parallel ranks for their state.
 
+        After the run they still do, by a function that can be pickled; a group cannot.
+
         Args:
             restores: What puts metrics back after the run.
         """
@@ -64,7 +68,7 @@ class StepLogger:
         if group.size() < dist.get_world_size():  # else it is the default group
             for metric in self._module.modules():
                 if isinstance(metric, Metric):
-                    restores.callback(setattr, metric, "process_group", metric.process_group)
+                    restores.callback(_give_back, metric, metric.process_group)
                     metric.process_group = group
 
     def setup_pipeline(self, config: TransformerConfig) -> None:
@@ -131,3 +135,27 @@ class StepLogger:
     def end_evaluation(self) -> None:
         """Let later steps count again."""
         self._rows.start()
+
+
+def _give_back(metric: Metric, group: dist.ProcessGroup | None) -> None:
+    metric.process_group = group
+    if group is None and metric.dist_sync_fn is None:
+        metric.dist_sync_fn = gather_over_data
+
+
+def gather_over_data(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """Gather a metric's state as torchmetrics does, without a group over the data- and context-parallel ranks.
+
+    Over the world, ranks of one model copy would count the same samples several times.
+
+    Args:
+        tensor: A state of the metric, any shape and dtype.
+        group: The group that the metric was given.
+
+    Returns:
+        The tensors of all ranks of the group, each of its own shape.
+    """
+    if group is None and process_groups_are_open():
+        group = process_group("dp_cp")
+    gathered: list[Tensor] = gather_all_tensors(tensor, group)
+    return gathered
