@@ -36,6 +36,16 @@ def require_flag(name: str, value: object, or_none: bool = False) -> None:
         raise TypeError(f"{name}={value!r} is not a bool; give {'True, False or None' if or_none else 'True or False'}")
 
 
+def require_choice(name: str, value: object, kind: Any) -> None:
+    """Refuse a value that is not one of those of ``kind``, a ``Literal``.
+
+    Raises:
+        ValueError: It is another one.
+    """
+    if value not in typing.get_args(kind):
+        raise ValueError(f"{name}={value!r} is unknown; choose {choices(map(repr, typing.get_args(kind)))}")
+
+
 def require_divides(name: str, size: int, of: str, whole: int | None) -> None:
     """Refuse a ``size`` that does not divide ``whole``; an unknown whole (None) is not checked.
 

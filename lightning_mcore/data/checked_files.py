@@ -50,8 +50,8 @@ class BlockChecksums:
     """The checksums of a file that is being written.
 
     Args:
-        size: Bytes that were written already.
-        last: CRC32 of those of them that fill no block.
+        size: Bytes that have been written already.
+        last: CRC32 of the bytes behind the last full block.
     """
 
     def __init__(self, size: int = 0, last: int = 0) -> None:
@@ -59,7 +59,7 @@ class BlockChecksums:
         self.last = last
 
     def add(self, content: bytes | memoryview) -> bytes:
-        """Take in what is appended to the file; return the checksums of the blocks that are full now."""
+        """Add what is appended to the file; return the checksums of the blocks that are full now, as bytes."""
         view, found = memoryview(content), []
         while len(view):
             part = view[: BLOCK - self.size % BLOCK]
@@ -74,12 +74,12 @@ class BlockChecksums:
 
 @dataclass(frozen=True)
 class Checksums:
-    """What a file of checksums says.
+    """The content of a checksum file.
 
     Attributes:
-        path: Of it.
-        files: Of each file, by its name, the size in bytes and the CRC32 of each block.
-        identity: 8 hexadecimal digits that stand for the content of all files.
+        path: Where the checksum file is.
+        files: By file name, the size in bytes and the CRC32 of each block.
+        identity: 8 hexadecimal digits that identify the content of all files.
     """
 
     path: str
@@ -90,12 +90,12 @@ class Checksums:
         """Check the size and every block of a file.
 
         Raises:
-            ValueError: It is another one.
-            OSError: It cannot be read.
+            ValueError: The file is missing or differs.
+            OSError: The file cannot be read.
         """
         size, wanted = self.files[name]
         if not os.path.isfile(path):
-            raise ValueError(f"{path} is not there")
+            raise ValueError(f"{path} does not exist")
         if os.path.getsize(path) != size:
             raise ValueError(_other_size(path, os.path.getsize(path), size))
         different = np.flatnonzero(checksums_of(path)[1] != wanted)
@@ -104,11 +104,11 @@ class Checksums:
 
 
 def write_checksums(path: str, files: Mapping[str, tuple[int, NDArray[np.uint32]]]) -> None:
-    """Write a file of checksums, to the disk.
+    """Write a checksum file and flush it to the disk.
 
     Args:
-        path: Of it.
-        files: Of each file the size in bytes and the CRC32 of each block.
+        path: Where to write it.
+        files: By file name, the size in bytes and the CRC32 of each block.
     """
     head = {"format": _FORMAT, "block": BLOCK, "files": {name: size for name, (size, _) in files.items()}}
     content = json.dumps(head).encode() + b"\n" + b"".join(sums.astype("<u4").tobytes() for _, sums in files.values())
@@ -119,11 +119,11 @@ def write_checksums(path: str, files: Mapping[str, tuple[int, NDArray[np.uint32]
 
 
 def read_checksums(path: str) -> Checksums:
-    """Read a file of checksums.
+    """Read a checksum file.
 
     Raises:
-        FileNotFoundError: There is none.
-        ValueError: It is damaged.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is damaged.
     """
     checksums = _mapped(path)
     if (
@@ -135,9 +135,9 @@ def read_checksums(path: str) -> Checksums:
 
 
 def _mapped(path: str) -> Checksums | None:
-    """Return what a file of checksums says without reading all of it; None where that makes no sense."""
+    """Return the content of a checksum file without reading all of it; None if it is damaged."""
     if not os.path.isfile(path):
-        raise FileNotFoundError(errno.ENOENT, "it is not there", path)
+        raise FileNotFoundError(errno.ENOENT, "the file does not exist", path)
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         line = file.readline(1 << 16)
@@ -169,11 +169,11 @@ def checksums_of(path: str, size: int | None = None) -> tuple[int, NDArray[np.ui
 
 
 def fingerprints(paths: Sequence[str]) -> list[str]:
-    """Return for each file what tells its content from another: its size and a CRC32, of large files that of a part.
+    """Return a short description of the content of each file: its size and a CRC32, for large files of a part only.
 
-    Files of up to 1 GiB together are read as a whole. Of more it is about 1,024 blocks of 64 KiB in all, spread evenly
-    over each file from its first to its last; what is changed in place between these is not seen, and what is put in or
-    taken out is.
+    Files of up to 1 GiB together are read as a whole. Of more, about 1,024 blocks of 64 KiB are read in all, spread
+    evenly over each file, the first and the last included. Bytes changed in place between these blocks go unnoticed;
+    bytes inserted or removed do not.
     """
     sizes = [os.path.getsize(path) for path in paths]
     most = max(2, _SAMPLED // max(1, len(paths))) if sum(sizes) > _WHOLE else None
@@ -196,18 +196,16 @@ def _of_blocks(descriptor: int, blocks: Iterable[int], size: int) -> list[int]:
 
 
 class CheckedBlocks:
-    """A file in memory, of which each block is checked before anything of it is given out.
-
-    A copy in another process begins anew, with the file and its checksums as they are there.
+    """A memory-mapped file whose blocks are each checked before they are first read.
 
     Args:
-        path: Of the file.
-        checksums: The path of the file of its checksums.
-        name: Of the file in there.
+        path: Path of the file.
+        checksums: Path of its checksum file.
+        name: Name of the file in the checksum file.
 
     Raises:
-        FileNotFoundError: One of them is not there.
-        ValueError: They do not belong together.
+        FileNotFoundError: One of the two files does not exist.
+        ValueError: The checksum file is damaged, or the file has another size.
     """
 
     def __init__(self, path: str, checksums: str, name: str) -> None:
@@ -223,10 +221,10 @@ class CheckedBlocks:
         self._checked = np.zeros(len(self._wanted), np.bool_)
 
     def read(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
-        """Return ``count`` numbers from the byte ``offset`` on.
+        """Return ``count`` numbers of type ``dtype``, starting at byte ``offset``: an array of [count].
 
         Raises:
-            ValueError: A block that holds some of them is not what it was when it was written.
+            ValueError: A block that holds some of them has changed since it was written.
         """
         stop = offset + count * np.dtype(dtype).itemsize
         for block in range(offset // BLOCK, -(-stop // BLOCK)):
@@ -238,43 +236,43 @@ class CheckedBlocks:
 
 
 def _other_size(path: str, found: int, wanted: int) -> str:
-    return f"{path} has {found} bytes and had {wanted} when it was written"
+    return f"{path} has {found} bytes but had {wanted} when it was written"
 
 
 def _damaged(path: str, block: int, blocks: int = 1) -> str:
     more = f", and in {blocks - 1} more blocks" if blocks > 1 else ""
-    return f"{path} is not as it was written: the checksum differs in the bytes from {block * BLOCK} on{more}"
+    return f"{path} has changed since it was written: the checksum differs from byte {block * BLOCK} on{more}"
 
 
 def cached_folder(folder: str, make: Callable[[str], None], what: str, check: bool = True) -> Checksums:
-    """Let a folder stand that is as it was made; return its checksums.
+    """Make a folder of a cache, unless it exists and its files are unchanged; return its checksums.
 
     Args:
-        folder: Of the cache.
-        make: Called with an empty folder to write the files into, if there are none or not the right ones.
-        what: What they are, for the log and for errors, such as ``"the index files of the dataset"``.
-        check: Read the files and compare them, once in a process; one process of those on a machine does.
+        folder: Path of the folder.
+        make: Called with an empty folder, to write the files into it.
+        what: What the files are, for the log and for errors, such as ``"the index files of the dataset"``.
+        check: Compare existing files with their checksums, once per process. One process on each machine should.
 
     Raises:
-        OSError: They cannot be written.
-        Exception: Whatever ``make`` raises; then nothing stands there.
+        OSError: The folder cannot be written.
+        Exception: Whatever ``make`` raises; then no folder is left behind.
     """
     while True:
         try:
             return _checked(folder, _marks(folder)) if check else read_checksums(os.path.join(folder, _CHECKSUMS))
         except (ValueError, OSError) as error:
             if os.path.lexists(folder):
-                _log.warning("%s are made anew: %s", what, error)
+                _log.warning("%s are made again: %s", what, error)
         try:
             partial = begin(folder)
-        except RuntimeError as error:  # another run writes the same
-            _log.info("waiting for %s, which another run makes: %s", what, error)
+        except RuntimeError as error:  # another run is writing it
+            _log.info("waiting for %s, which another run is making: %s", what, error)
             time.sleep(1.0)
             continue
         except OSError as error:
             raise OSError(
-                f"{what} cannot be written to cache_dir={os.path.dirname(folder)!r} ({error.strerror}); give a folder"
-                " that can be written and that every machine sees"
+                f"{what} cannot be written to cache_dir={os.path.dirname(folder)!r} ({error.strerror}); choose a"
+                " writable folder that every machine sees"
             ) from error
         try:
             make(partial)
@@ -289,12 +287,12 @@ def cached_folder(folder: str, make: Callable[[str], None], what: str, check: bo
 
 
 def is_cached(folder: str) -> bool:
-    """Return whether a folder is one that :func:`cached_folder` made, and not one that is being made."""
+    """Return whether :func:`cached_folder` has finished making a folder."""
     return os.path.exists(os.path.join(folder, _CHECKSUMS))
 
 
 def _marks(folder: str) -> tuple[tuple[Any, ...], ...]:
-    """Return what changes when one of the files in a folder does."""
+    """Return values that change when a file in a folder does."""
     with os.scandir(folder) as entries:
         stats = [(entry.name, entry.stat()) for entry in entries]
     return tuple(sorted((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats))
@@ -302,15 +300,15 @@ def _marks(folder: str) -> tuple[tuple[Any, ...], ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _checked(folder: str, marks: tuple[tuple[Any, ...], ...]) -> Checksums:
-    """Return the checksums of a folder whose files are as they were made.
+    """Compare the files of a folder with their checksums and return these.
 
     Raises:
-        ValueError: They are not.
-        OSError: One of them is not there.
+        ValueError: A file differs.
+        OSError: A file does not exist.
     """
     checksums = read_checksums(os.path.join(folder, _CHECKSUMS))
     for name in checksums.files:
         if os.path.basename(name) != name:
-            raise ValueError(f"{checksums.path} names files of another folder")
+            raise ValueError(f"{checksums.path} lists files of another folder")
         checksums.check(name, os.path.join(folder, name))
     return checksums

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run of Lightning stands, read from its loops and written into them.
+"""The position of a run in Lightning's loops: read from them and written into them.
 
-Lightning keeps four counters of epochs and of batches, and some flags that tell its loops how to restart. What they say
-depends on the hook in which a checkpoint was taken. A :class:`Place` says it in one way, and the functions here make
-the loops go on from one. ``strategy/resume.py`` calls them; nothing else knows the loops' inside.
+Lightning keeps four counters of epochs and of batches, and flags that tell its loops how to restart. Their meaning
+depends on the hook in which a checkpoint was taken. A :class:`Place` has one meaning, and the functions here make the
+loops continue from one. ``strategy/resume.py`` calls them; no other file uses the internals of the loops.
 """
 
 import logging
@@ -23,13 +23,13 @@ class Place:
     """Where training stands.
 
     Attributes:
-        epoch: The epoch that goes on, or begins.
-        in_epoch: Whether it goes on, and its first hooks have run.
-        ending: Whether it has been validated after its last batch, and what comes then is still to come.
-        waits: Whether the epoch before has ended but for the plateau schedulers, which come after its last hooks.
-        batches: Batches of it on each rank whose optimizer step was taken.
-        rewound: Batches that were read since then.
-        stepped: Batches that ended with an optimizer step, by which Lightning numbers what it logs.
+        epoch: The epoch that continues, or begins.
+        in_epoch: Whether this epoch continues; its first hooks have run.
+        ending: Whether the epoch has been validated after its last batch, but has not ended.
+        waits: Whether the epoch before has ended except for its plateau schedulers, which come after its last hooks.
+        batches: Batches of the epoch on each rank whose optimizer step was taken.
+        rewound: Batches that were read since the last optimizer step.
+        stepped: Batches that ended with an optimizer step; Lightning numbers its logs by them.
     """
 
     epoch: int
@@ -42,7 +42,7 @@ class Place:
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> "Place":
-        """Return where a trainer stands, at any moment at which a checkpoint may be taken.
+        """Return the position of a trainer, at any moment at which a checkpoint may be taken.
 
         Source: ``_FitLoop`` and ``_TrainingEpochLoop`` in lightning/pytorch/loops (2.6), which count an epoch as
         processed before its last hooks and a batch before ``on_train_batch_end``.
@@ -59,13 +59,13 @@ class Place:
         if runs and ended:
             ending = batches.completed == done and trainer.validating
             return cls(epochs.started - int(ending), False, ending, False, 0, 0, stepped)
-        if runs or (done > 0 and not ended):  # the second: stopped in the middle, and counted as if it were whole
+        if runs or (done > 0 and not ended):  # the second: stopped in the middle, but counted as complete
             epoch = epochs.processed if runs else epochs.processed - 1
             return cls(epoch, True, False, False, done - rest, rest, stepped)
         return cls(epochs.processed, False, False, epochs.completed < epochs.processed, 0, 0, stepped)
 
     def write(self, loops: dict[str, Any]) -> None:
-        """Make the saved state of Lightning's fit loop say it, where it is in an epoch; else Lightning knows."""
+        """Write the position into the saved state of Lightning's fit loop, if it is in an epoch."""
         if not self.in_epoch:
             return
         epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
@@ -82,11 +82,11 @@ class Place:
 
 
 class EndOfRestart(Checkpoint):
-    """Lets a loop that went on in an epoch end it like any other.
+    """Lets a loop that resumed within an epoch end the epoch like any other.
 
-    To hooks, the loop is restarting until its first epoch is over, as under any strategy. Then come the schedulers,
-    which Lightning does not step in a loop that is restarting, for lack of metrics. Those are known here, so the
-    restart ends between the two: in the last of all hooks, which is that of the last checkpoint callback.
+    To hooks, the loop is restarting until its first epoch is over, as under any strategy. After the hooks come the
+    schedulers. Lightning does not step them in a loop that is restarting, because it has no metrics then. Here the
+    metrics are known, so the restart ends in between: in the last of all hooks, that of the last checkpoint callback.
 
     Source: ``_FitLoop.on_advance_end`` in lightning/pytorch/loops/fit_loop.py (2.6).
     """
@@ -98,24 +98,24 @@ class EndOfRestart(Checkpoint):
 
     @classmethod
     def attach(cls, trainer: pl.Trainer) -> None:
-        """Make it the last callback, for one epoch."""
+        """Add this callback as the last one, for one epoch."""
         trainer.callbacks = [*trainer.callbacks, cls()]  # type: ignore[attr-defined]
 
     @classmethod
     def detach(cls, trainer: pl.Trainer) -> None:
-        """Remove it again, if it is there."""
+        """Remove this callback, if the trainer has it."""
         trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, cls)]  # type: ignore[attr-defined]
 
 
 def know_metrics(fit: Any, metrics: Mapping[str, Any]) -> None:
-    """Let monitors and plateau schedulers find the metrics that were known."""
+    """Restore the metrics that monitors and plateau schedulers look up."""
     fit.trainer._logger_connector._callback_metrics.update(metrics)
 
 
 def step_plateaus(fit: Any) -> None:
-    """Do what an epoch ends with after its last hooks.
+    """Step the plateau schedulers, as Lightning does after the last hooks of an epoch.
 
-    Source: ``_FitLoop.on_advance_end`` (2.6), where the epoch does not count as completed yet.
+    Source: ``_FitLoop.on_advance_end`` (2.6), where the epoch is not counted as completed yet.
     """
     progress = fit.epoch_progress.current
     progress.completed -= 1
@@ -124,12 +124,12 @@ def step_plateaus(fit: Any) -> None:
 
 
 def begin_epoch(fit: Any, place: Place, makes_iterator: bool) -> None:
-    """Let Lightning begin an epoch as if it had run those before in this process.
+    """Let Lightning begin an epoch as if it had run the earlier ones in this process.
 
     Args:
         fit: The fit loop, at ``on_train_start``.
-        place: Where it begins.
-        makes_iterator: Whether the epoch gets an iterator of its own, and not the one made in advance.
+        place: Where training begins.
+        makes_iterator: Whether the epoch gets a new iterator instead of the one made in advance.
 
     Source: ``_FitLoop.on_advance_start`` and ``_TrainingEpochLoop.on_run_start`` (2.6): a loop that is restarting skips
     the hooks of the epoch's start, and makes no iterator.
@@ -149,7 +149,7 @@ def begin_epoch(fit: Any, place: Place, makes_iterator: bool) -> None:
 
 
 def load_loaders(fit: Any) -> None:
-    """Hand loaders that keep their own state what was saved of it, where Lightning has missed the moment.
+    """Load the saved state of loaders that keep their own, if Lightning has not done so.
 
     Source: ``Trainer.estimated_stepping_batches`` (2.6) sets the loaders up before the loops are restored, and
     ``_FitLoop.setup_data`` loads their states when it sets them up.
@@ -160,15 +160,15 @@ def load_loaders(fit: Any) -> None:
 
 
 def read_over(fetcher: Any, batches: int) -> None:
-    """Read batches and throw them away, as the way to a place that has no index."""
-    _log.info("reading %d batches again, which the run before has seen, because the data has no index", batches)
+    """Read batches and drop them, to reach a position in data that has no index."""
+    _log.info("reading %d batches that the interrupted run has seen, because the data has no index", batches)
     for number in range(batches):
         try:
             next(fetcher)
         except StopIteration:
             raise ValueError(
-                f"the data ended after {number} batches, of which the checkpoint says that {batches} had been read in"
-                " its epoch; resume with the data of the run that saved it"
+                f"the data ended after {number} batches, but {batches} batches of the epoch had been read when the"
+                " checkpoint was saved; resume with the data of the run that saved it"
             ) from None
     fetcher.fetched = 0  # Lightning will add the batches that count
     if fetcher.length is not None:
@@ -176,14 +176,14 @@ def read_over(fetcher: Any, batches: int) -> None:
 
 
 def read_over_some(fetcher: Any, batches: int, chosen: Sequence[bool]) -> None:
-    """Do the same for some of several loaders, while the others stand where they should.
+    """Read and drop batches of some of several loaders; the others are where they should be.
 
     Raises:
         ValueError: The loaders have no length, so Lightning has read a batch of all of them already.
     """
     if fetcher.length is None:
         raise ValueError(
-            "a dataloader that keeps its own state and one without an index and a length cannot go on together in the"
+            "a dataloader that keeps its own state and one without an index and a length cannot resume together in the"
             " middle of an epoch; give both state_dict and load_state_dict, or resume from the end of an epoch"
         )
     for iterator, is_chosen in zip(fetcher.combined_loader._iterator.iterators, chosen, strict=True):
@@ -192,15 +192,15 @@ def read_over_some(fetcher: Any, batches: int, chosen: Sequence[bool]) -> None:
 
 
 def move_on(fit: Any, batches: int, length: int, remaining: int) -> None:
-    """Let the loops count the batches of now in an epoch that began with others.
+    """Recount the batches of an epoch that began with another number of ranks or another batch size.
 
-    The epoch keeps the length that it has on the ranks of now, and ends when what is left has been read.
+    The epoch keeps the length that it has on the current ranks, and ends when its rest has been read.
 
     Args:
         fit: The fit loop, at ``on_train_start``.
-        batches: Batches of the epoch that were read, as they were then.
-        length: Batches of a whole epoch now.
-        remaining: Batches that are left now.
+        batches: Batches that were read, counted as in the interrupted run.
+        length: Batches of a whole epoch in this run.
+        remaining: Batches that are left in this run.
     """
     cut_off = length - min(length, fit.max_batches)  # by limit_train_batches
     first = int(fit.max_batches - max(0, remaining - cut_off))

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a training DataLoader stands in its epoch: followed while it is read, taken up again after a resume.
+"""The position of a training DataLoader in its epoch: recorded while it is read, restored after a resume.
 
-Lightning counts batches, but a resumed run reads its DataLoader from the beginning: samples are repeated and others are
-lost. Here a :class:`FollowedLoader` stands between a DataLoader and its batch sampler while the trainer fits. It never
-changes what is read. It remembers the random states from which an epoch's iterator came, and in a resumed epoch it
-passes over the indices that have been read, so that no skipped sample is loaded:
+Lightning counts batches, but a resumed run reads its DataLoader from the beginning: some samples are repeated, others
+are lost. A :class:`FollowedLoader` takes the place of a DataLoader's batch sampler while the trainer fits. It never
+changes what is read. It records the random states from which an epoch's iterator started. In a resumed epoch it skips
+the indices that have been read, without loading their samples:
 
-* on as many data-parallel ranks, with the same batch size, the first batches of the same iteration, whatever the batch
-  sampler is;
-* on another number of ranks, or with another batch size, what is left of the *global order* is dealt out anew.
-  ``DistributedSampler`` gives rank ``r`` of ``n`` every n-th sample of one permutation, so what all ranks have read
-  together is always a prefix of it.
+* on the same number of data-parallel ranks, with the same batch size, it skips the first batches of the same iteration,
+  whatever the batch sampler is;
+* on another number of ranks, or with another batch size, it deals out the rest of the *global order* again.
+  ``DistributedSampler`` gives rank ``r`` of ``n`` every n-th sample of one permutation, so what all ranks together have
+  read is always a prefix of it.
 
-Random states are wanted at two moments. *Opened*: the iterator is made, and torch's generator draws the seed of the
-workers. *Started*: the first index is asked for, and most samplers draw their permutation; without workers that is
-later, after hooks of the user that may draw too.
+Random states matter at two moments. *Opened*: the iterator is made, and torch's generator draws the seed of the
+workers. *Started*: the first index is asked for, and most samplers draw their permutation. Without workers this comes
+later, after hooks of the user that may draw random numbers too.
 
-``strategy/resume.py`` calls this file and knows of epochs, ranks and checkpoints.
+``strategy/resume.py`` calls this file; epochs, ranks and checkpoints are its business.
 """
 
 import copy
@@ -37,32 +37,32 @@ from lightning_mcore.parallel.random_state import RandomState, from_plain, put_c
 
 @dataclass(frozen=True)
 class Moment:
-    """The random states that decide what a loader reads: the common one, and generators of its own."""
+    """The random states that decide what a loader reads: the common one, and those of its own generators."""
 
     common: RandomState
     own: tuple[torch.Tensor, ...]
 
     def to_plain(self) -> dict[str, Any]:
-        """Return it as numbers and tensors."""
+        """Return the states as numbers and tensors."""
         return {"common": to_plain(self.common), "own": list(self.own)}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "Moment":
-        """Return what :meth:`to_plain` was given."""
+        """Rebuild a moment from the result of :meth:`to_plain`."""
         return cls(from_plain(plain["common"]), tuple(plain["own"]))
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a loader goes on.
+    """Where a loader continues.
 
     Attributes:
         batches: Batches of the epoch that each rank has read.
-        ranks: Data-parallel ranks that read them.
-        batch_size: Samples in a batch; None where the user's own batch sampler decided.
-        opened: When the iterator of this epoch was made.
-        started: When its first index was asked for; None where the order does not depend on random states.
-        seed: Of a distributed sampler; None of any other.
+        ranks: Number of data-parallel ranks that read them.
+        batch_size: Samples in a batch; None if the user's own batch sampler decided.
+        opened: The random states when the iterator of this epoch was made.
+        started: The random states when its first index was asked for; None if the order does not depend on them.
+        seed: Seed of a distributed sampler; None for any other.
     """
 
     batches: int
@@ -78,15 +78,16 @@ _OWN |= {"_seed", "_given_seed"}
 
 
 class FollowedLoader(BatchSampler):
-    """Stands in for the batch sampler of a DataLoader, or for its sampler where there is none.
+    """Replaces the batch sampler of a DataLoader, or its sampler if it has no batch sampler.
 
-    It takes its place at construction and leaves it at :meth:`leave`. Attributes are those of what it stands for.
+    It takes that place when it is made and gives it back in :meth:`leave`. Its attributes are those of the sampler
+    that it replaces.
 
     Args:
         loader: The loader to follow.
-        ranks: Data-parallel ranks that read with it.
-        on_request: Called before each index batch is made, where that happens in step with training (without workers).
-        position: Where to go on; None at the beginning of an epoch.
+        ranks: Number of data-parallel ranks that read together.
+        on_request: Called before each batch of indices is made, if that happens in step with training (no workers).
+        position: Where to continue; None at the beginning of an epoch.
     """
 
     def __init__(
@@ -109,38 +110,38 @@ class FollowedLoader(BatchSampler):
         self._given_seed = self._seed = sampler.seed if isinstance(sampler, DistributedSampler) else None
         if position is not None and position.seed is not None and self._seed is not None:
             self._seed = sampler.seed = position.seed
-        vars(loader)[self._slot] = self  # the loader refuses an assignment, for its arguments would not fit any more
+        vars(loader)[self._slot] = self  # DataLoader refuses to assign it
 
     def leave(self) -> None:
-        """Give the loader back what it had."""
+        """Give the loader its own sampler back, and that its own seed."""
         vars(self._loader)[self._slot] = self._inner
         if self._given_seed is not None:
             self._loader_sampler.seed = self._given_seed
 
     def __getattr__(self, name: str) -> Any:
-        """Answer as what it stands for."""
-        if name == "_inner":  # not there yet, as in a copy that is being made
+        """Return an attribute of the sampler that it replaces."""
+        if name == "_inner":  # not set yet, as in a copy that is being made
             raise AttributeError(name)
         return getattr(self._inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Change what it stands for, unless the attribute is its own."""
+        """Set an attribute of the sampler that it replaces, unless the attribute is its own."""
         if name in _OWN:
             object.__setattr__(self, name, value)
         else:
             setattr(self._inner, name, value)
 
     def __len__(self) -> int:
-        """Return the batches of a whole epoch, also where only a part of it is left."""
+        """Return the number of batches of a whole epoch, even if only a part of it is left."""
         return len(self._inner)
 
     # ---- what is read
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin an epoch, or go on in one.
+        """Begin an epoch, or continue one.
 
-        With workers torch asks twice for the iterator that it then uses; only the first time precedes their seeds.
-        Persistent workers are seeded once.
+        With workers, torch asks twice for the iterator and uses the second one; only the first call comes before the
+        workers get their seeds. Persistent workers get seeds once.
 
         Source: ``_BaseDataLoaderIter.__init__`` and ``_MultiProcessingDataLoaderIter._reset`` in torch.utils.data
         (2.13).
@@ -174,7 +175,7 @@ class FollowedLoader(BatchSampler):
             yield index
 
     def _rest(self, position: Position, indices: Iterator[Any]) -> Iterator[Any]:
-        """Return what is left of an epoch, and leave the common random state as it was."""
+        """Return the rest of an epoch; the common random state stays as it was."""
         now, self._started = take_common(), position.started
         if position.started is not None:
             self._put(position.started)
@@ -187,12 +188,12 @@ class FollowedLoader(BatchSampler):
         return itertools.chain(first, indices)
 
     def is_dealt_as(self, position: Position) -> bool:
-        """Whether the samples of a batch, over all ranks, are as many as they were."""
+        """Whether ranks and batch size are those of the position."""
         return (self._ranks, self.samples_of_batch) == (position.ranks, position.batch_size)
 
     @property
     def can_be_dealt_anew(self) -> bool:
-        """Whether it reads a global order in turns, in batches of one size."""
+        """Whether the loader reads a global order in turns, in batches of one size."""
         wrapped = [] if self._slot == "sampler" else [DistributedSamplerWrapper]
         kinds = (DistributedSampler, GlobalOrderSampler, *wrapped)
         return self.samples_of_batch is not None and type(self._loader_sampler) in kinds
@@ -220,14 +221,14 @@ class FollowedLoader(BatchSampler):
         read = self.remaining(position) * self.samples_of_batch * sampler.num_replicas
         if isinstance(sampler, GlobalOrderSampler) and consumed + read < len(order):
             rank_zero_info(
-                f"the rest of this epoch leaves out {len(order) - consumed - read} samples more, for the global batch"
-                " is not the one that the checkpoint was taken with"
+                f"the rest of this epoch leaves out {len(order) - consumed - read} more samples, because the checkpoint"
+                " was taken with another global batch"
             )
         if self._slot == "sampler":
             return rest
         return BatchSampler(rest, self.samples_of_batch, self._inner.drop_last)
 
-    # ---- what is known of the loader
+    # ---- properties of the loader
 
     @property
     def _loader_sampler(self) -> Any:
@@ -235,7 +236,7 @@ class FollowedLoader(BatchSampler):
 
     @property
     def samples_of_batch(self) -> int | None:
-        """Samples of one batch of one rank; None where the user's own batch sampler or dataset decides."""
+        """Samples in a batch of one rank; None if the user's own batch sampler or dataset decides."""
         if isinstance(self._loader.dataset, IterableDataset):
             return None
         if self._slot == "sampler":
@@ -244,12 +245,12 @@ class FollowedLoader(BatchSampler):
 
     @property
     def reads_by_index(self) -> bool:
-        """Whether samples can be passed over without being loaded."""
+        """Whether samples can be skipped without loading them."""
         return not isinstance(self._loader.dataset, IterableDataset)
 
     @property
     def _has_fixed_order(self) -> bool:
-        """Whether the order follows from the epoch alone."""
+        """Whether the order depends only on the epoch."""
         fixed = type(self._loader_sampler) in (DistributedSampler, GlobalOrderSampler, SequentialSampler)
         return fixed and self.samples_of_batch is not None
 
@@ -275,11 +276,11 @@ class FollowedLoader(BatchSampler):
         self.put_own_states(moment.own)
 
     def own_states(self) -> tuple[torch.Tensor, ...]:
-        """Return the states of generators that the loader or its sampler was given."""
+        """Return the states of the generators that the user gave to the loader or its sampler, each [bytes] uint8."""
         return tuple(generator.get_state() for generator in self._generators)
 
     def put_own_states(self, states: Sequence[torch.Tensor]) -> None:
-        """Set them, if there are as many."""
+        """Set the states of these generators, if the number of states fits."""
         generators = self._generators
         if len(generators) == len(states):
             for generator, state in zip(generators, states, strict=True):
@@ -287,7 +288,7 @@ class FollowedLoader(BatchSampler):
 
 
 def global_order(sampler: Any) -> list[Any]:
-    """Return the samples of this epoch in the order in which all ranks of a distributed sampler read them together."""
+    """Return the samples of this epoch in the order in which all ranks of a distributed sampler together read them."""
     if isinstance(sampler, GlobalOrderSampler):
         return list(sampler.order())
     whole = copy.copy(sampler)
@@ -297,26 +298,26 @@ def global_order(sampler: Any) -> list[Any]:
 
 
 def epoch_size(sampler: Any) -> int:
-    """Return how many samples there are in :func:`global_order`."""
+    """Return the number of samples in :func:`global_order`."""
     return sampler.epoch_size if isinstance(sampler, GlobalOrderSampler) else len(sampler.dataset)
 
 
 def rank_share(size: int, consumed: int, ranks: int, drop_last: bool) -> int:
-    """Return how many samples each rank reads of what is left."""
+    """Return how many of the remaining samples each rank reads."""
     left = max(0, size - consumed)
     return left // ranks if drop_last else math.ceil(left / ranks)
 
 
 def deal(order: list[Any], consumed: int, ranks: int, rank: int, drop_last: bool) -> list[Any]:
-    """Return one rank's samples of what is left of an order.
+    """Return one rank's part of the rest of an order.
 
     Args:
         order: All samples of the epoch.
         consumed: How many of them, from the first on, have been read.
-        ranks: How many ranks read now.
-        rank: Which of them this is.
-        drop_last: Whether a rest that does not fill the last turn is left out; otherwise it is filled up with the
-            epoch's first samples.
+        ranks: Number of ranks that read now.
+        rank: This rank.
+        drop_last: Leave out samples that do not fill the last turn; otherwise the last turn is filled up with the
+            first samples of the epoch.
 
     Source: ``DistributedSampler.__iter__`` in torch.utils.data (2.13), which this equals for ``consumed=0``.
     """
@@ -327,12 +328,12 @@ def deal(order: list[Any], consumed: int, ranks: int, rank: int, drop_last: bool
 
 
 def batches_in_pass(mode: str, batches: int, length: float) -> int:
-    """Return how many batches one of several loaders has given in its present pass.
+    """Return how many batches one of several loaders has given in its current pass.
 
     Args:
-        mode: Of Lightning's CombinedLoader.
-        batches: Combined batches that were read.
-        length: Batches of this loader.
+        mode: Mode of Lightning's CombinedLoader.
+        batches: Combined batches that have been read.
+        length: Number of batches of this loader.
     """
     if batches <= length:
         return batches

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One order of the samples for every layout, and the DataLoaders that read in it.
+"""One order of the samples for every layout, and the DataLoaders that read in this order.
 
-The order of an epoch follows from the seed and the number of the epoch alone. :class:`GlobalOrderSampler` deals it out
-in turns: with ``n`` data-parallel ranks, rank ``r`` reads the samples ``r``, ``r + n``, ``r + 2 n`` and so on. What all
-ranks have read together is then always a prefix of the order, whatever ``n`` is, so that a run on other ranks with the
-same global batch sees the same samples in every step, and a resumed one goes on where the other stopped
-(``position.py``). Ranks of one model copy read the same samples.
+The order of an epoch depends only on the seed and the number of the epoch. :class:`GlobalOrderSampler` deals it out in
+turns: with ``n`` data-parallel ranks, rank ``r`` reads the samples ``r``, ``r + n``, ``r + 2 n`` and so on. What all
+ranks together have read is always a prefix of the order, whatever ``n`` is. So a run on another number of ranks with
+the same global batch sees the same samples in every step, and a resumed run continues where the other one stopped
+(``position.py``). The ranks of one model copy read the same samples.
 
-An epoch ends with the last whole global batch. The samples that are left over are counted in the log; another epoch's
-order leaves out others. Lightning's own sampler repeats samples instead, as many as the ranks ask for.
+An epoch ends with the last whole global batch. The log says how many samples are left over; each epoch's order leaves
+out others. Lightning's own sampler repeats samples instead, to fill the last batch.
 
-The data modules of this package build their loaders with :func:`training_loader` and :func:`evaluation_loader`; yours
-may too.
+The data modules of this package build their loaders with :func:`training_loader` and :func:`evaluation_loader`; your
+own data module may do the same.
 """
 
 from collections.abc import Callable, Iterator, Sequence, Sized
@@ -26,19 +26,19 @@ from lightning_mcore.config.checks import require_size
 
 
 class GlobalOrderSampler(DistributedSampler[Any]):
-    """Deals out whole global batches of one order that does not depend on the ranks.
+    """Deals out whole global batches, in an order that does not depend on the number of ranks.
 
     Args:
-        dataset: Samples to read, of a known number.
-        num_replicas: Data-parallel ranks.
-        rank: Which of them this is.
-        global_batch_size: Samples of all ranks in one optimizer step; an epoch has a multiple of it.
-        shuffle: Draw a new order in each epoch; otherwise the order is that of the dataset.
-        seed: Of the order.
+        dataset: The samples; it must have a length.
+        num_replicas: Number of data-parallel ranks.
+        rank: This data-parallel rank.
+        global_batch_size: Samples of all ranks in one optimizer step; the length of an epoch is a multiple of it.
+        shuffle: Draw a new order in each epoch; otherwise keep the order of the dataset.
+        seed: Seed of the order.
         of: What the dataset consists of, for messages.
 
     Raises:
-        ValueError: The dataset is smaller than a global batch, or the ranks do not divide one.
+        ValueError: The dataset is smaller than a global batch, or the number of ranks does not divide a global batch.
         TypeError: A size is not an int.
     """
 
@@ -75,7 +75,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         return len(cast(Sized, self.dataset)) - self.epoch_size
 
     def order(self, rank: int = 0, ranks: int = 1) -> Sequence[int]:
-        """Return the samples of this epoch in the order in which all ranks read them together, or one rank's share."""
+        """Return the indices of this epoch in the order in which all ranks together read them, or one rank's share."""
         if not self.shuffle:
             return range(rank, self.epoch_size, ranks)
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
@@ -83,7 +83,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         return permutation[rank : self.epoch_size : ranks].tolist()
 
     def __iter__(self) -> Iterator[int]:
-        """Return this rank's samples of the epoch."""
+        """Return the indices that this rank reads in this epoch."""
         return iter(self.order(self.rank, self.num_replicas))
 
 
@@ -99,17 +99,17 @@ def training_loader(
     pin_memory: bool = False,
     of: str = "samples",
 ) -> DataLoader[Any]:
-    """Return a loader of whole global batches, in an order that is the same on every layout.
+    """Return a training loader of whole global batches, in the same order on every layout.
 
     Args:
-        trainer: Of the run, for its ranks and ``accumulate_grad_batches``; None for one rank.
-        dataset: Samples to read, of a known number.
-        batch_size: Samples of one data-parallel rank in a batch.
-        seed: Of the order.
-        shuffle: Draw a new order in each epoch; otherwise the order is that of the dataset.
-        collate_fn: Makes a batch of samples.
-        num_workers: Processes that load ahead.
-        pin_memory: Copy batches into pinned memory first.
+        trainer: The trainer of the run, for its ranks and ``accumulate_grad_batches``; None for one rank.
+        dataset: The samples; it must have a length.
+        batch_size: Samples in a batch of one data-parallel rank.
+        seed: Seed of the order.
+        shuffle: Draw a new order in each epoch; otherwise keep the order of the dataset.
+        collate_fn: Makes a batch of a list of samples.
+        num_workers: Number of processes that load batches in advance.
+        pin_memory: Copy batches into pinned memory.
         of: What the dataset consists of, for messages: samples, or rows.
 
     Raises:
@@ -123,8 +123,8 @@ def training_loader(
     sampler = GlobalOrderSampler(dataset, ranks, rank, size, shuffle, seed, of)
     if sampler.left_over:
         rank_zero_info(
-            f"each epoch leaves out {sampler.left_over} of {sampler.left_over + sampler.epoch_size} {of}, which fill no"
-            f" global batch of {size}"
+            f"each epoch leaves out {sampler.left_over} of {sampler.left_over + sampler.epoch_size} {of}, which do not"
+            f" fill a global batch of {size}"
         )
     return DataLoader(
         dataset,
@@ -146,14 +146,14 @@ def evaluation_loader(
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> DataLoader[Any]:
-    """Return a loader of all samples in the order of the dataset; Lightning deals them out to the ranks.
+    """Return a loader of all samples in the order of the dataset; Lightning divides them among the ranks.
 
     Args:
-        dataset: Samples to read.
-        batch_size: Samples of one data-parallel rank in a batch.
-        collate_fn: Makes a batch of samples.
-        num_workers: Processes that load ahead.
-        pin_memory: Copy batches into pinned memory first.
+        dataset: The samples.
+        batch_size: Samples in a batch of one data-parallel rank.
+        collate_fn: Makes a batch of a list of samples.
+        num_workers: Number of processes that load batches in advance.
+        pin_memory: Copy batches into pinned memory.
 
     Raises:
         ValueError: ``batch_size`` is below 1.
@@ -172,6 +172,6 @@ def evaluation_loader(
 
 
 def data_parallel_place(trainer: pl.Trainer | None) -> tuple[int, int]:
-    """Return (rank, ranks) among which samples are dealt out: data-parallel ranks, or 0 of 1 outside of a run."""
+    """Return this data-parallel rank and the number of them; (0, 1) outside a run."""
     places = trainer.distributed_sampler_kwargs if trainer is not None else None
     return (places["rank"], places["num_replicas"]) if places else (0, 1)

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of some queries over the keys of whole sequences, without a mask of the size of the scores.
 
-Pure PyTorch: nothing here knows Megatron or communicates. ``core_attention.py`` gathers the keys and calls
-:func:`attend`. Two small values say all there is to say about who sees whom:
+This is plain PyTorch, without Megatron and without communication. ``core_attention.py`` gathers the keys and calls
+:func:`attend`. Two small values describe which keys a query sees:
 
-* A :class:`QueryRun` is a stretch of neighbouring queries and the keys of the sequence they belong to: the whole
-  sequence without context parallelism, each of a rank's two slices with it (``parallel/context.py``). A row of packed
-  sequences is a run, or two, for each of them, and one without keys for the padding behind it.
+* A :class:`QueryRun` is a run of neighbouring queries with the keys of their sequence: the whole sequence without
+  context parallelism, each of a rank's two slices with it (``parallel/context.py``). A row of packed sequences has one
+  or two runs for each sequence, and one without keys for its padding.
 * A :class:`Reach` says how far a query sees back and ahead: causal attention, a sliding window, or everything.
 
 A run that starts with its sequence is what PyTorch's kernels call causal, and needs no mask. On CUDA in half precision
-the flash kernel also knows causal attention that ends at the last key. Any other run is cut into blocks of queries that
-meet only the keys within reach. Whether a query sees a key depends on their distance alone, so one small mask serves
-every block of every run, and every layer: a block's mask is a stretch of its columns.
+the flash kernel also supports causal attention that ends at the last key. Any other run is cut into blocks of queries
+that read only the keys within reach. Whether a query sees a key depends only on their distance, so one small mask
+serves every block of every run, and every layer: a block's mask is a range of its columns.
 
-Queries, keys and values are split into their runs at once. A slice for each run would cost a gradient of the size of
-the whole tensor for each of them.
+Queries, keys and values are split into all their runs at once. A slice per run would cost a gradient of the size of the
+whole tensor per run.
 """
 
 import functools
@@ -31,19 +31,19 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from lightning_mcore.parallel.context import slices_of_rank
 
-_LARGEST_BLOCK = 1024  # queries that share a mask: larger blocks read fewer keys twice, smaller ones have smaller masks
-_SMALLEST_BLOCK = 128  # queries; below it the calls cost more than the keys out of reach
+_LARGEST_BLOCK = 1024  # queries per mask: larger blocks read fewer keys twice, smaller blocks have smaller masks
+_SMALLEST_BLOCK = 128  # queries; with fewer, the calls cost more than the skipped keys save
 _LARGEST_MASK = 2**21  # queries times keys, unless a smallest block needs more: 8 MiB in fp32
 _FLASH_HEAD_SIZE = 256  # largest head of the flash kernel
 
 
 @dataclass(frozen=True)
 class Reach:
-    """How far a query sees, in tokens; None: to the end of its sequence.
+    """How far a query sees, in tokens; None for the whole sequence on that side.
 
     Args:
-        back: Keys before its own that a query sees.
-        ahead: Keys after its own that a query sees; 0 is causal.
+        back: Number of keys before its own that a query sees.
+        ahead: Number of keys after its own that a query sees; 0 is causal.
     """
 
     back: int | None = None
@@ -65,9 +65,9 @@ class QueryRun:
     """Neighbouring queries of one sequence, and the keys of that sequence.
 
     Args:
-        rows: Where the queries are among the queries of this rank.
-        position: The key that belongs to the first query, counted among all keys.
-        keys: Where the keys of the sequence are among all keys. Without keys the queries are padding.
+        rows: Indices of the queries among the queries of this rank.
+        position: Index of the first query's own key among all keys.
+        keys: Indices of the keys of the sequence among all keys; empty if the queries are padding.
     """
 
     rows: range
@@ -77,7 +77,7 @@ class QueryRun:
 
 @dataclass(frozen=True)
 class Softmax:
-    """What the softmax does besides masking.
+    """Settings of the softmax.
 
     Args:
         scale: Factor of the scores.
@@ -93,9 +93,9 @@ def sequence_runs(num_queries: int, num_keys: int, rank: int = 0, size: int = 1)
 
     Args:
         num_queries: Queries of a sequence on this rank, [s / cp].
-        num_keys: Keys of the whole sequence; more than queries while decoding: the queries are then its last.
+        num_keys: Keys of the whole sequence; more than queries while decoding, when the queries are its last tokens.
         rank: Rank in the context-parallel group.
-        size: Ranks of that group.
+        size: Number of ranks in that group.
     """
     keys = range(num_keys)
     if size == 1:
@@ -109,13 +109,13 @@ def sequence_runs(num_queries: int, num_keys: int, rank: int = 0, size: int = 1)
 
 @functools.lru_cache(maxsize=64)
 def packed_runs(offsets: tuple[int, ...], lengths: tuple[int, ...], rank: int = 0, size: int = 1) -> list[QueryRun]:
-    """Return the runs of a row of packed sequences; their padding neither sees nor is seen.
+    """Return the runs of a row of packed sequences; padding neither sees nor is seen.
 
     Args:
         offsets: Where the sequences begin, padding included, and where the last one ends.
-        lengths: How many of their tokens are real.
+        lengths: Number of real tokens in each sequence.
         rank: Rank in the context-parallel group.
-        size: Ranks of that group, each of which holds two slices of every sequence.
+        size: Number of ranks in that group, each of which holds two slices of every sequence.
     """
     runs = []
     row = 0
@@ -135,7 +135,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, runs: list[QueryRun], reac
     """Compute attention, run by run.
 
     Args:
-        query: [b, h, queries, d].
+        query: [b, h, queries, d], any float dtype, that of key and value too.
         key: [b, groups, keys, d], in the order of the sequence; ``groups`` divides ``h``.
         value: [b, groups, keys, d_v].
         runs: The queries, in order and without gaps. Two runs have the same keys, or none in common.
@@ -143,7 +143,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, runs: list[QueryRun], reac
         softmax: Scale and dropout.
 
     Returns:
-        [b, h, queries, d_v]; zero where a run has no keys.
+        [b, h, queries, d_v] in the dtype of ``query``; zero for a run without keys.
     """
     width = value.size(-1)
     value = _widen(value, key.size(-1))
@@ -160,7 +160,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, runs: list[QueryRun], reac
 
 
 class _Silence(torch.autograd.Function):
-    """The output of queries that see nothing: zeros, and zero gradients, so that no parameter is left without one."""
+    """The output of queries that see nothing: zeros, with zero gradients, so that every parameter gets a gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, width: int) -> Tensor:
@@ -173,13 +173,13 @@ class _Silence(torch.autograd.Function):
 
 
 def _widen(value: Tensor, width: int) -> Tensor:
-    """Return values with columns of zeros up to ``width``, which the fused kernels want and which change nothing."""
+    """Pad values with columns of zeros up to ``width``, as the fused kernels require; the result does not change."""
     missing = width - value.size(-1)
     return functional.pad(value, (0, missing)) if missing > 0 else value
 
 
 def _pieces(tensor: Tensor, runs: list[QueryRun]) -> dict[int, Tensor]:
-    """Return the keys (or values) of each sequence, by where they begin."""
+    """Return the keys (or values) of each sequence, by the index of the first."""
     ends = {run.keys.start: run.keys.stop for run in runs if len(run.keys) > 0}
     cuts = sorted({0, tensor.size(2), *ends, *ends.values()})
     pieces = torch.split(tensor, [end - start for start, end in itertools.pairwise(cuts)], dim=2)
@@ -187,14 +187,14 @@ def _pieces(tensor: Tensor, runs: list[QueryRun]) -> dict[int, Tensor]:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """Put outputs behind one another, [b, h, queries, d]; in memory [queries, b, h, d], which is how they go on."""
+    """Join outputs into [b, h, queries, d]; in memory as [queries, b, h, d], the order needed next."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat([part.permute(2, 0, 1, 3) for part in parts]).permute(1, 2, 0, 3)
 
 
 def visible(run: QueryRun, reach: Reach, device: torch.device) -> Tensor:
-    """Return which keys the queries of a run see, as a whole: for a caller who has a mask of that size anyway.
+    """Return which keys the queries of a run see, as one mask, for a caller that has a mask of this size anyway.
 
     Returns:
         [queries, keys] bool, True where a query sees a key.
@@ -207,9 +207,9 @@ def visible(run: QueryRun, reach: Reach, device: torch.device) -> Tensor:
 def _attend_run(
     rows: Tensor, key: Tensor, value: Tensor, run: QueryRun, reach: Reach, softmax: Softmax, shared: "_SharedMask"
 ) -> Iterator[Tensor]:
-    """Yield the outputs of a run in order, [b, h, block, d] each; keys and values are those of its sequence."""
+    """Yield the outputs of a run in order, [b, h, block, d] each; ``key`` and ``value`` are those of its sequence."""
     reach = _within_sequence(run, reach)
-    count, position = len(run.rows), run.position - run.keys.start  # places are counted within the sequence
+    count, position = len(run.rows), run.position - run.keys.start  # counted within the sequence
     if reach.is_everything:
         yield attend_once(rows, key, value, softmax)
     elif reach.is_causal and position == 0:
@@ -228,7 +228,7 @@ def _attend_run(
 
 
 def _within_sequence(run: QueryRun, reach: Reach) -> Reach:
-    """Return a reach without the sides that do not end within the sequence of a run."""
+    """Return a reach without limits that lie beyond the sequence of a run."""
     farthest = len(run.keys) - 1
     back, ahead = (None if side is None or side >= farthest else side for side in (reach.back, reach.ahead))
     return Reach(back, ahead)
@@ -237,7 +237,8 @@ def _within_sequence(run: QueryRun, reach: Reach) -> Reach:
 def _block_size(count: int, reach: Reach, longest: int) -> int:
     """Return how many of ``count`` queries share a mask over at most ``longest`` keys.
 
-    About as many as a window is wide; without one, fewer the more keys there are, for the mask has as many columns.
+    About as many as a window is wide. Without a window fewer, the more keys there are, because the mask has a column
+    for each key.
     """
     sides = [side for side in (reach.back, reach.ahead) if side is not None]
     wanted = sum(sides) if len(sides) == 2 else _LARGEST_MASK // longest
@@ -252,11 +253,13 @@ def _keys_in_reach(num_keys: int, position: int, count: int, reach: Reach) -> tu
 
 
 class _SharedMask:
-    """The mask that the blocks of all runs share, made when the first of them asks for it."""
+    """The mask that the blocks of all runs share, made when the first block needs it."""
 
     def __init__(self, runs: list[QueryRun], reach: Reach) -> None:
         self._runs, self._reach = runs, reach
-        self._longest = 1 << max(len(run.keys) - 1 for run in runs).bit_length()  # other rows then have the same mask
+        self._longest = (
+            1 << max(len(run.keys) - 1 for run in runs).bit_length()
+        )  # a power of two, so that other rows have the same mask
         self._made: tuple[Tensor, int] | None = None
 
     def block_size(self, run: QueryRun, reach: Reach) -> int:
@@ -264,7 +267,7 @@ class _SharedMask:
         return _block_size(len(run.rows), reach, self._longest)
 
     def take(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, int]:
-        """Return the mask, and the distance from a block's first query to the key of the first column."""
+        """Return the mask, and the distance from a block's first query to the key of its first column."""
         if self._made is None:
             self._made = self._make(dtype, device)
         return self._made
@@ -281,11 +284,11 @@ class _SharedMask:
 def _distance_mask(
     size: int, nearest: int, farthest: int, reach: Reach, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the mask that all blocks share, to be added to the scores.
+    """Return the mask that all blocks share, to add to the scores.
 
     Returns:
-        [size, farthest - nearest], 0 where a query sees a key and -inf elsewhere; column ``x`` is the key
-        ``nearest + x`` places after the block's first query.
+        [size, farthest - nearest] of ``dtype``, 0 where a query sees a key and -inf elsewhere; column ``x`` is the key
+        ``nearest + x`` tokens after the block's first query.
     """
     with torch.inference_mode(False):  # a mask first made in validation is kept for backward in training
         columns = torch.arange(nearest, farthest, dtype=torch.int32, device=device)
@@ -295,7 +298,7 @@ def _distance_mask(
 
 
 def _within(distance: Tensor, reach: Reach) -> Tensor:
-    """Return where a distance from query to key, in tokens, is within reach."""
+    """Return a bool mask of the distances from query to key, in tokens, that are within reach."""
     seen = torch.ones_like(distance, dtype=torch.bool)
     if reach.back is not None:
         seen &= distance >= -reach.back
@@ -305,7 +308,7 @@ def _within(distance: Tensor, reach: Reach) -> Tensor:
 
 
 def _flash_ends_at_the_last_key(query: Tensor, value: Tensor) -> bool:
-    """Whether the flash kernel takes fewer queries than keys under causal attention; elsewhere it makes a full mask."""
+    """Return whether causal attention of fewer queries than keys runs in the flash kernel, without a full mask."""
     head_size = query.size(-1)
     half = query.dtype in (torch.float16, torch.bfloat16)
     return query.is_cuda and half and head_size == value.size(-1) and head_size <= _FLASH_HEAD_SIZE
@@ -317,20 +320,20 @@ def attend_once(
     """Call PyTorch's attention.
 
     Args:
-        query: [b, h, queries, d].
+        query: [b, h, queries, d], any float dtype, that of key and value too.
         key: [b, groups, keys, d].
         value: [b, groups, keys, d_v].
         softmax: Scale and dropout.
         mask: Broadcastable to [b, h, queries, keys]: added to the scores or, if boolean, True where a query sees a key.
-        is_causal: Whether query ``i`` sees the keys up to ``i``.
+        is_causal: Let query ``i`` see the keys up to ``i``.
 
     Returns:
-        [b, h, queries, d_v].
+        [b, h, queries, d_v] in the dtype of ``query``.
     """
     grouped = key.size(1) != query.size(1)
     if mask is not None and query.is_cuda and not isinstance(mask, CausalBias):
-        mask = mask.contiguous()  # CUDA's kernel for masks reads them from an aligned address ...
-        if grouped:  # ... and has no grouped heads
+        mask = mask.contiguous()  # CUDA's kernel for masks needs an aligned address ...
+        if grouped:  # ... and does not support grouped heads
             heads = query.size(1) // key.size(1)
             key, value, grouped = key.repeat_interleave(heads, 1), value.repeat_interleave(heads, 1), False
     return functional.scaled_dot_product_attention(

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values of whole sequences under context parallelism: gathered for use, and not kept until backward.
+"""Keys and values of whole sequences under context parallelism: gathered when needed, not kept until backward.
 
-A rank has the queries of its own tokens, and these look at the keys of everybody's. So keys and values are gathered
-over the context-parallel ranks, in one collective, and put in the order of the sequence. Autograd would keep them until
-backward: on each rank, for each layer, as much as without context parallelism. Here a rank keeps its own share alone
-and gathers the rest a second time when backward reaches the layer. TransformerEngine does the same.
+A rank has the queries of its own tokens, which read the keys of all ranks. So keys and values are gathered over the
+context-parallel ranks in one collective, and put in the order of the sequence. Autograd would keep them until backward:
+on each rank, for each layer, as much as without context parallelism. Here a rank keeps only its own share and gathers
+the rest again when backward reaches the layer, as TransformerEngine does.
 
-:func:`over_whole_sequences` is what ``core_attention.py`` calls. Two nodes of the autograd graph stand around the
-attention in between: the one behind it, which backward meets first, gathers again; the one before it lets go and
-returns to each rank the gradients of its own tokens, summed over the ranks that looked at them. Both run on every rank
-that has any query, even one whose queries are all padding, so that every rank takes part in every collective.
+``core_attention.py`` calls :func:`over_whole_sequences`. It puts two nodes of the autograd graph around the attention.
+The node after it, which backward reaches first, gathers again. The node before it drops the gathered tensor and gives
+each rank the gradients of its own tokens, summed over the ranks that read them. Both run on every rank that has a
+query, even if all its queries are padding, so that every rank takes part in every collective.
 """
 
 import functools
@@ -41,16 +41,16 @@ def over_whole_sequences(
         query: [s / cp, b, h, d].
         key: [s / cp, b, groups, d].
         value: [s / cp, b, groups, d_v]; ``d_v`` is at most ``d``.
-        attend: Takes the query, keys [s, b, groups, d] and values [s, b, groups, d], both in the order of the sequence
-            and the latter with zeros behind their own columns. It returns [s / cp, b, h, d].
-        offsets: Where packed sequences begin, padding included, and where the last ends; (0, s) for a sequence alone.
+        attend: A function of the query, keys [s, b, groups, d] and values [s, b, groups, d], both in the order of the
+            sequence, the values padded with columns of zeros. It returns [s / cp, b, h, d].
+        offsets: Where packed sequences begin, padding included, and where the last one ends; (0, s) for one sequence.
         group: The context-parallel ranks.
 
     Returns:
-        [s / cp, b, h, d_v].
+        [s / cp, b, h, d_v] in the dtype of ``query``.
 
     Raises:
-        ValueError: The ranks' shares do not make up these sequences.
+        ValueError: The shares of the ranks do not make up these sequences.
     """
     check_packed_offsets(offsets, key.size(0) * group.size(), group.size())
     share = torch.cat((key, value), dim=-1)
@@ -65,7 +65,7 @@ def over_whole_sequences(
 
 
 class _Place(NamedTuple):
-    """A tensor that lies within the gathered one."""
+    """The place of a view in the gathered tensor."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -73,13 +73,13 @@ class _Place(NamedTuple):
 
 
 class _Whole:
-    """Gathers shares, and says what lies in place of the gathered tensor between forward and backward.
+    """Gathers shares, and replaces views of the gathered tensor between forward and backward.
 
     Args:
         group: The context-parallel ranks.
-        order: [s], where each token of the sequence stands among the gathered shares.
-        positions: [s], where each token of the gathered shares stands in the sequence.
-        width: Columns of the gathered tensor; those that the shares lack are zero.
+        order: [s] int64, the index of each token of the sequence among the gathered shares.
+        positions: [s] int64, the position of each token of the gathered shares in the sequence.
+        width: Columns of the gathered tensor; missing columns of the shares are zero.
     """
 
     def __init__(self, group: dist.ProcessGroup, order: Tensor, positions: Tensor, width: int) -> None:
@@ -88,7 +88,7 @@ class _Whole:
         self._order, self._width = order, width
 
     def gather(self, share: Tensor) -> Tensor:
-        """Return whole sequences, [s, b, groups, width], in their own order."""
+        """Return whole sequences, [s, b, groups, width], in order, from a share [s / cp, b, groups, d + d_v]."""
         with torch.no_grad():
             shares = tensor_parallel.gather_from_sequence_parallel_region(share, group=self.group)
             whole = shares.index_select(0, self._order)
@@ -96,7 +96,7 @@ class _Whole:
             return functional.pad(whole, (0, missing)) if missing > 0 else whole
 
     def kept_elsewhere(self, gathered: Tensor) -> AbstractContextManager[None]:
-        """Return the context in which autograd keeps of the gathered tensor only where its parts lay."""
+        """Return a context in which autograd keeps only the places of views of the gathered tensor."""
         if not gathered.requires_grad:
             return nullcontext()
         address = gathered.untyped_storage().data_ptr()
@@ -116,7 +116,7 @@ class _Whole:
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers the shares of all ranks; in backward sums their gradients and returns to each rank its own."""
+    """Gathers the shares of all ranks; in backward sums their gradients and gives each rank its own."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, whole: _Whole) -> Tensor:
@@ -131,11 +131,11 @@ class _Gather(torch.autograd.Function):
 
 
 class _GatherAgain(torch.autograd.Function):
-    """Passes the output on; in backward gathers what the layers before it ask for."""
+    """Returns the output unchanged; in backward gathers again, for the layers before it."""
 
     @staticmethod
     def forward(ctx: Any, context: Tensor, gathered: Tensor, share: Tensor, whole: _Whole) -> Tensor:
-        """Take the gathered tensor too, so that backward reaches ``_Gather`` wherever it reaches this."""
+        """Return ``context``; the gathered tensor is an input so that backward reaches ``_Gather`` after this node."""
         ctx.whole = whole
         ctx.save_for_backward(share)
         return context.view_as(context)
@@ -146,10 +146,10 @@ class _GatherAgain(torch.autograd.Function):
         return gradients[0], None, None, None
 
 
-@functools.lru_cache(maxsize=2)  # the layers of a microbatch share them; no row of other sequences asks again
+@functools.lru_cache(maxsize=2)  # the layers of a microbatch share them; other rows differ
 def _orders(offsets: tuple[int, ...], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return where tokens stand among the gathered shares, and where those stand in the sequence: [s] each."""
-    with torch.inference_mode(False):  # what is first made in validation is kept for backward in training
+    """Return ``order`` and ``positions`` of :class:`_Whole`, [s] int64 each."""
+    with torch.inference_mode(False):  # made in validation, they may be kept for backward in training
         boundaries = torch.tensor(offsets).to(device, non_blocking=True)
         positions = [packed_positions(boundaries, offsets[-1], rank, size) for rank in range(size)]
         return packed_order(boundaries, offsets[-1], size), torch.cat(positions)

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The core attention of the torch backend: what Megatron's attention layers call between their projections.
 
-Megatron's own ``DotProductAttention`` holds the whole ``[s, s]`` matrix of scores and refuses context parallelism; the
-other one is TransformerEngine's, which needs CUDA. :class:`TorchAttention` takes their place
-(``backend.gpt_block_spec`` puts it there). It turns what Megatron passes into the terms of ``attention.py``.
+Megatron's own ``DotProductAttention`` holds the whole ``[s, s]`` matrix of scores and refuses context parallelism.
+TransformerEngine's needs CUDA. :class:`TorchAttention` replaces them in ``spec.gpt_block_spec``, and translates
+Megatron's arguments into those of ``attention.py``.
 
 Packed sequences come as one row, with ``PackedSeqParams`` that say where each of them lies (``packed_sequences.py``).
 They are computed one by one, so that no memory grows with the square of the row, and no bit of one depends on another.
 
-Under context parallelism a rank holds two slices of each sequence (``parallel/context.py``). Its queries stay where
-they are; the keys and values of all ranks are gathered (``context_attention.py``).
+Under context parallelism a rank holds two slices of each sequence (``parallel/context.py``). Its queries stay on the
+rank; the keys and values of all ranks are gathered (``context_attention.py``).
 
-Multi-latent attention rotates one key head that all heads share, those of other tensor-parallel ranks too. Megatron's
-local layers leave its gradient a partial sum on each rank; here it is completed (``_CompleteSharedGradient``).
+Multi-latent attention rotates one key head that all heads share, also those on other tensor-parallel ranks. Megatron's
+local layers leave its gradient as a partial sum on each rank; :class:`_CompleteSharedGradient` adds up these sums.
 
 Source: ``DotProductAttention`` (megatron.core.transformer.dot_product_attention, 0.16.1 and 0.19.2).
 """
@@ -47,27 +47,27 @@ _CAUSAL = {AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal
 class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no type information
     """Softmax attention with grouped heads, context parallelism and sliding windows, in plain PyTorch.
 
-    The signature is the one Megatron's attention layers build their core attention with. It has no parameters.
+    Megatron's attention layers construct it, so they decide its signature. It has no parameters.
 
     Args:
         config: Reads ``kv_channels``, ``attention_dropout``, ``window_size``, ``window_attn_skip_freq``,
             ``softmax_type``, ``sequence_parallel`` and ``context_parallel_size``. ``apply_query_key_layer_scaling``
-            guards fp16 scores against overflow and cancels out; here scores are fp32, and nothing need be done.
+            protects fp16 scores from overflow and cancels out; here scores are fp32, so it has no effect.
         layer_number: Number of the layer in the whole model, from 1.
-        attn_mask_type: Who sees whom, unless a call says otherwise.
+        attn_mask_type: Which keys a query sees, unless a call says otherwise.
         attention_type: ``"self"`` or ``"cross"``.
         attention_dropout: Probability that a weight is dropped in training; None for the config's.
         softmax_scale: Factor of the scores; None for ``1 / sqrt(head size)``.
-        k_channels: Head size of queries and keys where it is not ``kv_channels`` (multi-latent attention).
-        v_channels: Head size of values; taken from the tensors.
-        cp_comm_type: How TransformerEngine moves keys and values. Here they are always gathered.
+        k_channels: Head size of queries and keys if it is not ``kv_channels`` (multi-latent attention).
+        v_channels: Head size of values; not used, because the tensors have it.
+        cp_comm_type: How TransformerEngine moves keys and values; here they are always gathered.
         pg_collection: Process groups of the model; None for Megatron's global ones.
 
     Raises:
-        ValueError: The config asks for attention that this backend does not have.
+        ValueError: The config asks for attention that this backend does not support.
     """
 
-    boundaries_on_host = True  # what Megatron does with them before attention would wait for the device in every layer
+    boundaries_on_host = True  # on the device, Megatron's code before attention would wait for it in every layer
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         attention_mask: Tensor | None,
         boundaries: Boundaries | None,
     ) -> Tensor:
-        """Compute attention of [s / cp, b, ...]; with boundaries, b is 1 and the row holds packed sequences."""
+        """Compute attention of [s / cp, b, h / tp, d]; with boundaries, b is 1 and the row holds packed sequences."""
         if self.shared_key_group is not None:
             width = self.config.qk_pos_emb_head_dim
             key = _CompleteSharedGradient.apply(key, width, self.shared_key_group)  # type: ignore[no-untyped-call]
@@ -176,9 +176,9 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         return Reach(back, 0 if mask_type in _CAUSAL else ahead)
 
     def _dropout_state(self, dropout: float) -> AbstractContextManager[None]:
-        """Return the context in which weights are dropped: another random stream on each tensor-parallel rank.
+        """Return the context for dropout: another random stream on each tensor-parallel rank.
 
-        With sequence parallelism the whole block runs in that stream already.
+        With sequence parallelism the whole block already runs in that stream.
         """
         if dropout == 0.0 or self.config.sequence_parallel:
             return contextlib.nullcontext()
@@ -194,14 +194,14 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         attention_bias: Tensor | None,
     ) -> None:
         if attention_bias is not None:
-            raise ValueError("attention_bias is given, and the torch backend takes none; pass None")
+            raise ValueError("attention_bias is given, but the torch backend does not support it; pass None")
         if attention_mask is not None and self.cp_group is not None:
             raise ValueError(
                 f"attention_mask is given with context_parallel_size={self.cp_group.size()}, where a rank holds only "
-                "parts of it; pass None, and let attn_mask_type and window_size say who sees whom"
+                "parts of it; pass None, and use attn_mask_type and window_size instead"
             )
         if attention_mask is not None and attention_mask.dtype != torch.bool:
-            raise ValueError(f"attention_mask is {attention_mask.dtype}; give torch.bool, True where nothing is seen")
+            raise ValueError(f"attention_mask is {attention_mask.dtype}; give torch.bool, True where a key is hidden")
         if mask_type in _CAUSAL - {AttnMaskType.causal_bottom_right} and query.size(0) != key.size(0):
             raise ValueError(
                 f"causal attention has {query.size(0)} queries and {key.size(0)} keys; give as many of each, or "
@@ -209,19 +209,17 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
             )
 
     def _check_packed(self, query: Tensor, attention_mask: Tensor | None, params: PackedSeqParams) -> Boundaries:
-        """Return the boundaries of packed sequences; refuse what does not go with them."""
+        """Return the boundaries of packed sequences; refuse arguments that do not fit them."""
         boundaries = boundaries_of(params)
         if query.dim() != 3:
             raise ValueError(
                 f"packed_seq_params is given with queries of shape {list(query.shape)}; give [tokens, heads, head size]"
             )
         if attention_mask is not None:
-            raise ValueError(
-                "attention_mask is given with packed sequences, whose boundaries say who sees whom; pass None"
-            )
+            raise ValueError("attention_mask is given with packed sequences, whose boundaries replace it; pass None")
         if params.cp_group is not None or params.local_cp_size is not None:
             raise ValueError(
-                "packed_seq_params has a context-parallel group of its own, and the torch backend has one for all "
+                "packed_seq_params has its own context-parallel group, but the torch backend uses one group for all "
                 "batches; leave out cp_group and local_cp_size"
             )
         size = 1 if self.cp_group is None else self.cp_group.size()
@@ -234,17 +232,17 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
 
 
 class _CompleteSharedGradient(torch.autograd.Function):
-    """Passes keys on; in backward sums the gradient of what their heads share over all heads of all ranks."""
+    """Returns keys unchanged; in backward sums the gradient of their shared part over all heads of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, width: int, group: dist.ProcessGroup) -> Tensor:
-        """Take keys, [s, b, h / tp, d], whose last ``width`` columns are one head, repeated."""
+        """Return keys, [s, b, h / tp, d], whose last ``width`` columns are one head, repeated."""
         ctx.width, ctx.group = width, group
         return key.view_as(key)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """Give the whole sum to the first head and nothing to the others, which Megatron then adds to it."""
+        """Give the whole sum to the first head and zero to the others, because Megatron then adds them up."""
         gradient = gradients[0].clone()
         shared = gradient[..., -ctx.width :].sum(dim=-2)
         dist.all_reduce(shared, group=ctx.group)
@@ -254,7 +252,7 @@ class _CompleteSharedGradient(torch.autograd.Function):
 
 
 def _window_of_layer(config: TransformerConfig, layer_number: int) -> tuple[int, int]:
-    """Return how many tokens a layer sees back and ahead; -1 for no end, as Megatron and TransformerEngine write it."""
+    """Return how many tokens a layer sees back and ahead; -1 for no limit, as in Megatron and TransformerEngine."""
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return -1, -1
     back, ahead = config.window_size
@@ -264,7 +262,7 @@ def _window_of_layer(config: TransformerConfig, layer_number: int) -> tuple[int,
 def _context_parallel_group(
     config: TransformerConfig, pg_collection: ProcessGroupCollection | None
 ) -> dist.ProcessGroup | None:
-    """Return the context-parallel ranks, or None where there is only one."""
+    """Return the context-parallel group, or None if it has only one rank."""
     if config.context_parallel_size == 1:
         return None
     group: dist.ProcessGroup
@@ -275,7 +273,7 @@ def _context_parallel_group(
 def _shared_key_group(
     config: TransformerConfig, pg_collection: ProcessGroupCollection | None
 ) -> dist.ProcessGroup | None:
-    """Return the ranks that share the rotated key of multi-latent attention, or None where no other rank does."""
+    """Return the ranks that share the rotated key of multi-latent attention, or None if no other rank does."""
     if not config.multi_latent_attention or config.tensor_model_parallel_size == 1:
         return None
     group: dist.ProcessGroup

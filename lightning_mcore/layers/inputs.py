@@ -30,7 +30,7 @@ from lightning_mcore.parallel.context import sequence_of_tokens, split_for_conte
 
 _OF_SEQUENCES = (*OF_ROWS, "sample_ids")
 IGNORED_LABEL = -100
-"""What Hugging Face and torch write where there is no target."""
+"""The label of a token without a target, as in Hugging Face and torch."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class ModelInputs:
     """A rank's share of a batch, as the model takes it.
 
     Attributes:
-        tokens: [b, s / cp], packed [1, b * s / cp].
-        position_ids: Of the same shape, as all that follow.
-        labels: None where there are none.
-        loss_mask: 1 where a token counts, in fp32; None without labels.
-        samples: To which sample of the microbatch each token belongs: a row, or a sub-sequence of one.
-        num_samples: How many samples there may be; of some no token may count.
-        padding: True on padding; None where nothing is known of padding.
-        packed: The boundaries of a packed batch.
+        tokens: [b, s / cp] int64, packed [1, b * s / cp]; the tensors below have the same shape.
+        position_ids: The position of each token in its sequence, int64.
+        labels: The target of each token, int64, 0 if it has none; None for a batch without labels.
+        loss_mask: 1 where a token counts, fp32; None without labels.
+        samples: The number of the sample of each token, int64: a row, or a sub-sequence of a packed row.
+        num_samples: Number of samples; some may have no token that counts.
+        padding: Bool, True on padding; None if the batch does not mark padding.
+        packed: The boundaries of a packed batch; None for a dense one.
     """
 
     tokens: Tensor
@@ -59,7 +59,12 @@ class ModelInputs:
 
     @classmethod
     def of(cls, batch: dict[str, Tensor], cp_rank: int = 0, cp_size: int = 1) -> "ModelInputs":
-        """Read a batch that has been cut for this context-parallel rank.
+        """Read a batch that has been split for this context-parallel rank.
+
+        Args:
+            batch: Tensors of [b, s / cp], dense or packed.
+            cp_rank: Rank in the context-parallel group.
+            cp_size: Number of ranks in that group.
 
         Raises:
             ValueError: The boundaries of a packed batch contradict each other or its length, or the ranks cannot share
@@ -104,15 +109,15 @@ class ModelInputs:
         )
 
     def arguments(self, config: TransformerConfig, boundaries_on_host: bool = False) -> dict[str, Any]:
-        """Return what ``GPTModel`` takes besides tokens, positions, mask and labels; only what says something.
+        """Return the arguments of ``GPTModel`` besides tokens, positions, mask and labels, without those that are None.
 
         Args:
-            config: The model's.
-            boundaries_on_host: Whether its layers want the boundaries of packed sequences in tensors of the host.
+            config: The config of the model.
+            boundaries_on_host: Whether its layers take the boundaries of packed sequences in tensors on the host.
         """
         arguments: dict[str, Any] = {}
         if self.packed is not None:
-            # Multi-token prediction of a plain GPTModel looks for boundaries in cu_seqlens_q alone, padded or not.
+            # Multi-token prediction of a plain GPTModel reads boundaries only from cu_seqlens_q, padded or not.
             packed = all_real(self.packed) if config.mtp_num_layers else self.packed
             arguments["packed_seq_params"] = packed if boundaries_on_host else packed.on(self.tokens.device)
         if self.padding is not None and config.num_moe_experts is not None:
@@ -123,27 +128,27 @@ class ModelInputs:
 
 
 def is_packed(batch: Any) -> bool:
-    """Whether the rows of a batch hold several sequences each.
+    """Return whether the rows of a batch hold several sequences each.
 
     Raises:
-        ValueError: It has one kind of boundaries without the other.
+        ValueError: The batch has one kind of boundaries without the other.
     """
     if not isinstance(batch, dict) or not any(name in batch for name in OF_ROWS):
         return False
     missing = [name for name in OF_ROWS if name not in batch]
     if missing:
-        raise ValueError(f"a packed batch has no {missing[0]}; give both cu_seqlens and cu_seqlens_padded")
+        raise ValueError(f"a packed batch lacks {missing[0]}; give both cu_seqlens and cu_seqlens_padded")
     return True
 
 
 def microbatch_shape(batch: dict[str, Tensor]) -> tuple[int, int]:
-    """Return (sequence length, rows) of a microbatch as the layers see it; the rows of a packed one are joined."""
+    """Return (sequence length, rows) of a microbatch as the layers see it; packed rows are joined."""
     rows, length = batch["tokens"].shape
     return (rows * length, 1) if is_packed(batch) else (length, rows)
 
 
 def num_tokens(batch: dict[str, Tensor]) -> int | Tensor:
-    """Return the tokens of a batch, without those that are known to be padding; does not wait for the device."""
+    """Return the number of tokens in a batch without known padding, an int or an int64 scalar on its device."""
     if is_packed(batch):
         return batch["cu_seqlens"][:, -1].sum()
     return batch["lengths"].sum() if "lengths" in batch else batch["tokens"].numel()
@@ -153,12 +158,12 @@ def split_packed_batch(batch: dict[str, Tensor], rank: int, size: int) -> dict[s
     """Return a context-parallel rank's share of a packed batch: two slices of each sub-sequence.
 
     Args:
-        batch: Whole rows, [b, s].
+        batch: Whole packed rows, [b, s].
         rank: Rank in the context-parallel group.
-        size: Ranks of that group.
+        size: Number of ranks in that group.
 
     Returns:
-        The tensors of the shape of ``tokens``, [b, s / size]; all others, the boundaries among them, as they are.
+        Tensors shaped like ``tokens`` as [b, s / size]; all others, the boundaries included, unchanged.
 
     Raises:
         ValueError: The rows do not divide into ``2 * size`` slices.
@@ -177,16 +182,16 @@ def split_packed_batch(batch: dict[str, Tensor], rank: int, size: int) -> dict[s
 
 
 def check_vocabulary(batch: dict[str, Tensor], vocab_size: int) -> None:
-    """Refuse tokens and labels that do not exist.
+    """Refuse tokens and labels outside the vocabulary.
 
-    Looks at batches on the host alone; reading one from a device would wait for it.
+    Only batches on the host are checked; reading one from a device would wait for it.
 
     Args:
-        batch: Dense or packed.
-        vocab_size: Tokens that exist.
+        batch: ``tokens`` and ``labels``, [b, s] int64, dense or packed.
+        vocab_size: Size of the vocabulary.
 
     Raises:
-        ValueError: There is one; it is named.
+        ValueError: A token or label is outside; the message gives it and its place.
     """
     for name in ("tokens", "labels"):
         ids = batch.get(name) if isinstance(batch, dict) else None
@@ -208,11 +213,11 @@ def check_places(batch: dict[str, Tensor], seq_length: int) -> None:
     """Refuse sequences that are longer than the learned positions of a model.
 
     Args:
-        batch: Dense or packed, on the host; on another device it is not read.
-        seq_length: Positions that there are, tokens.
+        batch: ``tokens`` [b, s], dense or packed; only a batch on the host is checked.
+        seq_length: Number of positions, in tokens.
 
     Raises:
-        ValueError: A row, or a sub-sequence of a packed one with its padding, is longer.
+        ValueError: A row, or a sub-sequence of a packed row with its padding, is longer.
     """
     if batch["tokens"].is_cuda:
         return
@@ -220,13 +225,13 @@ def check_places(batch: dict[str, Tensor], seq_length: int) -> None:
     longest = int(batch["cu_seqlens_padded"].diff(dim=1).max()) if packed else batch["tokens"].size(1)
     if longest > seq_length:
         raise ValueError(
-            f"a sequence takes {longest} places, and seq_length={seq_length} of the model are all that"
-            f" position_embedding_type='learned_absolute' has; choose shorter ones, or a model of a longer seq_length"
+            f"a sequence has {longest} tokens, more than the seq_length={seq_length} positions of a model with"
+            " position_embedding_type='learned_absolute'; give shorter sequences, or choose a larger seq_length"
         )
 
 
 def _is_of_tokens(name: str, value: Any, whole: torch.Size) -> bool:
-    """Whether a value of a batch has one element, or one vector, for each token."""
+    """Return whether a value of a batch has one element, or one vector, for each token."""
     return isinstance(value, Tensor) and name not in _OF_SEQUENCES and value.shape[:2] == whole
 
 

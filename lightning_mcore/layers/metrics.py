@@ -7,14 +7,13 @@ Make them attributes of the module, update them in a step, and hand them to ``se
     self.perplexity.update(losses, inputs.loss_mask)
     self.log("perplexity", self.perplexity, on_step=False, on_epoch=True)
 
-Who has what decides what is counted. The ranks of a tensor-parallel group hold the same tokens; those of a data- or
-context-parallel group hold different ones, so the strategy lets every metric ask the ranks of these two
-(``process_group``). What runs behind the model in a step runs on the last pipeline stage, and
-``strategy/logs/pipeline.py`` gives the other stages its state. What a batch says of whole rows, such as ``cu_seqlens``,
-is there on each context-parallel rank; ratios are not changed by that, and :class:`TokensSeen` counts it on the first
-of them.
+The ranks of a tensor-parallel group hold the same tokens. The ranks of a data- or context-parallel group hold
+different ones, so the strategy makes every metric sum over these ranks (``process_group``). Code after the model call
+in a step runs on the last pipeline stage, and ``strategy/logs/pipeline.py`` sends the states to the other stages.
+Values about whole rows, such as ``cu_seqlens``, are the same on each context-parallel rank: ratios do not change by
+that, and :class:`TokensSeen` counts them on the first of these ranks only.
 
-Sums are kept in fp64 and counts in int64, also where the module is cast to another precision. Without tokens a mean is
+Sums are kept in fp64 and counts in int64, even if the module is cast to another precision. A mean over no tokens is
 nan.
 """
 
@@ -36,7 +35,7 @@ Batch = Mapping[str, Any]
 
 
 class _ExactMetric(Metric):
-    """Sums that start at zero and stay in the precision they have."""
+    """A metric of sums that start at zero and keep their precision."""
 
     is_differentiable = False
     full_state_update = False
@@ -53,7 +52,7 @@ class _ExactMetric(Metric):
 
 
 class TokenLoss(_ExactMetric):
-    """Mean of the loss over the tokens that count, of all batches and ranks."""
+    """Mean loss over the tokens that count, of all batches and ranks."""
 
     higher_is_better = False
     loss: Tensor
@@ -68,9 +67,9 @@ class TokenLoss(_ExactMetric):
         """Add the losses of some tokens.
 
         Args:
-            losses: Of each token of this rank, in any shape, or a mean over some of them.
-            weights: The loss mask, of the shape of ``losses``, or how many tokens a mean is over: ``num_tokens`` of
-                what ``forward_step`` returns. None: every loss counts once.
+            losses: The loss of each token of this rank, of any shape and float dtype, or a scalar mean over tokens.
+            weights: The loss mask, shaped like ``losses``; or for a scalar mean its number of tokens, ``num_tokens``
+                in the result of ``forward_step``. None: every loss counts once.
 
         Raises:
             ValueError: The shapes differ.
@@ -86,7 +85,7 @@ class TokenLoss(_ExactMetric):
         self.tokens = self.tokens + weighed.sum()
 
     def compute(self) -> Tensor:
-        """Return the mean, fp32."""
+        """Return the mean, an fp32 scalar."""
         return self._mean().float()
 
     def _mean(self) -> Tensor:
@@ -97,15 +96,15 @@ class TokenPerplexity(TokenLoss):
     """Exponential of the mean loss over the tokens that count, of all batches and ranks."""
 
     def compute(self) -> Tensor:
-        """Return the perplexity, fp32."""
+        """Return the perplexity, an fp32 scalar."""
         return self._mean().exp().float()
 
 
 class TokenAccuracy(_ExactMetric):
-    """Share of the tokens that count whose label is the most probable one; logits stay where they are.
+    """Share of the counted tokens whose most probable prediction is the label; the logits are not gathered.
 
     Args:
-        vocab_size: Tokens that exist; the padding of the vocabulary is never predicted.
+        vocab_size: Size of the vocabulary without padding; padding is never predicted.
     """
 
     higher_is_better = True
@@ -122,12 +121,12 @@ class TokenAccuracy(_ExactMetric):
         """Compare predictions with labels; collective over the tensor-parallel ranks.
 
         Args:
-            logits: [b, s, v / tp] or in any shape that ends so, this rank's slice of the padded vocabulary.
-            labels: [b, s], already shifted; -100 where there is no target.
-            loss_mask: [b, s], 1 where a token counts; None: all that have a target.
+            logits: [b, s, v / tp] (or any [..., v / tp]), any float dtype, this rank's slice of the padded vocabulary.
+            labels: [b, s] int64, already shifted; -100 for a token without a target.
+            loss_mask: [b, s], 1 where a token counts; None counts every token with a target.
 
         Raises:
-            ValueError: There is not one label for each position.
+            ValueError: The number of labels is not the number of positions.
         """
         if labels.numel() != logits.numel() // logits.size(-1):
             raise ValueError(
@@ -142,7 +141,7 @@ class TokenAccuracy(_ExactMetric):
         self.tokens = self.tokens + counts.sum()
 
     def compute(self) -> Tensor:
-        """Return the share, 0 to 1, fp32."""
+        """Return the share, 0 to 1, an fp32 scalar."""
         return (self.correct.double() / self.tokens).float()
 
     def _predict(self, logits: Tensor) -> Tensor:
@@ -152,10 +151,10 @@ class TokenAccuracy(_ExactMetric):
 
 
 class PackingEfficiency(_ExactMetric):
-    """Share of the places of rows that hold a token and no padding, of all batches and ranks.
+    """Share of the places in rows that hold a token rather than padding, of all batches and ranks.
 
     Args:
-        pad_token: What stands in the padding of batches that do not say where it is; None: those are refused.
+        pad_token: The padding token, for batches that do not mark padding; None refuses such batches.
     """
 
     higher_is_better: bool | None = True
@@ -169,20 +168,21 @@ class PackingEfficiency(_ExactMetric):
         self.add_state("places", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, batch: Batch) -> None:
-        """Count the places of a batch; in a step, so that it is cut for context parallelism already.
+        """Count the places of a batch; call it in a step, where the batch is split for context parallelism.
 
         Args:
-            batch: Packed, with ``cu_seqlens``, or dense with ``lengths``, the tokens of each row that are no padding.
+            batch: Packed, with ``cu_seqlens`` [b, n + 1]; or dense, with ``lengths`` [b], the tokens of each row
+                without padding.
 
         Raises:
-            ValueError: The batch says nothing of padding, and there is no ``pad_token``.
+            ValueError: The batch does not mark padding, and ``pad_token`` is None.
         """
         tokens, places = self._count(batch)
         self.tokens = self.tokens + tokens
         self.places = self.places + places
 
     def compute(self) -> Tensor:
-        """Return the share, 0 to 1, fp32."""
+        """Return the share, 0 to 1, an fp32 scalar."""
         return (self.tokens.double() / self.places).float()
 
     def _count(self, batch: Batch) -> tuple[Tensor, Tensor | int]:
@@ -192,31 +192,31 @@ class PackingEfficiency(_ExactMetric):
             return _real_tokens(batch), batch["tokens"].numel() * _context_place()[1]
         if self.pad_token is None:
             raise ValueError(
-                f"a batch with {', '.join(sorted(batch))} does not say where its padding is; give it lengths, [b], as "
+                f"a batch with {', '.join(sorted(batch))} does not mark its padding; give it lengths, [b], as "
                 f"collate_padded() does, or {type(self).__name__}(pad_token=...)"
             )
         return (batch["tokens"] != self.pad_token).sum(), batch["tokens"].numel()
 
 
 class PaddingShare(PackingEfficiency):
-    """Share of the places of rows that are padding, of all batches and ranks.
+    """Share of the places in rows that are padding, of all batches and ranks.
 
     Args:
-        pad_token: What stands in the padding of batches that do not say where it is; None: those are refused.
+        pad_token: The padding token, for batches that do not mark padding; None refuses such batches.
     """
 
     higher_is_better = False
 
     def compute(self) -> Tensor:
-        """Return the share, 0 to 1, fp32."""
+        """Return the share, 0 to 1, an fp32 scalar."""
         return (1 - self.tokens.double() / self.places).float()
 
 
 class TokensSeen(_ExactMetric):
-    """Tokens that a run has read, padding left out; it goes on over epochs and resumes.
+    """Number of tokens that a run has read, without padding; the count continues over epochs and resumes.
 
-    ``reset()``, which Lightning calls at the end of each epoch, leaves the count as it is. ``MCoreStrategy`` calls
-    :meth:`settle` before it saves a checkpoint; under another strategy with several ranks, call it yourself.
+    ``reset()``, which Lightning calls at the end of each epoch, keeps the count. ``MCoreStrategy`` calls :meth:`settle`
+    before it saves a checkpoint; under another strategy with several ranks, call it yourself.
     """
 
     higher_is_better = None
@@ -230,27 +230,27 @@ class TokensSeen(_ExactMetric):
         self.add_state("since", zero.clone(), dist_reduce_fx="sum")  # of this rank
 
     def update(self, batch: Batch | Tensor | int) -> None:
-        """Count the tokens of a batch; in a step, so that it is cut for context parallelism already.
+        """Count the tokens of a batch; call it in a step, where the batch is split for context parallelism.
 
         Args:
-            batch: Packed, with ``cu_seqlens``; dense with ``lengths``, the tokens of each row that are no padding, or
-                without any. Or a number of tokens of this rank, such as the sum of its loss mask.
+            batch: Packed, with ``cu_seqlens`` [b, n + 1]; or dense, with or without ``lengths`` [b], the tokens of each
+                row without padding; or a number of tokens of this rank, or a tensor to sum, such as the loss mask.
         """
         self.since = self.since + self._number(batch)
 
     def forward(self, batch: Batch | Tensor | int) -> Tensor:
-        """Count the tokens of a batch and return what this rank knows of the count so far."""
+        """Count the tokens of a batch and return this rank's count so far, an int64 scalar."""
         self.update(batch)
         known = self.before + self.since
         self._forward_cache = known  # type: ignore[assignment]
         return known
 
     def compute(self) -> Tensor:
-        """Return the count of all ranks, int64."""
+        """Return the count of all ranks, an int64 scalar."""
         return self.before + self.since
 
     def settle(self) -> None:
-        """Let every rank know the count of all; collective over the ranks that share it."""
+        """Add up the counts of all ranks that share the metric; collective over them."""
         total = self.since.clone()
         if self._num_ranks() > 1:
             dist.all_reduce(total, group=self.process_group)
@@ -259,17 +259,17 @@ class TokensSeen(_ExactMetric):
         self._computed = None
 
     def reset(self) -> None:
-        """Forget nothing: the count is about the whole run."""
+        """Keep the count, which covers the whole run."""
         self._computed = self._forward_cache = None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the count as of the last :meth:`settle`; on a single rank as of now."""
+        """Return the count at the last :meth:`settle`; on a single rank the current one."""
         if self._num_ranks() == 1:
             self.settle()
         elif self.since.any():
             logger.warning(
-                "a state of TokensSeen leaves out %d tokens that this rank has read since settle(); call that on every "
-                "rank before a checkpoint is saved",
+                "a state of TokensSeen leaves out %d tokens that this rank has read since settle(); call settle() on "
+                "every rank before saving a checkpoint",
                 int(self.since),
             )
         return super().state_dict(*args, **kwargs)
@@ -287,20 +287,20 @@ class TokensSeen(_ExactMetric):
 
 
 def settle_tokens_seen(module: nn.Module) -> None:
-    """Let every rank know the counts of all :class:`TokensSeen` of a module; collective over the world."""
+    """Call ``settle()`` on every :class:`TokensSeen` of a module; collective over the world."""
     for child in module.modules():
         if isinstance(child, TokensSeen):
             child.settle()
 
 
 def _real_tokens(batch: Batch) -> Tensor:
-    """Return the tokens of whole rows that are no padding."""
+    """Return the number of tokens in whole rows without padding, an int64 scalar."""
     real: Tensor = batch["cu_seqlens"][:, -1] if "cu_seqlens" in batch else batch["lengths"]
     return real.sum(dtype=torch.int64)
 
 
 def _context_place() -> tuple[int, int]:
-    """Return this rank's place among those that share its sequences, and how many these are."""
+    """Return this rank's context-parallel rank and the size of the group."""
     if not process_groups_are_open():
         return 0, 1
     group = process_group("cp")

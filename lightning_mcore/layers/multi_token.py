@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-token prediction: layers after the last one that guess the tokens behind the next one.
+"""Multi-token prediction: layers after the last one that predict the tokens after the next one.
 
-Megatron builds them from a spec of their own and computes their losses inside ``GPTModel``, with the loss mask that it
-is called with. They live on the last pipeline stage, which then has a copy of the embedding. :func:`gpt_mtp_block_spec`
-is Megatron's spec with our norms in it, as ``backend.gpt_block_spec`` is for the layers before;
-:class:`MultiTokenGPT` is ``GPTModel`` that also runs without labels. ``MCoreGPT`` uses both, and a module of your own
-may. Their losses are logged by ``strategy/logs/auxiliary.py``.
+Megatron builds them from their own spec and computes their losses inside ``GPTModel``, with the loss mask of the call.
+They are on the last pipeline stage, which then has a copy of the embedding. :func:`gpt_mtp_block_spec` is Megatron's
+spec with our norms, as ``spec.gpt_block_spec`` is for the other layers. :class:`MultiTokenGPT` is a ``GPTModel`` that
+also runs without labels. ``MCoreGPT`` uses both, and your own module may. ``strategy/logs/auxiliary.py`` logs the
+losses.
 """
 
 import inspect
@@ -36,17 +36,17 @@ _SAVES_ALL_ARGUMENTS = "forward_func" in inspect.signature(MultiTokenPredictionL
 
 
 class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no type information
-    """``GPTModel`` that leaves multi-token prediction out where there are no labels, so that it also predicts.
+    """A ``GPTModel`` that skips multi-token prediction without labels, so that it can also predict.
 
-    With packed sequences those layers are told that padding is real. Megatron shifts tokens, labels and the loss mask
-    by the boundaries of the real tokens, as if they stood there without the padding in between. Shifted by the padded
-    boundaries, the last real token of a sequence meets the padding behind it, which the loss mask hides.
+    With packed sequences these layers treat padding as real tokens. Megatron shifts tokens, labels and the loss mask by
+    the boundaries of the real tokens, as if there were no padding in between. Shifted by the padded boundaries, the
+    last real token of a sequence gets the padding after it, which the loss mask hides.
 
-    The rows that pad the vocabulary stand for no token, and have no part in a loss. So it is the same whatever the
-    padding, which parallel sizes ask for, and the same as that of a model without padding.
+    The rows that pad the vocabulary are not tokens and have no part in the loss. So the loss does not depend on the
+    padding, which follows from parallel sizes, and equals that of a model without padding.
 
     Attributes:
-        existing_tokens: Size of the vocabulary without padding; None where all rows stand for tokens.
+        existing_tokens: Size of the vocabulary without padding; None if it has no padding.
 
     Source: ``GPTModel._postprocess`` (0.16.1 needs labels with ``mtp_num_layers``; 0.19.2 makes some up);
     ``_roll_tensor_packed_seq`` (megatron.core.transformer.multi_token_prediction, both) reads ``cu_seqlens_q``.
@@ -55,11 +55,16 @@ class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
     existing_tokens: int | None = None
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Return the loss of each token, [b, s], of logits, [s, b, v / tp], whose padding is overwritten."""
+        """Return the loss of each token, [b, s] fp32, without a sum or mean.
+
+        Args:
+            labels: [b, s] int64.
+            logits: [s, b, v / tp], any float dtype; the columns of vocabulary padding are overwritten.
+        """
         if self.existing_tokens is not None and self.existing_tokens < self.vocab_size:
             first = logits.size(-1) * self.pg_collection.tp.rank() if self.parallel_output else 0
             padding = logits.detach()[..., max(0, self.existing_tokens - first) :]
-            padding.fill_(torch.finfo(logits.dtype).min)  # their gradients are then zero, with no need of autograd
+            padding.fill_(torch.finfo(logits.dtype).min)  # their gradients are then zero without autograd
         losses: Tensor = super().compute_language_model_loss(labels, logits)
         return losses
 
@@ -81,9 +86,9 @@ class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
         return transposed
 
     def _whole_padding(self, share: Tensor) -> Tensor:
-        """Return the mask of padding, [b, s / cp], from the shares, [b, s / cp / tp], of sequence parallelism.
+        """Return the mask of padding, [b, s / cp] bool, from the shares of sequence parallelism, [b, s / cp / tp].
 
-        Megatron 0.19.2 would shift a share by the boundaries of the whole. The router takes its part of a whole one.
+        Megatron 0.19.2 would shift a share by the boundaries of the whole row. The router takes its part of the mask.
         """
         tokens_first = share.t().contiguous().to(torch.uint8)
         whole = tensor_parallel.gather_from_sequence_parallel_region(tokens_first, group=self.pg_collection.tp)
@@ -91,14 +96,14 @@ class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
         return padding
 
     def _weigh_recorded(self, before: Tensor | None, mask: Tensor | None, packed: PackedSeqParams | None) -> None:
-        """Let what was just recorded for the logs be the means over the tokens of all ranks that share a sequence.
+        """Turn the losses just recorded for the logs into means over the tokens of all ranks that share a sequence.
 
-        Megatron records the mean over the tokens of this rank, which is not a number where it has none (0.16.1).
+        Megatron records the mean over the tokens of this rank, which is nan if it has none (0.16.1).
 
         Args:
-            before: What was recorded for earlier microbatches, [layers].
-            mask: [b, s / cp], 1 where a token counts; None where all do.
-            packed: The boundaries of a packed batch.
+            before: [layers] fp32, the record of earlier microbatches; None for the first one.
+            mask: [b, s / cp], 1 where a token counts; None if all do.
+            packed: The boundaries of a packed batch; None for a dense one.
         """
         recorded = mtp_tracker()[_RECORDED]
         if mask is not None:
@@ -115,7 +120,7 @@ class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
 
 
 class PackedMultiTokenLayer(MultiTokenPredictionLayer):  # type: ignore[misc]  # megatron-core has no type information
-    """Megatron's layer, whose recomputation also takes packed sequences.
+    """Megatron's layer, with a recomputation that also supports packed sequences.
 
     Source: ``MultiTokenPredictionLayer._checkpointed_forward`` (0.16.1 saves every argument as if it were a tensor).
     """
@@ -124,20 +129,20 @@ class PackedMultiTokenLayer(MultiTokenPredictionLayer):  # type: ignore[misc]  #
         packed, names = kwargs["packed_seq_params"], list(kwargs)
 
         def forward(*values: Any, **named: Any) -> Tensor:
-            given = {**dict(zip(names, values, strict=False)), **named}  # by place, or by name if it is not recomputed
+            given = {**dict(zip(names, values, strict=False)), **named}  # by position, or by name if not recomputed
             return forward_func(**{**given, "packed_seq_params": packed})
 
         return super()._checkpointed_forward(forward, *args, **{**kwargs, "packed_seq_params": None})
 
 
 def mtp_tracker() -> dict[str, Any]:
-    """Return where Megatron records the losses of multi-token prediction, in training, for the logs."""
+    """Return the dict in which Megatron records the losses of multi-token prediction for the logs, in training."""
     tracker: dict[str, Any] = multi_token_prediction.MTPLossLoggingHelper.tracker
     return tracker
 
 
 def recorded_mtp_losses() -> Tensor | None:
-    """Return the sums over microbatches, [layers], None where there are none on this rank."""
+    """Return the recorded losses, [layers] fp32: sums over microbatches of means over tokens; None without a record."""
     return mtp_tracker().get(_RECORDED)
 
 
@@ -148,18 +153,18 @@ def gpt_mtp_block_spec(
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Return the layers of multi-token prediction in one chunk, for ``GPTModel(mtp_block_spec=...)``.
 
-    Each of them is a layer like the last one of the model.
+    Each of them is like the last layer of the model.
 
     Args:
         config: The transformer's config.
-        transformer_impl: Whose modules, as in ``gpt_block_spec``.
-        vp_stage: Which of this rank's virtual stages; None without an interleaved pipeline.
+        transformer_impl: Which modules to use, as in ``gpt_block_spec``.
+        vp_stage: Virtual stage of this rank; None without an interleaved pipeline.
 
     Returns:
-        None where the config has no such layers, or this chunk does not hold them.
+        The layers; None if the config has none, or this chunk does not hold them.
 
     Raises:
-        ValueError: The gradients would not be those of the whole batch; see :func:`check_multi_token`.
+        ValueError: :func:`check_multi_token` refuses the config.
     """
     if not config.mtp_num_layers:
         return None
@@ -179,15 +184,15 @@ def gpt_mtp_block_spec(
 
 
 def check_multi_token(config: TransformerConfig, tied: bool = False) -> None:
-    """Refuse layouts on which Megatron's losses of multi-token prediction are not those of the whole batch.
+    """Refuse layouts on which Megatron's loss of multi-token prediction is not that of the whole batch.
 
     Args:
         config: The transformer's config.
         tied: Whether the output layer is the embedding's transpose.
 
     Raises:
-        ValueError: A rank would divide by tokens of its own, which differ between the ranks that share a sequence, or
-            by zero.
+        ValueError: A rank would divide by its own number of tokens, which differs between the ranks that share a
+            sequence, or by zero; or another option does not work with these layers.
     """
     layers = config.mtp_num_layers
     if not layers:
@@ -201,13 +206,13 @@ def check_multi_token(config: TransformerConfig, tied: bool = False) -> None:
     if not counts_own_tokens and not config.calculate_per_token_loss:
         raise ValueError(
             f"mtp_num_layers={layers} with calculate_per_token_loss=False: megatron-core {_MEGATRON} divides by "
-            "zero where a mask leaves a microbatch no tokens; set calculate_per_token_loss=True"
+            "zero if the mask hides all tokens of a microbatch; set calculate_per_token_loss=True"
         )
     for name in ("no_rope_freq", "window_attn_skip_freq"):
         if isinstance(getattr(config, name), list):
             raise ValueError(
                 f"mtp_num_layers={layers} with {name}: megatron-core looks up the layers of multi-token prediction in "
-                "that pattern too, which ends with num_layers; leave out one of the two"
+                "that pattern, which has only num_layers entries; leave out one of the two"
             )
     if tied and config.pipeline_model_parallel_size > 1:
         raise ValueError(

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed sequences as Megatron's layers take them: which tokens of a row belong together.
 
-A packed batch has b rows of s tokens and says with ``cu_seqlens`` and ``cu_seqlens_padded`` where the sequences of each
-row lie (``data/packing/rows.py`` makes such rows). To a model it is one row of b * s tokens, ``[1, b * s]``, in
-Megatron's format ``thd``: :func:`packed_sequences` turns the boundaries into the ``PackedSeqParams`` of that row.
+A packed batch has b rows of s tokens. Its ``cu_seqlens`` and ``cu_seqlens_padded`` say where the sequences of each row
+lie (``data/packing/rows.py`` makes such rows). For a model it is one row of b * s tokens, ``[1, b * s]``, in Megatron's
+``thd`` format: :func:`packed_sequences` turns the boundaries into the ``PackedSeqParams`` of that row.
 
-The torch backend and the checks here want boundaries as plain numbers, and so do Megatron's rotary embeddings and its
-multi-token prediction, in every layer. Reading them from a GPU waits for all that it has to do. So the strategy keeps
-the numbers beside the tensors that it moves to the device (:func:`keep_numbers`), a :class:`PackedSequences` holds
-numbers and tensors of the host, and the layers of the torch backend are handed these. TransformerEngine's kernels take
-tensors of the device, :meth:`PackedSequences.on`. A description that somebody else made is read when the first layer
-meets it (:func:`boundaries_of`).
+The torch backend and the checks here need the boundaries as plain numbers, and so do Megatron's rotary embeddings and
+multi-token prediction, in every layer. Reading them from a GPU waits until it has finished its work. So the strategy
+keeps the numbers beside the tensors that it moves to the device (:func:`keep_numbers`), a :class:`PackedSequences`
+holds numbers and host tensors, and the layers of the torch backend get these. TransformerEngine's kernels take tensors
+on the device (:meth:`PackedSequences.on`). A description made elsewhere is read when the first layer gets it
+(:func:`boundaries_of`).
 
-The function on rows, :func:`split_packed_rows`, prepares the batch for context parallelism. It stays on the device and
-reads nothing, so what is wrong with boundaries is said by :func:`packed_sequences`.
+:func:`split_packed_rows` prepares the batch for context parallelism. It stays on the device and reads nothing, so
+errors in boundaries are found later, by :func:`packed_sequences`.
 
 Source: ``PackedSeqParams`` (megatron.core.packed_seq_params, 0.16.1 and 0.19.2); TransformerEngine's meaning of
 ``cu_seqlens_q_padded``: sequence ``i`` starts at ``padded[i]``, and its first ``cu[i + 1] - cu[i]`` tokens are real.
@@ -30,8 +30,8 @@ from torch import Tensor
 
 from lightning_mcore.parallel.context import check_packed_offsets, packed_positions
 
-_BOUNDARIES = "_boundaries_on_the_host"  # where boundaries_of keeps what it read
-_NUMBERS = "_numbers_on_the_host"  # where keep_numbers keeps what a tensor holds, and the version that held it
+_BOUNDARIES = "_boundaries_on_the_host"  # attribute in which boundaries_of stores its result
+_NUMBERS = "_numbers_on_the_host"  # attribute in which keep_numbers stores a tensor's version and values
 OF_ROWS = ("cu_seqlens", "cu_seqlens_padded")
 """The boundaries in a packed batch."""
 _HAS_PAD_BETWEEN_SEQS = "pad_between_seqs" in {field.name for field in fields(PackedSeqParams)}  # 0.16 lacks it
@@ -42,8 +42,8 @@ class Boundaries:
     """Where the packed sequences of a row lie, in tokens.
 
     Args:
-        offsets: Where they begin, padding included, and where the last one ends: one more than there are sequences.
-        lengths: How many of their tokens are real; the rest of each is padding.
+        offsets: Where the sequences begin, padding included, and where the last one ends: n + 1 numbers.
+        lengths: The number of real tokens in each sequence; its other tokens are padding.
     """
 
     offsets: tuple[int, ...]
@@ -67,13 +67,13 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core h
     The other fields are Megatron's; :func:`packed_sequences` fills them in.
 
     Args:
-        boundaries: What the tensors say.
+        boundaries: The boundaries as numbers.
     """
 
     boundaries: Boundaries | None = None
 
     def on(self, device: torch.device) -> "PackedSequences":
-        """Return the same with tensors on a device."""
+        """Return the same description with its tensors on ``device``."""
         assert self.boundaries is not None
         return _described(self.boundaries, device)
 
@@ -82,8 +82,8 @@ def keep_numbers(moved: Any, on_host: Any) -> None:
     """Keep the boundaries of a packed batch on the host, beside the tensors that were moved to the device.
 
     Args:
-        moved: The batch on the device; whatever is not a packed batch is left alone.
-        on_host: The same batch, before it was moved.
+        moved: The batch on the device; anything but a packed batch is ignored.
+        on_host: The same batch before it was moved.
     """
     if not isinstance(moved, Mapping) or not isinstance(on_host, Mapping):
         return
@@ -94,7 +94,7 @@ def keep_numbers(moved: Any, on_host: Any) -> None:
 
 
 def rows_between(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """Return some rows of a tensor, and keep the numbers of these rows where those of the whole are kept."""
+    """Return the rows ``start`` to ``stop - 1`` of a tensor, with their numbers if :func:`keep_numbers` kept them."""
     rows = tensor[start:stop]
     numbers = _kept_numbers(tensor)
     if numbers is not None:
@@ -105,24 +105,24 @@ def rows_between(tensor: Tensor, start: int, stop: int) -> Tensor:
 def packed_sequences(
     cu_seqlens: Tensor, cu_seqlens_padded: Tensor, row_length: int, context_parallel_size: int = 1
 ) -> PackedSequences:
-    """Describe the sequences of a packed batch, its rows one behind the other, to Megatron's layers.
+    """Describe the sequences of a packed batch to Megatron's layers, its rows joined into one.
 
     Waits for the device to read the boundaries, unless their numbers are kept on the host.
 
     Args:
-        cu_seqlens: [b, n + 1] integers: in each row, how many real tokens the sequences before have together.
+        cu_seqlens: [b, n + 1] integers: in each row, the number of real tokens in all earlier sequences.
         cu_seqlens_padded: [b, n + 1] integers: where the sequences of each row begin, padding included; the last entry
             is ``row_length``. A row with fewer sequences repeats its last values.
         row_length: Tokens of a row, s.
-        context_parallel_size: Ranks that share a row.
+        context_parallel_size: Number of ranks that share a row.
 
     Returns:
-        The description of one row of b * s tokens, its tensors on the host. Entries without tokens are left out.
-        ``max_seqlen_q`` and ``max_seqlen_kv`` count padding: rotary embeddings are as long, and padded tokens are
-        rotated too.
+        The description of one row of b * s tokens, with int32 tensors [n + 1] on the host. Sequences without tokens
+        are left out. ``max_seqlen_q`` and ``max_seqlen_kv`` count padding, because padded tokens are rotated too and
+        need rotary embeddings.
 
     Raises:
-        ValueError: The two do not fit together, do not fill the row, or the ranks cannot share a sequence.
+        ValueError: The two tensors do not fit together or do not fill the row, or the ranks cannot share a sequence.
     """
     if cu_seqlens.dim() != 2 or cu_seqlens.shape != cu_seqlens_padded.shape or cu_seqlens.size(1) < 2:
         raise ValueError(
@@ -143,10 +143,10 @@ def packed_sequences(
 
 
 def all_real(params: PackedSeqParams) -> PackedSequences:
-    """Return a description in which padding counts as real tokens, for code that looks at ``cu_seqlens_q`` alone.
+    """Return a description in which padding counts as real tokens, for code that reads only ``cu_seqlens_q``.
 
     Args:
-        params: Packed sequences, described by anybody.
+        params: A description of packed sequences, from here or elsewhere.
 
     Raises:
         ValueError: The tensors do not fit together.
@@ -160,8 +160,8 @@ def boundaries_of(params: PackedSeqParams) -> Boundaries:
     """Return the boundaries as numbers, read from the device at most once.
 
     Args:
-        params: Packed sequences, described by anybody: padded boundaries may be absent, which means no padding, and so
-            may real ones, which means the same.
+        params: A description of packed sequences, from here or elsewhere. Without padded boundaries, or without real
+            ones, there is no padding.
 
     Raises:
         ValueError: The format is not ``thd``, keys and queries differ, or the tensors do not fit together.
@@ -178,16 +178,16 @@ def boundaries_of(params: PackedSeqParams) -> Boundaries:
 def split_packed_rows(tensor: Tensor, cu_seqlens_padded: Tensor, rank: int, size: int) -> Tensor:
     """Return the slices of each packed sequence that a context-parallel rank holds, row by row.
 
-    Reads nothing from the device; :func:`packed_sequences` is what checks that the ranks can share the sequences.
+    Reads nothing from the device; :func:`packed_sequences` checks that the ranks can share the sequences.
 
     Args:
-        tensor: [b, s] or [b, s, ...].
+        tensor: [b, s] or [b, s, ...], any dtype.
         cu_seqlens_padded: [b, n + 1] integers, where the sequences of each row begin; the last entry is s.
         rank: Rank in the context-parallel group.
-        size: Ranks of that group.
+        size: Number of ranks in that group.
 
     Returns:
-        [b, s / size] or [b, s / size, ...]; the tensor itself where ``size`` is 1.
+        [b, s / size] or [b, s / size, ...], the same dtype; the tensor itself if ``size`` is 1.
     """
     if size == 1:
         return tensor
@@ -197,7 +197,7 @@ def split_packed_rows(tensor: Tensor, cu_seqlens_padded: Tensor, rank: int, size
 
 
 def _described(boundaries: Boundaries, device: torch.device) -> PackedSequences:
-    """Return Megatron's form of boundaries; its tensors on ``device``, int32."""
+    """Return Megatron's form of the boundaries, with int32 tensors [n + 1] on ``device``."""
     real = list(accumulate(boundaries.lengths, initial=0))
     both = torch.tensor([real, list(boundaries.offsets)], dtype=torch.int32).to(device, non_blocking=True)
     longest = max(boundaries.padded_lengths, default=0)
@@ -211,19 +211,21 @@ def _described(boundaries: Boundaries, device: torch.device) -> PackedSequences:
         max_seqlen_kv=longest,
         boundaries=boundaries,
     )
-    if _HAS_PAD_BETWEEN_SEQS:  # else TransformerEngine compares the tensors, and waits for them, in each layer
+    if (
+        _HAS_PAD_BETWEEN_SEQS
+    ):  # otherwise TransformerEngine compares the tensors in each layer, and waits for the device
         packed.pad_between_seqs = boundaries.has_padding
     return packed
 
 
 def _kept_numbers(tensor: Tensor) -> list[list[int]] | None:
-    """Return what :func:`keep_numbers` kept of a tensor that has not been changed since."""
+    """Return the values that :func:`keep_numbers` stored, if the tensor has not changed since."""
     version, numbers = getattr(tensor, _NUMBERS, (None, None))
     return numbers if version == _version(tensor) else None
 
 
 def _version(tensor: Tensor) -> int:
-    """Return a number that rises when the tensor is changed in place; -1 where torch does not count."""
+    """Return a number that grows when the tensor is changed in place; -1 if torch does not count changes."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -238,13 +240,13 @@ def _check_row(row: int, real: list[int], padded: list[int], row_length: int, co
 def _check_lengths(real: list[int], padded: list[int]) -> None:
     """Refuse real lengths that are negative or exceed the padded ones."""
     if real[0] != 0:
-        raise ValueError(f"the real tokens are counted from {real[0]} on; let cu_seqlens begin with 0")
+        raise ValueError(f"cu_seqlens begins with {real[0]}; let it begin with 0")
     for index in range(len(real) - 1):
         length, space = real[index + 1] - real[index], padded[index + 1] - padded[index]
         if not 0 <= length <= space:
             raise ValueError(
                 f"packed sequence {index} has {length} real tokens in a space of {space}; "
-                "let cu_seqlens rise, and not faster than cu_seqlens_padded"
+                "let cu_seqlens rise, but not faster than cu_seqlens_padded"
             )
 
 
@@ -257,8 +259,8 @@ def _read(params: PackedSeqParams) -> Boundaries:
         keys = _of_queries_or_keys(params.cu_seqlens_kv, params.cu_seqlens_kv_padded)
         if keys != (real, padded):
             raise ValueError(
-                "packed_seq_params has other boundaries for keys than for queries; the torch backend has "
-                "self-attention only for packed sequences: give cu_seqlens_kv equal to cu_seqlens_q"
+                "packed_seq_params has different boundaries for keys and queries, but the torch backend supports only "
+                "self-attention for packed sequences; give cu_seqlens_kv equal to cu_seqlens_q"
             )
     check_packed_offsets(padded, padded[-1], 1)
     _check_lengths(real, padded)
@@ -266,10 +268,10 @@ def _read(params: PackedSeqParams) -> Boundaries:
 
 
 def _of_queries_or_keys(real: Tensor | None, padded: Tensor | None) -> tuple[list[int], list[int]]:
-    """Return real and padded boundaries; one stands for the other where it is absent."""
+    """Return real and padded boundaries; if one is absent, the other is used for both."""
     real, padded = (padded if real is None else real), (real if padded is None else padded)
     if real is None or padded is None:
-        raise ValueError("packed_seq_params has neither cu_seqlens nor padded ones; give where the sequences lie")
+        raise ValueError("packed_seq_params has neither cu_seqlens nor padded ones; give at least one of them")
     if real.dim() != 1 or real.shape != padded.shape or len(real) < 2:
         raise ValueError(
             f"cu_seqlens has shape {list(real.shape)} and its padded form {list(padded.shape)}; "

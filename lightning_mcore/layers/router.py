@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's router of experts, whose extra losses weigh the same on every layout.
+"""Megatron's router of experts, with extra losses that have the same weight on every layout.
 
-A router adds balancing losses and a z-loss to the gradient. With ``calculate_per_token_loss`` Megatron divides every
-gradient by the tokens of the whole step at the end, so such a loss is to be multiplied by the tokens of its microbatch
-first. megatron-core 0.16 takes the tokens of this rank alone: with sequence or context parallelism the losses weigh
-less than they should, by the number of ranks that share a sequence, and the loss of sequences by the rows of a
-microbatch as well. 0.19 has mended that. :class:`ExactRouter` does the multiplication itself, so that it is right in
-every version. The loss over all model copies is a sum of their parts, and Megatron averages gradients over the copies:
-in every version it weighs less by their number, which is made up for. What is counted stays in fp32: as bf16, a count
-stops at 256.
+A router adds balancing losses and a z-loss to the gradient. With ``calculate_per_token_loss`` Megatron finally divides
+every gradient by the tokens of the whole step, so these losses must first be multiplied by the tokens of their
+microbatch. megatron-core 0.16 multiplies by the tokens of this rank only. With sequence or context parallelism the
+losses then weigh too little, by the number of ranks that share a sequence; the loss of sequences also by the rows of a
+microbatch. 0.19 has fixed that. :class:`ExactRouter` multiplies itself, so it is right in every version.
 
-Of packed rows padding counts for nothing: not in a loss, not in the numbers of tokens that move the bias of experts.
-The ranks that share a sequence have uneven parts of it, down to none, and a microbatch may hold padding alone. What is
-logged is weighed as the gradient is.
+The loss over all model copies is the sum of their parts, but Megatron averages gradients over the copies, so in every
+version it weighs too little by their number; :class:`ExactRouter` makes up for that. Counts stay in fp32, because in
+bf16 a count stops at 256.
 
-``backend.gpt_block_spec`` puts it into every layer with experts.
+Padding in packed rows counts neither in a loss nor in the numbers of tokens that move the bias of experts. The ranks
+that share a sequence have uneven parts of it, some perhaps none, and a microbatch may hold only padding. The logs use
+the weights of the gradient.
+
+``spec.gpt_block_spec`` puts the router into every layer with experts.
 
 Source: ``TopKRouter`` (megatron.core.transformer.moe.router, 0.16.1 and 0.19.2).
 """
@@ -29,12 +30,12 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-_FEW = 1e-9  # a count that is lost beside any other one, and whose square is not zero in fp32
+_FEW = 1e-9  # a count too small to change any other, whose square is not zero in fp32
 _COUNTERS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
 
 
 class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no type information
-    """Routes tokens to experts; takes what ``TopKRouter`` takes."""
+    """Routes tokens to experts; it takes the arguments of ``TopKRouter``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -49,12 +50,12 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
         """Choose the experts of each token.
 
         Args:
-            logits: [s / cp / tp, b, experts], tp with sequence parallelism.
-            padding_mask: [s / cp / tp, b], True where a token counts for nothing. Megatron gives the later stages of a
-                pipeline [s / cp, b].
+            logits: [s / cp / tp, b, experts], any float dtype; / tp only with sequence parallelism.
+            padding_mask: [s / cp / tp, b] bool, True for tokens that do not count. On the later stages of a pipeline
+                Megatron gives [s / cp, b].
 
         Returns:
-            Weights and choice, both [tokens, experts].
+            The weights, in the dtype of ``logits``, and the choice, bool; both [tokens, experts].
         """
         if padding_mask is not None and padding_mask.size(0) != logits.size(0):
             padding_mask = padding_mask.chunk(self.tp_group.size())[self.tp_group.rank()]
@@ -63,10 +64,10 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
         return routed
 
     def _set_scales(self, logits: Tensor, padding_mask: Tensor | None) -> None:
-        """Find what the losses of this microbatch are multiplied by.
+        """Compute the factors of the losses of this microbatch.
 
-        A balancing loss is a mean over the tokens of all ranks that share a sequence. The z-loss is the mean over the
-        ranks of the mean over the tokens of each, and padding is not shared out evenly.
+        A balancing loss is a mean over the tokens of all ranks that share a sequence. The z-loss is a mean over the
+        ranks of the mean over each rank's tokens, and padding is not spread evenly over the ranks.
         """
         ranks = self.tp_cp_group.size()
         own: Tensor | int = logits.shape[0] * logits.shape[1] if padding_mask is None else (~padding_mask).sum()
@@ -101,16 +102,25 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
         return applied
 
     def _never_empty(self, routing_map: Tensor) -> Tensor:
-        """Count a trace of a token where a microbatch has none, for Megatron divides by their number.
+        """Add a tiny count if a microbatch has no tokens, because Megatron divides by their number.
 
-        The probabilities of padding are zero, and so is the loss then.
+        The probabilities of padding are zero, so the loss is zero too.
         """
         return routing_map if self.is_empty is None else routing_map + self.is_empty * _FEW
 
     def attach_and_log_load_balancing_loss(
         self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, aux_loss_name: str, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Attach a balancing loss to the gradient of ``activation``, and log it."""
+        """Add a balancing loss to the gradient of ``activation``, and log it.
+
+        Args:
+            activation: [tokens, experts], returned with the loss attached.
+            aux_loss_coeff: Weight of the loss.
+            aux_loss: The loss, a scalar: a mean over the tokens of all ranks that share a sequence, or of a row.
+            aux_loss_name: Name of the loss in the logs.
+            args: Passed on to Megatron.
+            kwargs: Passed on to Megatron.
+        """
         if aux_loss_name == "global_load_balancing_loss":
             aux_loss = scale_gradient(aux_loss, self.tp_dp_cp_group.size() / self.tp_cp_group.size())
         aux_loss = scale_gradient(aux_loss, self.balancing_scale)
@@ -120,7 +130,7 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
         return attached
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Attach the z-loss to the gradient of ``logits``, [tokens, experts], and log it."""
+        """Add the z-loss, a mean over tokens, to the gradient of ``logits``, [tokens, experts], and log it."""
         if isinstance(self.z_scale, int) and self.z_scale == 1:
             attached: Tensor = super().apply_z_loss(logits, padding_mask=padding_mask)
             return attached
@@ -130,7 +140,7 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
         return joined
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count the tokens of each expert, [tokens, experts], for its bias.
+        """Count the tokens of each expert for its bias; ``routing_map`` is [tokens, experts] bool.
 
         Source: Megatron applies a mask of [tokens] to [tokens, experts] (0.16.1 and 0.19.2).
         """
@@ -145,21 +155,21 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
 
 
 def router_tracker() -> Any:
-    """Return where Megatron's routers record their losses: a dict of dicts in 0.16, of objects since; by name."""
+    """Return the dict in which Megatron's routers record losses by name; values are dicts in 0.16, objects later."""
     if hasattr(moe_utils, "get_moe_metrics_tracker"):
         return moe_utils.get_moe_metrics_tracker()._metrics
     return moe_utils.get_moe_layer_wise_logging_tracker()
 
 
 def recorded_values(entry: Any) -> Tensor:
-    """Return the values that an entry of the tracker holds, [layers]."""
+    """Return the values in an entry of the tracker, [layers] fp32: sums over microbatches."""
     values: Tensor = entry["values"] if isinstance(entry, dict) else entry.values
     return values
 
 
 @contextmanager
 def _recorded_as(name: str, share: Tensor | int) -> Iterator[None]:
-    """Multiply what is recorded under a name inside the ``with`` block."""
+    """Multiply by ``share`` what is recorded under ``name`` inside the ``with`` block."""
     tracker = router_tracker()
     before = tracker.pop(name, None)
     yield
@@ -173,7 +183,7 @@ def _recorded_as(name: str, share: Tensor | int) -> Iterator[None]:
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """Passes a tensor on and scales its gradient."""
+    """Returns a tensor unchanged and scales its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, factor: Tensor | float) -> Tensor:
@@ -186,7 +196,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """Passes the first tensor on; the second has a gradient of zero, which still runs what is attached to it."""
+    """Returns the first tensor; the second gets a zero gradient, so that losses attached to it still act."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, aside: Tensor) -> Tensor:
@@ -198,6 +208,6 @@ class _Join(torch.autograd.Function):
 
 
 def scale_gradient(tensor: Tensor, factor: Tensor | float) -> Tensor:
-    """Return the tensor; in backward its gradient is multiplied by ``factor``."""
+    """Return ``tensor``, of any shape and float dtype; its gradient is multiplied by ``factor``."""
     scaled: Tensor = _ScaleGradient.apply(tensor, factor)  # type: ignore[no-untyped-call]
     return scaled

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens and logits out of logits that are spread over ranks.
+"""Tokens and logits from logits that are spread over ranks.
 
-Under tensor parallelism a rank holds the logits of a slice of the vocabulary, under context parallelism those of a
-share of the positions. Whole logits are gathered for one position at most; for all positions only the best value and
-its index travel. The vocabulary is padded, and padding is never chosen.
+Under tensor parallelism a rank holds the logits of a slice of the vocabulary, under context parallelism those of some
+of the positions. Whole logits are gathered for at most one position; for all positions only the best value and its
+index are sent. The vocabulary is padded, and padding is never chosen.
 """
 
 import torch
@@ -14,11 +14,11 @@ from lightning_mcore.parallel.context import packed_positions, unsplit_from_cont
 
 
 def vocab_parallel_argmax(logits: Tensor, vocab_size: int, tp_group: dist.ProcessGroup) -> Tensor:
-    """Return the most probable token at each position; the lowest id among equals.
+    """Return the most probable token at each position; among equals, the lowest id.
 
     Args:
-        logits: [b, s, v / tp], this rank's slice of the padded vocabulary.
-        vocab_size: Tokens that exist; ids from here on are padding.
+        logits: [b, s, v / tp], any float dtype, this rank's slice of the padded vocabulary.
+        vocab_size: Size of the vocabulary without padding.
         tp_group: The tensor-parallel ranks.
 
     Returns:
@@ -43,10 +43,10 @@ def logits_at(
     """Return the whole vocabulary's logits at one position of each sequence.
 
     Args:
-        logits: [b, s / cp, v / tp], this rank's share.
-        position_ids: [b, s / cp], where in the sequence the share's tokens stand.
-        position: [b], the position that is asked for.
-        vocab_size: Tokens that exist; the padding is cut off.
+        logits: [b, s / cp, v / tp], any float dtype, this rank's share.
+        position_ids: [b, s / cp] int64, the positions of these tokens in the sequence.
+        position: [b] int64, the position to look up in each sequence.
+        vocab_size: Size of the vocabulary without padding.
         tp_group: The tensor-parallel ranks.
         cp_group: The context-parallel ranks.
 
@@ -55,22 +55,22 @@ def logits_at(
     """
     asked = (position_ids == position[:, None])[..., None]
     found = torch.where(asked, logits.float(), 0.0).sum(dim=1)
-    if cp_group.size() > 1:  # one rank holds the position, the others add zeros
+    if cp_group.size() > 1:  # one rank has the position, the others add zeros
         dist.all_reduce(found, group=cp_group)
     slices = _gather(found, tp_group)
     return slices.transpose(0, 1).flatten(1)[:, :vocab_size]
 
 
 def gather_sequence(shares: Tensor, cp_group: dist.ProcessGroup, cu_seqlens_padded: Tensor | None = None) -> Tensor:
-    """Return whole sequences in their own order.
+    """Return whole sequences, in order, from the shares of the context-parallel ranks.
 
     Args:
-        shares: [b, s / cp], those of this context-parallel rank.
+        shares: [b, s / cp], any dtype, the share of this rank.
         cp_group: The context-parallel ranks.
-        cu_seqlens_padded: [b, n + 1], where the sub-sequences of packed rows begin; None where they are not packed.
+        cu_seqlens_padded: [b, n + 1] integers, where the sub-sequences of packed rows begin; None for dense rows.
 
     Returns:
-        [b, s], the same on every rank of the group.
+        [b, s] in the same dtype, the same on every rank of the group.
     """
     gathered = list(_gather(shares, cp_group))
     if cu_seqlens_padded is None or cp_group.size() == 1:

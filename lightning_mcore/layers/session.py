@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Megatron layers need to run under a strategy that is not ours.
+"""Megatron layers under a strategy that is not ours, and outside a run.
 
-A module built with ``pipeline()`` may run under ``strategy="auto"`` or ``"ddp"``. Its layers still ask for Megatron's
-process groups and, on the CPU, for ``torch.cuda``. :class:`SingleModelSession` is a callback that the module adds to
-the trainer for that run: it opens groups in which nothing is split, and closes all it opened when the run is over,
-also when it ends in an exception.
+A module built with ``pipeline()`` may run under ``strategy="auto"`` or ``"ddp"``. Its layers still need Megatron's
+process groups and, on the CPU, ``torch.cuda``. :class:`SingleModelSession` is a callback that the module adds to the
+trainer for that run. It opens groups in which nothing is split, and closes them when the run ends, also by an
+exception.
 
-Layers that add losses of their own to the gradient, of experts and of multi-token prediction, expect Megatron's loop
-around them. Under Lightning's the loss is the mean over a batch, divided by ``accumulate_grad_batches``, so the session
-makes theirs the same, whatever ``calculate_per_token_loss`` says. They are not logged there.
+Experts and multi-token prediction add losses of their own to the gradient, and expect Megatron's loop around them. In
+Lightning's loop the loss is the mean over a batch, divided by ``accumulate_grad_batches``. The session makes the
+additional losses follow the same rule, whatever ``calculate_per_token_loss`` says. They are not logged there.
 """
 
 import contextlib
@@ -39,12 +39,12 @@ from lightning_mcore.parallel.groups import (
 
 @contextlib.contextmanager
 def single_process() -> Iterator[None]:
-    """Let Megatron's layers run in this process alone, without a trainer: build a module, load weights, call it.
+    """Let Megatron's layers run in this process without a trainer: build a module, load weights, call it.
 
     On a machine without CUDA the layers run on the CPU.
 
     Raises:
-        RuntimeError: This process is one of several ranks that are connected, as after a run on them.
+        RuntimeError: This process is one of several connected ranks, for example after a run on them.
 
     Example:
         >>> with single_process():
@@ -53,8 +53,8 @@ def single_process() -> Iterator[None]:
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
-            f"this process is one of {dist.get_world_size()} connected ranks, and the whole model is loaded in a"
-            " process of its own; do it in another script, or start a run from the weights with load_weights(path)"
+            f"this process is one of {dist.get_world_size()} connected ranks, but the whole model needs a process of"
+            " its own; use another script, or start a run from the weights with load_weights(path)"
         )
     with contextlib.ExitStack() as stack:
         stack.enter_context(choice_of_attention_restored())
@@ -68,7 +68,7 @@ def single_process() -> Iterator[None]:
 
 
 class SingleModelSession(Callback):
-    """Holds the CPU runtime and one-rank process groups open while a foreign strategy runs a Megatron model."""
+    """Keeps the CPU runtime and one-rank process groups open while another strategy runs a Megatron model."""
 
     def __init__(self) -> None:
         self._open = contextlib.ExitStack()
@@ -98,7 +98,7 @@ class SingleModelSession(Callback):
         trainer.callbacks = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Let the layers' own losses be means; undone when the run is over."""
+        """Turn the layers' own losses into means over a batch; undone when the run ends."""
         for child in pl_module.modules():
             if isinstance(child, TopKRouter):
                 for name in ("weighs_tokens", "calculate_per_token_loss"):
@@ -110,14 +110,14 @@ class SingleModelSession(Callback):
         self._auxiliary_scale = torch.tensor(1 / trainer.accumulate_grad_batches, device=pl_module.device)
 
     def _count(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count the tokens by which Megatron's loop would divide the losses of multi-token prediction."""
+        """Count the tokens by which Megatron's loop would divide the loss of multi-token prediction."""
         given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
         counted = given.get("loss_mask", given.get("labels"))
         if counted is not None:
             self._mtp_tokens = counted.sum().clamp(min=1) if "loss_mask" in given else counted.numel()
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: torch.Tensor) -> None:
-        """Divide the layers' own losses as Lightning has divided the loss."""
+        """Scale the layers' own losses as Lightning has scaled ``loss``, a scalar mean over a batch."""
         MoEAuxLossAutoScaler.set_loss_scale(self._auxiliary_scale)
         MTPLossAutoScaler.set_loss_scale(self._auxiliary_scale / self._mtp_tokens)
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules Megatron's layers are built from: TransformerEngine's, or the torch backend's.
+"""The modules that Megatron's layers are built from: TransformerEngine's, or those of the torch backend.
 
 Megatron describes a model by a *spec*, a tree of classes. Its local spec, for machines without TransformerEngine, has a
 norm that refuses sequence parallelism and a core attention that refuses context parallelism. :func:`gpt_block_spec`
-takes that spec and puts :class:`TorchNorm` and :class:`~lightning_mcore.layers.core_attention.TorchAttention` in their
-places; every projection and expert stays Megatron's. Where TransformerEngine is chosen, its spec is returned. In both,
-experts get the router of ``router.py``.
+replaces them with :class:`TorchNorm` and :class:`~lightning_mcore.layers.core_attention.TorchAttention`; all
+projections and experts stay Megatron's. If TransformerEngine is chosen, its spec is returned. In both, experts get the
+router of ``router.py``.
 
-Weights are named in checkpoints as TransformerEngine names them, so that what one backend saved the other loads.
+Checkpoints use TransformerEngine's names for weights, so each backend loads what the other saved.
 
-``MCoreGPT`` calls this, and so does any module that builds a Megatron ``GPTModel`` itself.
+``MCoreGPT`` calls this file, and so does your own module if it builds a Megatron ``GPTModel``.
 """
 
 import contextlib
@@ -53,14 +53,14 @@ _CHOICE_OF_ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN
 _NORMS = ("LayerNorm", "RMSNorm")
 
 TESTED_TRANSFORMER_ENGINE: Mapping[str, str] = {"<0.17": ">=2.9,<2.12", ">=0.17": ">=2.14,<2.21"}
-"""Versions of TransformerEngine by those of megatron-core, as in the extra ``te`` of this package."""
+"""Tested versions of TransformerEngine for each version of megatron-core, as in the extra ``te`` of this package."""
 
 
 @contextlib.contextmanager
 def choice_of_attention_restored() -> Iterator[None]:
-    """Put back at the end the variables by which Megatron tells TransformerEngine of ``attention_backend``.
+    """Restore at the end the environment variables by which Megatron gives TransformerEngine ``attention_backend``.
 
-    Megatron sets them when a model is built, and refuses to build one for which they have other values.
+    Megatron sets them when a model is built, and refuses to build a model if they have other values.
 
     Source: ``LanguageModule._set_attention_backend`` (0.16.1 and 0.19.2).
     """
@@ -75,7 +75,7 @@ def choice_of_attention_restored() -> Iterator[None]:
 
 
 def choose_attention(chunk: nn.Module) -> None:
-    """Set these variables for a model that may have been built in an earlier run."""
+    """Set the environment variables for ``attention_backend`` again, for a model built in an earlier run."""
     if isinstance(chunk, LanguageModule):
         chunk._set_attention_backend()
 
@@ -83,9 +83,10 @@ def choose_attention(chunk: nn.Module) -> None:
 class TorchNorm(nn.Module):
     """LayerNorm or RMSNorm, as the config says, that works under sequence parallelism.
 
-    There each tensor-parallel rank normalises its own tokens, so the gradients of the weights are partial sums.
-    ``sequence_parallel`` on a parameter asks Megatron's ``finalize_model_grads`` to add them up. The norms of queries
-    and keys see some heads rather than some tokens; Megatron finds those by name, with or without sequence parallelism.
+    Under sequence parallelism each tensor-parallel rank normalises its own tokens, so the gradients of the weights are
+    partial sums. ``sequence_parallel`` on a parameter makes Megatron's ``finalize_model_grads`` add them up. The norms
+    of queries and keys see some of the heads rather than some of the tokens; Megatron finds those by name, with or
+    without sequence parallelism.
 
     Source: ``TENorm`` (megatron.core.extensions.transformer_engine, 0.16.1 and 0.19.2).
 
@@ -116,10 +117,11 @@ class TorchNorm(nn.Module):
         """Normalise the last dimension.
 
         Args:
-            hidden_states: [..., hidden_size].
+            hidden_states: [..., hidden_size], any float dtype.
 
         Returns:
-            The same shape, in the dtype of the weights; with ``fp32_residual_connection`` the input has another.
+            The same shape in the dtype of the weights, which differs from that of the input with
+            ``fp32_residual_connection``.
         """
         weight, bias = self._weights()
         dtype, computed = weight.dtype, hidden_states.dtype
@@ -143,8 +145,8 @@ class _LatentQueryNorm(TorchNorm):
     """The norm of the compressed queries of multi-latent attention.
 
     Without sequence parallelism every tensor-parallel rank sees the same tokens here, and has the whole gradient of the
-    weights. ``finalize_model_grads`` takes the norm, by its name, for one that sees some heads only, and sums over the
-    ranks: each of them contributes its share.
+    weights. But ``finalize_model_grads``, which goes by its name, treats it like a norm of some of the heads and sums
+    over the ranks. So each rank contributes its share.
     """
 
     def _weights(self) -> tuple[Tensor, Tensor | None]:
@@ -156,18 +158,18 @@ class _LatentQueryNorm(TorchNorm):
 
 
 def resolve_transformer_impl(choice: TransformerImpl, device_type: str) -> Literal["local", "transformer_engine"]:
-    """Decide whose modules a model is built from.
+    """Choose the modules that a model is built from.
 
     Args:
-        choice: ``"auto"`` takes TransformerEngine where it is installed and the device is CUDA.
+        choice: ``"auto"`` takes TransformerEngine if it is installed and the device is CUDA.
         device_type: ``torch.device.type`` of the device the model trains on.
 
     Returns:
         ``"local"`` for the torch backend, or ``"transformer_engine"``.
 
     Raises:
-        ValueError: An unknown choice, or TransformerEngine on another device than CUDA.
-        ModuleNotFoundError: TransformerEngine is asked for and not installed.
+        ValueError: The choice is unknown, or TransformerEngine is chosen for a device other than CUDA.
+        ModuleNotFoundError: TransformerEngine is chosen but not installed.
     """
     if choice == "auto":
         if not HAVE_TE or device_type != "cuda":
@@ -180,7 +182,7 @@ def resolve_transformer_impl(choice: TransformerImpl, device_type: str) -> Liter
         raise ValueError(f"transformer_impl={choice!r} is unknown; choose 'auto', 'local' or 'transformer_engine'")
     if device_type != "cuda":
         raise ValueError(
-            f"transformer_impl='transformer_engine' needs a CUDA device and this run is on {device_type!r}; "
+            f"transformer_impl='transformer_engine' needs a CUDA device but this run is on {device_type!r}; "
             "choose 'auto' or 'local'"
         )
     if not HAVE_TE:
@@ -193,7 +195,7 @@ def resolve_transformer_impl(choice: TransformerImpl, device_type: str) -> Liter
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of a package, None where it is not installed as one."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -201,7 +203,7 @@ def installed_version(package: str) -> str | None:
 
 
 def untested_versions(megatron_core: str, transformer_engine: str) -> str | None:
-    """Return a sentence about two versions that have not been tested together; None where they have.
+    """Return a sentence about two versions that have not been tested together; None if they have.
 
     Args:
         megatron_core: Version of megatron-core.
@@ -212,15 +214,15 @@ def untested_versions(megatron_core: str, transformer_engine: str) -> str | None
             if SpecifierSet(tested).contains(Version(transformer_engine).base_version):
                 return None
             return (
-                f"TransformerEngine {transformer_engine} with megatron-core {megatron_core} is outside of what was"
-                f" tested ({tested}); install one of these, as lightning-mcore[te] does"
+                f"TransformerEngine {transformer_engine} is untested with megatron-core {megatron_core}; install a"
+                f" tested version ({tested}), as lightning-mcore[te] does"
             )
     return None
 
 
 @functools.cache
 def _warn_of_versions() -> None:
-    """Log such a sentence, once in a process."""
+    """Log the sentence of :func:`untested_versions`, once per process."""
     megatron_core, transformer_engine = installed_version("megatron-core"), installed_version("transformer-engine")
     if megatron_core is None or transformer_engine is None:
         return
@@ -236,16 +238,16 @@ def gpt_block_spec(
 ) -> TransformerBlockSubmodules:
     """Return the layers of one chunk, for ``GPTModel(transformer_layer_spec=...)``.
 
-    Dense layers, experts and any mixture of both (``moe_layer_freq``), multi-latent attention, norms of queries and
-    keys, uneven pipelines and ``pipeline_model_parallel_layout`` are as the config says.
+    The config may ask for dense layers, experts and mixtures of both (``moe_layer_freq``), multi-latent attention,
+    norms of queries and keys, uneven pipelines and ``pipeline_model_parallel_layout``.
 
     Args:
         config: The transformer's config; the layers of this pipeline rank follow from its pipeline fields.
-        transformer_impl: Whose modules; :func:`resolve_transformer_impl` turns ``"auto"`` into one of these.
-        vp_stage: Which of this rank's virtual stages; None without an interleaved pipeline.
+        transformer_impl: Which modules to use; :func:`resolve_transformer_impl` turns ``"auto"`` into one of these.
+        vp_stage: Virtual stage of this rank; None without an interleaved pipeline.
 
     Raises:
-        ValueError: The config asks for what these layers do not have.
+        ValueError: The config asks for something that these layers do not support.
     """
     check_backend(config, transformer_impl)
     block = get_gpt_decoder_block_spec(
@@ -264,7 +266,7 @@ def gpt_block_spec(
 def last_layer_spec(
     config: TransformerConfig, transformer_impl: Literal["local", "transformer_engine"]
 ) -> TransformerBlockSubmodules:
-    """Return the last layer of the whole model, wherever in a pipeline it is, as a block of one layer."""
+    """Return the last layer of the whole model, on any pipeline stage, as a block of one layer."""
     layers = get_gpt_decoder_layer_specs(
         config,
         use_transformer_engine=transformer_impl == "transformer_engine",
@@ -277,12 +279,12 @@ def last_layer_spec(
 def check_backend(
     config: TransformerConfig, transformer_impl: Literal["local", "transformer_engine"], device_type: str | None = None
 ) -> None:
-    """Refuse what these layers cannot honour, before a module is built.
+    """Refuse a config that these layers do not support, before a module is built.
 
     Args:
         config: The transformer's config.
-        transformer_impl: Whose modules.
-        device_type: ``torch.device.type`` of the device the model trains on; None for unknown.
+        transformer_impl: Which modules to use.
+        device_type: ``torch.device.type`` of the device the model trains on; None if unknown.
 
     Raises:
         ValueError: The config asks for something that would be ignored, or would fail later.
@@ -305,8 +307,8 @@ def _check_norm(config: TransformerConfig) -> None:
 
 def _check_latent(config: TransformerConfig, device_type: str | None) -> None:
     """Refuse multi-latent attention that the installed megatron-core cannot build from its local layers."""
-    # 0.16 takes its stand-in for TransformerEngine for the real one. Where a run builds the model, the CPU runtime or
-    # absent_names_bound() has put that right; before the run, a device type is given.
+    # 0.16 mistakes its stand-in for TransformerEngine for the real one. In a run, the CPU runtime or
+    # absent_names_bound() has corrected that; before the run, a device type is given.
     if device_type is None and multi_latent_attention.HAVE_TE and not HAVE_TE:
         raise ValueError(
             "multi_latent_attention=True needs TransformerEngine in megatron-core 0.16; install lightning-mcore[te], "
@@ -323,7 +325,7 @@ def _check_latent(config: TransformerConfig, device_type: str | None) -> None:
 def _use_our_modules(
     layer: ModuleSpec, config: TransformerConfig, transformer_impl: Literal["local", "transformer_engine"]
 ) -> None:
-    """Put our router, norms and core attention into Megatron's spec, in place; a second time changes nothing."""
+    """Put our router, norms and core attention into Megatron's spec, in place; a second call changes nothing."""
     submodules = layer.submodules
     experts = _submodules_of_experts(submodules.mlp)
     if experts is not None and experts.router is TopKRouter:
@@ -335,7 +337,7 @@ def _use_our_modules(
     _replace_norm(submodules, "input_layernorm", TorchNorm)
     _replace_norm(submodules, "pre_mlp_layernorm", TorchNorm)
     if config.multi_latent_attention:
-        # Megatron's spec names a norm of compressed queries even where queries are not compressed.
+        # Megatron's spec has a norm of compressed queries even if queries are not compressed.
         _replace_norm(attention, "q_layernorm", IdentityOp if config.q_lora_rank is None else _LatentQueryNorm)
         _replace_norm(attention, "kv_layernorm", TorchNorm)
     else:
@@ -350,7 +352,7 @@ def _replace_norm(submodules: Any, name: str, norm: type[nn.Module]) -> None:
 
 
 def _names_in_checkpoints(layer: ModuleSpec, config: TransformerConfig) -> dict[str, str]:
-    """Return TransformerEngine's names for the norms that it fuses with the projection behind them, by prefix."""
+    """Return TransformerEngine's names for the norms that it fuses with the next projection, by prefix."""
     if config.multi_latent_attention:
         names = {
             "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
@@ -364,7 +366,7 @@ def _names_in_checkpoints(layer: ModuleSpec, config: TransformerConfig) -> dict[
 
 
 def _submodules_of_experts(mlp: Any) -> MoESubmodules | None:
-    """Return what a layer with experts is built from, None for a dense one."""
+    """Return the submodules of a layer with experts; None for a dense layer."""
     if isinstance(mlp, ModuleSpec):  # in 0.16; a partial constructor in 0.19
         return mlp.submodules if mlp.module is MoELayer else None
     return mlp.keywords["submodules"] if mlp.func is MoELayer else None

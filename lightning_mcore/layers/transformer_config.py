@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model's part of ``TransformerConfig`` as plain data: what a user may write, checked, and the config made of it.
+"""The model's part of ``TransformerConfig`` as plain data, its checks, and the config made of it.
 
-``TransformerConfig`` mixes what a model is (layers, heads, experts) with how it is run (parallel sizes, number
-formats, schedule callbacks). A module takes the first kind as a dict of plain values, so that YAML,
-``save_hyperparameters`` and safe checkpoint loading work; the second kind belongs to the strategy and to
-``Trainer(precision=...)`` and is refused here, so that a setting has one home. :func:`check_transformer_fields` runs in
-the module's constructor, before anything is allocated; :func:`build_transformer_config` when the model is made.
-``MCoreGPT`` calls both; a module of your own may too.
+``TransformerConfig`` mixes what a model is (layers, heads, experts) with how it is run (parallel sizes, number formats,
+schedule callbacks). A module takes the first kind as a dict of plain values, so that YAML, ``save_hyperparameters`` and
+safe checkpoint loading work. The second kind belongs to the strategy and to ``Trainer(precision=...)`` and is refused
+here, so that each setting has one home. :func:`check_transformer_fields` runs in the module's constructor, before
+anything is allocated; :func:`build_transformer_config` runs when the model is built. ``MCoreGPT`` calls both; your own
+module may do the same.
 """
 
 import difflib
@@ -37,15 +37,15 @@ def check_transformer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Check the model's fields of ``TransformerConfig``, by name and by value, and return them as a dict.
 
     Args:
-        fields: Plain values by field name. Functions are given as an import path such as
-            ``"torch.nn.functional.silu"``, activations also as ``"gelu"``, ``"silu"``, ``"relu"``, ``"quick_gelu"`` or
-            ``"squared_relu"``; members of an enum by name.
+        fields: Plain values by field name. A function is given as an import path such as
+            ``"torch.nn.functional.silu"``, an activation also as ``"gelu"``, ``"silu"``, ``"relu"``, ``"quick_gelu"``
+            or ``"squared_relu"``, a member of an enum by its name.
 
     Returns:
         The same names and values.
 
     Raises:
-        TypeError: It is not a mapping from names.
+        TypeError: ``fields`` is not a mapping.
         ValueError: A field is unknown, has another home, has a value of the wrong kind, or a required one is absent.
     """
     if not isinstance(fields, Mapping):
@@ -81,16 +81,16 @@ def field_faults(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def refuse_recorded_code(path: str, fields: Mapping[str, Any]) -> None:
-    """Refuse fields that a file names functions in, other than activations and init methods of torch and Megatron.
+    """Refuse fields from a file that name functions other than activations and init methods of torch and Megatron.
 
-    A user's own fields may name any function, and its module is imported; a checkpoint's may not.
+    Fields that a user gives may name any function, and its module is imported; those from a checkpoint may not.
 
     Args:
-        path: The file, for the message.
-        fields: Those of ``TransformerConfig`` that come from it.
+        path: Path of the file, for the message.
+        fields: Fields of ``TransformerConfig`` from this file.
 
     Raises:
-        ValueError: One names something else.
+        ValueError: A field names another function.
     """
     hints = _hints(fields)
     for name, value in fields.items():
@@ -99,8 +99,8 @@ def refuse_recorded_code(path: str, fields: Mapping[str, Any]) -> None:
         allowed = _INIT_METHODS if "init_method" in name else _ACTIVATIONS
         if not isinstance(value, str) or not _is_function_of(allowed, SHORT_NAMES.get(value, value)):
             raise ValueError(
-                f"{path} has {name}={value!r}, and code is not imported because a file names it; only functions of"
-                f" {' and '.join(allowed)} are. If it is your own, give transformer={{{name!r}: {value!r}}} yourself"
+                f"{path} has {name}={value!r}, but a file may only name functions of {' and '.join(allowed)}; if it is"
+                f" your own function, give transformer={{{name!r}: {value!r}}} yourself"
             )
 
 
@@ -109,23 +109,23 @@ def _is_function_of(modules: tuple[str, ...], path: str) -> bool:
     if module not in modules:
         return False
     function = getattr(importlib.import_module(module), name, None)
-    is_own = isinstance(function, FunctionType) and function.__module__ == module  # not what the module imports
+    is_own = isinstance(function, FunctionType) and function.__module__ == module  # not one that the module imports
     return not name.startswith("_") and (is_own or isinstance(function, BuiltinFunctionType))
 
 
 def build_transformer_config(fields: Mapping[str, Any], owned: Mapping[str, Any]) -> TransformerConfig:
-    """Make Megatron's config of the model's fields, our :data:`DEFAULTS` and what strategy and precision own.
+    """Build Megatron's config from the model's fields, our :data:`DEFAULTS`, and the fields of strategy and precision.
 
     Args:
-        fields: What :func:`check_transformer_fields` returned; with ``multi_latent_attention`` the fields of
-            ``MLATransformerConfig`` too.
+        fields: Result of :func:`check_transformer_fields`; with ``multi_latent_attention`` also the fields of
+            ``MLATransformerConfig``.
         owned: ``MCoreModule.megatron_fields()`` and other values from outside the dict.
 
     Returns:
         A ``TransformerConfig``, or an ``MLATransformerConfig``.
 
     Raises:
-        ValueError: A field is in both, or Megatron finds that the values contradict each other.
+        ValueError: A field is in both dicts, or Megatron refuses the values.
     """
     if doubled := sorted(fields.keys() & owned.keys()):
         raise ValueError(f"{doubled[0]} is given in transformer and by the strategy; remove it from transformer")
@@ -170,7 +170,7 @@ def _check_value(name: str, value: Any, hint: Any) -> None:
 
 
 def _resolve(name: str, value: Any, hint: Any) -> Any:
-    """Turn plain data into what Megatron wants: a function, a member of an enum, a tuple, a float."""
+    """Turn plain data into what Megatron takes: a function, a member of an enum, a tuple, a float."""
     if value is None:
         return None
     if is_callable(hint):
@@ -190,5 +190,5 @@ def _import(name: str, path: str) -> Callable[..., Any]:
         function = None
     if not callable(function):
         short = ", ".join(SHORT_NAMES)
-        raise ValueError(f"{name}={path!r} names no function; give an import path, or for an activation one of {short}")
+        raise ValueError(f"{name}={path!r} is not a function; give an import path, or for an activation one of {short}")
     return typing.cast(Callable[..., Any], function)

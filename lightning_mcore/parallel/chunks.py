@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model chunks, wrapped as Megatron wants them.
+"""Model chunks in Megatron's wrappers.
 
-A chunk is one virtual pipeline stage. For training each is wrapped in ``Float16Module`` (where parameters have 16 bits)
-and in Megatron's ``DistributedDataParallel``, in the order of Megatron-LM's ``get_model``; for evaluation the second
-wrapper is left out. A LightningModule without ``pipeline()`` is one chunk as a whole, and keeps its own types.
+A chunk is one virtual pipeline stage. For training it is wrapped in ``Float16Module`` (if parameters have 16 bits) and
+in Megatron's ``DistributedDataParallel``, in the order of Megatron-LM's ``get_model``; for evaluation the second
+wrapper is left out. A LightningModule without ``pipeline()`` is one chunk, and keeps its own dtypes.
 
-The strategy calls :func:`wrap_chunks` in ``setup`` and :func:`unwrap_chunks` in ``teardown``; the schedule reads what
-is between.
+The strategy calls :func:`wrap_chunks` in ``setup`` and :func:`unwrap_chunks` in ``teardown``; in between the schedule
+uses the chunks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,7 +59,7 @@ class ModelChunks:
     Args:
         config: The config that every chunk shares; Megatron's schedule reads its hooks from it.
         wrapped: The chunks in their wrappers, in the order of their virtual stages.
-        pipeline: The container that the user calls; None for a plain module, which runs without a schedule.
+        pipeline: The model that the user calls; None for a plain module, which runs without a schedule.
     """
 
     config: TransformerConfig
@@ -68,7 +68,7 @@ class ModelChunks:
 
     @property
     def ddp(self) -> list[DistributedDataParallel]:
-        """The chunks that are wrapped for training; empty while evaluating."""
+        """The chunks wrapped for training; empty in evaluation."""
         return [chunk for chunk in self.wrapped if isinstance(chunk, DistributedDataParallel)]
 
     @property
@@ -89,19 +89,19 @@ def _unwrapped(chunk: nn.Module) -> nn.Module:
 
 
 def built_chunks(module: nn.Module) -> ModelChunks:
-    """Return the model of a module as it was built, outside of a run; a plain module is one chunk."""
+    """Return the model of a module as it was built, outside a run; a plain module is one chunk."""
     pipeline = find_pipeline(module)
     modules: list[nn.Module] = list(pipeline.chunks) if pipeline is not None else [module]
     return ModelChunks(config=getattr(modules[0], "config", None), wrapped=modules, pipeline=pipeline)
 
 
 def find_pipeline(module: nn.Module) -> Pipeline | None:
-    """Return the model that a LightningModule built with ``pipeline()``, None if it built none.
+    """Return the model that a LightningModule built with ``pipeline()``; None if it built none.
 
     Raises:
-        ValueError: There are several, or parameters outside it need gradients.
+        ValueError: There are several such models, or parameters outside the model need gradients.
     """
-    # Duplicates count: pipeline() returns the model that is there, so a second one has two names.
+    # With duplicates, because a second pipeline() call returns the same model, which then has two names.
     pipelines = [child for _, child in module.named_modules(remove_duplicate=False) if isinstance(child, Pipeline)]
     if not pipelines:
         return None
@@ -120,7 +120,7 @@ def find_pipeline(module: nn.Module) -> Pipeline | None:
 
 
 def plain_config(dtype: torch.dtype) -> TransformerConfig:
-    """Return a config for a plain module: Megatron's wrappers want one, though there is no transformer."""
+    """Return a config for a plain module, which is not a transformer, because Megatron's wrappers need one."""
     return TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1, params_dtype=dtype)
 
 
@@ -128,12 +128,12 @@ def pipeline_config(pipeline: Pipeline, owned: Mapping[str, Any]) -> Transformer
     """Return the config of a pipeline's chunks, checked against the strategy and the precision.
 
     Args:
-        pipeline: What ``configure_model`` built.
-        owned: The fields that belong to the strategy and the precision, as ``megatron_fields`` returns them.
+        pipeline: The model that ``configure_model`` built.
+        owned: The fields of the strategy and the precision, as ``megatron_fields`` returns them.
 
     Raises:
         TypeError: A chunk has no TransformerConfig.
-        ValueError: One of these fields has another value in it, or a field is one that nobody would carry out.
+        ValueError: One of these fields has another value in the config, or the config has an unsupported field.
     """
     config = getattr(pipeline.chunks[0], "config", None)
     if not isinstance(config, TransformerConfig):
@@ -148,7 +148,7 @@ def pipeline_config(pipeline: Pipeline, owned: Mapping[str, Any]) -> Transformer
         given, wanted = getattr(config, name), wanted_values[name]
         if given != wanted:
             raise ValueError(
-                f"the model's TransformerConfig has {name}={given!r}, MCoreStrategy and Trainer(precision=...) mean "
+                f"the model's TransformerConfig has {name}={given!r} but MCoreStrategy and Trainer(precision=...) need "
                 f"{name}={wanted!r}; build it with TransformerConfig(..., **self.megatron_fields())"
             )
     parameter = next(pipeline.parameters(), None)
@@ -164,20 +164,20 @@ def wrap_chunks(
     ddp_config: DistributedDataParallelConfig | None,
     align_grad_reduce: bool = False,
 ) -> ModelChunks:
-    """Wrap chunks, and make the data-parallel ranks agree on their weights.
+    """Wrap chunks, and give all data-parallel ranks the same weights.
 
     Args:
         modules: The chunks, on their device.
-        config: The config that they share.
-        pipeline: The container they come from, None for a plain module.
-        ddp_config: How gradients are reduced; None to evaluate only.
-        align_grad_reduce: Whether all stages of a pipeline reduce at the same time.
+        config: The config of all chunks.
+        pipeline: The model that they belong to; None for a plain module.
+        ddp_config: How gradients are reduced; None for evaluation.
+        align_grad_reduce: Let all stages of a pipeline reduce at the same time.
 
     Returns:
         The wrapped chunks, with ``config`` connected to them.
 
     Raises:
-        ValueError: ``ddp_config`` averages gradients where the loss is weighted by tokens.
+        ValueError: ``ddp_config`` averages gradients although the loss is weighted by tokens.
 
     Source: ``get_model`` and ``train`` in megatron/training/training.py (0.16).
     """
@@ -185,7 +185,7 @@ def wrap_chunks(
     if pipeline is not None and (config.bf16 or config.fp16):
         wrapped = [Float16Module(config, module) for module in wrapped]
         if config.fp8_param:
-            correct_amax_history_if_needed(wrapped)  # what casting has put there, before TransformerEngine 2
+            correct_amax_history_if_needed(wrapped)  # fixes what casting has done to it, before TransformerEngine 2
     if ddp_config is not None:
         check_average_in_collective(ddp_config.average_in_collective, config)
     if pipeline is None:
@@ -207,17 +207,17 @@ def wrap_chunks(
 
 
 def unwrap_chunks(chunks: ModelChunks) -> ModelChunks:
-    """Take the hooks and gradient buffers off the parameters, so that another wrapper can take them.
+    """Remove hooks and gradient buffers from the parameters, so that another wrapper can use them.
 
-    Not collective: it also runs after an exception.
+    Not collective, because it also runs after an exception.
 
     Returns:
         The same chunks without wrappers.
     """
     for chunk in chunks.ddp:
         _remove_forward_hooks(chunk)
-        # The hooks that add gradients to this wrapper's buffers stand on nodes of autograd. Such a node outlives the
-        # wrapper if a graph is kept somewhere; its hook then does nothing, for it looks its parameter up here.
+        # The hooks that add gradients to this wrapper's buffers are on nodes of autograd. Such a node outlives the
+        # wrapper if a graph is kept somewhere; its hook then does nothing, because it looks up its parameter here.
         chunk.grad_accs.clear()
         chunk.param_to_bucket_group.clear()
         for parameter in chunk.parameters():
@@ -231,7 +231,7 @@ def unwrap_chunks(chunks: ModelChunks) -> ModelChunks:
 
 
 def synchronize_parameters(chunks: ModelChunks) -> None:
-    """Gather the parameters that an overlapped step has left scattered; collective over the data-parallel ranks."""
+    """Gather parameters that are still sharded after an overlapped step; collective over the data-parallel ranks."""
     for chunk in chunks.ddp:
         if chunk.use_forward_hook:
             _remove_forward_hooks(chunk)
@@ -241,23 +241,28 @@ def synchronize_parameters(chunks: ModelChunks) -> None:
 
 
 def parameters_with_visible_gradients(chunks: ModelChunks) -> list[Any]:
-    """Return the parameters whose gradient buffer can stand as their ``grad``, being of their own type."""
+    """Return the parameters whose gradient buffer can serve as ``grad``, because it has their dtype."""
     parameters = [p for chunk in chunks.ddp for p in chunk.parameters() if hasattr(p, "main_grad")]
     return [p for p in parameters if p.main_grad.dtype == p.dtype]
 
 
 def take_gradients_back(parameters: Sequence[Any], were_shown: bool) -> None:
-    """Carry over into the buffers what a user did to the gradients that were shown, before autograd adds to them."""
+    """Copy a user's changes of visible gradients into the gradient buffers, before autograd adds to these.
+
+    Args:
+        parameters: Parameters with ``main_grad`` of their own shape and dtype.
+        were_shown: Whether the buffers were visible as ``grad`` before.
+    """
     for parameter in parameters:
         if parameter.grad is None and were_shown:
-            parameter.main_grad.zero_()  # by module.zero_grad(), which knows nothing of the buffer
+            parameter.main_grad.zero_()  # module.zero_grad() does not reach the buffer
         elif parameter.grad is not None and parameter.grad is not parameter.main_grad:
-            parameter.main_grad.copy_(parameter.grad)  # a hook has put another in its place
+            parameter.main_grad.copy_(parameter.grad)  # a hook has replaced it
         parameter.grad = None  # autograd would add to it
 
 
 def check_parameters_are_called(module: nn.Module) -> None:
-    """Refuse to leave gathering to forward hooks where a parameter's module is never called.
+    """Refuse ``overlap_param_gather`` if a parameter's module is never called, because forward hooks gather.
 
     Raises:
         ValueError: A parameter belongs to the LightningModule itself, or to a list or dict of parameters.
@@ -267,21 +272,21 @@ def check_parameters_are_called(module: nn.Module) -> None:
         if own and (owner is module or isinstance(owner, nn.ParameterList | nn.ParameterDict)):
             name = f"{path}.{own[0]}" if path else own[0]
             raise ValueError(
-                f"overlap_param_gather=True gathers a parameter when its module is called, and {name!r} belongs to"
-                f" {type(owner).__name__}, which is not; move it into a module with a forward(), or set"
+                f"overlap_param_gather=True gathers a parameter when its module is called, but {name!r} belongs to"
+                f" {type(owner).__name__}, which is never called; move it into a module with a forward(), or set"
                 " overlap_param_gather=False"
             )
 
 
 def check_gradients(chunks: ModelChunks) -> None:
-    """Refuse gradients that hold a NaN or an infinity; collective over the world, once they are summed.
+    """Refuse gradients with a NaN or an infinity, after they are summed; collective over the world.
 
     Raises:
-        RuntimeError: There is one on some rank; raised on every rank.
+        RuntimeError: Some rank has a NaN or an infinity; raised on every rank.
     """
     buffers = [buffer for chunk in chunks.ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     device = next(chunks.ddp[0].parameters()).device
-    finite = [buffer.grad_data.isfinite().all() for buffer in buffers]  # none on a stage that is frozen as a whole
+    finite = [buffer.grad_data.isfinite().all() for buffer in buffers]  # empty on a stage that is entirely frozen
     wrong = (~torch.stack([torch.ones((), dtype=torch.bool, device=device), *finite])).any().int()
     dist.all_reduce(wrong, op=dist.ReduceOp.MAX)
     if not wrong:
@@ -291,14 +296,14 @@ def check_gradients(chunks: ModelChunks) -> None:
     here = f"of this rank in {names[0]!r} and {len(names) - 1} others" if names else "of another rank"
     raise RuntimeError(
         f"the gradients hold a NaN or an infinity, {here}; lower the learning rate, clip, or look at the data"
-        " (ddp_config.check_for_nan_in_grad=True asked for this check)"
+        " (ddp_config.check_for_nan_in_grad=True asks for this check)"
     )
 
 
 def _remove_forward_hooks(chunk: DistributedDataParallel) -> None:
-    """Do what Megatron's ``disable_forward_pre_hook`` does, for modules of all kinds.
+    """Remove Megatron's forward hooks, as ``disable_forward_pre_hook`` does, from modules of all kinds.
 
-    Megatron looks each module up by its hash, and that of a torchmetrics object changes with its state.
+    Megatron looks up each module by its hash, but the hash of a torchmetrics object changes with its state.
 
     Source: ``DistributedDataParallel.disable_forward_pre_hook`` (0.16).
     """
@@ -322,7 +327,7 @@ def _one_or_all(functions: list[_T]) -> "_T | list[_T]":
 
 
 def _broadcast_parameters(module: nn.Module) -> None:
-    """Do for a module that is not wrapped what ``DistributedDataParallel.broadcast_params`` does."""
+    """Broadcast the parameters of a bare module, as ``DistributedDataParallel.broadcast_params`` does."""
     group = process_group("dp_cp")
     expert_group = process_group("expert_dp")
     for parameter in module.parameters():
@@ -331,7 +336,7 @@ def _broadcast_parameters(module: nn.Module) -> None:
 
 
 def _broadcast_buffers(module: nn.Module) -> None:
-    """Let copies of a plain module begin with the same buffers, as torch's DDP does."""
+    """Give copies of a plain module the same buffers, as torch's DDP does."""
     group = process_group("dp_cp")
     for buffer in module.buffers():
         value = buffer.detach().contiguous()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One outcome for all ranks: what fails on one of them fails on every one, with the same words.
+"""One outcome for all ranks: a failure on one rank becomes a failure on every rank, with the same message.
 
-Saving a checkpoint is a row of stages in which each rank does something and rank 0 puts the parts together. A rank that
-left such a row by an exception would leave the others waiting for it, for half an hour. So each stage goes through
-:func:`collect`, which tells every rank how it went on all of them.
+Saving a checkpoint has several stages, in which each rank does something and rank 0 combines the results. If a rank
+left such a stage by an exception, the others would wait for it for half an hour. So each stage goes through
+:func:`collect`, which tells every rank about failures on any of them.
 
-What travels are small objects, over a group of processes on the CPU (:func:`control_group`): it neither waits for the
-work that a GPU has queued nor shares a communicator with the training. ``checkpoint/io.py`` uses it.
+Only small objects are sent, over a CPU process group (:func:`control_group`). It neither waits for queued GPU work nor
+shares a communicator with training. Checkpoints and data modules use it.
 """
 
 import datetime
@@ -28,11 +28,11 @@ _KNOWN: tuple[type[Exception], ...] = (
     TypeError,
     RuntimeError,
 )
-_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of a world that is closed: none
+_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # a closed world drops out
 
 
 def control_group() -> dist.ProcessGroup:
-    """Return a gloo group of all ranks, made at the first call; collective over the world then."""
+    """Return a gloo group of all ranks; the first call makes it and is collective over the world."""
     world: Any = dist.group.WORLD
     if dist.get_backend() == "gloo":
         return world  # type: ignore[no-any-return]
@@ -43,18 +43,18 @@ def control_group() -> dist.ProcessGroup:
 
 
 def collect(mine: Callable[[], T], together: Callable[[list[T]], R]) -> R | None:
-    """Let every rank do its part and rank 0 what follows from all; collective over the world.
+    """Run ``mine`` on every rank, and ``together`` on rank 0 with all results; collective over the world.
 
     Args:
-        mine: What this rank does.
-        together: What rank 0 does with the results of all, in rank order; the others are told only whether it failed.
+        mine: What each rank does.
+        together: What rank 0 does with the results of all ranks, in rank order.
 
     Returns:
-        On rank 0 the result of ``together``, on the others None.
+        On rank 0 the result of ``together``, on the other ranks None.
 
     Raises:
-        Exception: The first failure of any rank, on all of them: of the same class where that is an ordinary one, else
-            a RuntimeError.
+        Exception: The first failure of any rank, raised on all of them: with the same class if it is a common one,
+            otherwise as a RuntimeError.
     """
     group, rank = control_group(), dist.get_rank()
     own, failure = _attempt(mine)
@@ -72,16 +72,16 @@ def collect(mine: Callable[[], T], together: Callable[[list[T]], R]) -> R | None
     if verdict[0] is not None:
         index, description = verdict[0]
         if index == rank and failure is not None and not isinstance(failure, _KNOWN):
-            raise failure  # of a class that callers here may know
+            raise failure  # callers on this rank may know its class
         raise _rebuild(description) from (failure if index == rank else None)
     return result
 
 
 def decide(at_first: Callable[[], T]) -> T:
-    """Return on every rank what rank 0 finds; collective over the world.
+    """Return on every rank the result of ``at_first`` on rank 0; collective over the world.
 
     Raises:
-        Exception: It failed on rank 0; on all ranks, as :func:`collect` has it.
+        Exception: It failed on rank 0; raised on all ranks, as by :func:`collect`.
     """
     answer: list[Any] = [collect(lambda: None, lambda _: at_first())]
     dist.broadcast_object_list(answer, src=0, group=control_group())
@@ -90,10 +90,10 @@ def decide(at_first: Callable[[], T]) -> T:
 
 
 def on_all(mine: Callable[[], T]) -> T:
-    """Return what this rank does, if no rank fails; collective over the world.
+    """Return the result of ``mine`` on this rank, if no rank fails; collective over the world.
 
     Raises:
-        Exception: It failed on some rank; on all ranks, as :func:`collect` has it.
+        Exception: It failed on some rank; raised on all ranks, as by :func:`collect`.
     """
     kept: list[T] = []
     collect(lambda: kept.append(mine()), lambda _: None)
@@ -101,33 +101,33 @@ def on_all(mine: Callable[[], T]) -> T:
 
 
 def together(mine: Callable[[], T]) -> T:
-    """Do what :func:`on_all` does where there are several ranks, and simply do it on a single one.
+    """Call :func:`on_all` if several ranks are connected; otherwise just call ``mine``.
 
     Raises:
-        Exception: It failed on some rank; on all ranks, as :func:`collect` has it.
+        Exception: It failed on some rank; raised on all ranks, as by :func:`collect`.
     """
     return on_all(mine) if dist.is_initialized() and dist.get_world_size() > 1 else mine()
 
 
 def gather(own: T) -> list[T]:
-    """Return what every rank has, in rank order, on every rank; collective over the world."""
+    """Return the objects of all ranks, in rank order, on every rank; collective over the world."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own, group=control_group())
     return found
 
 
 def all_true(mine: bool) -> bool:
-    """Return whether it is true on every rank; collective over the world, and cheap."""
+    """Return whether ``mine`` is true on every rank; collective over the world, and cheap."""
     flag = torch.tensor([int(mine)], dtype=torch.int32)
     dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=control_group())
     return bool(flag.item())
 
 
 def all_arrive(timeout: float) -> bool:
-    """Wait for all ranks to come here; return whether they did.
+    """Wait until all ranks have called this; return whether they have.
 
     Args:
-        timeout: Seconds to wait; it is there for ranks that have died.
+        timeout: Seconds to wait, in case a rank has died.
     """
     try:
         dist.monitored_barrier(control_group(), timeout=datetime.timedelta(seconds=timeout))

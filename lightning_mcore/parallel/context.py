@@ -9,12 +9,12 @@ slices ``r`` and ``2 * size - 1 - r``: one cheap, one expensive, the same work f
     rank 0     0 1                6 7
     rank 1           2 3   4 5
 
-Packed sequences stand behind one another in one row. Each of them is cut like a sequence of its own, and a rank's two
-slices of the first are followed by its two slices of the second. So every rank has the same work whatever the lengths,
-and the boundaries on a rank are those of the row divided by ``size``.
+Packed sequences follow one another in one row. Each of them is cut like a separate sequence, and a rank's two slices
+of the first are followed by its two slices of the second. So every rank has the same work whatever the lengths, and the
+boundaries on a rank are those of the row divided by ``size``.
 
-The batch is cut this way before the step (``MCoreModule.shard_context``), rotary embeddings by Megatron, and keys and
-values are put back in order by the core attention (``layers/attention.py``). These are functions of tensors only;
+``MCoreModule.shard_context`` cuts the batch this way before the step, Megatron cuts rotary embeddings, and the core
+attention puts keys and values back in order (``layers/context_attention.py``). These are functions of tensors only;
 nothing here communicates.
 
 Source: ``get_batch_on_this_cp_rank`` (megatron.core.utils, 0.16.1); for packed sequences
@@ -32,16 +32,16 @@ def split_for_context_parallel(tensor: Tensor, rank: int, size: int, dim: int = 
     """Return the two slices of a sequence that a context-parallel rank holds, in the order of the sequence.
 
     Args:
-        tensor: Whole sequences along ``dim``, for example [b, s].
+        tensor: Whole sequences along ``dim``, for example [b, s]; any dtype.
         rank: Rank in the context-parallel group.
-        size: Ranks of that group.
+        size: Number of ranks in that group.
         dim: The dimension of the sequence.
 
     Returns:
-        The share of this rank, for example [b, s / size]; the tensor itself where ``size`` is 1.
+        The share of this rank, for example [b, s / size], in the same dtype; the tensor itself if ``size`` is 1.
 
     Raises:
-        ValueError: The sequence does not divide into ``2 * size`` slices, or there is no such rank.
+        ValueError: The sequence does not divide into ``2 * size`` slices, or ``rank`` is out of range.
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank={rank} is not in a context-parallel group of {size}; choose 0 to {size - 1}")
@@ -62,14 +62,14 @@ def unsplit_from_context_parallel(shares: Sequence[Tensor], dim: int = 1) -> Ten
     """Put whole sequences together from the shares of all ranks: the inverse of :func:`split_for_context_parallel`.
 
     Args:
-        shares: One tensor for each context-parallel rank, in rank order, for example [b, s / size].
+        shares: One tensor for each context-parallel rank, in rank order, for example [b, s / size]; any dtype.
         dim: The dimension of the sequence.
 
     Returns:
-        The sequences in their own order, for example [b, s]; differentiable.
+        The whole sequences, for example [b, s], in the same dtype; differentiable.
 
     Raises:
-        ValueError: There is no share, or a share does not divide into two slices.
+        ValueError: There are no shares, or a share does not divide into two slices.
     """
     size = len(shares)
     if size == 0:
@@ -93,14 +93,14 @@ def slices_of_rank(rank: int, size: int) -> tuple[int, int]:
 
 
 def packed_positions(offsets: Tensor, length: int, rank: int, size: int) -> Tensor:
-    """Return where the tokens of a rank stand in their row; computed on the device of ``offsets``, which is not read.
+    """Return the positions of a rank's tokens in their row; computed on the device of ``offsets``, which is not read.
 
     Args:
-        offsets: [..., n + 1], where the sequences of each row begin, padding included; the last entry is ``length``.
-            Equal neighbours stand for a sequence without tokens.
+        offsets: [..., n + 1] integers, where the sequences of each row begin, padding included; the last entry is
+            ``length``. Equal neighbours mean a sequence without tokens.
         length: Tokens of a row.
         rank: Rank in the context-parallel group.
-        size: Ranks of that group.
+        size: Number of ranks in that group.
 
     Returns:
         [..., length / size] int64.
@@ -114,12 +114,12 @@ def packed_positions(offsets: Tensor, length: int, rank: int, size: int) -> Tens
 
 
 def packed_order(offsets: Tensor, length: int, size: int) -> Tensor:
-    """Return where each token of a row stands among the shares of all ranks, one behind the other.
+    """Return the index of each token of a row in the joined shares of all ranks.
 
     Args:
-        offsets: [n + 1], where the sequences begin, padding included, and where the last one ends.
+        offsets: [n + 1] integers, where the sequences begin, padding included, and where the last one ends.
         length: Tokens of the row.
-        size: Ranks of the context-parallel group.
+        size: Number of ranks in the context-parallel group.
 
     Returns:
         [length] int64.
@@ -129,12 +129,13 @@ def packed_order(offsets: Tensor, length: int, size: int) -> Tensor:
 
 
 def sequence_of_tokens(offsets: Tensor, length: int, size: int = 1) -> Tensor:
-    """Return to which of a row's packed sequences each token of a rank belongs; the same on every rank.
+    """Return the index of the packed sequence of each token of a rank; the same on every rank.
 
     Args:
-        offsets: [..., n + 1], where the sequences of each row begin, padding included; the last entry is ``length``.
+        offsets: [..., n + 1] integers, where the sequences of each row begin, padding included; the last entry is
+            ``length``.
         length: Tokens of a row.
-        size: Ranks of the context-parallel group.
+        size: Number of ranks in the context-parallel group.
 
     Returns:
         [..., length / size] int64, from 0 to n - 1.
@@ -142,16 +143,16 @@ def sequence_of_tokens(offsets: Tensor, length: int, size: int = 1) -> Tensor:
     tokens = torch.arange(length // size, device=offsets.device, dtype=offsets.dtype)
     ends = (offsets[..., 1:] // size).contiguous()
     found = torch.searchsorted(ends, tokens.expand(*ends.shape[:-1], -1).contiguous(), right=True)
-    return found.clamp(max=ends.size(-1) - 1)  # boundaries that end early are refused later, where they are read
+    return found.clamp(max=ends.size(-1) - 1)  # boundaries that end too early are refused later, when they are read
 
 
 def check_packed_offsets(offsets: Sequence[int], length: int, size: int) -> None:
-    """Refuse boundaries of packed sequences that are not those of a row, or that a group cannot cut.
+    """Refuse boundaries of packed sequences that do not fill a row, or that a group cannot divide.
 
     Args:
         offsets: Where the sequences begin, padding included, and where the last one ends.
         length: Tokens of the row.
-        size: Ranks of the context-parallel group.
+        size: Number of ranks in the context-parallel group.
 
     Raises:
         ValueError: The offsets do not rise from 0 to ``length``, or a sequence does not divide into ``2 * size``.

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-core on CPU processes: the ``torch.cuda`` names it needs, answered by the CPU.
+"""Megatron-core on CPU processes: the ``torch.cuda`` names that it needs, implemented on the CPU.
 
-megatron-core names ``torch.cuda`` in about 500 places, so it cannot be kept away from them by arguments. This module
-is the one place of the package that patches anything. Inside ``with cpu_runtime():`` those names mean the CPU; after
-it everything is as before. The strategy enters it when its root device is the CPU and leaves it at teardown; a module
-that runs Megatron layers under another strategy does the same.
+megatron-core uses ``torch.cuda`` in about 500 places, so arguments cannot keep it from doing so. This is the only file
+of the package that patches anything. Inside ``with cpu_runtime():`` those names mean the CPU; after it everything is as
+before. The strategy enters it if its root device is the CPU and leaves it at teardown. A module that runs Megatron
+layers under another strategy does the same.
 
 Two mechanisms are enough:
 
-* a ``TorchFunctionMode`` rewrites what is passed to torch functions: ``device="cuda"`` becomes the CPU,
-  ``pin_memory=True`` is dropped, and ``Tensor.type()`` answers ``torch.cuda.FloatTensor`` for a CPU float tensor,
-  because Megatron's optimizers compare with that string;
-* a table of replaced attributes (:func:`_replacements`), each with the Megatron call that needs it.
+* A ``TorchFunctionMode`` rewrites arguments of torch functions: ``device="cuda"`` becomes the CPU, ``pin_memory=True``
+  is dropped, and ``Tensor.type()`` returns ``torch.cuda.FloatTensor`` for a CPU float tensor, because Megatron's
+  optimizers compare with that string.
+* A table of replaced attributes (:func:`_replacements`), each with the Megatron call that needs it.
 
 It is re-entrant: the outermost ``with`` patches and restores, inner ones only count.
 """
@@ -40,7 +40,7 @@ def cpu_runtime() -> Iterator[None]:
                 stack.enter_context(_replaced(owner, name, replacement))
             stack.enter_context(_CudaMeansCpu())
             stack.enter_context(_one_generator_is_expected())
-            stack.enter_context(torch.compiler.set_stance("force_eager"))  # Megatron compiles for CUDA, not for this
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # Megatron compiles for CUDA only
         _depth += 1
         try:
             yield
@@ -50,9 +50,9 @@ def cpu_runtime() -> Iterator[None]:
 
 @contextlib.contextmanager
 def absent_names_bound() -> Iterator[None]:
-    """Bind the names that megatron-core reads and has only with TransformerEngine; for any device.
+    """Bind names that megatron-core reads but defines only with TransformerEngine, on any device.
 
-    Without it, layers with experts and multi-latent attention of 0.16 fail on a GPU that has no TransformerEngine.
+    Otherwise layers with experts and multi-latent attention of 0.16 fail on a GPU without TransformerEngine.
     """
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in _absent_names():
@@ -61,7 +61,7 @@ def absent_names_bound() -> Iterator[None]:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Rewrites the arguments of torch functions: CUDA devices, pinned memory, and the answer of ``Tensor.type()``."""
+    """Rewrites CUDA devices and pinned memory in arguments of torch functions, and the result of ``Tensor.type()``."""
 
     def __torch_function__(
         self,
@@ -90,7 +90,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _Immediate:
-    """Stands for a CUDA stream or event: CPU work is done when the call returns, so every wait is over."""
+    """Replaces a CUDA stream or event: CPU work is done when the call returns, so there is nothing to wait for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -117,17 +117,17 @@ class _Immediate:
 
 
 class _CpuGenerators:
-    """Stands for ``torch.cuda.default_generators``: whatever the index, the CPU's generator."""
+    """Replaces ``torch.cuda.default_generators``: the CPU's generator at every index."""
 
     def __getitem__(self, index: Any) -> torch.Generator:
         return torch.default_generator
 
-    def __iter__(self) -> Iterator[torch.Generator]:  # without it, a loop over them would never end
+    def __iter__(self) -> Iterator[torch.Generator]:  # without it, a loop over the generators would never end
         yield torch.default_generator
 
 
 class _CpuProperties:
-    """Stands for the device properties that Megatron asks for."""
+    """Replaces the device properties that Megatron reads."""
 
     name = "cpu"
     major = minor = 0
@@ -136,7 +136,7 @@ class _CpuProperties:
 
 
 class _CpuAutocast(torch.amp.autocast_mode.autocast):
-    """Stands for ``autocast("cuda")`` in the decorators of Megatron's autograd functions."""
+    """Replaces ``autocast("cuda")`` in the decorators of Megatron's autograd functions."""
 
     def __init__(self, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True) -> None:
         super().__init__("cpu" if device_type == "cuda" else device_type, dtype=dtype, enabled=enabled)
@@ -160,12 +160,12 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
 
 
 def _tensor_to_cpu(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron's ``maybe_move_tensor_to_cpu`` converts to numpy only what was on a GPU; gloo needs it always."""
+    """Replace ``maybe_move_tensor_to_cpu``, which converts to numpy only from a GPU; gloo always needs numpy."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _replacements() -> list[tuple[Any, str, Any]]:
-    """``(owner, attribute, replacement)``, each with the Megatron code that needs it (0.16.1 to 0.19.2)."""
+    """Return ``(owner, attribute, replacement)`` with the Megatron code that needs it (0.16.1 to 0.19.2)."""
     cuda = torch.cuda
     is_autocast_enabled, get_autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
@@ -197,10 +197,10 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (cuda, "manual_seed", torch.default_generator.manual_seed),
         (cuda, "default_generators", _CpuGenerators()),
         (importlib.import_module("megatron.core.tensor_parallel.random"), "_lazy_call", lambda call, **kwargs: call()),
-        # fusions and optimizers ask for the compute capability
+        # fusions and optimizers query the compute capability
         (cuda, "get_device_properties", lambda *args, **kwargs: _CpuProperties()),
         (cuda, "get_device_capability", lambda *args, **kwargs: (0, 0)),
-        # tensor_parallel.layers: `@custom_fwd` and `@custom_bwd` ask about CUDA's autocast
+        # tensor_parallel.layers: `@custom_fwd` and `@custom_bwd` query CUDA's autocast
         (torch, "is_autocast_enabled", lambda kind="cpu": is_autocast_enabled("cpu" if kind == "cuda" else kind)),
         (torch, "get_autocast_dtype", lambda kind: get_autocast_dtype("cpu" if kind == "cuda" else kind)),
         (torch.amp.autocast_mode, "autocast", _CpuAutocast),
@@ -215,20 +215,20 @@ def _replacements() -> list[tuple[Any, str, Any]]:
 
 
 def _absent_names() -> list[tuple[Any, str, Any]]:
-    """Return ``(owner, attribute, replacement)`` of what only TransformerEngine would bind (0.16.1 to 0.19.2)."""
+    """Return ``(owner, attribute, replacement)`` for names that only TransformerEngine binds (0.16.1 to 0.19.2)."""
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     latent_attention = importlib.import_module("megatron.core.transformer.multi_latent_attention")
     return [
         # moe_utils.RouterGatingLinearFunction reads it unconditionally; it is unbound without TransformerEngine
         (moe_utils, "te_general_gemm", getattr(moe_utils, "te_general_gemm", None)),
-        # multi_latent_attention (0.16.1) takes TransformerEngine for installed where only its names are
+        # multi_latent_attention (0.16.1) mistakes its stand-in names for an installed TransformerEngine
         (latent_attention, "HAVE_TE", importlib.util.find_spec("transformer_engine") is not None),
     ]
 
 
 @contextlib.contextmanager
 def _one_generator_is_expected() -> Iterator[None]:
-    """Drop Megatron's warning that the CPU's generator moved while it used CUDA's: here they are one."""
+    """Drop Megatron's warning that the CPU's generator changed while it used CUDA's: here they are the same."""
     logger = logging.getLogger("megatron.core.tensor_parallel.random")
 
     def keep(record: logging.LogRecord) -> bool:

@@ -1,26 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's process groups: opened and closed here, nowhere else.
 
-megatron-core keeps its groups in module globals (``megatron.core.parallel_state``). This file is the one place that
-calls ``initialize_model_parallel`` and ``destroy_model_parallel``, so that a second ``fit`` with another layout never
-meets the groups of the first. The default process group must exist already: Lightning makes it, or
-:func:`open_single_process` does for a module that runs Megatron layers in one process without it.
+megatron-core keeps its groups in module globals (``megatron.core.parallel_state``). Only this file calls
+``initialize_model_parallel`` and ``destroy_model_parallel``, so that a second ``fit`` with another layout never uses
+the groups of the first. The default process group must already exist: Lightning makes it, or
+:func:`open_single_process` for a module that runs Megatron layers in one process without it.
 
-Ranks are laid out in Megatron's default order ``tp-cp-ep-dp-pp``: tensor-parallel ranks are neighbours, pipeline stages
+Ranks are in Megatron's default order ``tp-cp-ep-dp-pp``: tensor-parallel ranks are neighbours, pipeline stages are
 farthest apart.
 """
 
 import contextlib
 import gc
 import math
-import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
-import numpy
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -29,6 +27,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.parallel.random_state import put_common, seed_common, take_common
 
 Axis = Literal["tp", "pp", "cp", "dp", "dp_cp", "ep", "expert_dp", "model"]
 
@@ -46,14 +45,14 @@ _GROUP_OF_AXIS = {
 
 @dataclass
 class _Opened:
-    """What the open groups were made for; None while there are none.
+    """What the open groups were made for.
 
     Attributes:
-        layout: The parallel sizes.
-        arguments: Those of ``initialize_model_parallel`` besides.
-        world: Returns the default group, while it exists.
-        groups: All of them that this rank is in.
-        users: What holds some of them, and may be used again.
+        layout: The parallel sizes; None without open groups.
+        arguments: The other arguments of ``initialize_model_parallel``; None without open groups.
+        world: Returns the default group while it exists.
+        groups: All groups that this rank is in.
+        users: Models that hold some of the groups and may be used again.
     """
 
     layout: ParallelLayout | None = None
@@ -64,22 +63,22 @@ class _Opened:
 
 
 _opened = _Opened()
-_replaced: list[_Opened] = []  # whose groups a living model may still use
+_replaced: list[_Opened] = []  # groups that existing models may still use
 
 
 def open_process_groups(
     layout: ParallelLayout, seed: int, timeout: timedelta, options: Mapping[str, Any] | None = None
 ) -> None:
-    """Open Megatron's groups for ``layout`` over the whole world and seed its random number tracker.
+    """Open Megatron's groups for ``layout`` over the whole world, and seed its random number tracker.
 
     Collective: every rank of the default group calls it with the same arguments. Like the default group, the groups
-    outlive the run: a second run with the same layout and options takes them over, another one replaces them. The state
-    of the CPU's own generator is left as it was.
+    outlive the run. A second run with the same layout and options reuses them; any other run replaces them. The state
+    of the CPU's generator does not change.
 
     Args:
-        layout: Sizes of the parallel axes; must divide the world (``layout.validate_world``).
-        seed: Seed of Megatron's tracker, which draws the weights of tensor-parallel layers and their dropout.
-        timeout: How long a collective of these groups may wait, in whole minutes, rounded up.
+        layout: Sizes of the parallel axes; they must divide the world (``layout.validate_world``).
+        seed: Seed of Megatron's tracker, for the weights and the dropout of tensor-parallel layers.
+        timeout: How long a collective of these groups may wait; rounded up to whole minutes.
         options: More arguments of ``initialize_model_parallel``.
 
     Raises:
@@ -95,7 +94,7 @@ def open_process_groups(
     ours = _opened.layout == layout and _opened.arguments == arguments and _opened.world() is dist.group.WORLD
     if not (process_groups_are_open() and ours):
         if _opened.users or _replaced:
-            gc.collect()  # a trainer and its model, which refer to each other, keep their groups
+            gc.collect()  # a trainer and its model refer to each other, and keep their groups until then
         close_process_groups()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor_model_parallel_size,
@@ -113,42 +112,45 @@ def open_process_groups(
 
 
 def close_process_groups() -> None:
-    """Forget Megatron's groups; nothing happens where there are none. The default process group stays.
+    """Remove Megatron's groups, if there are any; the default process group stays.
 
-    They are closed, but for those that a model was built with: it may be used again, and they go when it is gone.
+    Groups that a model was built with stay open while the model exists, because it may be used again.
     """
     global _opened
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
     if _opened.groups:
         _replaced.append(_opened)
-        for kind in (RotaryEmbedding, YarnRotaryEmbedding):  # Megatron keeps the last 32 of them, and so their groups
+        for kind in (
+            RotaryEmbedding,
+            YarnRotaryEmbedding,
+        ):  # Megatron caches the last 32 embeddings, and with them their groups
             kind.forward.cache_clear()
     _opened = _Opened()
     for opened in list(_replaced):
-        exists = opened.world() is not None and opened.world() is dist.group.WORLD  # else they went with it
+        exists = opened.world() is not None and opened.world() is dist.group.WORLD  # otherwise they were closed with it
         if not (exists and opened.users):
             _replaced.remove(opened)
             for group in opened.groups if exists else ():
-                with contextlib.suppress(ValueError):  # Megatron has destroyed the gloo groups among them itself
+                with contextlib.suppress(ValueError):  # Megatron has already destroyed the gloo groups among them
                     dist.destroy_process_group(group)
 
 
 def used_by(model: object) -> None:
-    """Keep the groups that are open now as long as ``model`` lives, which was built with them."""
+    """Keep the open groups as long as ``model`` exists, which was built with them."""
     _opened.users.add(model)
 
 
 def process_groups_are_open() -> bool:
-    """Whether Megatron's groups exist and belong to the default process group of this moment."""
+    """Return whether Megatron's groups exist and belong to the current default process group."""
     return dist.is_available() and dist.is_initialized() and parallel_state.is_initialized()
 
 
 def open_single_process() -> bool:
-    """Make a default process group of one rank where none exists, so that Megatron layers run in a plain process.
+    """Make a default process group of one rank if there is none, so that Megatron layers run in a plain process.
 
     Returns:
-        Whether one was made; the caller then closes it with ``torch.distributed.destroy_process_group``.
+        Whether a group was made; the caller must then close it with ``torch.distributed.destroy_process_group``.
     """
     if dist.is_initialized():
         return False
@@ -160,8 +162,8 @@ def process_group(axis: Axis) -> dist.ProcessGroup:
     """Return this rank's group along ``axis``.
 
     Args:
-        axis: ``dp_cp`` joins data and context parallelism, ``model`` tensor and pipeline parallelism; ``expert_dp`` are
-            the ranks that hold the same experts.
+        axis: ``dp_cp`` joins data and context parallelism, ``model`` joins tensor and pipeline parallelism, and
+            ``expert_dp`` has the ranks that hold the same experts.
 
     Raises:
         RuntimeError: The groups are not open.
@@ -173,9 +175,9 @@ def process_group(axis: Axis) -> dist.ProcessGroup:
 
 
 def collectives_issued() -> dict[str, int]:
-    """Return how many collectives this rank has issued in its groups of several ranks, by the name of the group.
+    """Return how many collectives this rank has issued in each of its groups of several ranks, by group name.
 
-    Not in those of a pipeline, whose stages send to each other besides.
+    Pipeline groups are left out, because their stages also send to each other.
     """
     if not process_groups_are_open():
         return {}
@@ -199,28 +201,29 @@ def _seed_tracker(seed: int) -> None:
 
 
 def align_random_state() -> None:
-    """Give every rank of one model copy the random state of its first rank: python, numpy and torch.
+    """Give every rank of a model copy the random state of its first rank: python, numpy and torch.
 
-    Pipeline stages that have drawn different numbers of initial weights would otherwise draw different random numbers
-    in a dataset or a sampler, and see different batches. Collective over the model-parallel ranks.
+    Otherwise pipeline stages, which draw different numbers of initial weights, would draw different random numbers in a
+    dataset or a sampler, and see different batches. Collective over the model-parallel ranks.
     """
     for axis in ("tp", "cp", "pp"):
         group = process_group(axis)
         if group.size() == 1:
             continue
-        state = [_random_state()]
+        state = [take_common()]
         dist.broadcast_object_list(state, src=dist.get_global_rank(group, 0), group=group)
-        _set_random_state(state[0])
+        put_common(state[0])
 
 
 def from_last_stage(value: Any, device: torch.device) -> Any:
-    """Return what the last pipeline stage has, on every stage; collective over the pipeline.
+    """Return the value of the last pipeline stage on every stage; collective over the pipeline.
 
-    Its tensors travel and arrive on the CPU: unpickled as they are, they would lie on the device of the sender.
+    Its tensors arrive on the CPU, with their shapes and dtypes; unpickled directly, they would be on the sender's
+    device.
 
     Args:
-        value: Anything that pickles; it counts on the last stage only.
-        device: Device of this rank, for the transport.
+        value: Anything that can be pickled; only that of the last stage matters.
+        device: Device of this rank, for the communication.
     """
     group = process_group("pp")
     box = [apply_to_collection(value, torch.Tensor, lambda tensor: tensor.detach().cpu())]
@@ -230,33 +233,21 @@ def from_last_stage(value: Any, device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def random_state_of_stage() -> Iterator[None]:
-    """Let each pipeline stage draw random numbers of its own inside the ``with`` block, without lasting effect.
+    """Let each pipeline stage draw its own random numbers inside the ``with`` block, without lasting effect.
 
-    A stage draws as often as its part of the model asks for it (dropout on the CPU, what stands behind ``self.model``
-    in a step). If that moved the common state, datasets and samplers of the stages would soon draw different numbers,
-    and inputs and labels belong to different samples. CUDA's generators are left as they are: data is not drawn there.
+    A stage draws as many numbers as its part of the model needs (dropout on the CPU, code after ``self.model`` in a
+    step). If that changed the common state, datasets and samplers of the stages would soon draw different numbers, and
+    inputs and labels would come from different samples. CUDA's generators do not change, because data does not use
+    them.
     """
     group = process_group("pp")
     if group.size() == 1:
         yield
         return
-    seed = int(torch.randint(2**31, ())) + group.rank()  # the one draw from the common state, the same on every stage
-    common = _random_state()
-    random.seed(seed)
-    numpy.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
+    seed = int(torch.randint(2**31, ())) + group.rank()  # the only draw from the common state, equal on every stage
+    common = take_common()
+    seed_common(seed)
     try:
         yield
     finally:
-        _set_random_state(common)
-
-
-def _random_state() -> tuple[Any, Any, torch.Tensor]:
-    return random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-
-
-def _set_random_state(state: tuple[Any, Any, torch.Tensor]) -> None:
-    python_state, numpy_state, torch_state = state
-    random.setstate(python_state)
-    numpy.random.set_state(numpy_state)
-    torch.set_rng_state(torch_state)
+        put_common(common)

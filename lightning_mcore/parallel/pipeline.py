@@ -9,9 +9,8 @@ becomes a pipeline stage:
   output and unwinds ``training_step``; the schedule catches it and sends the output to the next stage;
 * on the last stage ``self.model(...)`` returns, and ``training_step`` goes on to its loss.
 
-So ``training_step`` calls ``self.model(...)`` exactly once; what stands before the call runs on every stage, what
-stands after it on the last one. ``StageOutput`` derives from ``BaseException``, so ``except Exception`` does not
-swallow it.
+So ``training_step`` calls ``self.model(...)`` exactly once. Code before the call runs on every stage, code after it on
+the last one. ``StageOutput`` derives from ``BaseException``, so ``except Exception`` does not catch it.
 """
 
 import contextlib
@@ -28,7 +27,7 @@ from lightning_mcore.config.layout import ParallelLayout
 
 
 class ChunkFactory(Protocol):
-    """Builds one chunk of the model: the embedding where ``pre_process``, the head where ``post_process``."""
+    """Builds one chunk of the model: with the embedding if ``pre_process``, with the head if ``post_process``."""
 
     def __call__(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> nn.Module:
         """Return the Megatron module of this virtual stage."""
@@ -37,7 +36,7 @@ class ChunkFactory(Protocol):
 
 @runtime_checkable
 class PipelineHost(Protocol):
-    """What a module needs to know of the strategy that runs it; :class:`~lightning_mcore.MCoreStrategy` is one."""
+    """The strategy as a module sees it; :class:`~lightning_mcore.MCoreStrategy` implements it."""
 
     layout: ParallelLayout
 
@@ -51,7 +50,7 @@ class PipelineHost(Protocol):
 
 
 class StageOutput(BaseException):
-    """Carries a chunk's output out of the user's step on every stage but the last."""
+    """Carries a chunk's output, [s, b, h] in the model's dtype, out of the user's step on all stages but the last."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
@@ -65,10 +64,10 @@ class Pipeline(nn.Module):
         chunks: One Megatron module for each virtual stage of this rank.
         is_last: For each chunk, whether it holds the end of the model.
         layout: The layout that the chunks were built for.
-        prepare: Called before the whole model runs outside a schedule, None where nothing is to be prepared.
+        prepare: Called before the whole model runs outside a schedule; None if there is nothing to prepare.
 
     Attributes:
-        boundaries_on_host: Whether the layers want the boundaries of packed sequences in tensors of the host.
+        boundaries_on_host: Whether the layers take the boundaries of packed sequences in tensors on the host.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Pipeline(nn.Module):
         """Run the active chunk; return its output on the last stage.
 
         Raises:
-            StageOutput: On every other stage; for the schedule, not for users.
+            StageOutput: On every other stage; the schedule catches it.
             RuntimeError: A part of a model is called outside the schedule.
         """
         self.num_calls += 1
@@ -106,7 +105,7 @@ class Pipeline(nn.Module):
 
     @contextlib.contextmanager
     def activate(self, chunk: nn.Module, is_last: bool) -> Iterator[None]:
-        """Let calls run ``chunk`` (as the strategy wrapped it) inside the ``with`` block."""
+        """Make calls run ``chunk``, in the strategy's wrappers, inside the ``with`` block."""
         object.__setattr__(self, "_active", (chunk, is_last))  # not a submodule: the wrapped chunk contains ours
         try:
             yield
@@ -114,10 +113,10 @@ class Pipeline(nn.Module):
             self._active = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the chunks behind on the way to another process, such as a worker of a DataLoader.
+        """Leave out the chunks when pickled for another process, such as a worker of a DataLoader.
 
-        Their process groups belong to this one. A module travels there when a dataset or a collate function refers to
-        it. Other copies are whole.
+        Their process groups belong to this process. A module is sent to a worker if a dataset or a collate function
+        refers to it. Other copies are complete.
         """
         if get_spawning_popen() is None:
             return vars(self)
@@ -126,26 +125,26 @@ class Pipeline(nn.Module):
     def _whole_model(self) -> nn.Module:
         if not self.chunks:
             raise RuntimeError(
-                "self.model(...) was called in a worker of a DataLoader, which has no model; call it in a step"
+                "self.model(...) was called in a worker of a DataLoader, which lacks the model; call it in a step"
             )
         if len(self.chunks) == 1 and self.is_last[0] and self.layout.pipeline_model_parallel_size == 1:
             if self._prepare is not None:
                 self._prepare()
             return self.chunks[0]
         raise RuntimeError(
-            "self.model(...) was called outside a step, where this rank holds only a part of the model; "
+            "self.model(...) was called outside a step, but this rank holds only a part of the model; "
             "run it with self.run_forward('method', batch)"
         )
 
 
 def check_uniform_recompute(config: TransformerConfig) -> None:
-    """Refuse groups of recomputed layers that do not divide the layers of a chunk.
+    """Refuse ``recompute_num_layers`` that does not divide the layers of each chunk.
 
     Args:
-        config: The transformer's.
+        config: The transformer's config.
 
     Raises:
-        ValueError: They do not.
+        ValueError: It does not divide them.
     """
     if config.recompute_granularity != "full" or config.recompute_method != "uniform":
         return
@@ -159,7 +158,7 @@ def check_uniform_recompute(config: TransformerConfig) -> None:
 
 
 def _layers_of_chunks(config: TransformerConfig) -> set[int]:
-    """Return how many layers the chunks of the stages have."""
+    """Return the different numbers of layers of the chunks on all stages."""
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         return {chunk.count(LayerType.decoder) for stage in layout.layout for chunk in stage}

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of every random number generator of a rank: taken, put back, and as plain values for a checkpoint.
+"""The state of all random number generators of a rank: taken, restored, and as plain values for a checkpoint.
 
-Lightning saves none of them, so a resumed run with dropout or a shuffling sampler would draw other numbers than the run
-that was interrupted. ``strategy/resume.py`` decides *when* a state is taken and put back; this file knows *what* it is:
+Lightning saves none of them, so a resumed run with dropout or a shuffling sampler would draw other numbers than the
+interrupted run. ``strategy/resume.py`` decides *when* a state is taken and restored; this file knows *what* it is:
 
 ==========  =========================================================================================
-common      python's ``random``, numpy and torch on the CPU: datasets, samplers and augmentation draw here
+common      python's ``random``, numpy and torch on the CPU: datasets, samplers and augmentation use them
 device      the default generator of this rank's GPU; none on the CPU, where it is torch's own
-tracker     Megatron's named generators, which draw dropout (and initial weights) inside parallel layers
+tracker     Megatron's named generators, for dropout (and initial weights) inside parallel layers
 ==========  =========================================================================================
 
-On the layout that saved it, each rank gets back all three. Elsewhere the tracker's states belong to places that do not
-exist any more, so :func:`pick` hands out the common state of the rank that read the same data, or of a rank in its
-stead, and :func:`put` seeds device and tracker afresh from it: reproducible, though not what the interrupted run would
-have drawn.
+On the layout that saved it, each rank gets back all three. On another layout the tracker's states belong to ranks that
+no longer exist. Then :func:`pick` returns the common state of the rank that read the same data, or of another rank if
+there is none, and :func:`put` seeds device and tracker from it. This is reproducible, but not what the interrupted run
+would have drawn.
 """
 
 import dataclasses
@@ -33,14 +33,14 @@ Plain = dict[str, Any]
 
 @dataclass(frozen=True)
 class RandomState:
-    """The generators of one rank at one moment; see the module's docstring.
+    """The generators of one rank at one moment, as the module's docstring describes them.
 
     Attributes:
         python: As ``random.getstate()``.
         numpy: As ``numpy.random.get_state()``.
-        torch: As ``torch.get_rng_state()``.
-        device: As ``torch.cuda.get_rng_state()``; None on the CPU.
-        tracker: Megatron's states by name; None where only the common state was asked for.
+        torch: As ``torch.get_rng_state()``, [bytes] uint8.
+        device: As ``torch.cuda.get_rng_state()``, [bytes] uint8; None on the CPU.
+        tracker: Megatron's states by name; None in a common state.
     """
 
     python: tuple[Any, ...]
@@ -51,35 +51,35 @@ class RandomState:
 
 
 def take_common() -> RandomState:
-    """Return the state from which data is drawn; takes some ten microseconds."""
+    """Return the common state, which decides the data; takes about ten microseconds."""
     state: Any = numpy.random.get_state()
     return RandomState(random.getstate(), state, torch.get_rng_state())
 
 
 def take(device: torch.device) -> RandomState:
-    """Return all of this rank's states."""
+    """Return the whole state of this rank."""
     gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return dataclasses.replace(take_common(), device=gpu, tracker=tensor_parallel.get_cuda_rng_tracker().get_states())
 
 
 def put_common(state: RandomState) -> None:
-    """Go on from the common part of a state."""
+    """Restore the common part of a state."""
     random.setstate(state.python)
     numpy.random.set_state(state.numpy)
     torch.set_rng_state(state.torch)
 
 
 def put(state: RandomState, device: torch.device) -> None:
-    """Go on from a state.
+    """Restore a state.
 
     Args:
-        state: What :func:`take` returned. One without a tracker, as :func:`pick` returns it for another layout, seeds
-            device and tracker from the common state, alike on every rank that has the same.
-        device: This rank's.
+        state: Result of :func:`take`. If it has no tracker, as on another layout, device and tracker are seeded from
+            the common state, with the same seed on every rank that has the same common state.
+        device: Device of this rank.
     """
     put_common(state)
     if state.tracker is None:
-        _seed_afresh(state)
+        _seed_device_and_tracker(state)
         return
     if state.device is not None and device.type == "cuda":
         torch.cuda.set_rng_state(state.device, device)
@@ -89,24 +89,28 @@ def put(state: RandomState, device: torch.device) -> None:
 
 
 def draw_other_numbers() -> None:
-    """Let the common generators draw other numbers than those that are next, alike where their states are alike."""
-    seed = int(torch.randint(2**31, ()))
+    """Seed the common generators with a number drawn from torch's, the same on ranks with the same state."""
+    seed_common(int(torch.randint(2**31, ())))
+
+
+def seed_common(seed: int) -> None:
+    """Seed python, numpy and torch on the CPU; generators of CUDA stay as they are."""
     random.seed(seed)
     numpy.random.seed(seed)
     torch.default_generator.manual_seed(seed)
 
 
-def _seed_afresh(state: RandomState) -> None:
-    """Seed Megatron's tracker, and on CUDA the default generator, with a number that the common state decides."""
+def _seed_device_and_tracker(state: RandomState) -> None:
+    """Seed Megatron's tracker, and on CUDA the default generator, with a number drawn from the common state."""
     generator = torch.Generator()
     generator.set_state(state.torch)
     seed = int(torch.randint(2**31 - 2**20, (), generator=generator))
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    torch.set_rng_state(state.torch)  # on the CPU the line above seeds torch's own generator too
+    torch.set_rng_state(state.torch)  # on the CPU, the line above also seeds torch's generator
 
 
 def to_plain(state: RandomState) -> Plain:
-    """Return a state as numbers and tensors, which ``torch.load(weights_only=True)`` reads."""
+    """Return a state as numbers and tensors, which ``torch.load(weights_only=True)`` can read."""
     version, words, gauss = state.python
     name, key, position, has_gauss, cached = state.numpy
     plain: Plain = {
@@ -129,7 +133,7 @@ def to_plain(state: RandomState) -> Plain:
 
 
 def from_plain(plain: Mapping[str, Any]) -> RandomState:
-    """Return the state that :func:`to_plain` was given."""
+    """Rebuild a state from the result of :func:`to_plain`."""
     python, numbers = plain["python"], plain["numpy"]
     return RandomState(
         python=(python["version"], tuple(_words(python["words"]).tolist()), python["gauss"]),
@@ -147,7 +151,7 @@ def from_plain(plain: Mapping[str, Any]) -> RandomState:
 
 
 def _tensor(words: Any) -> Tensor:
-    """Return 32-bit words as the int32 tensor of the same bits."""
+    """Return 32-bit words as an int32 tensor, [words], of the same bits."""
     return torch.from_numpy(numpy.asarray(words, dtype=numpy.uint32).view(numpy.int32).copy())
 
 
@@ -156,17 +160,17 @@ def _words(tensor: Tensor) -> Any:
 
 
 def pick(places: Sequence[Mapping[str, int]], mine: Mapping[str, int]) -> tuple[int, bool]:
-    """Return which saved rank's state this rank takes, and whether it is its very own.
+    """Return whose saved state this rank takes, and whether it is its own.
 
     Args:
-        places: Of every rank that saved: its coordinates and the sizes of the axes, under any names, one of which is
+        places: For each rank that saved a state, its coordinates and the sizes of the axes by name; one of the names is
             ``data_parallel_rank``.
-        mine: The same of this rank.
+        mine: The same values for this rank.
 
     Returns:
-        The index into ``places`` and True, where a rank stood in the same place of the same layout. Otherwise the first
-        rank with the same data-parallel rank, or, where there were fewer of those, that rank modulo their number: all
-        ranks of one model copy must draw the same data.
+        The index into ``places`` of the rank at the same place of the same layout, and True. If there is none, the
+        index of the first rank with the same data-parallel rank, modulo their number if there were fewer, and False:
+        all ranks of one model copy must draw the same data.
     """
     for index, place in enumerate(places):
         if place == mine:

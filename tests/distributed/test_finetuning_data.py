@@ -235,9 +235,11 @@ def test_a_fault_is_told_by_every_rank_in_one_sentence(tmp_path: Path) -> None:
     first, second = run_ranks(2, fail, str(tmp_path), timeout=120)
     assert first == second
     assert not any("\n" in sentence for sentence in first.values())
-    broken = "line 9 of broken/1.jsonl is no JSON object: Expecting ',' delimiter at column 15; mend it or leave it out"
+    broken = "line 9 of broken/1.jsonl is not a JSON object: Expecting ',' delimiter at column 15; fix or delete it"
     assert first["line"] == first["line-stream"] == broken
-    assert first["missing"].startswith("train_files='nothing/*.jsonl' is no file; give a file, a folder or a pattern")
+    assert first["missing"].startswith(
+        "train_files='nothing/*.jsonl' does not exist; give a file, a folder or a pattern"
+    )
     assert first["long"].startswith(
         "1 of 10 samples of train_files='long/*.jsonl' take more than the 64 tokens of a row"
     )
@@ -246,7 +248,7 @@ def test_a_fault_is_told_by_every_rank_in_one_sentence(tmp_path: Path) -> None:
     )
     assert first["small"].startswith("the dataset has 1 rows, fewer than the 4 of a global batch")
     assert first["small-stream"] == (
-        "the stream of small/0.jsonl has 1 rows, which fill no batch: each of 2 data-parallel ranks needs 2 rows from"
+        "the stream of small/0.jsonl has 1 rows, too few for a batch: each of 2 data-parallel ranks needs 2 rows from"
         " one of its 1 readers, 4 on all of them (packed 1 of 1 samples, 32 tokens, into 1 rows, 50.00% filled); give"
         " more data, or lower batch_size, num_workers or the number of ranks"
     )
@@ -255,7 +257,7 @@ def test_a_fault_is_told_by_every_rank_in_one_sentence(tmp_path: Path) -> None:
         " same columns, or read them in two runs"
     )
     assert first["row"].startswith(
-        "seq_length=66 is not a multiple of 4, which the layout and the precision of this run"
+        "seq_length=66 is not a multiple of 4, as the layout and the precision of this run require"
     )
 
 
@@ -337,6 +339,6 @@ def test_a_run_goes_on_with_the_data_that_it_had_or_says_what_changed(tmp_path: 
     assert said.pop("") == ("", "")
     for change, (within, after) in said.items():
         assert within.startswith("the checkpoint was taken in the middle of an epoch of other data: it differs in ")
-        assert after.startswith("the run goes on with other training data than before: it differs in ")
+        assert after.startswith("the run continues with other training data than before: it differs in ")
         assert change in within, change
         assert change in after, change

@@ -266,13 +266,13 @@ def test_a_run_that_would_change_the_order_is_refused(two: list[str], tmp_path: 
     for changed, sentence in [
         (
             {"max_steps": 4},
-            "the run now needs 16 training samples, and the checkpoint's run drew 8, on which the order of all samples"
-            " depends; give train_samples=8 to read these again when they are used up, or begin a new run with"
+            "the run now needs 16 training samples, but the run of the checkpoint drew 8, and the order of all samples"
+            " depends on it; give train_samples=8 to read these again when they are used up, or begin a new run with"
             " load_weights",
         ),
         (
             {"train_samples": 12},
-            "train_samples=12, and the checkpoint's run drew 8, on which the order of all samples depends; give"
+            "train_samples=12, but the run of the checkpoint drew 8, and the order of all samples depends on it; give"
             " train_samples=8, or begin a new run with load_weights",
         ),
         (
@@ -306,7 +306,9 @@ def test_a_checkpoint_that_is_read_after_the_loader_was_made_is_refused(two: lis
     state = data.state_dict()
     assert state["train_samples"] == 40
     data.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"the training loader of 40 samples was made before the checkpoint was read"):
+    with pytest.raises(
+        ValueError, match=r"the training loader was made with 40 samples before the checkpoint was read"
+    ):
         data.load_state_dict({**state, "train_samples": 80})
 
 
@@ -364,9 +366,12 @@ def test_a_crash_leaves_no_half_of_the_index_files(
         ({"paths": {"a": 1, "b": -0.5}}, "data_paths gives b the weight -0.5; give a positive number, or leave the"),
         ({"paths": {"a": 0}}, "data_paths gives a the weight 0; give a positive number, or leave the dataset out"),
         ({"paths": {"a": float("nan")}}, "data_paths gives a the weight nan; give a positive number"),
-        ({"split": "90,5,3,2"}, "split='90,5,3,2' is no list of shares for training, validation and test; give up to"),
-        ({"split": "90;10"}, "split='90;10' is no list of shares"),
-        ({"split": "0,0,0"}, "split='0,0,0' leaves nothing to any split; give a positive share"),
+        (
+            {"split": "90,5,3,2"},
+            "split='90,5,3,2' is not a list of shares for training, validation and test; give up to",
+        ),
+        ({"split": "90;10"}, "split='90;10' is not a list of shares"),
+        ({"split": "0,0,0"}, "split='0,0,0' has no positive share; give at least one"),
         ({"val_paths": "b"}, "data_paths and val_paths are both given; give one blend to split, or one for each split"),
         ({"paths": None, "train_paths": "a", "split": "1"}, "split='1' divides data_paths, which is not given; give"),
     ],
@@ -399,7 +404,7 @@ REFUSALS: dict[str, tuple[Callable[[list[str]], Any], dict[str, Any], dict[str, 
         lambda two: two.__setitem__(0, two[0] + ".bin"),
         {},
         {},
-        "ValueError: A.bin is a file; give what both files of the dataset begin with, A",
+        "ValueError: A.bin is a file; give the prefix of both files of the dataset, A",
     ),
     "too small": (
         lambda two: make_dataset(Path(two[0]), 1, documents=10),
@@ -412,7 +417,7 @@ REFUSALS: dict[str, tuple[Callable[[list[str]], Any], dict[str, Any], dict[str, 
         lambda two: None,
         {"paths": 2, "train_samples": 5000},
         {},
-        "ValueError: the train split has 168 rows of seq_length=8, fewer than the 5000 that are asked for; give the"
+        "ValueError: the train split has 168 rows of seq_length=8, fewer than the 5000 requested; give the"
         " datasets weights, so that they are repeated, or ask for fewer",
     ),
     "less than a batch": (
@@ -425,13 +430,13 @@ REFUSALS: dict[str, tuple[Callable[[list[str]], Any], dict[str, Any], dict[str, 
         lambda two: None,
         {"reset_position_ids": True},
         {},
-        "ValueError: reset_position_ids=True needs the end-of-document token, and the datasets name none; give",
+        "ValueError: reset_position_ids=True needs the end-of-document token, but the datasets name none; give",
     ),
     "vocabulary": (
         lambda two: Path(facts_path(two[0])).write_text('{"vocab_size": 300}'),
         {},
         {},
-        "ValueError: A was made with a vocabulary of 300 and the model has vocab_size=256; choose vocab_size=300 or",
+        "ValueError: A was made with a vocabulary of 300 but the model has vocab_size=256; choose vocab_size=300 or",
     ),
     "longer than the model": (
         lambda two: None,
@@ -474,7 +479,7 @@ def test_a_megatron_core_without_its_compiled_part_is_refused(two: list[str], mo
 def test_weights_without_an_end_are_refused(two: list[str]) -> None:
     data = make_data({two[0]: 1, two[1]: 2})
     data.setup("fit")
-    with pytest.raises(ValueError, match=r"have no end of their own; give train_samples, or Trainer\(max_steps=\)"):
+    with pytest.raises(ValueError, match=r"are repeated without end; give train_samples, or Trainer\(max_steps=\)"):
         data.train_dataloader()
 
 
@@ -486,7 +491,7 @@ def test_a_loader_before_setup_is_refused(two: list[str]) -> None:
 def test_more_validation_than_there_is_is_refused(two: list[str]) -> None:
     data = make_data(two[0], split="80,20", val_samples=500)
     data.setup("validate")
-    with pytest.raises(ValueError, match=r"val_samples=500 is more than the \d+ rows that there are; choose"):
+    with pytest.raises(ValueError, match=r"val_samples=500 is more than the \d+ rows of the split; choose"):
         data.val_dataloader()
 
 
@@ -537,7 +542,7 @@ def test_index_files_that_changed_are_made_anew_and_nothing_in_them_runs(
             assert rows() == first
             assert file.read_bytes() == whole
     assert not mark.exists()
-    assert sum("the index files of the dataset are made anew: " in line for line in caplog.messages) == 3 * len(files)
+    assert sum("the index files of the dataset are made again: " in line for line in caplog.messages) == 3 * len(files)
     # between the check and the moment at which a rank reads
     folder, request = files[0].parent, make_data(two[0], train_samples=40)._request(0, 40)
     if not blend:
@@ -567,7 +572,7 @@ def test_tokens_that_are_not_those_that_were_written_are_refused_when_they_are_r
     stat = file.stat()
     file.write_bytes(whole[:300] + bytes(16) + whole[316:])
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # so that nothing but the content says it
-    with pytest.raises(ValueError, match=r"a\.bin is not as it was written: .* differs in the bytes from 0 on"):
+    with pytest.raises(ValueError, match=r"a\.bin has changed since it was written: .* differs from byte 0 on"):
         train_rows(make_data(two[0], train_samples=40))
     file.write_bytes(whole)
     assert train_rows(make_data(two[0], train_samples=40)) == rows

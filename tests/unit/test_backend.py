@@ -148,8 +148,8 @@ def test_transformer_engine_is_chosen_where_it_can_run(
     ("choice", "device", "installed", "error", "sentence"),
     [
         ("transformer_engine", "cuda", False, ModuleNotFoundError, r"not installed; install lightning-mcore\[te\]"),
-        ("transformer_engine", "cpu", True, ValueError, "needs a CUDA device and this run is on 'cpu'"),
-        ("transformer_engine", "cpu", False, ValueError, "needs a CUDA device and this run is on 'cpu'"),
+        ("transformer_engine", "cpu", True, ValueError, "needs a CUDA device but this run is on 'cpu'"),
+        ("transformer_engine", "cpu", False, ValueError, "needs a CUDA device but this run is on 'cpu'"),
         ("te", "cuda", True, ValueError, "transformer_impl='te' is unknown; choose 'auto', 'local' or"),
     ],
 )
@@ -368,7 +368,7 @@ def test_a_transformer_engine_that_was_not_tested_is_named(
     sentence = backend.untested_versions(megatron_core, transformer_engine)
     assert (sentence is None) == tested
     if sentence is not None:
-        assert f"TransformerEngine {transformer_engine} with megatron-core {megatron_core}" in sentence
+        assert f"TransformerEngine {transformer_engine} is untested with megatron-core {megatron_core}" in sentence
 
 
 def test_choosing_an_untested_transformer_engine_is_logged_once(
@@ -380,7 +380,7 @@ def test_choosing_an_untested_transformer_engine_is_logged_once(
     backend._warn_of_versions.cache_clear()
     for _ in range(2):
         assert resolve_transformer_impl("auto", "cuda") == "transformer_engine"
-    assert [record.name for record in caplog.records if "outside of what was tested" in record.message] == [
+    assert [record.name for record in caplog.records if "is untested with" in record.message] == [
         "lightning_mcore.layers.spec"
     ]
     backend._warn_of_versions.cache_clear()

@@ -52,10 +52,10 @@ def test_a_block_is_checked_before_anything_of_it_is_given_out(tmp_path: Path) -
     assert blocks.read(np.uint16, 100, 50).tobytes() == content()[50:250]
     assert blocks.read(np.uint8, 10, 2 * BLOCK).tobytes() == content()[-10:]
     for place in (BLOCK - 1, BLOCK, BLOCK + 100):
-        with pytest.raises(ValueError, match=rf"is not as it was written: .* bytes from {BLOCK} on$"):
+        with pytest.raises(ValueError, match=rf"has changed since it was written: .* from byte {BLOCK} on$"):
             blocks.read(np.uint16, 1, place)
     file.write_bytes(content()[:-1])
-    with pytest.raises(ValueError, match="has 131081 bytes and had 131082 when it was written"):
+    with pytest.raises(ValueError, match="has 131081 bytes but had 131082 when it was written"):
         CheckedBlocks(str(file), sums, "file")
 
 
@@ -98,7 +98,7 @@ def test_a_fingerprint_of_large_files_sees_what_is_put_in_and_the_ends(
     assert fingerprints([str(file)]) != whole
 
 
-def test_a_folder_of_a_cache_is_cached_anew_when_it_is_not_as_it_was_made(
+def test_a_folder_of_a_cache_is_made_again_when_it_has_changed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, made = tmp_path / "cache" / "key", []
@@ -130,7 +130,7 @@ def test_a_folder_of_a_cache_is_cached_anew_when_it_is_not_as_it_was_made(
             damages()
         assert len(made) == number + 2
         assert len(caplog.messages) == number + 1
-        assert caplog.messages[-1].startswith("the things are made anew: ")
+        assert caplog.messages[-1].startswith("the things are made again: ")
 
 
 def test_what_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_function_in_a_checkpoint_is_imported_where_the_user_names_it(
     field = {name: f"{EVIL}.activation"}
     path = a_checkpoint(tmp_path, model, transformer=field)
     for read in (MCoreGPT.from_pretrained, planned_settings, MCoreGPT.load_from_checkpoint):
-        with pytest.raises(ValueError, match=rf"{name}='{EVIL}\.activation', and code is not imported because a file"):
+        with pytest.raises(ValueError, match=rf"{name}='{EVIL}\.activation', but a file may only name"):
             read(path)
     assert not ran.exists()
     assert MCoreGPT.from_pretrained(path, transformer=field).hparams["transformer"][name] == f"{EVIL}.activation"
@@ -128,7 +128,7 @@ def test_a_function_in_a_checkpoint_is_imported_where_the_user_names_it(
     ],
 )
 def test_no_other_function_fits_into_a_checkpoint(name: str, path: Any) -> None:
-    with pytest.raises(ValueError, match=rf"a\.ckpt has {name}=.*, and code is not imported because a file names it"):
+    with pytest.raises(ValueError, match=rf"a\.ckpt has {name}=.*, but a file may only name"):
         refuse_recorded_code("a.ckpt", {name: path})
 
 
@@ -212,6 +212,6 @@ def test_code_of_a_tokenizer_is_not_run_and_nobody_is_asked(
 def test_a_damaged_tokenizer_is_one_sentence(door: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "BPE", "vocab": 3}}')
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    with pytest.raises((ValueError, FileNotFoundError), match=r"cannot be loaded|finds nothing it can read") as refusal:
+    with pytest.raises((ValueError, FileNotFoundError), match=r"cannot be loaded|cannot read the folder") as refusal:
         TOKENIZER_DOORS[door](str(tmp_path))
     assert "\n" not in str(refusal.value)

@@ -58,13 +58,13 @@ def test_prompt_and_response_may_have_other_names_and_null_is_empty() -> None:
             ["text", "id"],
             "auto",
             "the columns 'text', 'id' fit none of the formats (prompt_response: prompt, response; messages: messages;"
-            " sharegpt: conversations; alpaca: instruction, output); rename columns, or name those of your prompts and"
-            " responses with prompt_column and response_column",
+            " sharegpt: conversations; alpaca: instruction, output); rename columns, or give the names of yours as"
+            " prompt_column and response_column",
         ),
         (
             ["instruction", "input"],
             "alpaca",
-            "format='alpaca' needs the column 'output', and the data has 'instruction', 'input'; choose another"
+            "format='alpaca' needs the column 'output', but the data has 'instruction', 'input'; choose another"
             " format, or name the columns with prompt_column and response_column",
         ),
         (
@@ -96,8 +96,8 @@ def test_columns_that_fit_no_form_are_named(columns: list[str], format: Any, sen
         (
             {"messages": [{"from": "human", "value": "Hi"}]},
             ValueError,
-            "message 0 of row 7 has the fields 'from', 'value'; it needs 'role' and 'content', or choose another"
-            " format",
+            "message 0 of row 7 has the fields 'from', 'value' but needs 'role' and 'content'; rename the fields or"
+            " choose another format",
         ),
         (
             {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}]},
@@ -108,7 +108,7 @@ def test_columns_that_fit_no_form_are_named(columns: list[str], format: Any, sen
         (
             {"messages": "Hi"},
             TypeError,
-            "row 7 has no list of messages; give a list of objects with 'role' and 'content'",
+            "row 7 does not have a list of messages; give a list of objects with 'role' and 'content'",
         ),
         (
             {"prompt": 3, "response": "Hello"},

@@ -126,7 +126,7 @@ def test_only_what_a_stage_needs_is_read(tmp_path: Path) -> None:
     module.setup("test")
     assert samples_of(module.val_dataloader()) == samples_of(module.test_dataloader()) == expected(rows)
     assert opened(tmp_path, files["test"]).val_dataloader() == []
-    with pytest.raises(RuntimeError, match=r"the train data is not there yet; call prepare_data\(\) and setup\(\)"):
+    with pytest.raises(RuntimeError, match=r"the train data is not set up yet; call prepare_data\(\) and setup\(\)"):
         module.train_dataloader()
 
 
@@ -209,18 +209,20 @@ def test_a_broken_line_has_a_file_and_a_number(tmp_path: Path) -> None:
     for line, reason in {
         '{"prompt": "a", "response": }': "Expecting value at column 29",
         '{"prompt": "a", "response": "b"} {"prompt"': "Extra data at column 34",
-        '["a", "b"]': "it holds list and not named columns",
+        '["a", "b"]': "it holds list instead of named columns",
     }.items():
         broken.write_text('{"prompt": "a", "response": "b"}\n\n' + line + "\n")
         for said in (refusal, stream):
             found = said(tmp_path, [whole, str(broken)])
-            assert found == f"line 3 of b.jsonl is no JSON object: {reason}; mend it or leave it out", line
+            assert found == f"line 3 of b.jsonl is not a JSON object: {reason}; fix or delete it", line
 
 
 def test_a_file_of_zeros_is_a_broken_line(tmp_path: Path) -> None:
     (tmp_path / "zeros.jsonl").write_bytes(bytes(1000))
     for said in (refusal, stream):
-        assert said(tmp_path, [str(tmp_path / "zeros.jsonl")]).startswith("line 1 of zeros.jsonl is no JSON object: ")
+        assert said(tmp_path, [str(tmp_path / "zeros.jsonl")]).startswith(
+            "line 1 of zeros.jsonl is not a JSON object: "
+        )
 
 
 def stream(folder: Path, files: Any) -> str:
@@ -262,20 +264,20 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         "no files": refusal(tmp_path, []),
     }
     assert said == {
-        "missing": "train_files='missing.jsonl' is no file; give a file, a folder or a pattern that exists",
-        "pattern": "train_files='missing/*.jsonl' is no file; give a file, a folder or a pattern that exists",
+        "missing": "train_files='missing.jsonl' does not exist; give a file, a folder or a pattern that exists",
+        "pattern": "train_files='missing/*.jsonl' does not exist; give a file, a folder or a pattern that exists",
         "folder": "train_files='empty' is a folder without jsonl or parquet files; give a file, a folder or a pattern"
         " that exists",
         "suffix": "train_files has the file 'a.csv'; give files that end with .jsonl, .json or .parquet",
         "kinds": "train_files has files of JSON and of parquet; give files of one kind",
         "twice": "train_files has the file 'a.jsonl' twice; name each file once",
-        "columns": "other.jsonl has the columns question, response, and a.jsonl has prompt, response; give files with"
+        "columns": "other.jsonl has the columns question, response but a.jsonl has prompt, response; give files with"
         " the same columns, or read them in two runs",
         "empty": "empty.jsonl is empty; leave it out",
-        "bytes": "line 1 of latin.jsonl is no JSON object: it is not UTF-8 at byte 12; mend it or leave it out",
+        "bytes": "line 1 of latin.jsonl is not a JSON object: it is not UTF-8 at byte 12; fix or delete it",
         "no files": "train_files is an empty list; give at least one file",
     }
-    assert refusal(tmp_path, str(tmp_path / "cut.parquet")).startswith("cut.parquet is no whole parquet file: ")
+    assert refusal(tmp_path, str(tmp_path / "cut.parquet")).startswith("cut.parquet is not a complete parquet file: ")
 
 
 def test_rows_that_cannot_be_read_are_named(tmp_path: Path) -> None:
@@ -286,7 +288,7 @@ def test_rows_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     assert stream(tmp_path, file) == sentence
     silent = write(tmp_path / "silent.jsonl", [{"prompt": "q", "response": ""}])
     assert refusal(tmp_path, silent) == (
-        "nothing in train_files='silent.jsonl' can be learnt (packed 0 of 1 samples, 0 tokens, into 0 rows; left out"
+        "train_files='silent.jsonl' has nothing to learn (packed 0 of 1 samples, 0 tokens, into 0 rows; left out"
         " 1 without an answer); give rows with answers"
     )
     share = {"validation_share": 0.01}
@@ -310,7 +312,7 @@ def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="larger vocab_size") as raised:
         module.setup("fit")
     assert str(raised.value) == (
-        "row 0 of train_files has the token 258, and the model's vocab_size=258 ends at 257; use the model's own"
+        "row 0 of train_files has the token 258, but the model's vocab_size=258 ends at 257; use the model's own"
         " tokenizer, or a larger vocab_size"
     )
     module.streaming = True
@@ -323,9 +325,9 @@ def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None
     ("options", "sentence"),
     [
         ({"batch_size": 0}, "batch_size=0 is too small"),
-        ({"validation_share": 1.0}, "validation_share=1.0 is no share; choose 0 or more, and less than 1"),
-        ({"validation_share": 0.1, "validation_files": "b"}, "both say what to validate on; give one of them"),
-        ({"validation_share": 0.1, "streaming": True}, "the share of a stream is not known; give validation_files"),
+        ({"validation_share": 1.0}, "validation_share=1.0 is out of range; choose 0 or more and less than 1"),
+        ({"validation_share": 0.1, "validation_files": "b"}, "are both given; give one of them"),
+        ({"validation_share": 0.1, "streaming": True}, "the length of a stream is not known; give validation_files"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:

@@ -57,7 +57,7 @@ def test_a_stream_that_fills_no_batch_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [*exchanges(3), SILENT["empty"]])
     for workers in (0, 2):
         assert refusal(tmp_path, batch_size=8, packing=False, num_workers=workers) == (
-            "the stream of a.jsonl has 3 rows, which fill no batch: each of 1 data-parallel ranks needs 8 rows from one"
+            "the stream of a.jsonl has 3 rows, too few for a batch: each of 1 data-parallel ranks needs 8 rows from one"
             f" of its {max(1, workers)} readers, 8 on all of them (packed 3 of 4 samples, 76 tokens, into 3 rows,"
             " 100.00% filled; left out 1 without an answer); give more data, or lower batch_size, num_workers or the"
             " number of ranks"
@@ -68,7 +68,7 @@ def test_a_stream_that_fills_no_batch_is_refused(tmp_path: Path) -> None:
 def test_a_stream_that_teaches_nothing_is_refused(tmp_path: Path, packing: bool) -> None:
     write(tmp_path / "a.jsonl", [SILENT["empty"], SILENT["null"]])
     assert refusal(tmp_path, packing=packing) == (
-        "nothing in a.jsonl can be learnt (packed 0 of 2 samples, 0 tokens, into 0 rows; left out 2 without an"
+        "a.jsonl has nothing to learn (packed 0 of 2 samples, 0 tokens, into 0 rows; left out 2 without an"
         " answer); give rows with answers"
     )
 
@@ -102,7 +102,7 @@ def test_a_stream_of_padded_rows_counts_their_tokens(tmp_path: Path, said: list[
     left = 9  # the third sample fills no batch
     assert said == [
         f"epoch 0 of the stream: packed 3 of 3 samples, {tokens + left} tokens, into 3 rows,"
-        f" {(tokens + left) / (places + left):.2%} filled; rows that fill no batch of all ranks, left out: 1"
+        f" {(tokens + left) / (places + left):.2%} filled; 1 rows left out, which do not fill a batch on all ranks"
     ]
 
 
@@ -143,7 +143,7 @@ def test_a_file_with_other_columns_is_named_in_any_order(tmp_path: Path, other: 
     (tmp_path / "empty.jsonl").write_text("")
     for options in ({"streaming": False}, {"seed": 0}, {"seed": 1}, {"shuffle_buffer": 1}):
         assert refusal(tmp_path, **options) == (
-            f"b.jsonl has the columns {columns}, and a.jsonl has prompt, response; give files with the same columns, or"
+            f"b.jsonl has the columns {columns} but a.jsonl has prompt, response; give files with the same columns, or"
             " read them in two runs"
         ), options
 
@@ -162,7 +162,7 @@ def test_a_row_without_a_column_is_refused() -> None:
     with pytest.raises(ValueError, match="row 3 has") as raised:
         ConversationReader(["prompt", "response"]).messages({"prompt": "q", "id": 5}, "row 3")
     assert str(raised.value) == (
-        "row 3 has the columns 'prompt', 'id', and not 'response'; give rows with the same columns"
+        "row 3 has the columns 'prompt', 'id' but not 'response'; give rows with the same columns"
     )
 
 

@@ -69,7 +69,7 @@ def test_evaluation_may_have_a_batch_size_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"validation_share": 2.5}, "validation_share=2.5 is no share"),
+        ({"validation_share": 2.5}, "validation_share=2.5 is out of range"),
         ({"validation_share": 6}, "validation_share=6 of 6 samples leaves none to train on"),
         ({"eval_batch_size": 0}, "eval_batch_size=0"),
         ({"pad_to_seq_length": 1}, "pad_to_seq_length"),

@@ -89,7 +89,7 @@ def test_the_end_of_an_epoch_says_what_became_of_the_samples(
     assert len(capture_info) == 1
     assert capture_info[0].startswith("epoch 0 of the stream: packed 61 of 61 samples")
     # 31 and 30 samples, of which each worker leaves out what fills no batch of 7
-    assert capture_info[0].endswith("; rows that fill no batch of all ranks, left out: 5")
+    assert capture_info[0].endswith("; 5 rows left out, which do not fill a batch on all ranks")
 
 
 @pytest.fixture
@@ -194,16 +194,16 @@ def test_what_cannot_go_on_says_so(tmp_path: Path) -> None:
     next(iter(loader))
     state = loader.state_dict()
     refused = {
-        "num_workers=0, and now num_workers=2": StreamLoader(None, settings(tmp_path), 0, 2, 2),
-        "data_parallel_rank=0, and now data_parallel_rank=1": StreamLoader(None, settings(tmp_path), 1, 2, 0),
-        "batch_size=1, and now batch_size=2": StreamLoader(None, settings(tmp_path, batch_size=2), 0, 2, 0),
-        "seed=3, and now seed=4": StreamLoader(None, settings(tmp_path, seed=4), 0, 2, 0),
+        "num_workers=0, but now num_workers=2": StreamLoader(None, settings(tmp_path), 0, 2, 2),
+        "data_parallel_rank=0, but now data_parallel_rank=1": StreamLoader(None, settings(tmp_path), 1, 2, 0),
+        "batch_size=1, but now batch_size=2": StreamLoader(None, settings(tmp_path, batch_size=2), 0, 2, 0),
+        "seed=3, but now seed=4": StreamLoader(None, settings(tmp_path, seed=4), 0, 2, 0),
     }
     for change, other in refused.items():
         with pytest.raises(ValueError, match="the checkpoint was taken in the middle of an epoch") as raised:
             other.load_state_dict(state)
         assert change in str(raised.value)
-    with pytest.raises(RuntimeError, match="1 batches of the stream were handed out, and a checkpoint after 5"):
+    with pytest.raises(RuntimeError, match="1 batches of the stream were handed out, but the checkpoint was asked for"):
         loader._running.state(5)  # type: ignore[union-attr]
 
 

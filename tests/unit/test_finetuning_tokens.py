@@ -110,32 +110,32 @@ def test_without_a_template_a_response_follows_its_prompt_and_ends() -> None:
         (
             characters(FORGETS),
             TALK,
-            "the chat template writes the first 3 of the 5 messages of row 5 differently when more follow, so that"
-            " assistant turns cannot be told apart; mark them in the template with {% generation %}, or choose"
+            "the chat template writes the first 3 of the 5 messages of row 5 differently when more follow, so"
+            " assistant turns cannot be located; mark them in the template with {% generation %}, or choose"
             " loss_on='all'",
         ),
         (
             characters(),
             TALK[2:],
-            "row 5 begins with an assistant turn, and the chat template does not tell where it starts; begin with a"
+            "row 5 begins with an assistant turn, and the chat template does not show where it starts; begin with a"
             " system or user turn, or mark assistant turns in the template with {% generation %}",
         ),
         (
             characters(MARKS_NOTHING),
             TALK,
-            "the chat template marks 0 stretches of tokens in row 5, which has 2 assistant turns; put {% generation %}"
-            " around the text and the end of each turn, and of nothing else",
+            "the chat template marks 0 parts of row 5, which has 2 assistant turns; put {% generation %}"
+            " around the text and the end token of each turn, and around nothing else",
         ),
         (
             characters("{{ raise_exception('roles must alternate') }}"),
             TALK,
-            "the chat template refuses row 5: roles must alternate; mend the row or the template",
+            "the chat template refuses row 5: roles must alternate; fix the row or the template",
         ),
         (
             characters(None),
             TALK,
-            "row 5 has the turns system, user, assistant, user, assistant, and without a chat template one prompt with"
-            " one response is all that can be written; set tokenizer.chat_template",
+            "row 5 has the turns system, user, assistant, user, assistant, but without a chat template only one prompt"
+            " with one response is possible; set tokenizer.chat_template",
         ),
     ],
     ids=["forgets", "begins", "marks-nothing", "refuses", "turns-without-template"],
@@ -147,7 +147,7 @@ def test_what_a_template_cannot_write_is_refused(tokenizer: Any, talk: list[dict
 
 
 def test_what_is_no_fitting_tokenizer_is_refused() -> None:
-    with pytest.raises(TypeError, match="tokenizer is of type Tokenizer; give one of transformers"):
+    with pytest.raises(TypeError, match="tokenizer is of type Tokenizer; give a tokenizer of transformers"):
         ChatEncoder(Tokenizer(models.BPE()))
     with pytest.raises(ValueError, match="neither a chat template nor an EOS token"):
         ChatEncoder(characters(None, pad_token="<|user|>"))

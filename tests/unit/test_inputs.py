@@ -163,7 +163,7 @@ def test_a_fraction_of_a_mask_lets_a_token_weigh_less() -> None:
 @pytest.mark.parametrize("missing", ["cu_seqlens", "cu_seqlens_padded"])
 def test_one_kind_of_boundaries_without_the_other_is_refused(missing: str) -> None:
     batch = {name: tensor for name, tensor in packed().items() if name != missing}
-    with pytest.raises(ValueError, match=f"a packed batch has no {missing}; give both"):
+    with pytest.raises(ValueError, match=f"a packed batch lacks {missing}; give both"):
         ModelInputs.of(batch)
 
 
@@ -176,9 +176,9 @@ def test_a_packed_row_that_context_parallel_ranks_cannot_cut_is_refused() -> Non
 
 def test_sequences_without_learned_positions_are_refused() -> None:
     check_places(packed(), 16)
-    with pytest.raises(ValueError, match="a sequence takes 16 places, and seq_length=15 of the model"):
+    with pytest.raises(ValueError, match="a sequence has 16 tokens, more than the seq_length=15 positions of a model"):
         check_places(packed(), 15)
-    with pytest.raises(ValueError, match="a sequence takes 10 places, and seq_length=9"):
+    with pytest.raises(ValueError, match="a sequence has 10 tokens, more than the seq_length=9"):
         check_places(padded(), 9)
 
 

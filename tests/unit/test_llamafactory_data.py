@@ -130,7 +130,7 @@ def test_a_name_that_is_not_there_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="asks for datasets of a hub, and nothing is downloaded silently"):
             read_datasets("d", place)
     (tmp_path / "a.jsonl").unlink()
-    with pytest.raises(FileNotFoundError, match=r"file_name of the dataset 'd' of .* is no file"):
+    with pytest.raises(FileNotFoundError, match=r"file_name of the dataset 'd' of .* does not exist"):
         read_datasets("d", str(tmp_path))
     (tmp_path / "dataset_info.json").write_text('{"d": {}', encoding="utf-8")
     with pytest.raises(ValueError, match=r"line 1 of .*dataset_info\.json is not JSON"):
@@ -192,7 +192,7 @@ def test_a_damaged_dataset_info_is_one_sentence(tmp_path: Path, content: bytes, 
 
 def test_a_name_that_no_file_can_have_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "dataset_info.json").write_text(json.dumps({"d": {"file_name": "a" * 5000}}))
-    with pytest.raises(FileNotFoundError, match="is no file; give a file"):
+    with pytest.raises(FileNotFoundError, match="does not exist; give a file"):
         read_datasets("d", str(tmp_path))
 
 
@@ -250,5 +250,5 @@ def test_texts_may_have_a_row_each(tmp_path: Path) -> None:
 
 def test_too_little_text_for_a_block_is_told(tmp_path: Path) -> None:
     where = entry(tmp_path, [{"text": "ab"}], columns={"prompt": "text"})
-    with pytest.raises(ValueError, match="has 3 tokens in all, fewer than the 65 of a block; choose a smaller"):
+    with pytest.raises(ValueError, match="has 3 tokens in all, fewer than the 65 of one block; choose a smaller"):
         opened(tmp_path, [reading(where, documents=True, joined=True)], packing=True)

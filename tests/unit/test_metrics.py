@@ -142,7 +142,7 @@ def test_padding_that_is_known_by_its_token() -> None:
     efficiency.update(batch)
     assert efficiency.compute() == 5 / 8
 
-    with pytest.raises(ValueError, match=r"a batch with tokens does not say where its padding is; give it lengths"):
+    with pytest.raises(ValueError, match=r"a batch with tokens does not mark its padding; give it lengths"):
         PaddingShare().update(batch)
 
 

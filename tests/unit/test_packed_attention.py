@@ -245,9 +245,9 @@ def test_runs_cover_the_queries_in_order_and_padding_has_no_keys() -> None:
     [
         ({"qkv_format": "sbhd"}, {}, "qkv_format='sbhd'; the torch backend takes 'thd'"),
         ({}, {"attention_mask": torch.zeros(1, 1, 8, 8, dtype=torch.bool)}, "attention_mask is given.*pass None"),
-        ({"local_cp_size": 1}, {}, "context-parallel group of its own.*leave out"),
-        ({"cu_seqlens_kv": torch.tensor([0, 4, 8])}, {}, "other boundaries for keys.*cu_seqlens_kv equal"),
-        ({"cu_seqlens_q_padded": torch.tensor([0, 4, 6])}, {}, "other boundaries|3 real tokens"),
+        ({"local_cp_size": 1}, {}, "its own context-parallel group.*leave out"),
+        ({"cu_seqlens_kv": torch.tensor([0, 4, 8])}, {}, "different boundaries for keys.*cu_seqlens_kv equal"),
+        ({"cu_seqlens_q_padded": torch.tensor([0, 4, 6])}, {}, "different boundaries|3 real tokens"),
     ],
 )
 def test_packed_sequences_that_cannot_be_honoured_are_refused(

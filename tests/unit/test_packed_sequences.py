@@ -137,7 +137,7 @@ def test_a_tensor_that_was_changed_is_read_again() -> None:
         (REAL, changed(PADDED, 0, 2, 4), "row 0 .*fall from 8 to 4; give them in rising order"),
         (changed(REAL, 0, 1, 9), PADDED, "row 0 .*packed sequence 0 has 9 real tokens in a space of 8"),
         (changed(REAL, 1, 2, 15), PADDED, "row 1 .*packed sequence 1 has -1 real tokens"),
-        (changed(REAL, 1, 0, 1), PADDED, "row 1 .*counted from 1 on; let cu_seqlens begin with 0"),
+        (changed(REAL, 1, 0, 1), PADDED, "row 1 .*cu_seqlens begins with 1; let it begin with 0"),
         (REAL, changed(PADDED, 0, 1, 10), "row 0 .*sequence 0 has 10 tokens, padding .*=4 slices; pad it to 12 tokens"),
     ],
 )

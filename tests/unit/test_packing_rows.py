@@ -221,7 +221,7 @@ def test_what_does_not_fit_into_one_row_is_refused() -> None:
         build_row(samples[1:], 10, multiple=4)
     with pytest.raises(ValueError, match="no samples were given for a row"):
         build_row([], 8)
-    with pytest.raises(ValueError, match="sample 9 has 1 tokens, so that nothing could be learnt from it"):
+    with pytest.raises(ValueError, match="sample 9 has 1 tokens, so there is nothing to learn from it"):
         build_row([samples[0], TokenSample(np.arange(1), sample_id=9)], 8)
 
 
@@ -316,7 +316,9 @@ def test_a_stream_numbers_plain_tokens_on_after_a_resume() -> None:
 
 def test_a_stream_goes_on_with_its_own_settings_only() -> None:
     state = OnlinePacker(8, overlong="cut").state_dict()
-    with pytest.raises(ValueError, match="row_length=16, but the stream was packed with row_length=8 before; go on"):
+    with pytest.raises(
+        ValueError, match="row_length=16, but the stream was packed with row_length=8 before; keep that"
+    ):
         OnlinePacker(16, overlong="cut").load_state_dict(state)
     with pytest.raises(ValueError, match="overlong='split', but the stream was packed with overlong='cut' before"):
         OnlinePacker(8, overlong="split").load_state_dict(state)

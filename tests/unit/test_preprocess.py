@@ -269,7 +269,7 @@ def test_a_killed_command_goes_on_to_the_same_bytes(
     watch = Watch()
     summary = preprocess(replace(command, workers=1), watch)
     assert watch.seen[0].pieces == kept
-    assert summary.went_on == (kept > 0)
+    assert summary.resumed == (kept > 0)
     assert files_of(tmp_path / "out") == whole
 
 
@@ -352,7 +352,7 @@ def test_unfinished_work_that_changed_is_not_gone_on_with(
     content = file.read_bytes()
     for changed in (content[:20] + bytes([content[20] ^ 1]) + content[21:], content[:10]):
         file.write_bytes(changed)
-        with pytest.raises(ValueError, match=r"(not as it was written|shorter than .*); start anew with --overwrite"):
+        with pytest.raises(ValueError, match=r"(is damaged|shorter than .*); start again with --overwrite"):
             preprocess(command)
     preprocess(replace(command, overwrite=True))
     assert files_of(tmp_path / "out") == whole
@@ -368,10 +368,10 @@ def test_a_worker_that_dies_takes_nothing_with_it(folder: Path, tmp_path: Path, 
                     child.kill()
 
     with pytest.raises(
-        RuntimeError, match=r"^a worker died with SIGKILL, as when memory runs out; take fewer --workers;"
+        RuntimeError, match=r"^a worker died with SIGKILL, perhaps because memory ran out; take fewer --workers;"
     ):
         preprocess(command, kill_worker)
-    assert preprocess(command).went_on
+    assert preprocess(command).resumed
     assert files_of(tmp_path / "out") == whole
 
 
@@ -385,14 +385,14 @@ def test_only_the_same_command_goes_on(folder: Path, tmp_path: Path) -> None:
     source.write_bytes((folder / "docs.jsonl").read_bytes())
     command = options(folder, tmp_path / "out", str(source), piece_bytes=500)
     interrupted(command)
-    with pytest.raises(ValueError, match=r"was begun with end-of-document token 0; give the same command to go on"):
+    with pytest.raises(ValueError, match=r"was begun with end-of-document token 0; give the same command to resume"):
         preprocess(replace(command, append_eod=False))
     with pytest.raises(ValueError, match=r"was begun with other inputs \(1 files, now 2\)"):
         preprocess(replace(command, inputs=[str(folder / "text" / "000.txt"), str(source)]))
     os.utime(source)
     with pytest.raises(ValueError, match=r"was begun with another content of .*docs\.jsonl; .* with --overwrite"):
         preprocess(command)
-    assert not preprocess(replace(command, overwrite=True)).went_on
+    assert not preprocess(replace(command, overwrite=True)).resumed
     assert list(documents_of(tmp_path / "out")) == expected(folder)
 
 
@@ -401,11 +401,11 @@ def test_a_mended_file_costs_no_more_than_itself(folder: Path, tmp_path: Path) -
     for name, part in {"a.jsonl": lines[:30], "b.jsonl": [], "c.jsonl": [*lines[30:], b"oops"]}.items():
         (tmp_path / name).write_bytes(b"".join(part))
     command = options(folder, tmp_path / "out", str(tmp_path / "*.jsonl"), piece_bytes=500)
-    with pytest.raises(ValueError, match=r"c\.jsonl, line 51 is no JSON"):
+    with pytest.raises(ValueError, match=r"c\.jsonl, line 51 is not JSON"):
         preprocess(command)
     (tmp_path / "c.jsonl").write_bytes(b"".join(lines[30:40]))  # less than was tokenised of it before
     watch = Watch()
-    assert preprocess(command, watch).went_on
+    assert preprocess(command, watch).resumed
     assert watch.seen[0] == Progress(**{**vars(watch.seen[0]), "files": 1, "pieces": 0})
     assert watch.seen[0].documents == sum(bool(text) for text in DOCUMENTS[:30])
     kept = sum(bool(text) for text in DOCUMENTS[:40])
@@ -428,7 +428,7 @@ def test_a_command_goes_on_that_names_its_files_through_a_link(folder: Path, tmp
     (tmp_path / "link").symlink_to(folder)
     with pytest.raises(KeyboardInterrupt):
         preprocess(options(folder, tmp_path / "out", piece_bytes=500), Interruption(2, KeyboardInterrupt()))
-    assert preprocess(options(tmp_path / "link", tmp_path / "out", piece_bytes=500)).went_on
+    assert preprocess(options(tmp_path / "link", tmp_path / "out", piece_bytes=500)).resumed
     assert list(documents_of(tmp_path / "out")) == expected(folder)
 
 
@@ -449,7 +449,7 @@ def test_a_finished_dataset_is_replaced_only_when_told(folder: Path, tmp_path: P
     preprocess(command)
     before = files_of(tmp_path / "out")
     other = replace(command, append_eod=False)
-    with pytest.raises(FileExistsError, match=r"out\.bin is there already; give another --output, or replace it with"):
+    with pytest.raises(FileExistsError, match=r"out\.bin already exists; give another --output, or replace it with"):
         preprocess(other)
     assert files_of(tmp_path / "out") == before
     preprocess(replace(other, overwrite=True))

@@ -45,11 +45,11 @@ def refusal(inputs: list[str], tokenizer: str, place: Path, **changed: Any) -> s
     [
         (
             b'{"text": "a"}\n{"text": "b"\n',
-            "data.jsonl, line 2 is no JSON (Expecting ',' delimiter); mend or delete that line",
+            "data.jsonl, line 2 is not JSON (Expecting ',' delimiter); fix or delete that line",
         ),
         (
             GOOD.encode() * 40 + b'\n["a"]\n',
-            "data.jsonl, line 42 holds a list, not an object with a column 'text'; mend that line",
+            "data.jsonl, line 42 holds a list, not an object with a column 'text'; fix that line",
         ),
         (
             GOOD.encode() * 40 + b'{"body": "a", "id": 2}',
@@ -62,18 +62,18 @@ def refusal(inputs: list[str], tokenizer: str, place: Path, **changed: Any) -> s
         (b"{}", "data.jsonl, line 1 has no column 'text'; it has no other column"),
         (
             GOOD.encode() * 40 + '{"text": "ä"}'.encode("latin-1"),
-            "data.jsonl, line 41 is no UTF-8 text (byte 1010 is 0xe4); convert the file to UTF-8,"
+            "data.jsonl, line 41 is not UTF-8 text (byte 1010 is 0xe4); convert the file to UTF-8,"
             " for example with iconv",
         ),
         (
             GOOD.encode() + rb'{"text": "a \ud83d b"}',
-            r"data.jsonl, line 2 holds half of a surrogate pair, '\ud83d', which is no text; mend that line",
+            r"data.jsonl, line 2 holds half of a surrogate pair, '\ud83d', which is not text; fix that line",
         ),
         (
             b'\n{"text": null}\n{"text": ""}\n',
-            "none of the 3 documents in 1 files holds any text; name other inputs, or another --text-column",
+            "none of the 3 documents in 1 files has any text; give other inputs or another --text-column",
         ),
-        (b"", "none of the 0 documents in 1 files holds any text; name other inputs, or another --text-column"),
+        (b"", "none of the 0 documents in 1 files has any text; give other inputs or another --text-column"),
     ],
     ids=["cut off", "no object", "no column", "no text", "no columns", "encoding", "surrogate", "empty", "nothing"],
 )
@@ -85,7 +85,7 @@ def test_broken_lines_are_named(content: bytes, sentence: str, tokenizer: str, t
 def test_what_comes_before_a_broken_line_is_kept(tokenizer: str, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "data.jsonl").write_text(GOOD * 40 + "oops\n")
     command = {"inputs": [str(tmp_path / "data.jsonl")], "tokenizer": tokenizer, "output": str(tmp_path / "out")}
-    with pytest.raises(ValueError, match="line 41 is no JSON"):
+    with pytest.raises(ValueError, match="line 41 is not JSON"):
         preprocess(Options(**command, append_eod=False, workers=2, piece_bytes=100))
     journal = json.loads((tmp_path / "out.unfinished" / "journal").read_text())
     assert journal["progress"]["documents"] == 40
@@ -94,7 +94,7 @@ def test_what_comes_before_a_broken_line_is_kept(tokenizer: str, tmp_path: Path,
 def test_text_in_another_encoding_is_named(tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("a\nä".encode("latin-1"))
     assert refusal([str(tmp_path / "a.txt")], tokenizer, tmp_path) == (
-        "a.txt, line 2 is no UTF-8 text (byte 2 is 0xe4); convert the file to UTF-8, for example with iconv"
+        "a.txt, line 2 is not UTF-8 text (byte 2 is 0xe4); convert the file to UTF-8, for example with iconv"
     )
 
 
@@ -106,7 +106,7 @@ def test_parquet_files_are_looked_at_before_anything_is_done(
     Path(bad).write_bytes(b"PAR1 no")
     said = refusal([good, bad], tokenizer, tmp_path)
     assert said.startswith("b.parquet cannot be read as parquet: ")
-    assert said.endswith("; mend or leave out that file")
+    assert said.endswith("; fix the file or leave it out")
     assert refusal([good], tokenizer, tmp_path, text_column="body") == (
         "a.parquet has no column 'body'; choose another of text, id with --text-column"
     )
@@ -122,7 +122,7 @@ def test_parquet_files_are_looked_at_before_anything_is_done(
 
     monkeypatch.setattr(importlib, "import_module", without_pyarrow)
     assert refusal([good], tokenizer, tmp_path) == (
-        'a.parquet needs pyarrow to be read; pip install "lightning-mcore[data]"'
+        'reading a.parquet needs pyarrow; pip install "lightning-mcore[data]"'
     )
 
 
@@ -141,20 +141,20 @@ def test_a_damaged_row_group_is_one_sentence(tokenizer: str, tmp_path: Path) -> 
     [
         (
             {"output": "data/out.bin"},
-            "--output data/out.bin is a file; give what both files are to begin with, data/out",
+            "--output data/out.bin is a file; give the prefix of both files, data/out",
         ),
-        ({"output": "data/"}, "--output 'data/' is a folder; add what the names of the files are to begin with"),
+        ({"output": "data/"}, "--output 'data/' is a folder; add the prefix of the files in it"),
         ({"separator": ""}, "--separator is empty; give the text between two documents, or leave it out"),
         ({"workers": 0}, "--workers 0 is not positive; choose 1 or more"),
         ({"format": "csv"}, "format='csv' is unknown; choose auto, text, jsonl, parquet"),
         (
             {"append_eod": True},
-            "tokenizer.json names no token for the end of a sequence; name one with --eod-token, or do without with"
+            "tokenizer.json has no end-of-sequence token; choose a token with --eod-token, or none with"
             " --no-append-eod",
         ),
         (
             {"append_eod": True, "eod_token": "<eos>"},
-            "--eod-token '<eos>' is no token of tokenizer.json; choose one of its 3 tokens",
+            "--eod-token '<eos>' is not a token of tokenizer.json; choose one of its 3 tokens",
         ),
     ],
 )
@@ -167,12 +167,15 @@ def test_wrong_settings_are_refused(changed: dict[str, Any], sentence: str, toke
 @pytest.mark.parametrize(
     ("inputs", "sentence"),
     [
-        (["no.jsonl"], "no.jsonl is neither a file nor a folder, nor a pattern that fits a file; name others, or say"),
+        (
+            ["no.jsonl"],
+            "no.jsonl is neither a file nor a folder, nor a pattern that matches a file; give another input",
+        ),
         (["empty"], "empty holds no file with one of the suffixes .txt, .text, .jsonl,"),
-        (["a.csv"], "the format of a.csv cannot be told from its suffix; say --format text, jsonl or parquet, and"),
-        (["a.jsonl", "*.jsonl"], "a.jsonl is named twice, so its documents would be; name it once"),
-        (["a.jsonl", "link/a.jsonl"], "link/a.jsonl is named twice, so its documents would be; name it once"),
-        ([], "no input is given; name files, patterns or folders"),
+        (["a.csv"], "the suffix of a.csv does not tell its format; give --format text, jsonl or parquet, and"),
+        (["a.jsonl", "*.jsonl"], "a.jsonl is given twice, so its documents would occur twice; give it once"),
+        (["a.jsonl", "link/a.jsonl"], "link/a.jsonl is given twice, so its documents would occur twice; give it once"),
+        ([], "no input is given; give files, patterns or folders"),
     ],
 )
 def test_inputs_that_are_none_are_refused(inputs: list[str], sentence: str, tokenizer: str, tmp_path: Path) -> None:
@@ -190,10 +193,10 @@ def test_what_is_no_tokenizer_is_refused(tokenizer: str, tmp_path: Path) -> None
     (tmp_path / "folder").mkdir()
     source = [str(tmp_path / "a.jsonl")]
     said = refusal(source, str(tmp_path / "broken.json"), tmp_path)
-    assert said.startswith("broken.json is no tokenizer.json (")
+    assert said.startswith("broken.json is not a tokenizer.json (")
     assert said.endswith("; give one, or a folder or name for transformers")
     said = refusal(source, str(tmp_path / "folder"), tmp_path)
-    assert said.startswith("AutoTokenizer finds nothing it can read in the folder folder (")
+    assert said.startswith("AutoTokenizer cannot read the folder folder (")
 
 
 @pytest.mark.parametrize("place", ["vocabulary", "added token"])
@@ -208,7 +211,7 @@ def test_a_token_with_an_absurd_id_is_refused_before_a_table_of_that_length_is_m
         content["added_tokens"].append({"id": 10**9, "content": "<new>"})
     (tmp_path / "absurd.json").write_text(json.dumps(content))
     said = refusal([str(tmp_path / "a.jsonl")], str(tmp_path / "absurd.json"), tmp_path)
-    assert "the id 1000000000, and ids end at 16777216 here" in said
+    assert "the id 1000000000, above the limit of 16777216" in said
 
 
 def test_the_command_line_ends_with_a_sentence_and_a_code(tokenizer: str, tmp_path: Path, capsys: Any) -> None:
@@ -216,7 +219,7 @@ def test_the_command_line_ends_with_a_sentence_and_a_code(tokenizer: str, tmp_pa
     arguments = ["preprocess", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "out")]
     assert main([*arguments, "--tokenizer", tokenizer, "--no-append-eod"]) == 1
     said = capsys.readouterr()
-    assert said.err.startswith(f"error: {tmp_path}/a.jsonl, line 1 is no JSON (")
+    assert said.err.startswith(f"error: {tmp_path}/a.jsonl, line 1 is not JSON (")
     assert said.out == ""
     with pytest.raises(SystemExit) as ended:
         main([*arguments, "--tokeniser", tokenizer])
@@ -227,20 +230,18 @@ def test_files_that_are_no_dataset_are_told(tokenizer: str, tmp_path: Path) -> N
     (tmp_path / "a.jsonl").write_text(GOOD)
     prefix = str(tmp_path / "out")
     preprocess(Options(inputs=[str(tmp_path / "a.jsonl")], tokenizer=tokenizer, output=prefix, append_eod=False))
-    with pytest.raises(
-        ValueError, match=r"out\.bin is a file; give what both files of the dataset begin with, .*/out$"
-    ):
+    with pytest.raises(ValueError, match=r"out\.bin is a file; give the prefix of both files of the dataset, .*/out$"):
         read_index(prefix + ".bin")
     with pytest.raises(FileNotFoundError, match=r"other\.bin does not exist; give the prefix of a dataset that"):
         read_index(str(tmp_path / "other"))
     os.truncate(prefix + ".bin", 2)
-    with pytest.raises(ValueError, match=r"out\.bin has 2 bytes and .*out\.idx speaks of 4, so they do not belong"):
+    with pytest.raises(ValueError, match=r"out\.bin has 2 bytes but .*out\.idx expects 4, so they do not belong"):
         read_index(prefix)
     os.truncate(prefix + ".idx", 40)
-    with pytest.raises(ValueError, match=r"out\.idx is damaged or of an unknown version; make the dataset anew"):
+    with pytest.raises(ValueError, match=r"out\.idx is damaged or of an unknown version; make the dataset again"):
         read_index(prefix)
     Path(prefix + ".idx").write_bytes(b"something else, but long enough for a head")
-    with pytest.raises(ValueError, match=r"out\.idx is not an index of Megatron's"):
+    with pytest.raises(ValueError, match=r"out\.idx is not an index of Megatron;"):
         read_index(prefix)
 
 
@@ -248,10 +249,10 @@ def test_settings_that_no_input_has_a_use_for_are_refused(tokenizer: str, tmp_pa
     (tmp_path / "data.jsonl").write_text(GOOD)
     (tmp_path / "data.txt").write_text("a b")
     assert refusal([str(tmp_path / "data.jsonl")], tokenizer, tmp_path, separator="b") == (
-        "--separator is of text files, and there is none among the inputs; leave it out"
+        "--separator applies to text files, and none of the inputs is one; leave it out"
     )
     assert refusal([str(tmp_path / "data.txt")], tokenizer, tmp_path, text_column="body") == (
-        "--text-column body is of jsonl and parquet files, and all inputs are text; leave it out"
+        "--text-column body applies to jsonl and parquet files, and all inputs are text files; leave it out"
     )
 
 

@@ -46,7 +46,7 @@ def test_what_fills_no_global_batch_is_told_to_the_user(caplog: pytest.LogCaptur
         loader = training_loader(None, Samples(11), 4, of="rows")
     [record] = caplog.records
     assert record.name.startswith("lightning.pytorch")
-    assert record.getMessage() == "each epoch leaves out 3 of 11 rows, which fill no global batch of 4"
+    assert record.getMessage() == "each epoch leaves out 3 of 11 rows, which do not fill a global batch of 4"
     assert [len(batch["index"]) for batch in loader] == [4, 4]
 
 

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations as tokens, with a mask that says which of them are learnt.
+"""Conversations as tokens under the tokenizer's chat template, with a mask of the tokens that are learnt.
 
-A conversation becomes text by the tokenizer's *chat template*, and tokens in one piece, as the model will meet it. What
-is learnt are, by default, the assistant's turns: their text and the token that ends them, so that the model also learns
-to stop. The headers that the template writes before a turn are given at inference too and are not learnt.
+The tokenizer's *chat template* turns a conversation into text, which is tokenised as a whole, as the model will see it.
+By default the assistant's turns are learnt: their text and the token that ends them, so that the model also learns to
+stop. The headers that the template writes before a turn are given at inference, so they are not learnt.
 
-Where a turn lies in the text is known in one of two ways. A template that marks assistant turns with
-``{% generation %}`` says so itself. Any other one is rendered up to each turn: the turn begins where the messages
-before it, with the generation prompt, end, and ends where the messages up to it end. Both must be beginnings of the
-whole text. A template that writes earlier turns differently once more messages follow has no such places, and is
-refused. A token that reaches over the beginning of a turn is not learnt.
+There are two ways to find the turns in the text. A template may mark assistant turns with ``{% generation %}``. Any
+other template is rendered up to each turn: the turn begins where the text of the messages before it, with the
+generation prompt, ends; and it ends where the text of the messages up to it ends. Both texts must be beginnings of the
+whole text. A template that writes earlier turns differently once more messages follow is refused. A token that overlaps
+the beginning of a turn is not learnt.
 
-A tokenizer without a chat template can do one exchange alone: the prompt with the special tokens that the tokenizer
-puts before a text, the response, and the EOS token. ``datamodule.py`` and ``stream_loader.py`` call
-:class:`ChatEncoder`.
+Without a chat template only a single exchange can be written: the prompt, with the special tokens that the tokenizer
+puts before a text, the response, and the EOS token. ``tokenized.py`` makes the :class:`ChatEncoder`.
 """
 
 import re
@@ -23,7 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mcore.data.finetuning.conversations import LossOn, Message, require_choice, require_tokenizer
+from lightning_mcore.config.checks import require_choice
+from lightning_mcore.data.finetuning.conversations import LossOn, Message, require_tokenizer
 from lightning_mcore.data.packing.best_fit import TokenSample
 
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -31,17 +31,17 @@ Spans = list[tuple[int, int]]
 
 
 class ChatEncoder:
-    """Makes a sample of tokens of a conversation.
+    """Tokenises conversations with the tokenizer's chat template.
 
     Args:
         tokenizer: A tokenizer of ``transformers``.
-        loss_on: What is learnt: the assistant's turns, the last of them, or every token.
+        loss_on: What is learnt: the assistant's turns, the last of these, or every token.
 
     Raises:
-        TypeError: It is no tokenizer of ``transformers``.
-        ValueError: There is no such ``loss_on``, the tokenizer has neither chat template nor EOS token, or it does not
-            say where in the text its tokens lie.
-        ModuleNotFoundError: It has a chat template, and ``jinja2`` is not installed.
+        TypeError: The tokenizer is not one of ``transformers``.
+        ValueError: ``loss_on`` is unknown, the tokenizer has neither a chat template nor an EOS token, or it cannot
+            tell the offsets of its tokens in the text.
+        ModuleNotFoundError: The tokenizer has a chat template, and ``jinja2`` is not installed.
     """
 
     def __init__(self, tokenizer: Any, loss_on: LossOn = "assistant") -> None:
@@ -57,26 +57,26 @@ class ChatEncoder:
         self._marks_turns = self.has_template and _MARKS_TURNS.search(template) is not None
         if not self.has_template and tokenizer.eos_token_id is None:
             raise ValueError(
-                "the tokenizer has neither a chat template nor an EOS token, so that a response would have no end; set"
+                "the tokenizer has neither a chat template nor an EOS token, so a response would have no end; set"
                 " tokenizer.chat_template or tokenizer.eos_token"
             )
         if self.has_template and loss_on != "all" and not tokenizer.is_fast:
             raise ValueError(
-                f"{type(tokenizer).__name__} does not say where in the text its tokens lie, which loss_on={loss_on!r}"
-                " needs; use its fast form, or loss_on='all'"
+                f"{type(tokenizer).__name__} does not give the offsets of tokens in the text, which loss_on={loss_on!r}"
+                " needs; use the fast tokenizer, or loss_on='all'"
             )
         self._special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
 
     def encode(self, messages: Sequence[Message], sample_id: int, name: str) -> TokenSample:
-        """Return the tokens of a conversation; none, where nothing is said that could be learnt.
+        """Return the tokens of a conversation; an empty sample if it has no text to learn.
 
         Args:
-            messages: With ``role`` and ``content``.
+            messages: Messages with ``role`` and ``content``.
             sample_id: Number of the sample in its dataset.
-            name: What to call it in an error, such as ``"row 3"``.
+            name: What to call the conversation in an error, such as ``"row 3"``.
 
         Raises:
-            ValueError: The template refuses the conversation, or does not tell where turns begin and end.
+            ValueError: The template refuses the conversation, or does not show where turns begin and end.
         """
         spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         taught = range(len(messages)) if self.loss_on == "all" else spoken
@@ -108,12 +108,12 @@ class ChatEncoder:
         return ids, learnt
 
     def _spans(self, messages: Sequence[Message], turns: list[int], text: str, name: str) -> Spans:
-        """Return where in the text the turns lie, from the texts of the messages up to them."""
+        """Return where each turn begins and ends in the text, in characters."""
         spans = []
         for turn in turns:
             if turn == 0:
                 raise ValueError(
-                    f"{name} begins with an assistant turn, and the chat template does not tell where it starts; begin"
+                    f"{name} begins with an assistant turn, and the chat template does not show where it starts; begin"
                     " with a system or user turn, or mark assistant turns in the template with {% generation %}"
                 )
             before = self._render(messages[:turn], name, add_generation_prompt=True)
@@ -122,7 +122,7 @@ class ChatEncoder:
                 if not text.startswith(part):
                     raise ValueError(
                         f"the chat template writes the first {count} of the {len(messages)} messages of {name}"
-                        " differently when more follow, so that assistant turns cannot be told apart; mark them in the"
+                        " differently when more follow, so assistant turns cannot be located; mark them in the"
                         " template with {% generation %}, or choose loss_on='all'"
                     )
             spans.append((len(before), len(after)))
@@ -131,26 +131,26 @@ class ChatEncoder:
     def _marked(
         self, messages: Sequence[Message], spoken: list[int], name: str
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Return tokens and mask of a template that marks assistant turns."""
+        """Return tokens and mask under a template that marks assistant turns."""
         encoded = self._apply(messages, name, return_dict=True, return_assistant_tokens_mask=True)
         ids = np.asarray(encoded["input_ids"], np.int32)
         learnt = np.asarray(encoded["assistant_masks"], np.bool_)
         edges = np.flatnonzero(np.diff(learnt, prepend=False, append=False)).reshape(-1, 2)
         if len(edges) != len(spoken):
             raise ValueError(
-                f"the chat template marks {len(edges)} stretches of tokens in {name}, which has {len(spoken)} assistant"
-                " turns; put {% generation %} around the text and the end of each turn, and of nothing else"
+                f"the chat template marks {len(edges)} parts of {name}, which has {len(spoken)} assistant turns; put"
+                " {% generation %} around the text and the end token of each turn, and around nothing else"
             )
         learnt[:] = False
         for start, stop in edges[-1:] if self.loss_on == "last_assistant" else edges:
             stop = start + self._through_end(ids[start:stop])
             if stop < len(ids) and ids[stop - 1] not in self._special and ids[stop] in self._special:
-                stop += 1  # the template ends a turn behind the mark
+                stop += 1  # the template writes the end token after the mark
             learnt[start:stop] = True
         return ids, learnt
 
     def _through_end(self, tokens: NDArray[np.int32]) -> int:
-        """Return how many tokens of a turn are learnt: blank ones behind the token that ends it are not."""
+        """Return how many tokens of a turn are learnt: all but blank ones after its end token."""
         special = [place for place, token in enumerate(tokens.tolist()) if token in self._special]
         if not special or self.tokenizer.decode(tokens[special[-1] + 1 :].tolist()).strip():
             return len(tokens)
@@ -161,8 +161,8 @@ class ChatEncoder:
         if [message["role"] for message in messages] != ["user", "assistant"]:
             roles = ", ".join(message["role"] for message in messages)
             raise ValueError(
-                f"{name} has the turns {roles}, and without a chat template one prompt with one response is all that"
-                " can be written; set tokenizer.chat_template"
+                f"{name} has the turns {roles}, but without a chat template only one prompt with one response is"
+                " possible; set tokenizer.chat_template"
             )
         prompt, response = (message["content"] for message in messages)
         end = self.tokenizer.eos_token_id
@@ -187,11 +187,11 @@ class ChatEncoder:
         try:
             return self.tokenizer.apply_chat_template(list(messages), **options)
         except self._refusal as error:
-            raise ValueError(f"the chat template refuses {name}: {error}; mend the row or the template") from error
+            raise ValueError(f"the chat template refuses {name}: {error}; fix the row or the template") from error
 
 
 def _template_error() -> type[Exception]:
-    """Return what a template raises that refuses a conversation."""
+    """Return the exception that a template raises to refuse a conversation."""
     try:
         from jinja2 import TemplateError
     except ModuleNotFoundError:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of a fine-tuning dataset as conversations: a list of messages, each with a role and a text.
 
-Data sets for fine-tuning come in four forms, and each has columns of its own, so that the form can be told from them:
+Datasets for fine-tuning come in four forms. Each form has its own columns, so the columns tell the form:
 
 * ``prompt_response``: two columns of text, by default ``prompt`` and ``response``;
 * ``alpaca``: ``instruction``, ``output`` and, optionally, ``input``, which follows the instruction after a blank line;
@@ -9,14 +9,14 @@ Data sets for fine-tuning come in four forms, and each has columns of its own, s
 * ``messages``: ``messages``, a list of ``{"role": "user", "content": "..."}`` as the OpenAI API has them.
 
 A text that is null counts as empty, and a row without an answer is left out and counted. Other columns, and other
-fields of a message, are left alone; a message that calls tools is refused, because its text alone would teach something
-else. ``chat.py`` makes tokens of the messages.
+fields of a message, are ignored. A message that calls tools is refused, because its text alone would teach something
+else. ``chat.py`` or ``templates.py`` tokenises the messages.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from lightning_mcore.config.checks import choices
+from lightning_mcore.config.checks import choices, require_choice
 
 Format = Literal["auto", "prompt_response", "alpaca", "sharegpt", "messages"]
 LossOn = Literal["assistant", "last_assistant", "all"]
@@ -32,16 +32,16 @@ class ConversationReader:
     """Turns rows of one form into conversations.
 
     Args:
-        columns: Names of the columns that the data has.
-        format: The form of the rows; ``"auto"`` tells it from the columns.
-        prompt_column: Column of the prompt, of ``prompt_response``.
-        response_column: Column of the response, of ``prompt_response``.
+        columns: Names of the columns of the data.
+        format: The form of the rows; ``"auto"`` finds it from the columns.
+        prompt_column: Column of the prompt, for ``prompt_response``.
+        response_column: Column of the response, for ``prompt_response``.
 
     Attributes:
         needed: The columns that each row must have.
 
     Raises:
-        ValueError: There is no such form, a column that it needs is missing, or the columns fit no form.
+        ValueError: ``format`` is unknown, a column that it needs is missing, or the columns fit none of the forms.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class ConversationReader:
             if not found:
                 forms = "; ".join(f"{name}: {', '.join(wanted)}" for name, wanted in needed.items())
                 raise ValueError(
-                    f"the columns {_listed(present)} fit none of the formats ({forms}); rename columns, or name those"
-                    " of your prompts and responses with prompt_column and response_column"
+                    f"the columns {_listed(present)} fit none of the formats ({forms}); rename columns, or give the"
+                    " names of yours as prompt_column and response_column"
                 )
             format = found[0]  # type: ignore[assignment]
         missing = [name for name in needed[format] if name not in present]
         if missing:
             raise ValueError(
-                f"format={format!r} needs the column {_listed(missing)}, and the data has {_listed(present)}; choose"
+                f"format={format!r} needs the column {_listed(missing)}, but the data has {_listed(present)}; choose"
                 " another format, or name the columns with prompt_column and response_column"
             )
         self.format: Format = format
@@ -83,21 +83,20 @@ class ConversationReader:
         """Return the conversation of a row.
 
         Args:
-            row: Its columns by name.
-            name: What to call it in an error, such as ``"row 3 of train.jsonl"``.
+            row: The columns of the row by name.
+            name: What to call the row in an error, such as ``"row 3 of train.jsonl"``.
 
         Returns:
             Messages with ``role`` (system, user, assistant or tool) and ``content``.
 
         Raises:
-            ValueError: A column is missing, a role is unknown, or a message has fields that its text does not stand
-                for.
-            TypeError: What should be text is something else.
+            ValueError: A column is missing, a role is unknown, or a message calls tools.
+            TypeError: A value that should be text is something else.
         """
         missing = [column for column in self.needed if column not in row]
         if missing:
             raise ValueError(
-                f"{name} has the columns {_listed(row)}, and not {_listed(missing)}; give rows with the same columns"
+                f"{name} has the columns {_listed(row)} but not {_listed(missing)}; give rows with the same columns"
             )
         if self.format == "prompt_response":
             prompt, response = (_text(row[key], key, name) for key in (self.prompt_column, self.response_column))
@@ -110,26 +109,16 @@ class ConversationReader:
         return _conversation(row["messages"], "role", "content", _ROLES, name)
 
 
-def require_choice(name: str, value: object, kind: Any) -> None:
-    """Refuse a value that is none of those of a ``Literal``.
-
-    Raises:
-        ValueError: It is not.
-    """
-    if value not in get_args(kind):
-        raise ValueError(f"{name}={value!r} is unknown; choose {choices(map(repr, get_args(kind)))}")
-
-
 def require_tokenizer(tokenizer: Any) -> None:
-    """Refuse what is no tokenizer of ``transformers``.
+    """Refuse an object that is not a tokenizer of ``transformers``.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It is something else.
     """
     if not hasattr(tokenizer, "apply_chat_template"):
         raise TypeError(
-            f"tokenizer is of type {type(tokenizer).__name__}; give one of transformers, or a folder that holds"
-            " one: a tokenizer of the tokenizers package goes into PreTrainedTokenizerFast(tokenizer_object=...)"
+            f"tokenizer is of type {type(tokenizer).__name__}; give a tokenizer of transformers or the folder of one,"
+            " and wrap a tokenizer of the tokenizers package in PreTrainedTokenizerFast(tokenizer_object=...)"
         )
 
 
@@ -141,14 +130,16 @@ def _conversation(turns: Any, role_key: str, text_key: str, roles: Mapping[str, 
     if turns is None:
         return []
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
-        raise TypeError(f"{name} has no list of messages; give a list of objects with {role_key!r} and {text_key!r}")
+        raise TypeError(
+            f"{name} does not have a list of messages; give a list of objects with {role_key!r} and {text_key!r}"
+        )
     messages = []
     for number, turn in enumerate(turns):
         place = f"message {number} of {name}"
         if role_key not in turn or text_key not in turn:
             raise ValueError(
-                f"{place} has the fields {_listed(turn)}; it needs {role_key!r} and {text_key!r}, or choose another"
-                " format"
+                f"{place} has the fields {_listed(turn)} but needs {role_key!r} and {text_key!r}; rename the fields or"
+                " choose another format"
             )
         if turn[role_key] not in roles:
             raise ValueError(f"{place} has the role {turn[role_key]!r}; choose {choices(map(repr, roles))}")
@@ -162,7 +153,7 @@ def _conversation(turns: Any, role_key: str, text_key: str, roles: Mapping[str, 
 
 
 def _text(value: Any, key: str, name: str) -> str:
-    """Return text as it is, and parts of text joined; null is empty."""
+    """Return a text, or the joined parts of one; null is empty."""
     if isinstance(value, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in value):
         value = "".join(part.get("text") or "" for part in value)
     if value is None:

@@ -3,20 +3,19 @@
 
 What happens to a file, and when:
 
-1. ``prepare_data``, on one process of each machine, reads the files with Hugging Face ``datasets``, makes a
-   conversation of each row (``conversations.py``) and tokens of each conversation (``chat.py``). The tokens are
-   kept in the cache of ``datasets``, named after the files, the tokenizer and the settings that decide them, so that
-   the next run finds them.
-2. ``setup``, on every rank, opens the cache, leaves out what teaches nothing, cuts or splits what is longer than a row,
-   and decides which samples share a row (``data/packing/dataset.py``). What became of the samples is one line in the
-   log. What is wrong with the files, or with a row, is the same sentence on every rank.
+1. ``prepare_data``, in one process on each machine, reads the files with Hugging Face ``datasets``, makes a
+   conversation of each row (``conversations.py``) and tokenises it (``chat.py`` or ``templates.py``). The tokens are
+   cached; the name of the cache depends on the files, the tokenizer and the settings, so the next run finds them.
+2. ``setup``, on every rank, opens the cache, leaves out samples without anything to learn, cuts or splits those that
+   are longer than a row, and decides which samples share a row (``data/packing/dataset.py``). The log has one line of
+   counts. If something is wrong with the files or with a row, every rank raises the same error.
 3. The loaders read rows in an order that is the same on every layout (``data/sampling.py``).
 
-A checkpoint says what the training data was made of. A run that goes on in the middle of an epoch needs the same; one
-that goes on from the end of an epoch warns of what changed.
+A checkpoint describes the sources of the training data. A run that resumes in the middle of an epoch needs the same
+sources; one that resumes from the end of an epoch warns if they have changed.
 
 With ``streaming`` nothing is prepared: training files are tokenised and packed while they are read
-(``stream_loader.py``). Batches are packed or dense ones, as ``data/packing/rows.py`` describes them, for
+(``stream_loader.py``). ``data/packing/rows.py`` describes the batches, packed or dense, for
 ``MCoreModule.forward_step``.
 """
 
@@ -32,8 +31,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from lightning_mcore.config.checks import require_flag, require_size
-from lightning_mcore.data.finetuning.conversations import Format, LossOn, require_choice
+from lightning_mcore.config.checks import require_choice, require_flag, require_size
+from lightning_mcore.data.finetuning.conversations import Format, LossOn
 from lightning_mcore.data.finetuning.files import find_files, load_rows, require_same_columns, with_rows
 from lightning_mcore.data.finetuning.stream import StreamSettings
 from lightning_mcore.data.finetuning.stream_loader import StreamLoader
@@ -65,40 +64,41 @@ class MCoreFinetuningData(pl.LightningDataModule):
         train_files: A file, a folder (all data files in it), a pattern such as ``data/*.jsonl``, or a list of these;
             ``.jsonl``, ``.json`` and ``.parquet`` files are read.
         tokenizer: A folder or name of a tokenizer of ``transformers``, or the tokenizer itself.
-        seq_length: Places in a row, tokens; no sample takes more.
-        batch_size: Rows of a data-parallel rank in a batch.
-        validation_files: Of validation, like ``train_files``.
-        test_files: Of testing, like ``train_files``.
-        validation_share: Validate on this share of the training samples, chosen by ``seed``, instead of on files; above
-            1, on so many samples.
-        format: What a row is: ``prompt_response``, ``alpaca``, ``sharegpt`` or ``messages``; ``auto`` tells it from the
-            columns.
-        prompt_column: Column of the prompt, of ``prompt_response``.
-        response_column: Column of the response, of ``prompt_response``.
-        loss_on: What is learnt: the turns of the ``assistant``, the ``last_assistant`` turn alone, or ``all`` tokens.
-        template: The way in which turns are written: the name of a template of LLaMA-Factory, as ``llama3``, or a
+        seq_length: Places in a row, in tokens.
+        batch_size: Rows in a batch of one data-parallel rank.
+        validation_files: Files to validate on, given like ``train_files``.
+        test_files: Files to test on, given like ``train_files``.
+        validation_share: Instead of ``validation_files``, the share of the training samples to validate on, chosen by
+            ``seed``; a number above 1 is a number of samples.
+        format: The form of a row: ``prompt_response``, ``alpaca``, ``sharegpt`` or ``messages``; ``auto`` finds it from
+            the columns.
+        prompt_column: Column of the prompt, for ``prompt_response``.
+        response_column: Column of the response, for ``prompt_response``.
+        loss_on: What is learnt: the turns of the ``assistant``, only the ``last_assistant`` turn, or ``all`` tokens.
+        template: How turns are written: the name of a LLaMA-Factory template, such as ``llama3``, or a
             :class:`~lightning_mcore.data.finetuning.templates.ChatTemplate`; None for the tokenizer's own.
-        packing: Put several samples into a row; otherwise each has a row of its own, as long as the longest of a batch.
-        overlong: A sample that is longer than a row is an ``error``, or it is ``cut`` or ``split``.
-        streaming: Read, tokenise and pack the training files while training; for files that are too many to prepare.
+        packing: Put several samples into a row; otherwise each has its own row, padded to the longest of the batch.
+        overlong: For a sample longer than a row: ``error`` refuses it, ``cut`` keeps its beginning, ``split`` makes
+            pieces.
+        streaming: Read, tokenise and pack the training files while training, for data that is too large to prepare.
             The order of the samples then depends on ``seed``, the number of data-parallel ranks and ``num_workers``,
-            and a resume in the middle of an epoch needs the same of each.
-        shuffle_buffer: With ``streaming``, how many samples are held back to draw the next one from; 1 keeps the order
-            of the files. Without it, samples are shuffled as a whole.
-        shuffle: Draw a new order of the rows in each epoch; without it they come as they are. Not of a stream.
-        seed: Of the order and of ``validation_share``.
-        num_workers: Processes of each rank that load ahead.
-        num_proc: Processes that tokenise in ``prepare_data``.
-        cache_dir: Where ``datasets`` keeps rows and tokens; None: its own place.
-        eval_batch_size: Rows of a data-parallel rank in a batch of validation and testing; None: ``batch_size``.
-        pad_to_seq_length: Without packing, pad every row to ``seq_length``, and not to the longest of its batch.
+            and a resume in the middle of an epoch needs the same values.
+        shuffle_buffer: With ``streaming``, the number of samples to draw the next one from; 1 keeps the order of the
+            files. Without ``streaming``, all samples are shuffled.
+        shuffle: Draw a new order of the rows in each epoch; otherwise keep their order. Not for a stream.
+        seed: Seed of the order and of ``validation_share``.
+        num_workers: Number of processes of each rank that load batches in advance.
+        num_proc: Number of processes that tokenise in ``prepare_data``.
+        cache_dir: Folder for the cache of tokens; None for that of ``datasets``.
+        eval_batch_size: Rows of one data-parallel rank in a batch of validation and testing; None for ``batch_size``.
+        pad_to_seq_length: Without packing, pad every row to ``seq_length`` instead of to the longest of its batch.
 
     Attributes:
-        statistics: What became of the samples of each split, after ``setup``; not of a stream.
+        statistics: What became of the samples of each split, after ``setup``; not for a stream.
 
     Raises:
-        ValueError: A setting is out of its range, or two contradict each other.
-        TypeError: A setting is of another type.
+        ValueError: A setting is out of range, or two contradict each other.
+        TypeError: A setting has the wrong type.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer, loaded when it is first asked for."""
+        """The tokenizer, loaded at the first access."""
         if not isinstance(self._given_tokenizer, str):
             return self._given_tokenizer
         try:
@@ -177,15 +177,15 @@ class MCoreFinetuningData(pl.LightningDataModule):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the tokenizer knows, added ones included."""
+        """Number of tokens of the tokenizer, added ones included."""
         return len(self.tokenizer)
 
     # ---- what Lightning calls
 
     def prepare_data(self) -> None:
-        """Read and tokenise the files into the cache, on one process of a machine.
+        """Read and tokenise the files into the cache, in one process on each machine.
 
-        A failure waits for ``setup``, where every rank can hear of it.
+        A failure is raised in ``setup``, on every rank.
         """
         try:
             for split in self._prepared_splits(None):
@@ -197,11 +197,11 @@ class MCoreFinetuningData(pl.LightningDataModule):
         """Open the cache and pack.
 
         Args:
-            stage: Lightning's: fit, validate, test or predict; None for all.
+            stage: Lightning's stage: fit, validate, test or predict; None for all.
 
         Raises:
-            ValueError: Something is wrong with the files, with a row, or with ``seq_length`` on this layout; the same
-                sentence on every rank.
+            ValueError: Something is wrong with the files, with a row, or with ``seq_length`` on this layout; every
+                rank raises the same error.
             ModuleNotFoundError: ``datasets`` is not installed.
         """
         together(self._raise_failure)
@@ -215,7 +215,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
             self._sources = self._sources_of_stream(settings)
 
     def train_dataloader(self) -> Any:
-        """Rows of the training files, shuffled in each epoch."""
+        """Return the loader of the training rows, shuffled in each epoch."""
         if self._stream is not None:
             return StreamLoader(self.trainer, self._stream, *data_parallel_place(self.trainer), self.num_workers)
         return training_loader(
@@ -230,15 +230,15 @@ class MCoreFinetuningData(pl.LightningDataModule):
         )
 
     def val_dataloader(self) -> Any:
-        """Rows of the validation data, in order; no loader where there is none."""
+        """Return the loader of the validation rows, in order; an empty list without validation data."""
         return self._evaluation_loader("validation") if self._has("validation") else []
 
     def test_dataloader(self) -> Any:
-        """Rows of the test files, in order."""
+        """Return the loader of the test rows, in order; an empty list without test files."""
         return self._evaluation_loader("test") if self._has("test") else []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the training data was made of, and whether an epoch of it is under way."""
+        """Return the sources of the training data, and whether training is within an epoch."""
         if self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
             return {}
         return {"sources": self._sources, "in_epoch": Place.of(self.trainer).in_epoch}
@@ -247,12 +247,12 @@ class MCoreFinetuningData(pl.LightningDataModule):
         """Compare the training data with that of a checkpoint.
 
         Raises:
-            ValueError: It is other data, in the middle of an epoch.
+            ValueError: The checkpoint was taken in the middle of an epoch of other data.
         """
         if state_dict and self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
             compare_sources(state_dict["sources"], self._sources, state_dict["in_epoch"])
 
-    # ---- how it is done
+    # ---- internals
 
     def _evaluation_loader(self, split: str) -> DataLoader[Any]:
         return evaluation_loader(
@@ -287,7 +287,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
 
     def _opened(self, split: str) -> TokenizedSamples | PackedDataset:
         if split not in self._data:
-            raise RuntimeError(f"the {split} data is not there yet; call prepare_data() and setup() first")
+            raise RuntimeError(f"the {split} data is not set up yet; call prepare_data() and setup() first")
         return self._data[split]
 
     def _raise_failure(self) -> None:
@@ -328,7 +328,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
         return tokenized, np.sort(order[:count] if split == "validation" else order[count:])
 
     def _tokenized(self, split: str) -> Any:
-        """Return the rows of files as tokens, from the cache if they are there; a share of training is read with it."""
+        """Return the tokens of a split, from the cache if possible; a validation share lies in the training files."""
         name = _SPLITS["train" if self.validation_share and split == "validation" else split]
         files = with_rows(find_files(getattr(self, name), name))
         return self._tokenized_files(files, name, self.reading)
@@ -338,7 +338,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
         return tokenize_files(files, name, self.tokenizer, reading, self.cache_dir, self.num_proc, checks)
 
     def _sources_of_stream(self, settings: StreamSettings) -> dict[str, Any]:
-        """Return what decides the rows of a stream; rank 0 looks into the files."""
+        """Return the sources of a stream; rank 0 reads them."""
 
         def describe() -> dict[str, Any]:
             return describe_sources(settings.files, self.tokenizer, self.reading)
@@ -353,7 +353,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
         if largest.max() >= vocab_size:
             row = int(largest.argmax())
             raise ValueError(
-                f"row {row} of {_SPLITS[split]} has the token {largest[row]}, and the model's vocab_size={vocab_size}"
+                f"row {row} of {_SPLITS[split]} has the token {largest[row]}, but the model's vocab_size={vocab_size}"
                 f" ends at {vocab_size - 1}; use the model's own tokenizer, or a larger vocab_size"
             )
 
@@ -392,15 +392,14 @@ def _check_sizes(
 def _check_validation(share: float, files: Any, streaming: bool) -> None:
     if share < 0 or share == 1 or (share > 1 and share != int(share)):
         raise ValueError(
-            f"validation_share={share} is no share; choose 0 or more, and less than 1, or a number of samples above 1"
+            f"validation_share={share} is out of range; choose 0 or more and less than 1, or a number of samples above"
+            " 1"
         )
     if share and files is not None:
-        raise ValueError(
-            f"validation_share={share} and validation_files={files!r} both say what to validate on; give one of them"
-        )
+        raise ValueError(f"validation_share={share} and validation_files={files!r} are both given; give one of them")
     if share and streaming:
         raise ValueError(
-            f"validation_share={share} with streaming=True: the share of a stream is not known; give validation_files"
+            f"validation_share={share} with streaming=True: the length of a stream is not known; give validation_files"
         )
 
 
@@ -412,7 +411,7 @@ def _numbered(sources: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _summary(samples: TokenizedSamples, packing: bool) -> str:
-    """Return a line about what became of samples."""
+    """Return a line that says what became of samples."""
     if packing or samples.statistics.rows:
         return str(samples.statistics)
     lengths = samples.lengths

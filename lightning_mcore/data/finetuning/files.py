@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of fine-tuning data: found, opened through Hugging Face ``datasets``, and named where they are broken.
+"""Files of fine-tuning data: find them, open them through Hugging Face ``datasets``, and say what is broken in them.
 
-``datasets`` reads jsonl and parquet fast and keeps what it read in a cache. Of a broken file it does not say which one
-it is, nor which line. So where it fails the files are read once more, slowly, until the place is found
-(:func:`explained`). ``datamodule.py`` and ``stream.py`` open files here.
+``datasets`` reads jsonl and parquet fast, but its errors name neither the broken file nor the line. So after a failure
+the files are read once more, slowly, until the place is found (:func:`explained`). ``datamodule.py`` and ``stream.py``
+open files here.
 """
 
 import contextlib
@@ -19,27 +19,27 @@ SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 def find_files(given: str | Sequence[str], name: str) -> list[str]:
-    """Return the files that are meant, sorted within each folder and pattern.
+    """Return the files that a setting stands for, sorted within each folder and pattern.
 
     Args:
         given: A file, a folder (all data files in it), a pattern such as ``"data/*.jsonl"``, or a list of these.
-        name: The setting that says so, for errors.
+        name: The name of the setting, for errors.
 
     Raises:
-        FileNotFoundError: There is no such file, or no data file in a folder.
+        FileNotFoundError: A file does not exist, or a folder holds no data file.
         ValueError: A file is neither jsonl nor parquet, files are of both kinds, or one is named twice.
     """
     found: list[str] = []
     for place in [given] if isinstance(given, str | os.PathLike) else given:
         path = Path(place)
-        is_folder = os.path.isdir(path)  # False for a name that no file can have, where that of pathlib raises
+        is_folder = os.path.isdir(path)  # Path.is_dir raises for some impossible names
         if is_folder:
             matches = [str(file) for file in sorted(path.iterdir()) if file.suffix in SUFFIXES]
         else:
             matches = [str(path)] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(str(place))))
         if not matches:
-            kinds = " a folder without jsonl or parquet files" if is_folder else " no file"
-            raise FileNotFoundError(f"{name}={str(place)!r} is{kinds}; give a file, a folder or a pattern that exists")
+            what = "is a folder without jsonl or parquet files" if is_folder else "does not exist"
+            raise FileNotFoundError(f"{name}={str(place)!r} {what}; give a file, a folder or a pattern that exists")
         found += matches
     if not found:
         raise ValueError(f"{name} is an empty list; give at least one file")
@@ -55,10 +55,10 @@ def find_files(given: str | Sequence[str], name: str) -> list[str]:
 
 
 def with_rows(files: Sequence[str]) -> list[str]:
-    """Return the files that have rows; ``datasets`` takes no columns from one without, and fails on the next.
+    """Return the files that are not empty; an empty one makes ``datasets`` fail on the next file.
 
     Raises:
-        ValueError: None has rows.
+        ValueError: All files are empty.
     """
     found = [file for file in files if not _is_empty(file)]
     if not found:
@@ -71,8 +71,8 @@ def load_rows(files: Sequence[str], cache_dir: str | None = None, streaming: boo
 
     Args:
         files: What :func:`find_files` found.
-        cache_dir: Where ``datasets`` keeps what it read; None: its own place.
-        streaming: Read while iterating, and keep nothing.
+        cache_dir: Where ``datasets`` caches what it reads; None for its default folder.
+        streaming: Read while iterating, without a cache.
 
     Raises:
         ModuleNotFoundError: ``datasets`` is not installed.
@@ -92,17 +92,17 @@ def load_rows(files: Sequence[str], cache_dir: str | None = None, streaming: boo
 
 
 def file_marks(files: Sequence[str]) -> list[str]:
-    """Return for each file its path, size and time of change, by which a cache knows that it is the same."""
+    """Return the path, size and modification time of each file, by which a cache recognises it."""
     stats = [(os.path.abspath(file), os.stat(file)) for file in files]
     return [f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats]
 
 
 @contextlib.contextmanager
 def explained(files: Sequence[str]) -> Iterator[None]:
-    """Name the file and the line, if what runs inside fails to read the files.
+    """Turn a failure to read files inside the ``with`` block into an error that names the file and the line.
 
     Raises:
-        ValueError: It failed. What says nothing about files, such as a lack of memory, passes as it is.
+        ValueError: A file could not be read. Other errors, such as a lack of memory, pass unchanged.
     """
     try:
         yield
@@ -117,12 +117,12 @@ def explained(files: Sequence[str]) -> Iterator[None]:
 
 
 def require_same_columns(files: Sequence[str]) -> None:
-    """Refuse files of which one has other columns than another.
+    """Refuse files whose columns differ.
 
-    Of a file of JSON one row is read, and the others only where that row has other columns than that of the first file.
+    Of a JSON file one row is read, and the others only if its columns differ from those of the first file.
 
     Raises:
-        ValueError: Columns differ.
+        ValueError: The columns of two files differ.
     """
     reason = _different_columns(files)
     if reason is not None:
@@ -130,7 +130,7 @@ def require_same_columns(files: Sequence[str]) -> None:
 
 
 def name_of_row(files: Sequence[str], number: int) -> str:
-    """Return what to call a row in an error, with its file; the rows of all files are numbered one after another."""
+    """Return a name for a row, with its file, for errors; ``number`` counts the rows of all files."""
     first = 0
     for file in files:
         rows = _count_rows(file)
@@ -141,18 +141,18 @@ def name_of_row(files: Sequence[str], number: int) -> str:
 
 
 def _is_of_files(error: BaseException) -> bool:
-    """Whether an error may come of what is in files."""
+    """Whether the content of files may be the cause of an error."""
     from datasets.exceptions import DatasetsError
     from pyarrow import ArrowException
 
     if isinstance(error, TimeoutError | MemoryError) or isinstance(error.__cause__, TimeoutError | MemoryError):
         return False
-    # datasets ends in a StopIteration where a file holds zeros
+    # datasets raises StopIteration for a file of zeros
     return isinstance(error, ValueError | OSError | ArrowException | DatasetsError | StopIteration)
 
 
 def _what_is_wrong(file: str) -> str | None:
-    """Return a sentence about a file that cannot be read; None where each row can be."""
+    """Return a sentence about a file that cannot be read; None if it can."""
     if Path(file).suffix == ".parquet":
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -160,7 +160,7 @@ def _what_is_wrong(file: str) -> str | None:
         try:
             ParquetFile(file).close()
         except (ArrowException, OSError, ValueError) as error:  # a name in it may not be UTF-8
-            return f"{file} is no whole parquet file: {' '.join(str(error).split())}"
+            return f"{file} is not a complete parquet file: {' '.join(str(error).split())}"
         return None
     with open(file, "rb") as lines:
         if lines.read(1) == b"[":
@@ -169,7 +169,7 @@ def _what_is_wrong(file: str) -> str | None:
         for number, line in enumerate(lines, 1):
             reason = _broken_line(line)
             if reason is not None:
-                return f"line {number} of {file} is no JSON object: {reason}; mend it or leave it out"
+                return f"line {number} of {file} is not a JSON object: {reason}; fix or delete it"
     return None
 
 
@@ -182,21 +182,21 @@ def _broken_line(line: bytes) -> str | None:
         return f"{error.msg} at column {error.colno}"
     except UnicodeDecodeError as error:
         return f"it is not UTF-8 at byte {error.start}"
-    return None if isinstance(row, dict) else f"it holds {type(row).__name__} and not named columns"
+    return None if isinstance(row, dict) else f"it holds {type(row).__name__} instead of named columns"
 
 
 def _broken_list(file: str) -> str | None:
     try:
         json.loads(Path(file).read_bytes())
     except json.JSONDecodeError as error:
-        return f"line {error.lineno} of {file} is no JSON: {error.msg} at column {error.colno}; mend it"
+        return f"line {error.lineno} of {file} is not JSON: {error.msg} at column {error.colno}; fix it"
     except UnicodeDecodeError as error:
         return f"{file} is not UTF-8 at byte {error.start}; write it as UTF-8"
     return None
 
 
 def _different_columns(files: Sequence[str]) -> str | None:
-    """Return a sentence about files that do not have the same columns."""
+    """Return a sentence about two files whose columns differ; None if there are no such files."""
     every = functools.cache(_all_columns)
     first: str | None = None
     for file in files:
@@ -206,14 +206,14 @@ def _different_columns(files: Sequence[str]) -> str | None:
         first = first or file
         if columns != _columns(first) and every(file) != every(first):
             return (
-                f"{file} has the columns {', '.join(every(file))}, and {first} has {', '.join(every(first))}; give"
+                f"{file} has the columns {', '.join(every(file))} but {first} has {', '.join(every(first))}; give"
                 " files with the same columns, or read them in two runs"
             )
     return None
 
 
 def _columns(file: str) -> list[str]:
-    """Return the columns of a file, of its first row where it is JSON, sorted."""
+    """Return the columns of a file, sorted; for JSON those of its first row."""
     if Path(file).suffix == ".parquet":
         from pyarrow.parquet import read_schema
 
@@ -223,14 +223,14 @@ def _columns(file: str) -> list[str]:
 
 
 def _all_columns(file: str) -> list[str]:
-    """Return the columns that any row of a file has, sorted."""
+    """Return all columns that occur in the rows of a file, sorted."""
     if Path(file).suffix == ".parquet":
         return _columns(file)
     return sorted(set().union(*(row for row in _rows(file) if isinstance(row, dict))))
 
 
 def _rows(file: str) -> Iterator[Any]:
-    """Yield what a file of JSON holds, up to a broken line."""
+    """Yield the rows of a JSON file, up to a broken line."""
     with open(file, "rb") as lines, contextlib.suppress(ValueError):
         if lines.read(1) == b"[":
             yield from json.loads(Path(file).read_bytes())
@@ -249,7 +249,7 @@ def _count_rows(file: str) -> int:
 
 
 def _is_empty(file: str) -> bool:
-    """Whether a file of JSON has nothing but blank lines."""
+    """Whether a JSON file has only blank lines."""
     if Path(file).suffix == ".parquet":
         return False
     with open(file, "rb") as lines:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a stream that one process reads: rows of files to batches, with states from which it goes on.
+"""The part of a stream that one process reads: rows of files become batches, with states to resume from.
 
-A stream is dealt out to *readers*: each worker of each data-parallel rank is one. All of them read all files in the
-same order, which the seed and the epoch decide, and reader ``r`` of ``n`` takes the rows ``r``, ``r + n``, ``r + 2 n``
-and so on; only these are tokenised. So the readers' shares are alike, however the files are cut. What a reader does
-with its rows: tokenise, draw from a buffer in random order, pack online, put ``batch_size`` rows together.
+A stream is divided among *readers*: each worker of each data-parallel rank is one. All of them read all files in the
+same order, which depends on the seed and the epoch. Reader ``r`` of ``n`` takes the rows ``r``, ``r + n``, ``r + 2 n``
+and so on, and tokenises only these. So the readers get similar shares, however the rows are spread over files. A reader
+tokenises its rows, draws from a buffer in random order, packs online, and collates ``batch_size`` rows.
 
 From time to time an item carries a *state*: how far the files are read, the samples in the buffer, the open rows, the
-random numbers. It is plain data. A reader that is given a state goes on with exactly the items that come after it.
+random numbers. It is plain data. A reader that starts from a state gives exactly the items that came after it.
 ``stream_loader.py`` runs the readers and keeps their states.
 """
 
@@ -35,21 +35,21 @@ OPEN_ROWS = 64
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """What a stream reads and makes of it.
+    """What a stream reads, and how it makes batches of it.
 
     Attributes:
-        files: In the order of the first epoch.
-        reader: Makes conversations of rows.
-        encoder: Makes tokens of conversations.
+        files: The files, in the order of the first epoch.
+        reader: Turns rows into conversations.
+        encoder: Tokenises conversations.
         row_length: Places in a row, tokens.
-        multiple: Each sub-sequence is padded to a multiple of this; without packing each batch.
+        multiple: Each sub-sequence is padded to a multiple of this; without packing, each batch.
         batch_size: Rows in a batch.
         packing: Whether rows hold several samples.
-        overlong: What becomes of samples that are longer than a row.
-        shuffle_buffer: Samples to draw from; 1 keeps the order.
-        seed: Of the order.
-        vocab_size: Tokens that exist; None: not checked.
-        padded_to: Without packing, places of each row; None: as many as the longest of a batch takes.
+        overlong: Whether a sample longer than a row is refused, cut or split.
+        shuffle_buffer: Number of samples to draw from; 1 keeps the order.
+        seed: Seed of the order.
+        vocab_size: Size of the vocabulary, to check tokens against; None for no check.
+        padded_to: Without packing, the places of each row; None for as many as the longest sample of a batch takes.
     """
 
     files: list[str]
@@ -68,14 +68,14 @@ class StreamSettings:
 
 @dataclass(frozen=True)
 class Item:
-    """What a reader gives.
+    """What a reader yields.
 
     Attributes:
-        batch: A batch; None where there is none any more.
-        state: From which the reader goes on after this batch; None where it was not taken.
-        failure: Why the reader cannot go on.
+        batch: A batch; None after the last one.
+        state: State to continue from after this batch; None if no state was taken.
+        failure: Why the reader cannot continue.
         statistics: At the end, what became of its samples.
-        left_out: At the end, rows that fill no batch.
+        left_out: At the end, the number of rows that do not fill a batch.
     """
 
     batch: Batch | None = None
@@ -90,8 +90,8 @@ class ReaderPlace:
     """Where a reader begins.
 
     Attributes:
-        state: From which; None: at the beginning of the epoch.
-        skip: Batches that are made after it and thrown away.
+        state: The state to begin from; None for the beginning of the epoch.
+        skip: Number of batches after this state to make and drop.
     """
 
     state: State | None = None
@@ -99,17 +99,17 @@ class ReaderPlace:
 
 
 class ReaderStreams(IterableDataset[Item]):
-    """The readers of one data-parallel rank: in each worker of a DataLoader one of them.
+    """The readers of one data-parallel rank, one in each worker of a DataLoader.
 
-    Items never end: after its last batch a reader goes on giving items without one, so that a DataLoader, which asks
-    its workers in turns, does so in the same order whenever and however fast they come to their ends.
+    The items never end: after its last batch a reader keeps yielding items without one. So a DataLoader, which asks its
+    workers in turns, keeps the same order whenever each of them comes to its end.
 
     Args:
-        settings: What is read.
-        epoch: Of which the order is.
-        rank: The data-parallel rank.
-        ranks: How many there are.
-        places: Of each reader of this rank, where it begins.
+        settings: What the stream reads.
+        epoch: Number of the epoch, for the order.
+        rank: This data-parallel rank.
+        ranks: Number of data-parallel ranks.
+        places: Where each reader of this rank begins.
         first: The reader that is asked first.
     """
 
@@ -142,7 +142,7 @@ class ReaderStreams(IterableDataset[Item]):
 
 
 class _Reader:
-    """One reader; see the module's docstring."""
+    """One reader of a stream, as the module's docstring describes it."""
 
     def __init__(
         self, settings: StreamSettings, epoch: int, share: int, shares: int, state: Mapping[str, Any] | None
@@ -164,7 +164,7 @@ class _Reader:
             self._packer.load_state_dict(state["packer"])
 
     def __iter__(self) -> Iterator[Item]:
-        """Yield batches, and at the end an item without one."""
+        """Yield batches, and an item without a batch at the end."""
         settings = self._settings
         waiting: list[Any] = []
         since_state = 0
@@ -183,7 +183,7 @@ class _Reader:
         yield Item(statistics=self._packer.statistics, left_out=len(waiting) - whole)
 
     def _drawn(self) -> Iterator[TokenSample]:
-        """Yield the samples in the order in which they are drawn; at each of them a state may be taken."""
+        """Yield the samples in the order in which they are drawn; a state may be taken at each of them."""
         size, buffer = self._settings.shuffle_buffer, self._buffer
         for sample in self._samples():
             if size == 1:
@@ -200,7 +200,7 @@ class _Reader:
             yield buffer.pop()
 
     def _samples(self) -> Iterator[TokenSample]:
-        """Yield the samples of this reader's share, as the files have them."""
+        """Yield the samples of this reader's share, in the order of the files."""
         settings = self._settings
         turns = self._rows.iter(batch_size=self._shares)
         while True:
@@ -212,7 +212,7 @@ class _Reader:
             self._passed += rows
             if rows <= self._share:  # the last turn
                 continue
-            absent = dict.fromkeys(settings.reader.needed)  # in a stretch of rows without them
+            absent = dict.fromkeys(settings.reader.needed)  # these rows may lack them
             sample = self._sample(absent | {name: values[self._share] for name, values in turn.items()}, number)
             if len(sample.tokens):
                 yield sample
@@ -220,7 +220,7 @@ class _Reader:
                 self._packer.statistics.leave_out_unanswered()
 
     def _sample(self, row: Row, number: int) -> TokenSample:
-        """Return the sample of a row; where that fails, the file of the row is looked for."""
+        """Return the sample of a row; on failure, find out which file the row is in."""
         try:
             return self._encode(row, number, f"row {number}")
         except (ValueError, TypeError):
@@ -255,7 +255,7 @@ class _Reader:
 
 
 class _OneInARow:
-    """Stands in for the packer where each sample has a row of its own."""
+    """Replaces the packer if each sample has a row of its own."""
 
     def __init__(self, row_length: int, overlong: Overlong) -> None:
         self.statistics = PackingStatistics()
@@ -263,14 +263,14 @@ class _OneInARow:
         self._overlong: Overlong = overlong
 
     def add(self, sample: TokenSample) -> list[TokenSample]:
-        """Return the sample, or what is left of it."""
+        """Return the sample, cut or split if necessary."""
         pieces = fit_sample(sample, self._row_length, self.statistics, self._overlong, "drop")
         self.statistics.rows += len(pieces)
         self.statistics.tokens += sum(piece.length for piece in pieces)
         return pieces
 
     def flush(self) -> list[TokenSample]:
-        """Return nothing: no sample waits here."""
+        """Return an empty list: no sample waits here."""
         return []
 
     def state_dict(self) -> State:
@@ -278,7 +278,7 @@ class _OneInARow:
         return asdict(self.statistics)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting."""
+        """Restore the counts."""
         self.statistics = replace(PackingStatistics(), **state)
 
 
@@ -304,7 +304,7 @@ def _in_order(settings: StreamSettings, epoch: int) -> list[str]:
 
 
 def _plain(samples: Sequence[TokenSample]) -> State:
-    """Return samples as tensors."""
+    """Return samples as plain numbers and tensors: ``tokens`` [t] int32, ``learnt`` [t] bool."""
     tokens = [torch.as_tensor(sample.tokens.astype(np.int32)) for sample in samples]
     masks = [torch.as_tensor(sample.loss_mask) for sample in samples]
     return {
@@ -316,7 +316,7 @@ def _plain(samples: Sequence[TokenSample]) -> State:
 
 
 def _samples(state: Mapping[str, Any]) -> list[TokenSample]:
-    """Return what :func:`_plain` was given."""
+    """Rebuild samples from the result of :func:`_plain`."""
     parts = zip(state["tokens"].split(state["sizes"]), state["learnt"].split(state["sizes"]), strict=True)
     return [
         TokenSample(tokens.numpy(), learnt.numpy(), number)

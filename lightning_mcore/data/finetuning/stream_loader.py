@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``StreamLoader``: batches of a stream for training, on every data-parallel rank alike, resumed exactly.
+"""``StreamLoader``: batches of a stream for training, with one end for all data-parallel ranks and exact resume.
 
-Each data-parallel rank has one reader (``stream.py``) in its own process, or one in each worker. The batches of
-workers are taken in turns. What this loader adds:
+Each data-parallel rank has one reader (``stream.py``) in its own process, or one in each worker. The batches of the
+workers are taken in turns. This loader adds:
 
-* **One end for all.** The shares of the ranks do not have exactly as many batches. Before a batch is handed out the
-  ranks agree that each has one; when one has none, the epoch ends for all of them, and what is left is counted in the
-  log. A failure of one rank, such as a broken line, is the failure of all, with the same words. So is an epoch without
-  any batch: nothing would be learnt, and a run that counts steps would never end.
-* **Its own state in the checkpoint.** Lightning saves the state of a loader that has ``state_dict``, and
-  ``strategy/resume.py`` keeps one for each data-parallel rank. It says how many batches of the epoch count, which is
-  not how many were handed out: Lightning reads one batch ahead, and a checkpoint between two optimizer steps belongs to
-  the last of them. Readers send their states from time to time, so it holds of each reader a state and how many batches
-  to make again from there, without training on them.
+* **One end for all ranks.** The ranks do not get exactly the same number of batches. Before a batch is handed out, the
+  ranks agree that each of them has one. When a rank has none, the epoch ends on all of them, and the log says how much
+  is left. If one rank fails, for example on a broken line, all of them fail with the same message. An epoch without any
+  batch also fails: nothing would be learnt, and a run that counts steps would never end.
+* **A state for checkpoints.** Lightning saves the state of a loader that has ``state_dict``, and
+  ``strategy/resume.py`` keeps one for each data-parallel rank. The state counts the batches of the epoch that were
+  trained on, not those handed out: Lightning reads one batch in advance, and a checkpoint between two optimizer steps
+  belongs to the first of them. Readers send their states only now and then, so the loader's state has a state of each
+  reader and the number of batches to make again from there without training on them.
 
-A state belongs to one place among the data-parallel ranks, and to one number of workers; in the middle of an epoch a
-run goes on with as many. ``MCoreFinetuningData(streaming=True)`` makes this loader.
+A state belongs to one data-parallel rank and one number of workers, so in the middle of an epoch a run can resume only
+with the same numbers of both. ``MCoreFinetuningData(streaming=True)`` makes this loader.
 """
 
 from collections import deque
@@ -37,18 +37,18 @@ from lightning_mcore.data.packing.best_fit import PackingStatistics
 from lightning_mcore.parallel.consensus import all_true, gather, together
 
 T = TypeVar("T")
-_AHEAD = 2  # batches that Lightning may have read ahead, and one to be sure
+_AHEAD = 2  # batches that Lightning may have read in advance: one, and one more to be safe
 
 
 class StreamLoader:
-    """Iterates over one epoch of a stream each time it is asked to.
+    """Iterates over one epoch of a stream at a time.
 
     Args:
-        trainer: Of the run; None outside of one.
-        settings: What is read, and what is made of it.
+        trainer: The trainer of the run; None outside a run.
+        settings: What the stream reads, and how it makes batches of it.
         rank: This data-parallel rank.
-        ranks: How many there are.
-        num_workers: Processes that read ahead; 0 reads in this one.
+        ranks: Number of data-parallel ranks.
+        num_workers: Number of processes that read in advance; 0 reads in this process.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class StreamLoader:
         self.sampler = EpochNumber()
 
     def __iter__(self) -> Iterator[Batch]:
-        """Read an epoch, or what is left of one; nothing is read before the first batch is asked for.
+        """Read an epoch, or the rest of one; nothing is read before the first batch is asked for.
 
         Raises:
-            ValueError: The epoch has no batch, or a file or a row cannot be read.
+            ValueError: The epoch has no batches, or a file or a row cannot be read.
         """
         restored, self._restored = self._restored, None
         places, first, given = [ReaderPlace()] * max(1, self._num_workers), 0, 0
@@ -82,7 +82,7 @@ class StreamLoader:
             batch_size=None,
             collate_fn=_as_it_is,
             num_workers=self._num_workers,
-            generator=torch.Generator().manual_seed(self._settings.seed),  # leaves the common one alone
+            generator=torch.Generator().manual_seed(self._settings.seed),  # leaves the default generator alone
         )
         items = iter(loader)
         try:
@@ -97,12 +97,14 @@ class StreamLoader:
                 running.hand_out()
                 yield item.batch
         finally:
-            del items  # ends the workers; an exception would keep them, and the garbage collector waits for each
+            del (
+                items
+            )  # ends the workers now; an exception would keep them until the garbage collector ends them one by one
 
-    # ---- its state, as Lightning asks for it
+    # ---- the state that Lightning saves and loads
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the epoch goes on, as numbers and tensors."""
+        """Return the position in the epoch, as numbers and tensors."""
         if self._restored is not None:
             return self._restored
         running, trainer = self._running, self._trainer
@@ -115,10 +117,10 @@ class StreamLoader:
         return {"epoch": running.epoch, "batches": batches, "stream": self._marks(), **running.state(batches)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next epoch be the rest of the one that the state is of.
+        """Make the next epoch the rest of the one that the state was taken in.
 
         Raises:
-            ValueError: It is of a stream with other settings, or of another rank.
+            ValueError: The state is that of a stream with other settings, or of another rank.
         """
         self.sampler.set_epoch(state["epoch"])
         self._restored = None
@@ -128,13 +130,13 @@ class StreamLoader:
             then = state["stream"][name]
             if then != value:
                 raise ValueError(
-                    f"the checkpoint was taken in the middle of an epoch of a stream with {name}={then}, and now"
+                    f"the checkpoint was taken in the middle of an epoch of a stream with {name}={then}, but now"
                     f" {name}={value}; resume with that value, or from the end of an epoch"
                 )
         self._restored = dict(state)
 
     def _marks(self) -> dict[str, Any]:
-        """Return what must be the same for a stream to go on."""
+        """Return what must be the same for a stream to resume within an epoch."""
         settings = self._settings
         names = ("row_length", "multiple", "batch_size", "packing", "overlong", "shuffle_buffer", "seed")
         return {
@@ -151,7 +153,7 @@ class StreamLoader:
         return _AHEAD + (self._trainer.accumulate_grad_batches if self._trainer is not None else 1)
 
     def _finish(self, running: "_Epoch", items: Iterator[Item], item: Item | None) -> None:
-        """Read to the end, to count what is left out on any rank, and say it."""
+        """Read to the end, to count what all ranks leave out, and log it."""
         dropped = 0
         while item is not None and item.failure is None:
             dropped += self._settings.batch_size
@@ -163,7 +165,7 @@ class StreamLoader:
         rows = sum(rows for _, rows in found.values())
         if not running.batches:
             raise ValueError(self._why_no_batch(statistics, rows))
-        said = f"; rows that fill no batch of all ranks, left out: {rows}" if rows else ""
+        said = f"; {rows} rows left out, which do not fill a batch on all ranks" if rows else ""
         rank_zero_info(f"epoch {running.epoch} of the stream: {statistics}{said}")
 
     def _why_no_batch(self, statistics: PackingStatistics, rows: int) -> str:
@@ -172,16 +174,16 @@ class StreamLoader:
             settings.files[0] if len(settings.files) == 1 else f"{settings.files[0]} and {len(settings.files) - 1} more"
         )
         if not statistics.packed:
-            return f"nothing in {files} can be learnt ({statistics}); give rows with answers"
+            return f"{files} has nothing to learn ({statistics}); give rows with answers"
         return (
-            f"the stream of {files} has {rows} rows, which fill no batch: each of {self._ranks} data-parallel ranks"
+            f"the stream of {files} has {rows} rows, too few for a batch: each of {self._ranks} data-parallel ranks"
             f" needs {settings.batch_size} rows from one of its {readers} readers, {settings.batch_size * self._ranks}"
             f" on all of them ({statistics}); give more data, or lower batch_size, num_workers or the number of ranks"
         )
 
 
 class EpochNumber:
-    """Where Lightning says which epoch begins, as it does to a distributed sampler.
+    """Receives the number of the epoch from Lightning, as a distributed sampler does.
 
     Source: ``_set_sampler_epoch`` in lightning/fabric/utilities/data.py (2.6).
     """
@@ -190,12 +192,12 @@ class EpochNumber:
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the number of the epoch that begins."""
+        """Set the number of the epoch that begins."""
         self.epoch = epoch
 
 
 class _Epoch:
-    """One epoch while it is read: which readers gave what, and their states."""
+    """One epoch while it is read: the batches that each reader gave, and the states of the readers."""
 
     def __init__(self, epoch: int, places: list[ReaderPlace], first: int, given: int, window: int) -> None:
         self.epoch = epoch
@@ -211,7 +213,7 @@ class _Epoch:
         self._taken: tuple[int, Item] | None = None
 
     def take(self, items: Iterator[Item]) -> Item | None:
-        """Return the next batch, or a failure; None where every reader has come to its end."""
+        """Return the next batch, or a failure; None if every reader is at its end."""
         while len(self._ended) < len(self._counts):
             item, reader = next(items), self._next
             self._next = (reader + 1) % len(self._counts)
@@ -239,16 +241,16 @@ class _Epoch:
                 states.popleft()
 
     def state(self, batches: int) -> dict[str, Any]:
-        """Return how the epoch goes on behind its first ``batches`` batches.
+        """Return the position after the first ``batches`` batches of the epoch.
 
         Raises:
-            RuntimeError: They are more than were handed out, or so few that the states of then are gone.
+            RuntimeError: More batches than were handed out, or so few that the reader states of then are gone.
         """
         back = self.batches - batches
         if not 0 <= back <= len(self._recent):
             raise RuntimeError(
-                f"{self.batches} batches of the stream were handed out, and a checkpoint after {batches} of them was"
-                f" asked for; take it after at least {self.batches - len(self._recent)}"
+                f"{self.batches} batches of the stream were handed out, but the checkpoint was asked for after"
+                f" {batches} of them; take it after at least {self.batches - len(self._recent)}"
             )
         undone = list(self._recent)[len(self._recent) - back :]
         readers = []

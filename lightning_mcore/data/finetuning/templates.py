@@ -28,13 +28,14 @@ from typing import Any
 
 import numpy as np
 
+from lightning_mcore.config.checks import require_choice
 from lightning_mcore.config.text import unknown_name
-from lightning_mcore.data.finetuning.conversations import LossOn, Message, require_choice, require_tokenizer
+from lightning_mcore.data.finetuning.conversations import LossOn, Message, require_tokenizer
 from lightning_mcore.data.packing.best_fit import TokenSample
 
 BOS = "<bos>"
 EOS = "<eos>"
-"""Pieces that stand for the tokenizer's own tokens; one that it does not have is left out."""
+"""Pieces that stand for the tokenizer's own tokens; a token that it does not have is left out."""
 
 Pieces = tuple[str, ...]
 TEXT = "{text}"
@@ -42,23 +43,23 @@ TEXT = "{text}"
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    r"""How a conversation is written; every value has its meaning in LLaMA-Factory's templates too.
+    r"""How a conversation is written; LLaMA-Factory's templates have the same values.
 
     Args:
-        name: What it is called.
-        user: Pieces of a user's turn, up to where the answer begins.
+        name: Name of the template.
+        user: Pieces of a user's turn, up to the beginning of the answer.
         answer: Pieces of an answer; all of them are learnt, so that the model learns to end its turn.
-        system: Pieces of the system's text.
+        system: Pieces of the system text.
         prefix: Pieces at the very beginning.
-        default_system: The system's text where a conversation has none; empty for none.
-        end_of_turn: The token that ends a turn and takes the place of the tokenizer's EOS; None: that stays.
-        end_of_text: What ends a document in pretraining; None for EOS, or what takes its place.
-        system_in_first_turn: The system's text is written into the first user's turn, before the user's own.
-        one_eos: Answers have no end of their own, and EOS stands once, at the end of the conversation.
-        thoughts: Answers begin with a thought, ``<think>...</think>``; one without gets an empty one.
-        thinking: With ``thoughts``: whether empty thoughts are learnt, as the beginning of an answer, or given with
-            the prompt. False also takes the thoughts out of answers that have them.
-        keeps_thoughts: With ``thoughts``, when the last turn alone is learnt: earlier ones keep their thoughts.
+        default_system: The system text of a conversation that has none; empty for none.
+        end_of_turn: The token that ends a turn, in place of the tokenizer's EOS; None keeps EOS.
+        end_of_text: The token that ends a document in pretraining; None for ``end_of_turn`` or EOS.
+        system_in_first_turn: Write the system text into the first user's turn, before the user's text.
+        one_eos: Answers have no end token; one EOS ends the whole conversation.
+        thoughts: Answers begin with a thought, ``<think>...</think>``; an answer without one gets an empty one.
+        thinking: With ``thoughts``: True lets empty thoughts be learnt as part of the answer, None puts them into the
+            prompt, and False also removes the thoughts from answers that have them.
+        keeps_thoughts: With ``thoughts``, if only the last turn is learnt: earlier turns keep their thoughts.
     """
 
     name: str
@@ -80,7 +81,7 @@ def named_template(template: "str | ChatTemplate") -> ChatTemplate:
     """Return a template by its name, or the template itself.
 
     Raises:
-        ValueError: There is none of this name.
+        ValueError: There is no template of this name.
     """
     if isinstance(template, ChatTemplate):
         return template
@@ -172,7 +173,7 @@ _ALL = (
 )
 
 TEMPLATES = {template.name: template for template in _ALL}
-"""The templates that there are, by name."""
+"""All templates by name."""
 
 
 _THOUGHT = ("<think>\n", "\n</think>\n\n")
@@ -183,17 +184,17 @@ Exchange = tuple[list[int], list[int]]
 
 
 class TemplateEncoder:
-    """Makes a sample of tokens of a conversation.
+    """Tokenises conversations with a :class:`ChatTemplate`.
 
     Args:
         tokenizer: A tokenizer of ``transformers``.
         template: How conversations are written.
-        loss_on: What is learnt: the answers, the last of them, or every token.
-        longest: Tokens that a sample may have; None: as many as it has.
+        loss_on: What is learnt: the answers, the last of these, or every token.
+        longest: The most tokens of a sample; None for no limit.
 
     Raises:
-        TypeError: It is no tokenizer of ``transformers``.
-        ValueError: There is no such ``loss_on``, or the template needs a token that the tokenizer does not have.
+        TypeError: The tokenizer is not one of ``transformers``.
+        ValueError: ``loss_on`` is unknown, or the template needs a token that the tokenizer does not have.
     """
 
     def __init__(
@@ -203,8 +204,8 @@ class TemplateEncoder:
         require_choice("loss_on", loss_on, LossOn)
         if template.one_eos and loss_on == "all":
             raise ValueError(
-                f"the template {template.name!r} has one EOS for all turns, so that prompts cannot be learnt with it;"
-                " choose another loss_on than 'all', or another template"
+                f"the template {template.name!r} has one EOS for all turns, so it cannot be used with loss_on='all';"
+                " choose another loss_on, or another template"
             )
         self.tokenizer = tokenizer
         self.template = template
@@ -213,16 +214,16 @@ class TemplateEncoder:
         self._eos = end_of_turn(tokenizer, template)
 
     def encode(self, messages: Sequence[Message], sample_id: int, name: str) -> TokenSample:
-        """Return the tokens of a conversation; none, where nothing is said that could be learnt.
+        """Return the tokens of a conversation; an empty sample if it has no text to learn.
 
         Args:
-            messages: With ``role`` and ``content``: a system's, if there is one, then a user's and an assistant's in
-                turn.
+            messages: Messages with ``role`` and ``content``: optionally one of the system, then alternately one of the
+                user and one of the assistant.
             sample_id: Number of the sample in its dataset.
-            name: What to call it in an error, such as ``"row 3"``.
+            name: What to call the conversation in an error, such as ``"row 3"``.
 
         Raises:
-            ValueError: The turns are others than that.
+            ValueError: The turns have other roles, or the template cannot write as many.
         """
         system, prompts, answers = self._turns(messages, name)
         taught = answers[-1:] if self.loss_on == "last_assistant" else answers
@@ -230,29 +231,29 @@ class TemplateEncoder:
             return TokenSample(np.zeros(0, np.int32), np.zeros(0, np.bool_), sample_id)
         if self.template.one_eos and len(answers) > 1:
             raise ValueError(
-                f"{name} has {len(answers)} exchanges, and the template {self.template.name!r} ends none but the last;"
-                " give conversations of one exchange, or leave template out and use the tokenizer's own"
+                f"{name} has {len(answers)} exchanges, but the template {self.template.name!r} ends only the last one;"
+                " give conversations of one exchange, or leave template out to use the tokenizer's own"
             )
         tokens, learnt = self._joined(self._exchanges(system, prompts, answers))
         learnt[:1] = [False]
         return TokenSample(np.asarray(tokens, np.int32), np.asarray(learnt, np.bool_), sample_id)
 
     def _turns(self, messages: Sequence[Message], name: str) -> tuple[str, list[str], list[str]]:
-        """Return the system's text, those of the user's turns, and those of the answers."""
+        """Return the system text, the texts of the user's turns, and the texts of the answers."""
         system = ""
         if messages and messages[0]["role"] == "system":
             system, messages = messages[0]["content"], messages[1:]
         roles = [message["role"] for message in messages]
         if roles != ["user", "assistant"] * (len(roles) // 2):
             raise ValueError(
-                f"{name} has the turns {', '.join(roles)}, and the template {self.template.name!r} writes a user's and"
-                " an assistant's in turn, behind a system's if there is one; mend the row or leave it out"
+                f"{name} has the turns {', '.join(roles)}, but the template {self.template.name!r} needs user and"
+                " assistant in turn, after a system turn if there is one; fix the row or leave it out"
             )
         texts = [message["content"] for message in messages]
         return system or self.template.default_system, texts[::2], texts[1::2]
 
     def _exchanges(self, system: str, prompts: list[str], answers: list[str]) -> list[Exchange]:
-        """Return the tokens of all exchanges; the thoughts of the template are put in or taken out."""
+        """Return the tokens of all exchanges, with thoughts added or removed as the template says."""
         template, last = self.template, len(answers) - 1
         forgets = self.loss_on == "last_assistant" and not template.keeps_thoughts
         exchanges = []
@@ -269,7 +270,7 @@ class TemplateEncoder:
         return exchanges
 
     def _opening(self, system: str, prompt: str) -> list[int]:
-        """Return the tokens of the first prompt, with what stands before it."""
+        """Return the tokens of the first prompt, with prefix and system text."""
         template = self.template
         tokens = self._tokens(template.prefix)
         if system and template.system_in_first_turn:
@@ -279,7 +280,7 @@ class TemplateEncoder:
         return tokens + self._tokens(template.user, prompt)
 
     def _joined(self, exchanges: list[Exchange]) -> tuple[list[int], list[bool]]:
-        """Return the exchanges as one list of tokens, cut to fit, and which of them are learnt."""
+        """Return the exchanges as one list of tokens, cut to ``longest``, and the mask of what is learnt."""
         last_alone = self.loss_on == "last_assistant"
         tokens: list[int] = []
         learnt: list[bool] = []
@@ -311,16 +312,16 @@ class TemplateEncoder:
 
 
 class DocumentEncoder:
-    """Makes a sample of tokens of a text, for pretraining: all of it is learnt, and what ends it.
+    """Tokenises documents for pretraining; the text and the token that ends it are learnt.
 
     Args:
         tokenizer: A tokenizer of ``transformers``.
-        template: Says what ends a text; None: the tokenizer's EOS.
-        begins: Whether BOS stands before each text, where the tokenizer itself writes one.
+        template: The template whose token ends a text; None for the tokenizer's EOS.
+        begins: Write BOS before each text, if the tokenizer writes one itself.
 
     Raises:
-        TypeError: It is no tokenizer of ``transformers``.
-        ValueError: It has no such token.
+        TypeError: The tokenizer is not one of ``transformers``.
+        ValueError: The tokenizer does not have the token that ends a text.
     """
 
     def __init__(self, tokenizer: Any, template: ChatTemplate | None = None, begins: bool = False) -> None:
@@ -332,12 +333,12 @@ class DocumentEncoder:
         self._end = end or tokenizer.eos_token
 
     def encode(self, messages: Sequence[Message], sample_id: int, name: str) -> TokenSample:
-        """Return the tokens of the first message's text; none, where it is empty.
+        """Return the tokens of the text of the first message; an empty sample if it has none.
 
         Args:
             messages: One message with ``content``.
             sample_id: Number of the document in its dataset.
-            name: What to call it in an error.
+            name: What to call the document in an error.
         """
         text = messages[0]["content"] if messages else ""
         ids = self.tokenizer(self._start + text + self._end, add_special_tokens=False)["input_ids"] if text else []
@@ -347,10 +348,10 @@ class DocumentEncoder:
 
 
 def end_of_turn(tokenizer: Any, template: ChatTemplate) -> int | None:
-    """Return the token that a template means by EOS; None where it needs none.
+    """Return the id of the token that the template means by EOS; None if it needs none.
 
     Raises:
-        ValueError: It needs one that the tokenizer does not have.
+        ValueError: The template needs a token that the tokenizer does not have.
     """
     if template.end_of_turn is not None:
         ids = tokenizer(template.end_of_turn, add_special_tokens=False)["input_ids"]

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of conversations as a dataset of tokens, kept in a cache.
 
-Tokenising is done once. The cache is named after all that decides the tokens: the files with their sizes and times of
-change, the tokenizer with its chat template, and the settings of :class:`Reading`. The length of a row is not among
-them, so that it can be changed without tokenising again. ``datamodule.py`` asks for the dataset on every rank, one
-of each machine first. That one compares the cache with its checksums, and makes it anew where they differ
-(``data/checked_files.py``). The rows that Hugging Face ``datasets`` reads on the way are not kept: nothing would tell
-whether they are still those of the files.
+Files are tokenised once. The name of the cache depends on everything that decides the tokens: the files with their
+sizes and modification times, the tokenizer with its chat template, and the settings of :class:`Reading`. The length of
+a row does not, so it can change without tokenising again. ``datamodule.py`` asks for the dataset on every rank, on one
+rank of each machine first. That rank compares the cache with its checksums, and makes it again if they differ
+(``data/checked_files.py``). The rows that Hugging Face ``datasets`` reads meanwhile are not kept, because nothing could
+tell whether they still match the files.
 
-Beside the tokens lies what they were made of (:func:`sources_of`), by which a run that is resumed knows its data again.
+The cache also describes its sources (:func:`sources_of`), so that a resumed run can compare its data with that of the
+checkpoint.
 """
 
 import functools
@@ -24,6 +25,7 @@ from typing import Any, Protocol
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_mcore.config.checks import require_choice
 from lightning_mcore.data.checked_files import cached_folder, fingerprints
 from lightning_mcore.data.finetuning.chat import ChatEncoder
 from lightning_mcore.data.finetuning.conversations import (
@@ -32,7 +34,6 @@ from lightning_mcore.data.finetuning.conversations import (
     LossOn,
     Message,
     Row,
-    require_choice,
 )
 from lightning_mcore.data.finetuning.files import explained, file_marks, load_rows
 from lightning_mcore.data.finetuning.templates import ChatTemplate, TemplateEncoder
@@ -45,29 +46,29 @@ _TOKENS = "tokens"
 
 
 class RowReader(Protocol):
-    """Makes conversations of rows, as ``ConversationReader`` does; ``needed`` are the columns of each row."""
+    """Turns rows into conversations, like ``ConversationReader``; ``needed`` lists the columns of each row."""
 
     needed: tuple[str, ...]
 
     def messages(self, row: Row, name: str) -> list[Message]:
-        """Return the conversation of a row, which is called ``name`` in errors."""
+        """Return the conversation of a row; errors call the row ``name``."""
 
 
 class Encoder(Protocol):
-    """Makes tokens of conversations, as ``ChatEncoder`` does."""
+    """Tokenises conversations, like ``ChatEncoder``."""
 
     def encode(self, messages: Sequence[Message], sample_id: int, name: str) -> TokenSample:
-        """Return the tokens of a conversation, which is called ``name`` in errors."""
+        """Return the tokens of a conversation; errors call it ``name``."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How rows become conversations and conversations tokens; ``MCoreFinetuningData`` says what each means.
+    """How rows become conversations and tokens; ``MCoreFinetuningData`` explains each field.
 
-    Data of other forms derive from it; all that decides the tokens is a field, so that the cache goes by it.
+    Subclasses read data of other forms. Everything that decides the tokens is a field, and so part of the cache's name.
 
     Raises:
-        ValueError: There is no such ``format`` or ``loss_on``.
+        ValueError: ``format`` or ``loss_on`` is unknown.
     """
 
     format: Format = "auto"
@@ -82,17 +83,17 @@ class Reading:
         require_choice("loss_on", self.loss_on, LossOn)
 
     def reader(self, columns: Iterable[str]) -> RowReader:
-        """Return what makes conversations of rows with these columns."""
+        """Return the reader that turns rows with these columns into conversations."""
         return ConversationReader(columns, self.format, self.prompt_column, self.response_column)
 
     def encoder(self, tokenizer: Any) -> Encoder:
-        """Return what makes tokens of conversations."""
+        """Return the encoder that tokenises conversations."""
         if self.template is None:
             return ChatEncoder(tokenizer, self.loss_on)
         return TemplateEncoder(tokenizer, self.template, self.loss_on, self.longest)
 
     def chosen(self, rows: int) -> Sequence[int] | None:
-        """Return the numbers of the rows that are read, of so many; None for all of them."""
+        """Return the numbers of the rows to read out of ``rows``; None for all of them."""
         return None
 
 
@@ -105,26 +106,26 @@ def tokenize_files(
     num_proc: int = 1,
     check: bool = True,
 ) -> Any:
-    """Return a ``datasets.Dataset`` with a row of tokens for each row of the files, from the cache if they are there.
+    """Return a ``datasets.Dataset`` with the tokens of each row of the files, from the cache if it has them.
 
     Its columns: ``tokens`` and ``learnt`` as in :class:`~lightning_mcore.data.packing.best_fit.TokenSample`, both empty
-    where nothing is to be learnt; ``length``, places that the sample takes in a row; ``num_targets``;
+    if the row has nothing to learn; ``length``, the places that the sample takes in a row; ``num_targets``;
     ``largest``, the largest token.
 
     Args:
-        files: What ``find_files`` found.
+        files: The files that ``find_files`` found.
         name: What to call them in errors, such as ``"train_files"``.
-        tokenizer: Of ``transformers``.
-        reading: How to read them.
-        cache_dir: Where ``datasets`` keeps rows and tokens; None: its own place.
-        num_proc: Processes that tokenise.
-        check: Compare the cache with its checksums; one process of a machine does.
+        tokenizer: A tokenizer of ``transformers``.
+        reading: How to read the files.
+        cache_dir: Folder for the cache; None for that of ``datasets``.
+        num_proc: Number of processes that tokenise.
+        check: Compare the cache with its checksums; one process on each machine should.
 
     Raises:
         ModuleNotFoundError: ``datasets`` is not installed.
         ValueError: A file is broken, a column is missing, a row does not make a conversation, or the tokenizer cannot
             write one.
-        TypeError: What should be text is something else.
+        TypeError: A value that should be text is something else.
     """
     encoder = reading.encoder(tokenizer)
     key = _key(files, tokenizer, reading)
@@ -146,7 +147,7 @@ def tokenize_files(
                 new_fingerprint=key,
                 desc=f"tokenising {name}",
             )
-        except UnicodeDecodeError:  # pyarrow reads over it
+        except UnicodeDecodeError:  # pyarrow reads such files without an error
             with explained(files):
                 raise
         shutil.rmtree(rows_folder)
@@ -159,7 +160,7 @@ def tokenize_files(
 
 
 def describe_sources(files: Sequence[str], tokenizer: Any, reading: Reading) -> dict[str, Any]:
-    """Return what decides the tokens of files, part by part as a user would call it, by content and not by place."""
+    """Return everything that decides the tokens, in a user's words; files count by content, not by location."""
     marks = [f"{os.path.basename(file)} ({mark})" for file, mark in zip(files, fingerprints(files), strict=True)]
     template = {} if reading.template is not None else {"the chat template": _short(str(tokenizer.chat_template))}
     settings = functools.reduce(lambda text, file: text.replace(file, os.path.basename(file)), files, repr(reading))
@@ -172,7 +173,7 @@ def describe_sources(files: Sequence[str], tokenizer: Any, reading: Reading) -> 
 
 
 def sources_of(tokenized: Any) -> list[dict[str, Any]]:
-    """Return what :func:`describe_sources` said when the tokens of a dataset of :func:`tokenize_files` were made."""
+    """Return the results of :func:`describe_sources` that are stored with a dataset of :func:`tokenize_files`."""
     folders = dict.fromkeys(os.path.dirname(file["filename"]) for file in tokenized.cache_files)
     found = []
     for folder in folders:
@@ -182,15 +183,15 @@ def sources_of(tokenized: Any) -> list[dict[str, Any]]:
 
 
 def compare_sources(then: Mapping[str, Any], now: Mapping[str, Any], in_epoch: bool) -> None:
-    """Say what changed since a checkpoint was taken.
+    """Warn if the training data has changed since a checkpoint was taken.
 
     Args:
-        then: What :func:`describe_sources` said in the run that took it.
-        now: What it says now.
-        in_epoch: Whether it was taken in the middle of an epoch.
+        then: Result of :func:`describe_sources` in the run that took the checkpoint.
+        now: Result of :func:`describe_sources` now.
+        in_epoch: Whether the checkpoint was taken in the middle of an epoch.
 
     Raises:
-        ValueError: Something changed, and the epoch could not go on with the rest of the same rows.
+        ValueError: The data has changed in the middle of an epoch, which cannot continue with the rest of other rows.
     """
     changed = _changed_source(then, now)
     if changed is None:
@@ -200,11 +201,11 @@ def compare_sources(then: Mapping[str, Any], now: Mapping[str, Any], in_epoch: b
             f"the checkpoint was taken in the middle of an epoch of other data: it differs in {changed}; resume with"
             " the data of its run, or from the end of an epoch"
         )
-    rank_zero_warn(f"the run goes on with other training data than before: it differs in {changed}")
+    rank_zero_warn(f"the run continues with other training data than before: it differs in {changed}")
 
 
 def _changed_source(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Return what changed between two descriptions of sources, as a part of a sentence; None where nothing did."""
+    """Return the first difference between two descriptions, as part of a sentence; None if they are equal."""
     for name, value in now.items():
         before = then.get(name, value)
         if before != value:
@@ -224,7 +225,7 @@ def _cache_folder(cache_dir: str | None) -> str:
 
 
 def _opened(files: Sequence[str]) -> Any:
-    """Return the tokens in files of arrow as one dataset; no file stands for no rows."""
+    """Return the tokens in arrow files as one dataset, empty without files."""
     from datasets import Dataset, concatenate_datasets
 
     if not files:
@@ -233,7 +234,7 @@ def _opened(files: Sequence[str]) -> Any:
 
 
 def columns_of_stream(rows: Any, files: Sequence[str]) -> list[str]:
-    """Return the columns of a ``datasets.IterableDataset``, from its first row where it does not know them.
+    """Return the columns of a ``datasets.IterableDataset``; if unknown, those of its first row.
 
     Raises:
         ValueError: Its rows have no columns, or a file is broken.
@@ -246,7 +247,7 @@ def columns_of_stream(rows: Any, files: Sequence[str]) -> list[str]:
 
 
 class _Tokenize:
-    """Makes tokens of a row; a class, so that other processes can be handed it."""
+    """Tokenises a row; a class, so that it can be pickled for other processes."""
 
     def __init__(self, reader: RowReader, encoder: Encoder, name: str, chosen: Sequence[int] | None) -> None:
         self._reader = reader
@@ -274,7 +275,7 @@ def _features() -> Any:
 
 
 def _key(files: Sequence[str], tokenizer: Any, reading: Reading) -> str:
-    """Return the name under which the tokens are kept."""
+    """Return the name of the cache."""
     parts = [
         *(_CACHE_VERSION, repr(reading), importlib.metadata.version("transformers")),
         *(tokenizer_digest(tokenizer), str(tokenizer.chat_template), *file_marks(files)),

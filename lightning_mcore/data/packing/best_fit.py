@@ -25,30 +25,30 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mcore.config.checks import require_size
+from lightning_mcore.config.checks import require_choice, require_size
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class PackingStatistics:
-    """Counts of samples, rows and tokens; two of them can be added.
+    """Counts of samples, rows and tokens; two of these can be added.
 
     Args:
         samples: Samples that were given.
-        packed: Samples that are in the rows, the pieces of a split one counted as one.
+        packed: Samples that are in the rows; the pieces of a split sample count as one.
         rows: Rows that were made.
-        tokens: Places in the rows that hold a real token.
-        sub_sequence_padding: Places that fill sub-sequences up to their multiple.
-        row_padding: Places at the ends of rows.
+        tokens: Places in the rows that hold a token.
+        sub_sequence_padding: Padding that fills sub-sequences up to their multiple.
+        row_padding: Padding at the ends of rows.
         cut: Samples that were longer than a row and cut.
         cut_tokens: Tokens that were cut off them.
         split: Samples that were longer than a row and split.
-        pieces: Pieces that these were split into.
+        pieces: Pieces of the split samples.
         pieces_without_target: Pieces that were left out because no target is in them.
         too_short: Samples that were left out because they have fewer than two tokens.
         without_target: Samples that were left out because no target is in them.
-        without_answer: Samples that were left out because nothing in them is said that could be learnt.
+        without_answer: Samples that were left out because they have no text to learn.
     """
 
     samples: int = 0
@@ -68,17 +68,17 @@ class PackingStatistics:
 
     @property
     def padding(self) -> int:
-        """Places in the rows that hold no real token."""
+        """Places in the rows that hold padding."""
         return self.sub_sequence_padding + self.row_padding
 
     @property
     def padding_share(self) -> float:
-        """Share of the places that hold no real token, 0 to 1; 0 where there are no rows."""
+        """Share of the places that hold padding, 0 to 1; 0 without rows."""
         return self.padding / (self.tokens + self.padding) if self.rows else 0.0
 
     @property
     def fill(self) -> float:
-        """Share of the places that hold a real token, 0 to 1; 1 where there are no rows."""
+        """Share of the places that hold a token, 0 to 1; 1 without rows."""
         return 1.0 - self.padding_share
 
     @property
@@ -95,10 +95,10 @@ class PackingStatistics:
         """Count rows that were made.
 
         Args:
-            rows: How many.
-            row_length: Places in each, tokens.
-            tokens: Real tokens in all of them.
-            sub_sequence_padding: Places in all of them that fill sub-sequences up to their multiple.
+            rows: Number of rows.
+            row_length: Places in each row, tokens.
+            tokens: Tokens in all of these rows.
+            sub_sequence_padding: Padding in them that fills sub-sequences up to their multiple.
         """
         self.rows += rows
         self.tokens += tokens
@@ -106,12 +106,12 @@ class PackingStatistics:
         self.row_padding += rows * row_length - tokens - sub_sequence_padding
 
     def leave_out_unanswered(self) -> None:
-        """Count a sample in which nothing is said that could be learnt."""
+        """Count a sample without any text to learn."""
         self.samples += 1
         self.without_answer += 1
 
     def log(self) -> None:
-        """Write the line to the log: a warning where something was left out or cut, else for information."""
+        """Log the counts: as a warning if something was left out or cut, otherwise as information."""
         logger.log(logging.INFO if self.lossless else logging.WARNING, "%s", self)
 
     def __add__(self, other: Self) -> Self:
@@ -150,7 +150,7 @@ class TokenSample:
     Args:
         tokens: [l + 1] integers. The sample takes ``l`` places of a row: inputs are all tokens but the last, labels all
             but the first.
-        loss_mask: [l + 1] bool, True where the token is a target; None: every one. The first token never is.
+        loss_mask: [l + 1] bool, True where the token is a target; None if all are. The first token never is.
         sample_id: The sample's number in its dataset, for messages and for ``sample_ids`` of a row.
     """
 
@@ -214,11 +214,11 @@ def pack_lengths(lengths: NDArray[Any] | Sequence[int], row_length: int, multipl
     Args:
         lengths: [samples] places that each sample takes, 1 to ``row_length``: its tokens less one.
         row_length: Places in a row, tokens.
-        multiple: Each sample is padded to a multiple of this; it divides ``row_length``.
+        multiple: Each sample is padded to a multiple of this, which must divide ``row_length``.
 
     Raises:
-        TypeError: The lengths are no flat array of ints.
-        ValueError: A sample takes no place or more than a row has, or ``multiple`` does not divide the row.
+        TypeError: The lengths are not a flat array of ints.
+        ValueError: A sample takes no place or more places than a row has, or ``multiple`` does not divide the row.
     """
     require_multiple(row_length, multiple)
     lengths = np.asarray(lengths)
@@ -264,7 +264,7 @@ def require_multiple(row_length: int, multiple: int) -> None:
 
 
 def _best_fit(lengths: list[int], counts: list[int], room: int) -> tuple[list[int], list[int], list[int], int]:
-    """Fill stretches of equal rows, for lengths from the longest to the shortest.
+    """Fill runs of equal rows, for lengths from the longest to the shortest.
 
     Args:
         lengths: Distinct lengths, descending.
@@ -272,8 +272,8 @@ def _best_fit(lengths: list[int], counts: list[int], room: int) -> tuple[list[in
         room: Places in a row.
 
     Returns:
-        Of each filling its first row, how many rows from there on, and how many samples each of them takes; and how
-        many rows there are in all.
+        Three lists with one entry per run: its first row, its number of rows, and how many samples each row takes; and
+        the number of all rows.
     """
     first, rows, each = [], [], []
     free: dict[int, list[tuple[int, int]]] = {}  # room that is left: stretches of rows with it
@@ -324,7 +324,7 @@ def _rows_of_samples(first: list[int], rows: list[int], each: list[int]) -> NDAr
 
 
 def as_samples(samples: Iterable[TokenSample | Sequence[int] | NDArray[Any]]) -> Iterable[TokenSample]:
-    """Yield samples; a list or array of tokens becomes one that is numbered by its place."""
+    """Yield samples; a list or array of tokens becomes a sample with its index as number."""
     for place, sample in enumerate(samples):
         yield sample if isinstance(sample, TokenSample) else TokenSample(np.asarray(sample), sample_id=place)
 
@@ -336,26 +336,26 @@ def fit_sample(
     overlong: Overlong = "error",
     empty: Empty = "error",
 ) -> list[TokenSample]:
-    """Return what of a sample goes into rows, each piece no longer than a row, and count what happens to it.
+    """Cut, split or leave out a sample that does not go into a row as it is, and count it.
 
     Args:
         sample: The sample.
         row_length: Places in a row, tokens.
-        statistics: Counts; these are added to.
-        overlong: What becomes of a sample that takes more than a row. ``"error"``: it is refused. ``"cut"``: its
-            beginning is kept. ``"split"``: it becomes pieces that share one token, so that every target is trained
-            once; pieces without a target are left out.
-        empty: What becomes of a sample with fewer than two tokens or without a target, also after it was cut.
-            ``"error"``: it is refused. ``"drop"``: it is left out.
+        statistics: The counts to add to.
+        overlong: For a sample longer than a row. ``"error"`` refuses it, ``"cut"`` keeps its beginning, ``"split"``
+            makes pieces that share one token, so that every target is trained once; pieces without a target are left
+            out.
+        empty: For a sample with fewer than two tokens or without a target, also after a cut. ``"error"`` refuses it,
+            ``"drop"`` leaves it out.
 
     Returns:
-        The sample itself, its cut form, its pieces, or nothing.
+        What goes into rows, each part no longer than a row: the sample, its beginning, its pieces, or nothing.
 
     Raises:
-        ValueError: The sample is refused, or there is no such policy.
+        ValueError: The sample is refused, or ``overlong`` or ``empty`` has an unknown value.
     """
-    _require_choice("overlong", overlong, ("error", "cut", "split"))
-    _require_choice("empty", empty, ("error", "drop"))
+    require_choice("overlong", overlong, Overlong)
+    require_choice("empty", empty, Empty)
     statistics.samples += 1
     pieces = [sample]
     if sample.length > row_length:
@@ -381,7 +381,7 @@ def fit_samples(
     overlong: Overlong = "error",
     empty: Empty = "error",
 ) -> tuple[list[TokenSample], PackingStatistics]:
-    """Return what goes into rows of all samples, and the counts; see :func:`fit_sample`."""
+    """Apply :func:`fit_sample` to all samples; return what goes into rows, and the counts."""
     statistics = PackingStatistics()
     fitting = [
         piece for sample in as_samples(samples) for piece in fit_sample(sample, row_length, statistics, overlong, empty)
@@ -392,7 +392,7 @@ def fit_samples(
 def count_rows(
     rows: PackedRows, lengths: NDArray[Any], row_length: int, multiple: int, into: PackingStatistics
 ) -> None:
-    """Add rows that :func:`pack_lengths` made to the counts."""
+    """Add the rows that :func:`pack_lengths` made of ``lengths`` [samples] to the counts ``into``."""
     lengths = np.asarray(lengths, np.int64)
     tokens = int(lengths.sum())
     padded = int((-(-lengths // multiple)).sum()) * multiple
@@ -400,7 +400,7 @@ def count_rows(
 
 
 def _shorten(sample: TokenSample, row_length: int, overlong: Overlong) -> list[TokenSample]:
-    """Return a sample that is longer than a row cut or in pieces."""
+    """Return the beginning or the pieces of a sample that is longer than a row."""
     if overlong == "error":
         raise ValueError(
             f"sample {sample.sample_id} takes {sample.length} places, more than row_length={row_length}; choose a "
@@ -424,15 +424,10 @@ def _leave_out(sample: TokenSample, statistics: PackingStatistics, empty: Empty)
     if empty == "error":
         what = "fewer than two tokens" if too_short else "no target in the part that fits into a row"
         raise ValueError(
-            f"sample {sample.sample_id} has {what}, so that nothing could be learnt from it; leave it out of the data, "
+            f"sample {sample.sample_id} has {what}, so there is nothing to learn from it; leave it out of the data, "
             "or choose empty='drop'"
         )
     if too_short:
         statistics.too_short += 1
     else:
         statistics.without_target += 1
-
-
-def _require_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is unknown; choose {', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}")

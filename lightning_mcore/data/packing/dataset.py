@@ -30,22 +30,22 @@ from lightning_mcore.data.packing.rows import build_row
 
 
 class TokenizedSamples(Dataset[TokenSample]):
-    """Samples that fit into a row, or pieces of longer ones; empty ones are left out and counted.
+    """Samples that fit into a row, and pieces of longer ones; empty samples are left out and counted.
 
     Args:
         tokenized: A ``datasets.Dataset`` with ``tokens`` (lists of ints), ``learnt`` (lists of bools), ``length`` and
             ``num_targets``.
-        indices: [n] numbers of the rows of it that belong here; they become the samples' numbers.
+        indices: [n] int64, which of its rows to use; they become the numbers of the samples.
         row_length: Places in a row, tokens.
-        overlong: What becomes of a sample that takes more: refused, cut or split.
-        name: What the data is, for errors.
+        overlong: Whether a sample longer than a row is refused, cut or split.
+        name: What to call the data in errors.
 
     Attributes:
-        lengths: [samples] places that each takes.
+        lengths: [samples] int64, the places that each sample takes.
         statistics: What became of all samples.
 
     Raises:
-        ValueError: A sample is longer than a row and to be refused, or none is left.
+        ValueError: A sample is longer than a row and ``overlong="error"``, or no sample is left.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class TokenizedSamples(Dataset[TokenSample]):
         found += [self._pieces(index) for index in indices[~whole].tolist()]
         self._source, self._piece, self.lengths = (np.concatenate(parts) for parts in zip(*found, strict=True))
         if not len(self.lengths):
-            raise ValueError(f"nothing in {name} can be learnt ({self.statistics}); give rows with answers")
+            raise ValueError(f"{name} has nothing to learn ({self.statistics}); give rows with answers")
 
     def _pieces(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         [sample] = self._read([index])
@@ -90,7 +90,7 @@ class TokenizedSamples(Dataset[TokenSample]):
         return self.take([index])[0]
 
     def take(self, indices: Sequence[int] | NDArray[np.int64]) -> list[TokenSample]:
-        """Return several samples, read at once."""
+        """Return several samples, reading them at once; ``indices`` [n]."""
         samples = self._read(self._source[indices].tolist())
         return [
             sample if sample.length <= self._row_length and not piece else self._fitted(sample)[piece]
@@ -109,10 +109,10 @@ class TokenizedSamples(Dataset[TokenSample]):
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):
-    """Packed rows of samples; which samples share a row is fixed.
+    """Packed rows of samples; which samples share a row is decided once.
 
     Args:
-        samples: What is packed.
+        samples: The samples to pack.
         row_length: Places in a row, tokens.
         multiple: Each sub-sequence is padded to a multiple of this.
     """
@@ -128,32 +128,32 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return a row; ``rows.py`` says what is in it."""
+        """Return a row; ``rows.py`` lists its tensors."""
         return build_row(self._samples.take(self._rows[index]), self._row_length, self._multiple)
 
 
 def _column(tokenized: Any, name: str) -> NDArray[np.int64]:
-    """Return a column of numbers."""
+    """Return a column of numbers, [rows]."""
     column: NDArray[np.int64] = tokenized.data.column(name).to_numpy().astype(np.int64)
     return column
 
 
 class TextBlocks(TokenizedSamples):
-    """Blocks of ``row_length + 1`` tokens each, so that a block takes one row; what is left at the end is left out.
+    """Blocks of ``row_length + 1`` tokens of running text, one per row; the last, incomplete block is left out.
 
     Args:
         tokenized: A ``datasets.Dataset`` with ``tokens`` (lists of ints) and their ``length``.
-        indices: [n] numbers of the documents of it that belong here.
+        indices: [n] int64, which of its documents to use.
         row_length: Places in a row, tokens.
-        name: What the data is, for errors.
-        first_token: Put in the place of the first token of each block; None: that stays.
+        name: What to call the data in errors.
+        first_token: Replaces the first token of each block; None keeps it.
 
     Attributes:
-        lengths: [blocks] places that each takes; all are ``row_length``.
+        lengths: [blocks] int64, the places that each block takes, all ``row_length``.
         statistics: What became of the documents.
 
     Raises:
-        ValueError: All documents together are shorter than a block.
+        ValueError: All documents together are shorter than one block.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class TextBlocks(TokenizedSamples):
         blocks = total // self._block
         if not blocks:
             raise ValueError(
-                f"{name} has {total} tokens in all, fewer than the {self._block} of a block; choose a smaller"
+                f"{name} has {total} tokens in all, fewer than the {self._block} of one block; choose a smaller"
                 " seq_length, or give more text"
             )
         self.lengths = np.full(blocks, row_length, np.int64)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing of a stream: rows that are open at once, each new sample into the fullest one with room for it.
+"""Packing of a stream: several rows are open, and each new sample goes into the fullest one that has room for it.
 
-A stream has no end to wait for, so :class:`OnlinePacker` keeps a bounded number of rows open. Where a sample fits into
-none of them, the fullest is closed and a new row opened. On samples much shorter than a row this comes close to
-``packing.pack_lengths``, which sees all samples first. Equal streams give equal rows, and the open rows are in the
-state of a checkpoint: a resumed stream goes on with exactly the rows that it would have made.
+A stream cannot be sorted first, so :class:`OnlinePacker` keeps a bounded number of rows open. If a sample fits into
+none of them, the fullest is closed and a new row is opened. For samples much shorter than a row, the result comes close
+to that of ``best_fit.pack_lengths``, which sees all samples first. Equal streams give equal rows. The state in a
+checkpoint holds the open rows, so a resumed stream continues with exactly the rows that it would have made.
 
-Data modules that read streams use it; each data-loading worker has one of its own.
+``data/finetuning/stream.py`` uses it, with one packer in each reader.
 """
 
 from bisect import bisect_left, insort
@@ -32,7 +32,7 @@ from lightning_mcore.data.packing.rows import build_row
 
 
 class _OpenRow(NamedTuple):
-    """A row that is not full; rows are ordered from the fullest to the emptiest, the oldest first among equals."""
+    """A row that is not full; rows are sorted from the fullest to the emptiest, and by age among equals."""
 
     room: int
     number: int
@@ -40,17 +40,17 @@ class _OpenRow(NamedTuple):
 
 
 class OnlinePacker:
-    """Packs samples as they come.
+    """Packs samples in the order in which they arrive.
 
     Args:
         row_length: Places in a row, tokens.
-        multiple: Each sub-sequence is padded to a multiple of this; what a layout needs, ``packing_multiples`` says.
-        open_rows: Rows that are open at once. More of them fill better and hold samples back for longer.
-        overlong: A sample that takes more than a row is refused (``"error"``), its beginning kept (``"cut"``), or made
-            into pieces that share one token (``"split"``).
+        multiple: Each sub-sequence is padded to a multiple of this; ``packing_multiples`` says what a layout needs.
+        open_rows: Number of open rows. More of them fill better, and hold samples back for longer.
+        overlong: A sample longer than a row is refused (``"error"``), cut after the row (``"cut"``), or split into
+            pieces that share one token (``"split"``).
         empty: A sample of fewer than two tokens or without a target is refused (``"error"``) or left out (``"drop"``).
-        vocab_size: Tokens that exist; None: not checked.
-        pad_token: What stands in padding; it is masked and never attended to.
+        vocab_size: Size of the vocabulary, to check tokens against; None for no check.
+        pad_token: The token in padding; it is masked and never attended to.
 
     Attributes:
         statistics: Counts of what was added, and of the rows that were made.
@@ -85,10 +85,13 @@ class OnlinePacker:
         self._next_sample = 0
 
     def add(self, sample: TokenSample | Sequence[int] | NDArray[Any]) -> list[dict[str, Tensor]]:
-        """Take a sample and return the rows that it completes: none, one, or several where it was split.
+        """Add a sample and return the rows that it completes: none, one, or several if it was split.
 
         Args:
-            sample: A sample, or a list or array of tokens, which is numbered by its place in the stream.
+            sample: A sample, or a list or array of tokens, which gets its place in the stream as number.
+
+        Returns:
+            Packed rows; ``rows.py`` lists their tensors.
 
         Raises:
             ValueError: The sample is refused, or a row holds a token outside the vocabulary.
@@ -100,7 +103,7 @@ class OnlinePacker:
         return [self._close(row) for piece in pieces for row in self._place(piece)]
 
     def flush(self) -> list[dict[str, Tensor]]:
-        """Close all rows, at the end of the stream, and return them from the fullest to the emptiest."""
+        """Close all rows at the end of the stream; return them from the fullest to the emptiest."""
         rows, self._open = self._open, []
         return [self._close(row) for row in rows]
 
@@ -129,7 +132,7 @@ class OnlinePacker:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another packer of the same settings stood.
+        """Continue from the state of another packer with the same settings.
 
         Args:
             state: What :meth:`state_dict` returned.
@@ -141,7 +144,7 @@ class OnlinePacker:
             if state["settings"][name] != value:
                 raise ValueError(
                     f"{name}={value!r}, but the stream was packed with {name}={state['settings'][name]!r} before; "
-                    "go on with that value, or start the stream afresh"
+                    "keep that value, or start the stream again"
                 )
         self._next_number, self._next_sample = state["next_number"], state["next_sample"]
         self.statistics = PackingStatistics(**state["statistics"])
@@ -154,7 +157,7 @@ class OnlinePacker:
             self._open.append(_OpenRow(self.row_length - sum(map(self._padded, held)), number, held))
 
     def _place(self, sample: TokenSample) -> list[_OpenRow]:
-        """Put a sample into a row and return the rows that are to be closed."""
+        """Put a sample into a row and return the rows to close."""
         length = self._padded(sample)
         done = []
         place = bisect_left(self._open, _OpenRow(length, -1, []))

@@ -56,20 +56,20 @@ def pack(
     vocab_size: int | None = None,
     pad_token: int = 0,
 ) -> list[dict[str, Tensor]]:
-    """Pack tokenised samples into rows of fixed length, best-fit decreasing; counts go to the log.
+    """Pack tokenised samples into rows of fixed length by best-fit decreasing, and log the counts.
 
     Args:
-        samples: Lists or arrays of tokens, which are numbered by their place, or samples with a loss mask.
+        samples: Lists or arrays of tokens, which get their index as number, or samples with a loss mask.
         row_length: Places in a row, tokens.
-        multiple: Each sub-sequence is padded to a multiple of this; what a layout needs, ``packing_multiples`` says.
-        overlong: A sample that takes more than a row is refused (``"error"``), its beginning kept (``"cut"``), or made
-            into pieces that share one token (``"split"``).
+        multiple: Each sub-sequence is padded to a multiple of this; :func:`packing_multiples` says what a layout needs.
+        overlong: A sample longer than a row is refused (``"error"``), cut after the row (``"cut"``), or split into
+            pieces that share one token (``"split"``).
         empty: A sample of fewer than two tokens or without a target is refused (``"error"``) or left out (``"drop"``).
-        vocab_size: Tokens that exist; None: not checked.
-        pad_token: What stands in padding; it is masked and never attended to.
+        vocab_size: Size of the vocabulary, to check tokens against; None for no check.
+        pad_token: The token in padding; it is masked and never attended to.
 
     Returns:
-        The rows, each a dict of tensors; :func:`collate_rows` makes a batch of some.
+        The rows, each a dict of tensors as in the module's docstring; :func:`collate_rows` makes a batch of some.
 
     Raises:
         ValueError: A sample is refused, or ``multiple`` does not divide ``row_length``.
@@ -93,18 +93,18 @@ def build_row(
     vocab_size: int | None = None,
     pad_token: int = 0,
 ) -> dict[str, Tensor]:
-    """Return a packed row of samples, in their order.
+    """Return a packed row of samples, in the given order.
 
     Args:
-        samples: One or more, each of at least two tokens.
+        samples: One or more samples of at least two tokens each.
         row_length: Places in the row, tokens.
         multiple: Each sub-sequence is padded to a multiple of this.
-        vocab_size: Tokens that exist; None: not checked.
-        pad_token: What stands in padding.
+        vocab_size: Size of the vocabulary, to check tokens against; None for no check.
+        pad_token: The token in padding.
 
     Raises:
-        ValueError: There is no sample, one of them is empty, they do not fit, ``multiple`` does not divide the row, or
-            a token is outside the vocabulary.
+        ValueError: There are no samples, one is empty, they do not fit, ``multiple`` does not divide the row, or a
+            token is outside the vocabulary.
     """
     require_multiple(row_length, multiple)
     lengths = _lengths(samples)
@@ -138,17 +138,17 @@ def build_row(
 
 
 def collate_rows(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return a packed batch: rows stacked, with empty sub-sequences (-1 in ``sample_ids``) where a row has fewer.
+    """Stack rows into a packed batch; rows with fewer sub-sequences get empty ones (-1 in ``sample_ids``).
 
     Args:
         rows: Packed rows of one length.
 
     Returns:
-        ``tokens`` [b, s] and so on, ``cu_seqlens`` and ``cu_seqlens_padded`` [b, n + 1], ``sample_ids`` [b, n], with
-        ``n`` the most sub-sequences of a row.
+        ``tokens``, ``labels``, ``loss_mask`` and ``position_ids`` [b, s], ``cu_seqlens`` and ``cu_seqlens_padded``
+        [b, n + 1], ``sample_ids`` [b, n]; ``n`` is the largest number of sub-sequences in a row. Dtypes as in the rows.
 
     Raises:
-        ValueError: There is no row, or rows differ in length.
+        ValueError: There are no rows, or they differ in length.
     """
     lengths = sorted({row["tokens"].numel() for row in rows})
     if len(lengths) != 1:
@@ -168,22 +168,21 @@ def collate_padded(
     vocab_size: int | None = None,
     pad_token: int = 0,
 ) -> dict[str, Tensor]:
-    """Return a dense batch: one sample a row, padded at its end.
+    """Return a dense batch: one sample per row, padded at its end.
 
     Args:
-        samples: One or more, each of at least two tokens.
-        multiple: The rows' length is a multiple of this.
-        row_length: Places in a row, tokens; None: as many as the longest sample takes, rounded up.
-        vocab_size: Tokens that exist; None: not checked.
-        pad_token: What stands in padding.
+        samples: One or more samples of at least two tokens each.
+        multiple: The length of the rows is a multiple of this.
+        row_length: Places in a row, tokens; None for as many as the longest sample takes, rounded up.
+        vocab_size: Size of the vocabulary, to check tokens against; None for no check.
+        pad_token: The token in padding.
 
     Returns:
-        ``tokens``, ``labels``, ``loss_mask``, ``position_ids`` [b, s]; ``lengths`` [b] int64, the tokens of each row
-        that are no padding; ``sample_ids`` [b].
+        ``tokens``, ``labels``, ``position_ids`` [b, s] int64 and ``loss_mask`` [b, s] fp32; ``lengths`` [b] int64, the
+        number of tokens in each row without padding; ``sample_ids`` [b] int64.
 
     Raises:
-        ValueError: There is no sample, one of them is empty, one is longer than the row, or a token is outside the
-            vocabulary.
+        ValueError: There are no samples, one is empty or longer than the row, or a token is outside the vocabulary.
     """
     lengths = _lengths(samples)
     longest = int(lengths.max())
@@ -198,14 +197,14 @@ def collate_padded(
 
 
 def _lengths(samples: Sequence[TokenSample]) -> NDArray[np.int64]:
-    """Return the places that each sample takes, [samples]; refuse none and empty ones."""
+    """Return the places that each sample takes, [samples]; refuse an empty sample or an empty list."""
     if not samples:
         raise ValueError("no samples were given for a row; give at least one")
     lengths = np.fromiter((sample.length for sample in samples), np.int64, len(samples))
     if not lengths.all():
         culprit = samples[int(lengths.argmin())]
         raise ValueError(
-            f"sample {culprit.sample_id} has {len(culprit.tokens)} tokens, so that nothing could be learnt from it; "
+            f"sample {culprit.sample_id} has {len(culprit.tokens)} tokens, so there is nothing to learn from it; "
             "leave out samples of fewer than two tokens"
         )
     return lengths
@@ -239,42 +238,42 @@ def _running_sum(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _extend(values: Tensor, length: int, value: int) -> Tensor:
-    """Return a vector with so many values, ``value`` where it had fewer."""
+    """Return a vector of ``length`` values, filled up with ``value``."""
     return torch.nn.functional.pad(values, (0, length - values.numel()), value=value)
 
 
 class PackingMultiples(NamedTuple):
-    """What lengths must be multiples of, in tokens.
+    """The multiples that lengths must have, in tokens.
 
     Attributes:
-        sub_sequence: For each sub-sequence with its padding.
-        row: For a whole row.
+        sub_sequence: Multiple for each sub-sequence with its padding.
+        row: Multiple for a whole row.
     """
 
     sub_sequence: int
     row: int
 
     def check_row(self, row_length: int) -> None:
-        """Refuse a row that this run cannot cut.
+        """Refuse a row that this run cannot divide.
 
         Args:
-            row_length: Tokens of a row.
+            row_length: Places in a row, tokens.
 
         Raises:
-            ValueError: It is not a multiple of :attr:`row`.
+            ValueError: The length is not a multiple of :attr:`row`.
         """
         if row_length % self.row:
             raise ValueError(
-                f"seq_length={row_length} is not a multiple of {self.row}, which the layout and the precision of this"
-                f" run ask of a row; choose {neighbours(row_length, self.row)}"
+                f"seq_length={row_length} is not a multiple of {self.row}, as the layout and the precision of this run"
+                f" require; choose {neighbours(row_length, self.row)}"
             )
 
 
 def packing_multiples(trainer: pl.Trainer | None) -> PackingMultiples:
-    """Return what a run asks of the lengths of packed sequences; 1 and 1 where nothing is split.
+    """Return the multiples that a run requires of packed sequences; 1 and 1 if nothing is split.
 
     Args:
-        trainer: Of the run, with any strategy; None outside of one.
+        trainer: The trainer of the run, with any strategy; None outside a run.
     """
     strategy: Any = getattr(trainer, "strategy", None)
     layout = getattr(strategy, "layout", None)

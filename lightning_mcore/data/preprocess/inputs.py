@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The input of ``lightning-mcore preprocess``: which files it is, and how they are cut into pieces for the workers.
+"""The input of ``lightning-mcore preprocess``: its files, and how they are cut into pieces for the workers.
 
-The cut follows from the files and one size alone. So it is the same for any number of workers and after an
-interruption, and the tokens of piece 17 always follow those of piece 16. Nothing but the places of the cuts is read
-here: of a file of lines a few bytes at each cut, of a parquet file its directory.
+The cuts depend only on the files and one size. So they are the same for any number of workers and after an
+interruption, and the tokens of piece 17 always follow those of piece 16. Only what is needed to find the cuts is read
+here: a few bytes at each cut of a file of lines, the metadata of a parquet file.
 
 =============  ===============================================================  ============================
 ``format``     a piece                                                          cut at
 =============  ===============================================================  ============================
 ``jsonl``      a range of bytes                                                 the ends of lines
 ``separated``  a range of bytes of a text file                                  separators
-``whole``      some text files, each of them one document                       files
+``whole``      some text files, each one document                               files
 ``parquet``    some rows of a row group                                         any row
 =============  ===============================================================  ============================
 """
@@ -26,7 +26,7 @@ from typing import Any
 from lightning_mcore.data.preprocess.worker import Piece
 
 FORMATS = ("text", "jsonl", "parquet")
-UNFINISHED = ".unfinished"  # ending of the folder in which a dataset is made
+UNFINISHED = ".unfinished"  # suffix of the folder in which a dataset is made
 
 _BY_SUFFIX = {
     ".txt": "text",
@@ -37,8 +37,8 @@ _BY_SUFFIX = {
     ".parquet": "parquet",
     ".pq": "parquet",
 }
-_NOT_IN_FOLDERS = {".json"}  # there it is what describes the data, more often than data
-_PATHS_AT_ONCE = 16_000  # characters; a piece must fit into a pipe
+_NOT_IN_FOLDERS = {".json"}  # in folders it usually describes the data
+_PATHS_AT_ONCE = 16_000  # characters, because a piece must fit into a pipe
 _ROWS_AT_LEAST = 256
 
 
@@ -47,10 +47,10 @@ class InputFile:
     """A file to read.
 
     Attributes:
-        path: As it was given, or found.
+        path: Path of the file, as given or found.
         format: ``text``, ``jsonl`` or ``parquet``.
-        size: Bytes.
-        modified: When it was changed last, in ns.
+        size: Size in bytes.
+        modified: Modification time in ns.
     """
 
     path: str
@@ -60,21 +60,21 @@ class InputFile:
 
 
 def find_inputs(inputs: Sequence[str], format: str = "auto") -> tuple[list[InputFile], int]:
-    """Return the files that are meant, in the order in which they are read, and how many in folders are left out.
+    """Return the input files in the order in which they are read, and how many files in folders are left out.
 
     Args:
-        inputs: Files, patterns for :func:`glob.glob` and folders, which are searched to the bottom. What a pattern or
-            folder stands for is sorted by name.
-        format: Of all of them, or ``"auto"``: by the suffix of each.
+        inputs: Files, patterns for :func:`glob.glob`, and folders, which are searched recursively. The files of a
+            pattern or folder are sorted by name.
+        format: Format of all files, or ``"auto"`` to use the suffix of each.
 
     Raises:
-        FileNotFoundError: There is no such file, or none with a known suffix in a folder.
-        ValueError: A format is unknown or cannot be told from the suffix, or a file is named twice.
+        FileNotFoundError: A file does not exist, or a folder has none with a known suffix.
+        ValueError: A format is unknown or does not follow from the suffix, or a file is given twice.
     """
     if format not in ("auto", *FORMATS):
         raise ValueError(f"format={format!r} is unknown; choose auto, {', '.join(FORMATS)}")
     if not inputs:
-        raise ValueError("no input is given; name files, patterns or folders")
+        raise ValueError("no input is given; give files, patterns or folders")
     found: list[InputFile] = []
     left_out = 0
     for name in inputs:
@@ -84,14 +84,16 @@ def find_inputs(inputs: Sequence[str], format: str = "auto") -> tuple[list[Input
         else:
             paths = [name] if os.path.isfile(name) else sorted(filter(os.path.isfile, glob.glob(name, recursive=True)))
         if not paths:
-            what = "holds no file" if os.path.isdir(name) else "is neither a file nor a folder, nor a pattern that fits"
+            what = (
+                "holds no file" if os.path.isdir(name) else "is neither a file nor a folder, nor a pattern that matches"
+            )
             suffixes = f" with one of the suffixes {', '.join(_BY_SUFFIX)}" if os.path.isdir(name) else " a file"
-            raise FileNotFoundError(f"{name} {what}{suffixes}; name others, or say --format")
+            raise FileNotFoundError(f"{name} {what}{suffixes}; give another input, or --format")
         found += [_describe(path, format) for path in paths]
     seen: set[str] = set()
     for file in found:
         if (place := os.path.realpath(file.path)) in seen:
-            raise ValueError(f"{file.path} is named twice, so its documents would be; name it once")
+            raise ValueError(f"{file.path} is given twice, so its documents would occur twice; give it once")
         seen.add(place)
     return found, left_out
 
@@ -115,8 +117,8 @@ def _describe(path: str, format: str) -> InputFile:
     suffix = os.path.splitext(path)[1].lower()
     if format == "auto" and suffix not in _BY_SUFFIX:
         raise ValueError(
-            f"the format of {path} cannot be told from its suffix; say --format {', '.join(FORMATS[:-1])} or"
-            f" {FORMATS[-1]}, and decompress it first if it is compressed"
+            f"the suffix of {path} does not tell its format; give --format {', '.join(FORMATS[:-1])} or {FORMATS[-1]},"
+            " and decompress the file first if it is compressed"
         )
     status = os.stat(path)
     return InputFile(path, _BY_SUFFIX[suffix] if format == "auto" else format, status.st_size, status.st_mtime_ns)
@@ -125,20 +127,20 @@ def _describe(path: str, format: str) -> InputFile:
 def cut(files: Iterable[InputFile], separator: str | None, column: str, size: int) -> Iterator[Piece]:
     """Yield the pieces of all files, in order.
 
-    Each says in ``input_bytes`` how much of the files it is, in ``files_done`` how many of them, empty ones before it
-    as well, end with it, and in ``empty_files`` how many empty ones stand before a file that does not end with it.
+    In each piece, ``input_bytes`` is its size, ``files_done`` the number of files that end with it (with empty ones
+    before it), and ``empty_files`` the number of empty files before a file that does not end with it.
 
     Args:
-        files: What :func:`find_inputs` found.
-        separator: Between the documents of a text file; None makes one document of each.
-        column: Which a parquet file must have.
-        size: Bytes of a piece, at least where documents or rows are not larger.
+        files: The files that :func:`find_inputs` found.
+        separator: Text between the documents of a text file; None makes one document of each file.
+        column: Column that a parquet file must have.
+        size: Size of a piece in bytes, unless a document or row is larger.
 
     Raises:
         ValueError: A parquet file cannot be read or has no such column.
         OSError: A file cannot be read.
     """
-    waiting = 0  # files without a piece
+    waiting = 0  # files without a piece so far
     for group in _groups(files, separator, size):
         file, last = group[0], None
         if file.format == "text" and separator is None:
@@ -160,7 +162,7 @@ def cut(files: Iterable[InputFile], separator: str | None, column: str, size: in
 
 
 def _groups(files: Iterable[InputFile], separator: str | None, size: int) -> Iterator[list[InputFile]]:
-    """Yield files that share a piece, which only text files do of which each is a document."""
+    """Yield groups of files that share a piece; only text files of one document each share one."""
     group: list[InputFile] = []
     for file in files:
         shares = file.format == "text" and separator is None
@@ -196,10 +198,10 @@ def _ranges(file: InputFile, format: str, separator: bytes, size: int) -> Iterat
 
 
 def _cut_after(content: mmap.mmap, separator: bytes, start: int, least: int) -> int:
-    """Return where the first separator from ``least`` on ends, reading from ``start``.
+    """Return the end of the first separator that ends at ``least`` or later.
 
-    Separators are found from left to right, and those that may overlap with themselves (as two empty lines do) only
-    by looking at all of them.
+    Separators count from left to right from ``start``. One that can overlap with itself, as two empty lines do, is only
+    found by looking at all before it.
     """
     overlaps = any(separator.endswith(separator[:length]) for length in range(1, len(separator)))
     place = start if overlaps else max(start, least - len(separator))
@@ -215,20 +217,20 @@ def check_parquet(file: InputFile, column: str) -> Any:
 
     Raises:
         ModuleNotFoundError: pyarrow is not installed.
-        ValueError: It cannot be read, or has no such column of text.
+        ValueError: The file cannot be read, or has no such column of text.
     """
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            f'{file.path} needs pyarrow to be read; pip install "lightning-mcore[data]"', name="pyarrow"
+            f'reading {file.path} needs pyarrow; pip install "lightning-mcore[data]"', name="pyarrow"
         ) from None
     try:
         with parquet.ParquetFile(file.path) as opened:
             schema, metadata = opened.schema_arrow, opened.metadata
     except (OSError, ValueError, ArithmeticError) as error:  # pyarrow's own are among these
         reason = str(error).splitlines()[0].rstrip(".")
-        raise ValueError(f"{file.path} cannot be read as parquet: {reason}; mend or leave out that file") from None
+        raise ValueError(f"{file.path} cannot be read as parquet: {reason}; fix the file or leave it out") from None
     if column not in schema.names:
         raise ValueError(
             f"{file.path} has no column {column!r}; choose another of {', '.join(schema.names)} with --text-column"

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dataset that ``lightning-mcore preprocess`` is making: what is done survives whatever ends the process.
+"""The unfinished dataset of ``lightning-mcore preprocess``: finished work survives whatever ends the process.
 
 It grows in the folder ``PREFIX.unfinished``:
 
 ===========  =========================================================================================
-``tokens``   what becomes the .bin file
+``tokens``   becomes the .bin file
 ``lengths``  the length of each document, i32
 ``blocks``   the checksum of each whole block of ``tokens``, u32
-``journal``  how much of these counts, from how much of the input, and of which command; and its own checksum
-``lock``     locked by the process that writes; a lock ends with its process
+``journal``  how much of these is valid, how much of the input was read, and the command; with a checksum
+``lock``     locked by the process that writes; the lock ends with the process
 ===========  =========================================================================================
 
-The journal is replaced, never changed, and only after the others are on the disk. What lies in them beyond its word is
-cut off when the command goes on, and what counts is compared with its checksums; reading it takes far less time than
-making it. The journal also remembers the end of the last file that is done as a whole: when a later one was mended, the
-command goes on from there. At the end the files get their names, the index last, for Megatron needs both.
+The journal is replaced, never changed, and only after the other files are on the disk. When the command resumes, it
+cuts off what the journal does not cover, and compares the rest with its checksums; reading takes far less time than
+tokenising. The journal also records the end of the last complete input file: if a later file was fixed, the command
+resumes from there. At the end the files get their final names, the index last, because Megatron needs both.
 
 ``run.py`` is the only user.
 """
@@ -52,20 +52,20 @@ _FORMAT = 2
 
 @dataclass(frozen=True)
 class Progress:
-    """How far it has come.
+    """How far the command has come.
 
     Attributes:
-        files: Of the input that are done.
-        empty_files: Without a piece, between them and the file that is in work.
-        pieces: That are done of the latter.
-        input_bytes: Of the files that were read.
-        text_bytes: Of their documents in UTF-8.
-        documents: With tokens.
-        tokens: Of them.
-        empty: Documents without a token, which were left out.
-        last_block: CRC32 of the tokens that fill no block of checksums.
+        files: Input files that are done.
+        empty_files: Empty files between these and the current file.
+        pieces: Pieces of the current file that are done.
+        input_bytes: Bytes of the input that were read.
+        text_bytes: Bytes of the documents in UTF-8.
+        documents: Documents with tokens.
+        tokens: Tokens of these documents.
+        empty: Documents without tokens, which were left out.
+        last_block: CRC32 of the tokens behind the last whole block of checksums.
         lengths_checksum: CRC32 of the lengths.
-        whole: Whether nothing is missing but the files' names.
+        whole: Whether only the final file names are missing.
     """
 
     files: int = 0
@@ -83,7 +83,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class _Begun:
-    """What a journal says: of which command it is, how far that came, and how far with the last file that is done."""
+    """The content of a journal: the command, how far it has come, and how far it was after the last complete file."""
 
     command: dict[str, Any]
     progress: Progress
@@ -94,16 +94,16 @@ class Journal:
     """Writes the unfinished dataset of one prefix.
 
     Args:
-        prefix: Of the dataset's files.
-        command: What decides its content, as plain data, each part under the words a user knows it by.
-        vocab_size: Of the tokenizer.
+        prefix: Prefix of the dataset's files.
+        command: Everything that decides the content, as plain data under the names that a user knows.
+        vocab_size: Vocabulary size of the tokenizer.
         overwrite: Replace a finished dataset of that name, and unfinished work of another command.
 
     Raises:
-        FileExistsError: The dataset is there already.
-        ValueError: The unfinished work is that of another command.
-        RuntimeError: Another process is writing it.
-        OSError: The disk refuses.
+        FileExistsError: The dataset already exists.
+        ValueError: The unfinished work belongs to another command, or is damaged.
+        RuntimeError: Another process is writing the dataset.
+        OSError: A file cannot be written.
     """
 
     def __init__(self, prefix: str, command: dict[str, Any], vocab_size: int, overwrite: bool) -> None:
@@ -127,7 +127,7 @@ class Journal:
             raise
 
     def _begin(self, begun: _Begun | None, overwrite: bool) -> None:
-        """Go on with what was begun, or start anew."""
+        """Resume unfinished work, or start again."""
         if begun is not None:
             other = _difference(begun.command, self._command)
             kept, changed = _unchanged(begun, self._command["inputs"])
@@ -138,14 +138,14 @@ class Journal:
                 self._require_intact(kept)
                 self.progress, self._after_file = kept, begun.after_file
             elif begun.progress.documents > 0 and not overwrite:
-                self.progress = begun.progress  # it stays
+                self.progress = begun.progress  # so that close() keeps it
                 raise ValueError(
-                    f"{self.folder} was begun with {other}; give the same command to go on, or start anew with"
+                    f"{self.folder} was begun with {other}; give the same command to resume, or start again with"
                     " --overwrite"
                 )
         if self.progress == Progress():
-            (self.folder / "journal").unlink(missing_ok=True)  # before what it speaks of is lost
-        if not self.progress.whole:  # then they may have their names already
+            (self.folder / "journal").unlink(missing_ok=True)  # before the work that it covers is lost
+        if not self.progress.whole:  # otherwise files may have their final names already
             sizes = self._sizes(self.progress)
             self._files += [self._open(name, size) for name, size in sizes.items()]
             self._blocks = BlockChecksums(sizes["tokens"], self.progress.last_block)
@@ -153,7 +153,7 @@ class Journal:
     def _refuse_finished(self, overwrite: bool) -> None:
         for name in (self.prefix + ".bin", self.prefix + ".idx"):
             if os.path.lexists(name) and not overwrite:
-                raise FileExistsError(f"{name} is there already; give another --output, or replace it with --overwrite")
+                raise FileExistsError(f"{name} already exists; give another --output, or replace it with --overwrite")
 
     def _take_lock(self) -> Any:
         lock = (self.folder / "lock").open("ab")
@@ -165,13 +165,13 @@ class Journal:
                 raise RuntimeError(
                     f"{self.prefix} is being written by another process; wait for it, or give another --output"
                 ) from None
-        return lock  # on a disk without locks it stands for nothing
+        return lock  # without effect on a file system without locks
 
     def _read(self, overwrite: bool) -> _Begun | None:
-        """Return what the journal says; None where there is none to go on from.
+        """Return the content of the journal; None if there is none to resume from.
 
         Raises:
-            ValueError: It is damaged.
+            ValueError: The journal is damaged.
         """
         try:
             stored = json.loads((self.folder / "journal").read_text(encoding="utf-8"))
@@ -184,44 +184,44 @@ class Journal:
         if begun is None or checksum != _checksum(stored):
             if overwrite:
                 return None
-            raise ValueError(f"{self.folder / 'journal'} is not as it was written; start anew with --overwrite")
+            raise ValueError(f"{self.folder / 'journal'} is damaged; start again with --overwrite")
         return begun
 
     def _lengths(self, progress: Progress) -> Any:
-        """Return the lengths of the documents that count."""
+        """Return the lengths of the documents that the journal covers, [documents] int32."""
         return np.fromfile(self.folder / "lengths", "<i4", progress.documents)
 
     def _sizes(self, progress: Progress) -> dict[str, int]:
-        """Return how many bytes of each file count."""
+        """Return how many bytes of each file the journal covers."""
         tokens = progress.tokens * np.dtype(self._dtype).itemsize
         return {"tokens": tokens, "lengths": progress.documents * 4, "blocks": tokens // BLOCK * 4}
 
     def _damage(self, progress: Progress) -> str | None:
-        """Return what is wrong with the files that a journal speaks of, in a few words."""
+        """Return a phrase about damage in the files that the journal covers; None if they are intact."""
         if progress.whole:
-            return None  # they may have their names already
+            return None  # files may have their final names already
         for name, size in self._sizes(progress).items():
             path = self.folder / name
             if not path.is_file() or path.stat().st_size < size:
                 return f"{path} is shorter than its journal says"
         if zlib.crc32(self._lengths(progress)) != progress.lengths_checksum:
-            return f"{self.folder / 'lengths'} is not as it was written"
+            return f"{self.folder / 'lengths'} is damaged"
         size = self._sizes(progress)["tokens"]
         found = checksums_of(str(self.folder / "tokens"), size)[1]
         if not np.array_equal(found, self._checksums(size, progress.last_block)):
-            return f"{self.folder / 'tokens'} is not as it was written"
+            return f"{self.folder / 'tokens'} is damaged"
         return None
 
     def _checksums(self, size: int, last_block: int) -> Any:
-        """Return the checksums of the blocks of as many bytes of tokens."""
+        """Return the checksums of the blocks of the first ``size`` bytes of tokens, [blocks] uint32."""
         blocks = np.fromfile(self.folder / "blocks", "<u4", size // BLOCK)
         return np.append(blocks, np.uint32(last_block)) if size % BLOCK else blocks
 
     def _require_intact(self, progress: Progress) -> None:
         damage = self._damage(progress)
         if damage is not None:
-            self.progress = progress  # it stays
-            raise ValueError(f"{damage}; start anew with --overwrite")
+            self.progress = progress  # so that close() keeps it
+            raise ValueError(f"{damage}; start again with --overwrite")
 
     def _open(self, name: str, size: int) -> Any:
         path = self.folder / name
@@ -231,7 +231,7 @@ class Journal:
         return file
 
     def add(self, piece: Piece, result: Tokens) -> None:
-        """Take in what became of the next piece; saves from time to time."""
+        """Write the tokens of the next piece; save every few seconds."""
         tokens, lengths, blocks = self._files
         tokens.write(result.tokens)
         lengths.write(result.lengths)
@@ -255,7 +255,7 @@ class Journal:
             self.save()
 
     def save(self) -> None:
-        """Make all that was added count, whatever comes."""
+        """Write everything that was added to the disk, and the journal after it."""
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
@@ -271,10 +271,10 @@ class Journal:
         self._saved = time.monotonic()
 
     def publish(self, facts: dict[str, Any]) -> None:
-        """Give the files their names, in place of what may stand there.
+        """Give the files their final names, replacing existing ones.
 
         Args:
-            facts: For the file of our own.
+            facts: Content of the file of facts.
         """
         if not self.progress.whole:
             write_index(str(self.folder / "index"), self._lengths(self.progress), self._dtype)
@@ -289,7 +289,7 @@ class Journal:
             "index": self.prefix + ".idx",
         }
         if (self.folder / "tokens").exists() and os.path.lexists(ready["index"]):
-            os.unlink(ready["index"])  # of the dataset before, which must not point into the new one
+            os.unlink(ready["index"])  # the old index must not point into the new tokens
         for name, final in ready.items():
             if (self.folder / name).exists():
                 os.replace(self.folder / name, final)
@@ -309,9 +309,9 @@ class Journal:
         write_dataset_checksums(paths[0], (self._blocks.size, blocks), *paths[1:])
 
     def close(self) -> None:
-        """Let go of the files, and leave nothing behind where nothing was done."""
+        """Close the files; remove the folder if nothing was done."""
         for file in self._files:
-            with contextlib.suppress(OSError):  # of a full disk, which was told already
+            with contextlib.suppress(OSError):  # a full disk has been reported already
                 file.close()
         if self.progress.documents == 0 and not self._lock.closed:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -319,12 +319,12 @@ class Journal:
 
 
 def _checksum(stored: dict[str, Any]) -> int:
-    """Return the checksum of what a journal says."""
+    """Return the checksum of the content of a journal."""
     return zlib.crc32(json.dumps(stored, sort_keys=True).encode())
 
 
 def _difference(begun: dict[str, Any], command: dict[str, Any]) -> str | None:
-    """Return in a few words what differs but for the inputs, None where nothing does."""
+    """Return a phrase about the first difference other than the inputs; None if there is none."""
     for name in {**begun, **command}:
         before, now = begun.get(name), command.get(name)
         if before != now and name != "inputs":
@@ -333,7 +333,7 @@ def _difference(begun: dict[str, Any], command: dict[str, Any]) -> str | None:
 
 
 def _unchanged(begun: _Begun, now: list[list[Any]]) -> tuple[Progress, str]:
-    """Return how much of what is done comes from files that are the same still, and what is not in a few words."""
+    """Return the part of the work that comes from unchanged files, and a phrase about what has changed."""
     before = begun.command["inputs"]
     same = next((number for number, (old, new) in enumerate(zip(before, now, strict=False)) if old != new), None)
     if same is None and len(before) == len(now):

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The workers of ``lightning-mcore preprocess``, and their results in the order of the input.
 
-One thread hands out pieces and takes in tokens. A worker has a piece in hand and one in its pipe, so that it need not
-wait. Results that come early wait for their turn; how far the fastest worker may run ahead is limited, and so is the
-memory.
+One thread sends pieces and receives tokens. A worker has one piece in work and one in its pipe, so that it need not
+wait. Early results wait for their turn. A limit on how far the fastest worker may run ahead also limits the memory.
 
 ``run.py`` owns the workers; ``worker.py`` is what they run.
 """
@@ -23,20 +22,20 @@ from typing import Any
 from lightning_mcore.data.preprocess import worker as preprocess_worker
 from lightning_mcore.data.preprocess.worker import Piece
 
-_IN_HAND = 2  # pieces of a worker: one to work on, one to go on with
-_AHEAD = 8  # pieces for each worker between the first that is missing and the last that was given out
+_IN_HAND = 2  # pieces of a worker: the current one and the next one
+_AHEAD = 8  # pieces per worker between the first missing one and the last one sent
 _STANDARD_ERROR = 2
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What became of a piece.
+    """The tokens of a piece.
 
     Attributes:
-        tokens: Of all documents, as they lie in the .bin file.
-        lengths: Tokens of each document, i32.
-        empty: Documents without a token, which are left out.
-        text_bytes: Of the text in UTF-8.
+        tokens: The tokens of all documents, as in the .bin file.
+        lengths: The number of tokens of each document, i32.
+        empty: Documents without tokens, which are left out.
+        text_bytes: Bytes of the text in UTF-8.
     """
 
     tokens: bytes
@@ -46,11 +45,11 @@ class Tokens:
 
 
 class Workers:
-    """Processes that tokenise; a context manager, which ends them.
+    """Processes that tokenise; a context manager that starts and ends them.
 
     Args:
-        count: How many.
-        settings: Of ``worker.py``.
+        count: Number of processes.
+        settings: Settings of ``worker.py``.
     """
 
     def __init__(self, count: int, settings: dict[str, Any]) -> None:
@@ -59,7 +58,7 @@ class Workers:
         self._processes: dict[Connection, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> "Workers":
-        """Start them."""
+        """Start the processes."""
         try:
             for _ in range(self._count):
                 self._start()
@@ -71,7 +70,7 @@ class Workers:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End them, whatever they are doing."""
+        """End the processes, whatever they are doing."""
         self._end()
 
     def _start(self) -> None:
@@ -92,7 +91,7 @@ class Workers:
     def _end(self) -> None:
         for pipe, process in self._processes.items():
             pipe.close()
-            process.kill()  # it holds nothing that would be lost
+            process.kill()  # a worker has nothing to lose
             process.wait()
         self._processes.clear()
 
@@ -100,7 +99,7 @@ class Workers:
         """Yield each piece with its tokens, in order.
 
         Raises:
-            ValueError: A document cannot be read; the pieces before it have been given out.
+            ValueError: A document cannot be read; the pieces before it have been yielded.
             RuntimeError: A worker died or failed.
         """
         given: dict[int, Piece] = {}
@@ -130,7 +129,7 @@ class Workers:
                 turn += 1
 
     def _send(self, pipe: Connection, what: dict[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died; reading from it tells
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the worker died; reading from it raises
             pipe.send(what)
 
     def _receive(self, pipe: Connection) -> Any:
@@ -142,8 +141,8 @@ class Workers:
         if code < 0:
             with contextlib.suppress(ValueError):
                 how = signal.Signals(-code).name
-        hint = ", as when memory runs out; take fewer --workers" if code == -signal.SIGKILL else ""
-        raise RuntimeError(f"a worker died with {how}{hint}; the same command goes on from what is done")
+        hint = ", perhaps because memory ran out; take fewer --workers" if code == -signal.SIGKILL else ""
+        raise RuntimeError(f"a worker died with {how}{hint}; the same command resumes from the finished work")
 
 
 def _opened(answer: tuple[Any, ...]) -> Tokens:
@@ -151,5 +150,5 @@ def _opened(answer: tuple[Any, ...]) -> Tokens:
     if kind == "refused":
         raise ValueError(values[0])
     if kind == "failed":
-        raise RuntimeError(f"a worker failed; the same command goes on from what is done:\n{values[0]}")
+        raise RuntimeError(f"a worker failed; the same command resumes from the finished work:\n{values[0]}")
     return Tokens(*values)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lightning-mcore preprocess``: Megatron's indexed datasets from text, jsonl and parquet files.
 
-The input is cut into pieces (``inputs.py``), processes of their own tokenise these
-(``pool.py``) and the tokens are written in the order of the input (``journal.py``). So the
-dataset is the same, byte for byte, whatever the number of workers and however often the command was interrupted: it
-goes on where it stopped.
+The input is cut into pieces (``inputs.py``), other processes tokenise the pieces (``pool.py``), and the tokens are
+written in the order of the input (``journal.py``). So the dataset is the same, byte for byte, whatever the number of
+workers and however often the command was interrupted. After an interruption it resumes where it stopped.
 
-:func:`preprocess` is the command as a function; ``cli/__init__.py`` gives it a command line.
+:func:`preprocess` is the command as a function; ``cli/preprocess.py`` is its command line.
 ``data/pretraining/datamodule.py`` and Megatron-LM read what it makes.
 """
 
@@ -29,28 +28,26 @@ from lightning_mcore.data.preprocess.tokenizer import TokenizerFacts, load_token
 from lightning_mcore.data.pretraining.index import token_type
 
 PIECE_BYTES = 1 << 20
-
-
 TEXT_COLUMN = "text"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to make of what.
+    """The options of the command.
 
     Attributes:
-        inputs: Files, patterns and folders, in the order in which their documents are to stand.
-        output: What the names of the dataset's files begin with.
+        inputs: Files, patterns and folders, in the order of their documents in the dataset.
+        output: Prefix of the dataset's files.
         tokenizer: A ``tokenizer.json``, or a folder or name for AutoTokenizer.
-        text_column: Of jsonl and parquet files.
-        format: ``text``, ``jsonl``, ``parquet`` or ``auto``, by the suffix of each file.
-        separator: Between the documents of a text file; None makes one document of each.
+        text_column: Column with the text in jsonl and parquet files.
+        format: ``text``, ``jsonl``, ``parquet``, or ``auto`` to use the suffix of each file.
+        separator: Text between the documents of a text file; None makes one document of each file.
         append_eod: End each document with the end-of-document token.
-        eod_token: That token; None takes the tokenizer's end of sequence.
-        add_special_tokens: Let the tokenizer add the tokens that it adds to a sequence, such as one at the beginning.
-        workers: Processes that tokenise; None takes as many as this process may use cores.
+        eod_token: The end-of-document token; None for the tokenizer's end of sequence.
+        add_special_tokens: Let the tokenizer add its special tokens to each document, such as one at the beginning.
+        workers: Number of processes that tokenise; None for as many as this process may use cores.
         overwrite: Replace a dataset of that name, and the unfinished work of another command.
-        piece_bytes: Text that a worker takes at once; it changes nothing in the result.
+        piece_bytes: Bytes of text that a worker takes at once; the result does not depend on it.
     """
 
     inputs: Sequence[str]
@@ -67,36 +64,37 @@ class Options:
     piece_bytes: int = PIECE_BYTES
 
     def check(self) -> None:
-        """Check what can be checked without a file.
+        """Check what can be checked without reading a file.
 
         Raises:
             ValueError: A value is wrong.
         """
         output = self.output
         if output.endswith((".bin", ".idx")):
-            raise ValueError(f"--output {output} is a file; give what both files are to begin with, {output[:-4]}")
+            raise ValueError(f"--output {output} is a file; give the prefix of both files, {output[:-4]}")
         if not os.path.basename(output):
-            raise ValueError(f"--output {output!r} is a folder; add what the names of the files are to begin with")
+            raise ValueError(f"--output {output!r} is a folder; add the prefix of the files in it")
         if self.separator == "":
             raise ValueError("--separator is empty; give the text between two documents, or leave it out")
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"--workers {self.workers} is not positive; choose 1 or more")
 
     def check_formats(self, formats: set[str]) -> None:
-        """Refuse a setting that none of the inputs has a use for.
+        """Refuse an option that applies to none of the inputs.
 
         Raises:
-            ValueError: There is one.
+            ValueError: There is such an option.
         """
         if self.separator is not None and "text" not in formats:
-            raise ValueError("--separator is of text files, and there is none among the inputs; leave it out")
+            raise ValueError("--separator applies to text files, and none of the inputs is one; leave it out")
         if self.text_column != TEXT_COLUMN and formats == {"text"}:
             raise ValueError(
-                f"--text-column {self.text_column} is of jsonl and parquet files, and all inputs are text; leave it out"
+                f"--text-column {self.text_column} applies to jsonl and parquet files, and all inputs are text files;"
+                " leave it out"
             )
 
     def command(self, files: list[InputFile], facts: TokenizerFacts, eod: int | None) -> dict[str, Any]:
-        """Return what decides the dataset, part by part, as a user would call it."""
+        """Return everything that decides the content of the dataset, under the names that a user knows."""
         return {
             "inputs": [[os.path.realpath(file.path), file.format, file.size, file.modified] for file in files],
             "tokenizer": [facts.digest, facts.vocab_size],
@@ -108,7 +106,7 @@ class Options:
         }
 
     def worker_settings(self, facts: TokenizerFacts, eod: int | None) -> dict[str, Any]:
-        """Return what a worker has to know."""
+        """Return the settings of ``worker.py``."""
         return {
             "tokenizer_json": facts.json,
             "tokenizer": self.tokenizer,
@@ -122,19 +120,19 @@ class Options:
 
 @dataclass(frozen=True)
 class Summary:
-    """What was made.
+    """The result of the command.
 
     Attributes:
-        prefix: Of the dataset's files.
-        documents: With tokens.
-        tokens: Of them, with those at their ends.
-        empty: Documents without a token, which were left out.
-        text_bytes: Of the text in UTF-8.
-        left_out: Files in folders whose suffix says that they are no input.
-        vocab_size: Of the tokenizer.
-        seconds: Of this run.
-        bytes_per_second: Of text, in this run.
-        went_on: Whether it continued an interrupted one.
+        prefix: Prefix of the dataset's files.
+        documents: Documents with tokens.
+        tokens: Tokens of these documents, end-of-document tokens included.
+        empty: Documents without tokens, which were left out.
+        text_bytes: Bytes of the text in UTF-8.
+        left_out: Files in folders that were left out because of their suffix.
+        vocab_size: Vocabulary size of the tokenizer.
+        seconds: Duration of this run.
+        bytes_per_second: Bytes of text per second in this run.
+        resumed: Whether this run continued an interrupted one.
     """
 
     prefix: str
@@ -146,35 +144,35 @@ class Summary:
     vocab_size: int
     seconds: float
     bytes_per_second: float
-    went_on: bool
+    resumed: bool
 
     def __str__(self) -> str:
-        """Return it to read, with how to go on."""
+        """Return a summary for the terminal, with the next step."""
         left_out = f", {self.empty:,} empty ones left out" if self.empty else ", none empty"
         files = f"; {self.left_out:,} files with other suffixes left out" if self.left_out else ""
         return (
             f"{self.prefix}.bin and .idx: {self.documents:,} documents{left_out}{files}\n"
             f"{self.tokens:,} tokens of {self.text_bytes / 1e6:,.1f} MB of text, a vocabulary of {self.vocab_size:,};"
             f" {self.bytes_per_second / 1e6:.2f} MB/s in {self.seconds:.0f} s"
-            f"{' since it went on' if self.went_on else ''}\n"
+            f"{' since it resumed' if self.resumed else ''}\n"
             f'to train on it: MCorePretrainingData("{self.prefix}", seq_length=..., batch_size=...)'
         )
 
 
 def preprocess(options: Options, on_progress: Callable[[Progress, int], None] | None = None) -> Summary:
-    """Make ``OUTPUT.bin`` and ``OUTPUT.idx``, or go on making them.
+    """Make ``OUTPUT.bin`` and ``OUTPUT.idx``, resuming unfinished work.
 
     Args:
-        options: What to make of what.
-        on_progress: Called with how far it has come and the bytes of all input files.
+        options: The options of the command.
+        on_progress: Called with the progress and the size of all input files in bytes.
 
     Raises:
-        FileNotFoundError: An input or the tokenizer is not there.
-        FileExistsError: The dataset is there already.
+        FileNotFoundError: An input or the tokenizer does not exist.
+        FileExistsError: The dataset already exists.
         ValueError: A setting is wrong, an input cannot be read, or unfinished work belongs to another command.
-        RuntimeError: Another process writes the dataset, or a worker died.
+        RuntimeError: Another process is writing the dataset, or a worker died.
         ModuleNotFoundError: A package that reads the input or the tokenizer is not installed.
-        OSError: The disk refuses.
+        OSError: A file cannot be read or written.
     """
     options.check()
     files, left_out = find_inputs(options.inputs, options.format)
@@ -203,19 +201,18 @@ def preprocess(options: Options, on_progress: Callable[[Progress, int], None] | 
         vocab_size=facts.vocab_size,
         seconds=seconds,
         bytes_per_second=(done.text_bytes - begun.text_bytes) / max(seconds, 1e-9),
-        went_on=begun != Progress(),
+        resumed=begun != Progress(),
     )
 
 
 def _show_nothing(progress: Progress, total: int) -> None:
-    """Stand in where nobody watches."""
+    """Show no progress."""
 
 
 def _end_of_document(facts: TokenizerFacts, append_eod: bool) -> int | None:
     if append_eod and facts.eod is None:
         raise ValueError(
-            f"{facts.name} names no token for the end of a sequence; name one with --eod-token, or do without with"
-            " --no-append-eod"
+            f"{facts.name} has no end-of-sequence token; choose a token with --eod-token, or none with --no-append-eod"
         )
     return facts.eod if append_eod else None
 
@@ -240,7 +237,7 @@ def _tokenise(
     options: Options,
     on_progress: Callable[[Progress, int], None],
 ) -> None:
-    """Write what is missing; what was written counts when this ends in an error, too."""
+    """Tokenise and write what is missing; on an error, what was written is kept."""
     total, begun = sum(file.size for file in files), journal.progress
     pieces = cut(files[begun.files :], options.separator, options.text_column, options.piece_bytes)
     try:
@@ -256,16 +253,16 @@ def _tokenise(
 def _require_documents(journal: Journal, files: list[InputFile]) -> None:
     if journal.progress.documents == 0:
         raise ValueError(
-            f"none of the {journal.progress.empty} documents in {len(files)} files holds any text; name other inputs,"
-            " or another --text-column"
+            f"none of the {journal.progress.empty} documents in {len(files)} files has any text; give other inputs or"
+            " another --text-column"
         )
 
 
 class ProgressLine:
-    """Shows how far the command has come: a bar on a terminal, elsewhere a line every ten seconds.
+    """Shows the progress of the command: a bar on a terminal, otherwise a line every ten seconds.
 
     Args:
-        output: Where it is shown.
+        output: Stream to write to.
     """
 
     EVERY = 10.0  # seconds
@@ -277,7 +274,7 @@ class ProgressLine:
         self._last = time.monotonic()
 
     def __call__(self, progress: Progress, total: int) -> None:
-        """Show it."""
+        """Show the progress."""
         now = time.monotonic()
         if self._begun is None:
             self._begun = (now, progress)
@@ -305,7 +302,7 @@ class ProgressLine:
         )
 
     def close(self) -> None:
-        """End the line, if there is one."""
+        """Close the bar, if there is one."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer of ``lightning-mcore preprocess``, as the workers and the dataset's files need it.
+"""The tokenizer of ``lightning-mcore preprocess``, in the form that workers and dataset files need.
 
-A tokenizer of the ``tokenizers`` package is one text, its ``tokenizer.json``, and so is the inside of every fast
-tokenizer of ``transformers``. The workers get that text and need nothing but ``tokenizers``, which gives the same ids
-as the tokenizer that wraps it. Only a tokenizer that ``transformers`` runs in Python is loaded anew by each worker.
+A tokenizer of the ``tokenizers`` package is one text, its ``tokenizer.json``, and every fast tokenizer of
+``transformers`` wraps such a text. The workers get the text and need only ``tokenizers``, which gives the same ids as
+the wrapper. Only a tokenizer that ``transformers`` runs in Python is loaded again by each worker.
 """
 
 import hashlib
@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LARGEST_ID = 1 << 24  # of a token; the tokenizers package ends the process where a table of that length has no room
+LARGEST_ID = 1 << 24  # for a larger table the tokenizers package may end the process
 
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """What has to be known of a tokenizer.
+    """What the command needs to know about a tokenizer.
 
     Attributes:
-        name: What the user called it.
-        json: Its ``tokenizer.json``; None for one that transformers runs in Python.
+        name: Name or path that the user gave.
+        json: Its ``tokenizer.json``; None for a tokenizer that transformers runs in Python.
         vocab_size: One more than the largest id.
-        eod: Id of the token at the end of a document; None where there is no such token.
-        digest: What tells it from others by its content.
+        eod: Id of the end-of-document token; None if there is none.
+        digest: Digest of its content.
     """
 
     name: str
@@ -37,14 +37,11 @@ class TokenizerFacts:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Return what tells a tokenizer of transformers from others by its content, wherever it was loaded from.
-
-    The chat template does not count.
-    """
+    """Return a digest of the content of a tokenizer of transformers, without its location and its chat template."""
     inside: Any = getattr(tokenizer, "backend_tokenizer", None)
     if hasattr(inside, "to_str"):
         whole = json.loads(inside.to_str())
-        parts = [json.dumps({**whole, "truncation": None, "padding": None}, sort_keys=True)]  # of its last use
+        parts = [json.dumps({**whole, "truncation": None, "padding": None}, sort_keys=True)]  # left from its last use
     else:
         parts = [json.dumps(tokenizer.get_vocab(), sort_keys=True)]
         files = (tokenizer.init_kwargs.get(name) for name in tokenizer.vocab_files_names)
@@ -64,11 +61,11 @@ def load_tokenizer(name: str, eod_token: str | None = None) -> TokenizerFacts:
 
     Args:
         name: A ``tokenizer.json``, or a folder or name for AutoTokenizer.
-        eod_token: The token at the end of a document; None takes the tokenizer's end of sequence.
+        eod_token: The end-of-document token; None for the tokenizer's end of sequence.
 
     Raises:
-        FileNotFoundError: There is no such tokenizer.
-        ValueError: It cannot be read, or does not know ``eod_token``.
+        FileNotFoundError: The tokenizer does not exist.
+        ValueError: The tokenizer cannot be read, or does not have ``eod_token``.
         ModuleNotFoundError: The package that reads it is not installed.
     """
     if os.path.isfile(name):
@@ -78,8 +75,8 @@ def load_tokenizer(name: str, eod_token: str | None = None) -> TokenizerFacts:
     except ValueError as error:
         what = "folder" if os.path.isdir(name) else "tokenizer"
         raise FileNotFoundError(
-            f"AutoTokenizer finds nothing it can read in the {what} {name} ({error}); give a folder or name for"
-            " transformers, or a tokenizer.json"
+            f"AutoTokenizer cannot read the {what} {name} ({error}); give a folder or name for transformers, or a"
+            " tokenizer.json"
         ) from None
     inside: Any = getattr(loaded, "backend_tokenizer", None)
     text = inside.to_str() if hasattr(inside, "to_str") else None
@@ -90,21 +87,21 @@ def load_tokenizer(name: str, eod_token: str | None = None) -> TokenizerFacts:
 
 
 def auto_tokenizer(name: str) -> Any:
-    """Return a tokenizer of transformers; code that its folder brings along is not run.
+    """Return a tokenizer of transformers, without running code from its folder.
 
     Args:
-        name: Its folder or name.
+        name: Folder or name of the tokenizer.
 
     Raises:
-        ValueError: It cannot be loaded; the text is the first line of the reason, for a sentence that says what to do.
+        ValueError: It cannot be loaded; the message is the first line of the reason, to be put into a sentence.
     """
     transformers: Any = importlib.import_module("transformers")
     try:
         _check_ids(Path(name, "tokenizer.json"))
         return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # a damaged file can raise anything, and the package tokenizers has no class of its own
+    except Exception as error:  # a damaged file can raise anything
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        lacking = "a file of it lacks " if isinstance(error, KeyError) else ""
+        lacking = "one of its files lacks " if isinstance(error, KeyError) else ""
         raise ValueError(lacking + lines[0].rstrip(". ")) from error
 
 
@@ -113,15 +110,15 @@ def _of_file(name: str, eod_token: str | None) -> TokenizerFacts:
         kind: Any = importlib.import_module("tokenizers").Tokenizer
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            f"{name} needs the package tokenizers to be read; pip install tokenizers", name="tokenizers"
+            f"reading {name} needs the package tokenizers; pip install tokenizers", name="tokenizers"
         ) from None
     try:
         _check_ids(Path(name))
         loaded = kind.from_file(name)
-    except Exception as error:  # the package has no class of its own
+    except Exception as error:  # the package raises plain Exception
         raise ValueError(
-            f"{name} is no tokenizer.json ({str(error).splitlines()[0].rstrip('.')}); give one, or a folder or name for"
-            " transformers"
+            f"{name} is not a tokenizer.json ({str(error).splitlines()[0].rstrip('.')}); give one, or a folder or name"
+            " for transformers"
         ) from None
     vocabulary = loaded.get_vocab(with_added_tokens=True)
     eod_token = eod_token or _named_beside(name)
@@ -131,7 +128,7 @@ def _of_file(name: str, eod_token: str | None) -> TokenizerFacts:
 
 
 def _check_ids(path: Path) -> None:
-    """Refuse ids of tokens that no vocabulary has. A file that cannot be read is left to the tokenizers package."""
+    """Refuse absurdly large token ids; a file that cannot be read is left to the tokenizers package."""
     try:
         content = json.loads(path.read_bytes())
         entries = [*content["model"]["vocab"].items(), *((t["content"], t["id"]) for t in content["added_tokens"])]
@@ -139,17 +136,17 @@ def _check_ids(path: Path) -> None:
         return
     for token, number in entries:
         if isinstance(number, int) and number > LARGEST_ID:
-            raise ValueError(f"{path.name} gives token {token!r} the id {number}, and ids end at {LARGEST_ID} here")
+            raise ValueError(f"{path.name} gives token {token!r} the id {number}, above the limit of {LARGEST_ID}")
 
 
 def _known(token: str, vocabulary: dict[str, int], name: str) -> int:
     if token not in vocabulary:
-        raise ValueError(f"--eod-token {token!r} is no token of {name}; choose one of its {len(vocabulary)} tokens")
+        raise ValueError(f"--eod-token {token!r} is not a token of {name}; choose one of its {len(vocabulary)} tokens")
     return vocabulary[token]
 
 
 def _named_beside(name: str) -> str | None:
-    """Return the end of sequence that the ``tokenizer_config.json`` beside a ``tokenizer.json`` names, if one does."""
+    """Return the end-of-sequence token in the ``tokenizer_config.json`` beside a ``tokenizer.json``, if any."""
     try:
         config = json.loads(Path(name).with_name("tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

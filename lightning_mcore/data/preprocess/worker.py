@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker of ``lightning-mcore preprocess``: reads pieces of the input and sends their tokens back.
 
-It is a program of its own, ``python -P data/preprocess/worker.py DESCRIPTOR``, that imports nothing of this package: it
-has started after 0.1 s with 20 MB, where the package takes 5 s and 440 MB. The start methods of multiprocessing would
-import the caller's script, which may have no main guard, or fork a process that has threads. ``pool.py`` starts it and
+It is a program of its own, ``python -P data/preprocess/worker.py DESCRIPTOR``, that imports nothing from this package:
+it starts within 0.1 s and 20 MB, while the package needs 5 s and 440 MB. The start methods of multiprocessing would
+import the caller's script, which may lack a main guard, or fork a process that has threads. ``pool.py`` starts it and
 talks to it over the pipe of that descriptor, in plain tuples:
 
 =========  ================================================================================================
-to it      settings (dict) once, then pieces (dict, made by ``inputs.py``); the pipe's end ends it
+to it      settings (dict) once, then pieces (dict, made by ``inputs.py``); the end of the pipe ends it
 from it    ``("done", tokens, lengths, empty, text bytes)``, or ``("refused", sentence)`` for bad input, or
            ``("failed", traceback)``
 =========  ================================================================================================
 
-It tokenises in one thread: as many processes as cores are faster than one process with as many threads, for these
-share the tokenizer's cache of words.
+It tokenises in one thread: as many processes as cores are faster than one process with as many threads, because
+threads share the tokenizer's cache of words.
 """
 
 import functools
@@ -29,11 +29,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 Piece = dict[str, Any]
-Text = tuple[str | None, Callable[[], str]]  # a document, and where it stands, for an error
+Text = tuple[str | None, Callable[[], str]]  # a document, and its location for errors
 
 
 class RefusedError(Exception):
-    """Input that cannot be read; the text is one sentence for the user."""
+    """Input that cannot be read; the message is one sentence for the user."""
 
 
 def main() -> None:
@@ -53,17 +53,17 @@ def main() -> None:
                 answer = ("failed", traceback.format_exc())
             pipe.send(answer)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # the parent has ended, or has no more to do
+        return  # the parent has ended, or has no more work
 
 
 Encoder = Callable[[list[str]], Iterator[list[int]]]
 
 
 def encoder(settings: dict[str, Any]) -> Encoder:
-    """Return what makes token ids of texts.
+    """Return a function that turns texts into token ids.
 
     Args:
-        settings: ``tokenizer_json`` for the tokenizers package, else ``tokenizer`` for AutoTokenizer; and
+        settings: ``tokenizer_json`` for the tokenizers package, otherwise ``tokenizer`` for AutoTokenizer; and
             ``add_special_tokens``.
     """
     special = settings["add_special_tokens"]
@@ -79,7 +79,7 @@ def encoder(settings: dict[str, Any]) -> Encoder:
 
 
 def tokenise(piece: Piece, settings: dict[str, Any], encode: Encoder) -> tuple[str, bytes, bytes, int, int]:
-    """Return the tokens of a piece, the length of each document, how many were empty, and the bytes of the text."""
+    """Return ``"done"``, the tokens of a piece, its documents' lengths, the number of empty ones, and text bytes."""
     texts, places = [], []
     empty = 0
     for text, place in READERS[piece["format"]](piece, settings):
@@ -91,7 +91,7 @@ def tokenise(piece: Piece, settings: dict[str, Any], encode: Encoder) -> tuple[s
     size = sum(_size(text, place) for text, place in zip(texts, places, strict=True))
     code = "H" if settings["token_bytes"] == 2 else "i"
     parts, lengths = [], array("i")
-    for ids in encode(texts) if texts else ():  # one at a time, for lists of ints are large
+    for ids in encode(texts) if texts else ():  # one at a time, because lists of ints are large
         if not ids:
             empty += 1
             continue
@@ -108,7 +108,7 @@ def _size(text: str, place: Callable[[], str]) -> int:
         return len(text) if text.isascii() else len(text.encode())
     except UnicodeEncodeError as error:
         raise RefusedError(
-            f"{place()} holds half of a surrogate pair, {text[error.start]!a}, which is no text; mend that line"
+            f"{place()} holds half of a surrogate pair, {text[error.start]!a}, which is not text; fix that line"
         ) from None
 
 
@@ -131,9 +131,9 @@ def read_lines(piece: Piece, settings: dict[str, Any]) -> Iterator[Text]:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             reason = getattr(error, "msg", None) or type(error).__name__
-            raise RefusedError(f"{place()} is no JSON ({reason}); mend or delete that line") from None
+            raise RefusedError(f"{place()} is not JSON ({reason}); fix or delete that line") from None
         if not isinstance(row, dict):
-            raise RefusedError(f"{place()} holds {_kind(row)}, not an object with a column {column!r}; mend that line")
+            raise RefusedError(f"{place()} holds {_kind(row)}, not an object with a column {column!r}; fix that line")
         if column not in row:
             raise RefusedError(f"{place()} has no column {column!r}; {_choose(list(row))}")
         text = row[column]
@@ -168,7 +168,7 @@ def read_parquet(piece: Piece, settings: dict[str, Any]) -> Iterator[Text]:
                 yield text, lambda: f"{path}, row group {piece['group']}"
     except (OSError, ValueError, ArithmeticError) as error:  # pyarrow's own are among these
         raise RefusedError(
-            f"{path} cannot be read as parquet: {_first_line(error)}; mend or leave out that file"
+            f"{path} cannot be read as parquet: {_first_line(error)}; fix the file or leave it out"
         ) from None
 
 
@@ -185,19 +185,19 @@ def _decoded(piece: Piece) -> str:
     except OSError as error:
         raise RefusedError(f"{path} cannot be read: {error.strerror}") from None
     if end is not None and len(data) < end - start:
-        raise RefusedError(f"{path} became shorter while it was read; leave the inputs alone until the command ends")
+        raise RefusedError(f"{path} became shorter while it was read; do not change the inputs until the command ends")
     try:
         return data.decode("utf-8-sig" if start == 0 else "utf-8")
     except UnicodeDecodeError as error:
         line = _lines_before(path, start) + data.count(b"\n", 0, error.start) + 1
         raise RefusedError(
-            f"{path}, line {line} is no UTF-8 text (byte {start + error.start} is {data[error.start]:#04x}); convert"
+            f"{path}, line {line} is not UTF-8 text (byte {start + error.start} is {data[error.start]:#04x}); convert"
             " the file to UTF-8, for example with iconv"
         ) from None
 
 
 def _lines_before(path: str, end: int) -> int:
-    """Count the lines of a file before a place in it."""
+    """Return the number of lines in the first ``end`` bytes of a file."""
     count = 0
     with open(path, "rb") as file:
         while end > 0 and (block := file.read(min(end, 1 << 24))):
@@ -223,4 +223,4 @@ def _first_line(error: BaseException) -> str:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # no destructors of tokenizers to wait for
+    os._exit(0)  # without waiting for destructors of tokenizers

@@ -52,11 +52,11 @@ SPLITS = ("train", "val", "test")  # in Megatron's order
 
 @dataclass(frozen=True)
 class Blend:
-    """Which datasets, and how much of each.
+    """Which datasets to read, and how much of each.
 
     Attributes:
-        prefixes: Of their files.
-        weights: Share of the samples of each, positive; None takes them as they are.
+        prefixes: Prefix of the files of each dataset.
+        weights: Positive weight of each dataset in the samples; None to read each dataset once.
     """
 
     prefixes: tuple[str, ...]
@@ -64,20 +64,20 @@ class Blend:
 
 
 def parse_split(split: str) -> list[tuple[float, float] | None]:
-    """Return from where to where the documents of each split go, as shares of all; None for an empty one.
+    """Return where the documents of each split begin and end, as shares of all documents; None for an empty split.
 
     Raises:
-        ValueError: It is no list of at most three shares.
+        ValueError: ``split`` is not a list of at most three shares.
     """
     parts = split.split(",")
     if len(parts) > len(SPLITS) or not all(re.fullmatch(r"\s*\d+(\.\d*)?\s*", part) for part in parts):
         raise ValueError(
-            f"split={split!r} is no list of shares for training, validation and test; give up to three numbers such as"
-            " '969,30,1'"
+            f"split={split!r} is not a list of shares for training, validation and test; give up to three numbers such"
+            " as '969,30,1'"
         )
     shares = [float(part) for part in parts] + [0.0] * (len(SPLITS) - len(parts))
     if sum(shares) == 0:
-        raise ValueError(f"split={split!r} leaves nothing to any split; give a positive share")
+        raise ValueError(f"split={split!r} has no positive share; give at least one")
     matrix: list[tuple[float, float] | None] = convert_split_vector_to_split_matrix(
         [share / sum(shares) for share in shares]
     )
@@ -88,12 +88,12 @@ def parse_paths(name: str, paths: object) -> Blend:
     """Return the blend that an argument stands for.
 
     Args:
-        name: Of the argument.
+        name: Name of the argument, for errors.
         paths: A prefix, a list of prefixes, or a dict of prefixes and weights.
 
     Raises:
-        TypeError: It is something else.
-        ValueError: It is empty, names a dataset twice, or has a weight that is not positive.
+        TypeError: ``paths`` is something else.
+        ValueError: ``paths`` is empty, names a dataset twice, or has a weight that is not positive.
     """
     if isinstance(paths, str):
         paths = [paths]
@@ -135,13 +135,13 @@ class SplitRequest:
     Attributes:
         blend: The datasets.
         split: 0 for training, 1 for validation, 2 for test.
-        share: Of each dataset's documents, from where to where.
-        samples: Samples to draw; None takes the documents once.
+        share: Where the documents of the split begin and end in each dataset, as shares of all documents.
+        samples: Number of samples to draw; None takes each document once.
         seq_length: Tokens of a sample.
-        seed: Of the order.
-        reset_position_ids: Positions begin anew after each end-of-document token.
-        eod_mask_loss: Targets after it do not count.
-        eod: That token.
+        seed: Seed of the order.
+        reset_position_ids: Positions start again after each end-of-document token.
+        eod_mask_loss: Targets after an end-of-document token do not count.
+        eod: The end-of-document token.
     """
 
     blend: Blend
@@ -158,11 +158,11 @@ class SplitRequest:
 class Rows(Dataset[dict[str, torch.Tensor]]):
     """The first samples of a split, as an MCoreModule takes them.
 
-    A copy in another process, such as a worker of a DataLoader, opens the files there.
+    A copy in another process, such as a worker of a DataLoader, opens the files again.
 
     Args:
         request: What was built.
-        folder: Where its index files are.
+        folder: Folder of its index files.
     """
 
     def __init__(self, request: SplitRequest, folder: str) -> None:
@@ -176,21 +176,21 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         return self.samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Return tokens, labels, loss_mask and position_ids, each [s].
+        """Return ``tokens``, ``labels``, ``position_ids``, [s] int64 each, and ``loss_mask``, [s] fp32.
 
         Raises:
-            ValueError: The tokens are not those that were written.
+            ValueError: The tokens have changed since they were written.
         """
         row = self.dataset[index]
         return {key: row[key] for key in _KEYS}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel as what was asked for; arrays in mapped files would be copied."""
+        """Pickle the request instead of the arrays in mapped files, which would be copied."""
         return type(self), (self._request, self._folder)
 
 
 def available(index: Index, share: tuple[float, float], seq_length: int) -> int:
-    """Return how many samples a split of a dataset holds.
+    """Return the number of samples in a split of a dataset.
 
     Source: ``_build_megatron_dataset_splits`` and ``_build_document_sample_shuffle_indices`` in megatron.core.datasets
     (0.16.1).
@@ -200,50 +200,50 @@ def available(index: Index, share: tuple[float, float], seq_length: int) -> int:
 
 
 def require_samples(index: Index, request: SplitRequest) -> int:
-    """Return how many samples a split of a dataset holds.
+    """Return the number of samples in a split of a dataset.
 
     Raises:
-        ValueError: It holds none, from which Megatron would make a row of samples without an end.
+        ValueError: The split has none; Megatron would loop forever over it.
     """
     samples = available(index, request.share, request.seq_length)
     if samples == 0:
         first, last = (round(part * float(len(index.lengths))) for part in request.share)
         raise ValueError(
             f"the {SPLITS[request.split]} split of {index.prefix} has {index.tokens(first, last)} tokens in"
-            f" {last - first} of its {index.documents} documents, and a sample of seq_length={request.seq_length} needs"
+            f" {last - first} of its {index.documents} documents, but a sample of seq_length={request.seq_length} needs"
             f" {request.seq_length + 1}; give it more documents, a larger share in split, or a smaller seq_length"
         )
     return samples
 
 
 def require_helpers() -> None:
-    """Refuse a megatron-core whose compiled part does not fit this Python.
+    """Refuse a megatron-core without a compiled part for this Python.
 
     Raises:
-        ModuleNotFoundError: It is not there.
+        ModuleNotFoundError: The compiled part is missing.
     """
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
         raise ModuleNotFoundError(
-            "megatron.core.datasets.helpers_cpp, the compiled part of megatron-core's datasets, is not there for this"
-            " Python; install the wheel of megatron-core for it, or compile helpers.cpp, which lies beside it",
+            "megatron.core.datasets.helpers_cpp, the compiled part of megatron-core's datasets, is missing for this"
+            " Python; install the wheel of megatron-core for it, or compile helpers.cpp in the same folder",
             name="megatron.core.datasets.helpers_cpp",
         )
 
 
 def at_first_rank(function: Callable[[], T]) -> T:
-    """Return on every rank what rank 0 finds, or raise on every rank what it raises; collective where ranks are."""
+    """Return or raise on every rank what ``function`` does on rank 0; collective if ranks are connected."""
     return decide(function) if dist.is_initialized() else function()
 
 
 def build(request: SplitRequest, cache_dir: str) -> Rows:
-    """Return the samples of a split, in the order in which all ranks together read them; collective where ranks are.
+    """Return the samples of a split, in the order in which all ranks together read them; collective if connected.
 
     Args:
         request: What to build.
         cache_dir: Folder for Megatron's index files, which every machine sees.
 
     Raises:
-        FileNotFoundError: A dataset is not there, or a machine does not see the folder.
+        FileNotFoundError: A dataset does not exist, or a machine does not see the folder.
         ValueError: A dataset is damaged or too small.
         OSError: The folder cannot be written.
     """
@@ -252,7 +252,7 @@ def build(request: SplitRequest, cache_dir: str) -> Rows:
 
 
 def _prepare(request: SplitRequest, cache_dir: str) -> str:
-    """Write the index files, unless they are there, and return their folder."""
+    """Write the index files, unless they exist, and return their folder."""
     require_helpers()
     for prefix in request.blend.prefixes:
         require_samples(read_index(prefix), request)
@@ -272,7 +272,7 @@ def _load(request: SplitRequest, folder: str) -> Rows:
     while not os.path.isdir(folder):
         if time.monotonic() > deadline:
             raise FileNotFoundError(
-                f"{folder}, which rank 0 wrote, is not seen on another machine; give a cache_dir on a disk that all"
+                f"{folder}, which rank 0 wrote, does not exist on another machine; give a cache_dir on a disk that all"
                 " machines share"
             )
         time.sleep(0.2)
@@ -280,9 +280,8 @@ def _load(request: SplitRequest, folder: str) -> Rows:
     held = len(rows.dataset)
     if request.samples is not None and held < request.samples:
         raise ValueError(
-            f"the {SPLITS[request.split]} split has {held} rows of seq_length={request.seq_length}, fewer than"
-            f" the {request.samples} that are asked for; give the datasets weights, so that they are repeated, or ask"
-            " for fewer"
+            f"the {SPLITS[request.split]} split has {held} rows of seq_length={request.seq_length}, fewer than the"
+            f" {request.samples} requested; give the datasets weights, so that they are repeated, or request fewer"
         )
     return rows
 
@@ -299,14 +298,14 @@ def _digest(request: SplitRequest) -> str:
 
 @dataclass(frozen=True)
 class _EndOfDocument:
-    """All that a GPTDataset asks of a tokenizer."""
+    """The tokenizer of a GPTDataset, with all that it needs."""
 
     eod: int | None
     vocab_size: None = None
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:
-        """Return what goes into the names of Megatron's index files."""
+        """Return what becomes part of the names of Megatron's index files."""
         return {"eod": self.eod}
 
 
@@ -315,7 +314,7 @@ class _Samples(GPTDataset):  # type: ignore[misc]
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:
-        """Return the indexed dataset; it checks what it reads, where there are checksums."""
+        """Return the indexed dataset; it checks what it reads if there are checksums."""
         dataset = GPTDataset.build_low_level_dataset(dataset_path, config)
         checksums = checksums_path(dataset_path)
         if os.path.lexists(checksums):
@@ -328,7 +327,7 @@ class _Samples(GPTDataset):  # type: ignore[misc]
 
 
 class _Blended(BlendedDataset):  # type: ignore[misc]
-    """Megatron's samples of several of them."""
+    """Megatron's samples of several datasets."""
 
     config: Any
 
@@ -336,25 +335,29 @@ class _Blended(BlendedDataset):  # type: ignore[misc]
         return _stored(self, self.split.name, ("dataset_index", "dataset_sample_index"), self._blend)
 
     def _blend(self) -> tuple[NDArray[Any], ...]:
-        """Return the indices as Megatron makes them; it would ask for its rank before it writes a file."""
+        """Return the indices as Megatron makes them, without files: writing them, it would ask for its rank."""
         config = self.config
         self.config = copy.copy(config)
         self.config.path_to_cache = None
-        logging.getLogger(BlendedDataset.__module__).addFilter(_not_about_files)
-        arrays: tuple[NDArray[Any], ...] = super()._build_indices()
-        self.config = config
+        log = logging.getLogger(BlendedDataset.__module__)
+        log.addFilter(_is_not_about_files)
+        try:
+            arrays: tuple[NDArray[Any], ...] = super()._build_indices()
+        finally:
+            log.removeFilter(_is_not_about_files)
+            self.config = config
         return arrays
 
 
-def _not_about_files(record: logging.LogRecord) -> bool:
-    """Keep quiet that Megatron writes no file for a blend; it is written here."""
+def _is_not_about_files(record: logging.LogRecord) -> bool:
+    """Drop Megatron's message that it writes no files for a blend; they are written here."""
     return "path_to_cache is None" not in record.getMessage()
 
 
 def _stored(
     dataset: Any, split: str, names: tuple[str, ...], build: Callable[[], tuple[NDArray[Any], ...]]
 ) -> tuple[NDArray[Any], ...]:
-    """Return the arrays in the index files of a dataset, or build them and write those that Megatron does not write.
+    """Return the arrays in the index files of a dataset; or build them, and write those that Megatron does not.
 
     Source: ``_build_document_sample_shuffle_indices`` and ``_build_indices`` in megatron.core.datasets (0.16.1 and
     0.19.2), which name the files.
@@ -375,7 +378,7 @@ def _stored(
 
 
 def _dataset(request: SplitRequest, folder: str) -> Any:
-    """Return Megatron's dataset; on rank 0 it writes index files that are not there.
+    """Return Megatron's dataset; on rank 0 it writes missing index files.
 
     Source: ``BlendedMegatronDatasetBuilder._build_blended_dataset_splits`` (0.16.1 and 0.19.2), without its barriers.
     """

@@ -2,13 +2,13 @@
 """``MCorePretrainingData``: a LightningDataModule on Megatron's indexed datasets, blends and splits.
 
 ``lightning-mcore preprocess`` or Megatron-LM makes the files. Megatron's ``GPTDataset`` cuts their documents into rows
-of ``seq_length`` tokens and shuffles them; ``blend.py`` builds it. Its order does not know of ranks, so the loaders of
-``data/sampling.py`` read it as it stands: every step sees the same samples whatever the layout, and a resumed run goes
-on with the next.
+of ``seq_length`` tokens and shuffles them; ``blend.py`` builds it. Its order does not depend on ranks, so the loaders
+of ``data/sampling.py`` read it unchanged: every step sees the same samples whatever the layout, and a resumed run
+continues with the next ones.
 
-That order depends on the number of samples that are drawn, which follows from ``max_steps``: Megatron puts as many
-passes over the documents in a row as it takes, and shuffles over all of them. A run that is resumed with another number
-would read other samples, some of them twice. So the number is in the checkpoint and is kept, as long as it suffices.
+The order depends on the number of samples to draw, which follows from ``max_steps``: Megatron joins as many passes over
+the documents as it needs, and shuffles across all of them. A run resumed with another number would read other samples,
+some of them twice. So the checkpoint stores the number, and a resumed run keeps it as long as it is large enough.
 """
 
 import logging
@@ -44,33 +44,33 @@ class MCorePretrainingData(pl.LightningDataModule):
     """Rows of ``seq_length`` tokens from Megatron's indexed datasets.
 
     A batch is a dict of ``tokens``, ``labels``, ``loss_mask`` and ``position_ids``, each [b, s], as ``MCoreGPT`` takes
-    it. Datasets with weights, and a single one, are repeated as often as training asks for; several without weights are
-    read once. Documents stand one behind the other in a row, and attention sees all of it.
+    it. A single dataset, and datasets with weights, are repeated as often as training needs; several datasets without
+    weights are read once. Documents follow one another in a row, and attention sees the whole row.
 
     Args:
-        data_paths: What the names of a dataset's .bin and .idx begin with; or a list of such prefixes; or a dict of
-            prefixes and weights, which are the shares of the samples and need not sum to 1.
-        seq_length: Tokens of a row.
-        batch_size: Rows of one data-parallel rank in a batch.
-        split: Shares of the documents for training, validation and test; ``"969,30,1"`` when not given.
-        train_paths: Datasets for training alone, instead of ``data_paths`` and ``split``.
-        val_paths: Datasets for validation alone.
-        test_paths: Datasets for the test alone.
-        train_samples: Rows to train on; None takes as many as ``max_steps`` needs, or without ``max_steps`` those that
-            there are, in a new order in each epoch. A run that may be extended later should give it.
-        val_samples: Rows to validate on; None takes those that there are.
-        test_samples: Rows to test on; None takes those that there are.
-        seed: Of the order.
-        num_workers: Processes of each loader.
-        cache_dir: Folder for Megatron's index files, seen by all machines; None takes ``PREFIX.cache`` beside the first
+        data_paths: The prefix of a dataset's .bin and .idx files; or a list of prefixes; or a dict of prefixes and
+            weights, which are shares of the samples and need not sum to 1.
+        seq_length: Tokens in a row.
+        batch_size: Rows in a batch of one data-parallel rank.
+        split: Shares of the documents for training, validation and test; None for ``"969,30,1"``.
+        train_paths: Datasets for training only, instead of ``data_paths`` and ``split``.
+        val_paths: Datasets for validation only.
+        test_paths: Datasets for testing only.
+        train_samples: Rows to train on; None takes as many as ``max_steps`` needs, or without ``max_steps`` all rows,
+            in a new order in each epoch. Give a number if the run may be extended later.
+        val_samples: Rows to validate on; None for all.
+        test_samples: Rows to test on; None for all.
+        seed: Seed of the order.
+        num_workers: Number of processes of each loader.
+        cache_dir: Folder for Megatron's index files, which all machines see; None for ``PREFIX.cache`` beside the first
             dataset.
-        reset_position_ids: Let positions begin anew after each end-of-document token.
+        reset_position_ids: Let positions start again after each end-of-document token.
         eod_mask_loss: Do not count the target that follows an end-of-document token.
-        eod_token_id: That token; None takes it from the file that ``lightning-mcore preprocess`` left.
+        eod_token_id: The end-of-document token; None reads it from the file that ``lightning-mcore preprocess`` wrote.
 
     Raises:
         ValueError: A value is wrong or two of them disagree.
-        TypeError: A value is of the wrong kind.
+        TypeError: A value has the wrong type.
     """
 
     def __init__(
@@ -122,12 +122,12 @@ class MCorePretrainingData(pl.LightningDataModule):
     # ---- before training
 
     def setup(self, stage: str | None = None) -> None:
-        """Check the files of the splits that the stage reads; rank 0 does, and every rank hears of it.
+        """Check the files of the splits that the stage reads, on rank 0; every rank raises what it finds.
 
         Raises:
-            FileNotFoundError: A dataset is not there.
-            ValueError: A dataset is damaged, too small, or of a larger vocabulary than the model.
-            ModuleNotFoundError: megatron-core's compiled part is not there.
+            FileNotFoundError: A dataset does not exist.
+            ValueError: A dataset is damaged, too small, or has a larger vocabulary than the model.
+            ModuleNotFoundError: The compiled part of megatron-core is missing.
         """
         stage = stage or "fit"
         if stage == "fit":
@@ -139,8 +139,8 @@ class MCorePretrainingData(pl.LightningDataModule):
         vocabulary, longest = getattr(module, "vocab_size", None), getattr(module, "seq_length", None)
         if isinstance(longest, int) and longest < self.seq_length:
             raise ValueError(
-                f"seq_length={self.seq_length} of the data is more than the {longest} of the model; choose"
-                f" {longest} or less, or a model of a longer seq_length"
+                f"seq_length={self.seq_length} of the data is more than the model's seq_length={longest}; choose"
+                f" {longest} or less, or a model with a larger seq_length"
             )
         held, self._eod = at_first_rank(lambda: self._check(numbers, vocabulary))
         self._held.update(held)
@@ -165,7 +165,7 @@ class MCorePretrainingData(pl.LightningDataModule):
             size = fact.get("vocab_size")
             if isinstance(vocabulary, int) and isinstance(size, int) and size > vocabulary:
                 raise ValueError(
-                    f"{prefix} was made with a vocabulary of {size} and the model has vocab_size={vocabulary}; choose"
+                    f"{prefix} was made with a vocabulary of {size} but the model has vocab_size={vocabulary}; choose"
                     f" vocab_size={size} or more"
                 )
         return held, self._end_of_document(facts)
@@ -177,7 +177,7 @@ class MCorePretrainingData(pl.LightningDataModule):
         if len(tokens) != 1 or None in tokens:
             name = "reset_position_ids" if self.reset_position_ids else "eod_mask_loss"
             raise ValueError(
-                f"{name}=True needs the end-of-document token, and the datasets name"
+                f"{name}=True needs the end-of-document token, but the datasets name"
                 f" {'different ones' if len(tokens - {None}) > 1 else 'none'}; give eod_token_id"
             )
         return tokens.pop()
@@ -185,7 +185,7 @@ class MCorePretrainingData(pl.LightningDataModule):
     # ---- loaders
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return whole global batches in Megatron's order.
+        """Return the loader of whole global batches in Megatron's order.
 
         Raises:
             ValueError: There are fewer rows than a global batch, or the checkpoint was taken with other data, or with
@@ -207,11 +207,11 @@ class MCorePretrainingData(pl.LightningDataModule):
         )
 
     def val_dataloader(self) -> Any:
-        """Return the rows of the validation split in order; nothing where there is none."""
+        """Return the loader of the validation split, in order; an empty list without one."""
         return self._evaluation(1)
 
     def test_dataloader(self) -> Any:
-        """Return the rows of the test split in order; nothing where there is none."""
+        """Return the loader of the test split, in order; an empty list without one."""
         return self._evaluation(2)
 
     def _evaluation(self, number: int) -> Any:
@@ -222,7 +222,7 @@ class MCorePretrainingData(pl.LightningDataModule):
         held, wanted = self._held[number], self._samples[number]
         if blend.weights is None and wanted is not None and wanted > held:
             raise ValueError(
-                f"{SPLITS[number]}_samples={wanted} is more than the {held} rows that there are; choose {held} or less"
+                f"{SPLITS[number]}_samples={wanted} is more than the {held} rows of the split; choose {held} or less"
             )
         if blend.weights is not None and wanted is None:
             wanted = held
@@ -249,7 +249,7 @@ class MCorePretrainingData(pl.LightningDataModule):
     # ---- the number of training samples
 
     def _train_samples(self) -> int | None:
-        """Return how many samples training draws: what was given, or a checkpoint says, or the steps need."""
+        """Return how many samples training draws: the number given, that of the checkpoint, or what the steps need."""
         needed, given = self._needed(), self._samples[0]
         blend = self._blends[0]
         assert blend is not None
@@ -257,7 +257,7 @@ class MCorePretrainingData(pl.LightningDataModule):
             return self._restored_samples(self._restored, needed, given)
         if given is None and needed is None and blend.weights is not None:
             raise ValueError(
-                "datasets with weights have no end of their own; give train_samples, or Trainer(max_steps=)"
+                "datasets with weights are repeated without end; give train_samples, or Trainer(max_steps=)"
             )
         return given if given is not None else needed
 
@@ -279,21 +279,21 @@ class MCorePretrainingData(pl.LightningDataModule):
         saved: int | None = restored["train_samples"]
         if given is not None and given != saved:
             raise ValueError(
-                f"train_samples={given}, and the checkpoint's run drew {saved}, on which the order of all samples"
-                f" depends; give train_samples={saved}, or begin a new run with load_weights"
+                f"train_samples={given}, but the run of the checkpoint drew {saved}, and the order of all samples"
+                f" depends on it; give train_samples={saved}, or begin a new run with load_weights"
             )
         if given is None and needed is not None and saved is not None and needed > saved:
             raise ValueError(
-                f"the run now needs {needed} training samples, and the checkpoint's run drew {saved}, on which the"
-                f" order of all samples depends; give train_samples={saved} to read these again when they are used up,"
-                " or begin a new run with load_weights"
+                f"the run now needs {needed} training samples, but the run of the checkpoint drew {saved}, and the"
+                f" order of all samples depends on it; give train_samples={saved} to read these again when they are"
+                " used up, or begin a new run with load_weights"
             )
         if needed != saved and given is None:
-            _log.info("training draws %s rows, as the run of the checkpoint did, and not %s", saved, needed)
+            _log.info("training draws %s rows, as in the run of the checkpoint, instead of %s", saved, needed)
         return saved
 
     def _order_now(self) -> dict[str, Any]:
-        """Return what else the order of the samples depends on, without the names of files, which may move."""
+        """Return what else the order of the samples depends on; file names do not count, because files may move."""
         blend, share = self._blends[0], self._shares[0]
         assert blend is not None
         assert share is not None
@@ -311,21 +311,23 @@ class MCorePretrainingData(pl.LightningDataModule):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of training samples and what else their order depends on."""
-        if not self._order:  # nothing was trained
+        """Return the number of training samples, and what else their order depends on."""
+        if not self._order:  # before training
             return dict(self._restored or {})
         return {"train_samples": self._drawn, "order": self._order}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep what :meth:`state_dict` returned, for the training loader.
+        """Keep the result of :meth:`state_dict` for the training loader.
 
         Raises:
-            ValueError: The loader was made already, of other samples, as under strategies that read checkpoints late.
+            ValueError: The loader has already been made with another number of samples, as happens under strategies
+                that read checkpoints late.
         """
         if self._order and state_dict and state_dict["train_samples"] != self._drawn:
             raise ValueError(
-                f"the training loader of {self._drawn} samples was made before the checkpoint was read, whose run drew"
-                f" {state_dict['train_samples']}; give train_samples={state_dict['train_samples']}"
+                f"the training loader was made with {self._drawn} samples before the checkpoint was read, but the run"
+                f" of the checkpoint drew {state_dict['train_samples']}; give"
+                f" train_samples={state_dict['train_samples']}"
             )
         self._restored = state_dict or None
 
@@ -333,14 +335,16 @@ class MCorePretrainingData(pl.LightningDataModule):
 def _splits(
     data_paths: object, split: str | None, apart: list[Any]
 ) -> tuple[list[Blend | None], list[tuple[float, float] | None]]:
-    """Return the datasets of training, validation and test, and the share of their documents."""
+    """Return the datasets for training, validation and test, and the shares of their documents."""
     names = ("train_paths", "val_paths", "test_paths")
     if data_paths is not None and any(paths is not None for paths in apart):
         name = next(name for name, paths in zip(names, apart, strict=True) if paths is not None)
         raise ValueError(f"data_paths and {name} are both given; give one blend to split, or one for each split")
     if data_paths is None:
         if split is not None:
-            raise ValueError(f"split={split!r} divides data_paths, which is not given; give data_paths or no split")
+            raise ValueError(
+                f"split={split!r} divides data_paths, which is not given; give data_paths, or leave out split"
+            )
         if all(paths is None for paths in apart):
             raise ValueError("no data is given; give data_paths, or train_paths, val_paths and test_paths")
         blends = [

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's indexed datasets as files: ``PREFIX.bin`` holds tokens, ``PREFIX.idx`` where each document lies in it.
+"""The files of Megatron's indexed datasets: ``PREFIX.bin`` holds tokens, ``PREFIX.idx`` the offset of each document.
 
-``data/preprocess/run.py`` writes them and ``datamodule.py`` looks into them before it gives them to Megatron.
-Megatron's own ``IndexedDatasetBuilder`` keeps every document as several Python objects, 150 bytes each, and takes torch
-and four seconds to import; here the same bytes come from whole arrays. A test compares both.
+``data/preprocess/run.py`` writes them, and ``datamodule.py`` checks them before it gives them to Megatron. Megatron's
+own ``IndexedDatasetBuilder`` keeps every document as several Python objects, 150 bytes each, and needs torch and four
+seconds to import. Here the same bytes come from whole arrays; a test compares both.
 
-Two more files are ours. ``PREFIX.preprocess.json`` has the tokenizer's vocabulary and end-of-document token, which the
-others do not say; nothing needs it but a data module that is asked to tell documents apart. ``PREFIX.checksums`` has
-the checksums of the other three (``data/checked_files.py``). Index and facts are compared with them before a run reads
-them, a block of tokens when something in it is first read. A dataset that Megatron made has none; there, only what
-contradicts itself is found: sizes, and the places of the sequences, which follow from their lengths.
+Two more files are ours. ``PREFIX.preprocess.json`` has the tokenizer's vocabulary size and end-of-document token, which
+the others lack; only a data module that separates documents needs it. ``PREFIX.checksums`` has the checksums of the
+other three (``data/checked_files.py``). Index and facts are compared with them before a run reads them, and each block
+of tokens when it is first read. A dataset that Megatron made has no checksums. There, only contradictions are found:
+sizes, and the offsets of the sequences, which follow from their lengths.
 
 The index, little-endian: magic, version (u64), type of a token (u8), sequences (u64), documents + 1 (u64), then the
-length of each sequence (i32), its place in the .bin in bytes (i64), and the sequence at which each document begins
+length of each sequence (i32), its offset in the .bin in bytes (i64), and the sequence at which each document begins
 (i64), with the end. Here a document is one sequence.
 
 Source: ``_IndexWriter`` and ``_IndexReader`` in megatron.core.datasets.indexed_dataset (0.16.1 and 0.19.2).
@@ -42,23 +42,23 @@ _TYPES: dict[int, type[np.generic]] = {
     8: np.uint16,
 }
 _SMALL_VOCABULARY = 65500  # Source: DType.optimal_dtype
-_BLOCK = 1 << 20  # documents that are written at a time
+_BLOCK = 1 << 20  # documents written at a time
 
 
 def token_type(vocab_size: int) -> type[np.generic]:
-    """Return the type of a token in the .bin file; Megatron's choice."""
+    """Return the type of a token in the .bin file, as Megatron chooses it."""
     return np.uint16 if vocab_size < _SMALL_VOCABULARY else np.int32
 
 
 @dataclass(frozen=True)
 class Index:
-    """What an .idx file says.
+    """The content of an .idx file.
 
     Attributes:
-        prefix: The dataset's.
-        dtype: Of a token.
-        lengths: Tokens of each sequence, read from the file when they are looked at.
-        documents: How many there are.
+        prefix: Prefix of the dataset's files.
+        dtype: Type of a token.
+        lengths: [sequences] int32, the tokens of each sequence; read from the file when accessed.
+        documents: Number of documents.
     """
 
     prefix: str
@@ -67,17 +67,17 @@ class Index:
     documents: int
 
     def tokens(self, first: int = 0, last: int | None = None) -> int:
-        """Return the tokens of the sequences from ``first`` to before ``last``."""
+        """Return the number of tokens in the sequences ``first`` to ``last - 1``."""
         return int(self.lengths[first:last].sum(dtype=np.int64))
 
 
 def write_index(path: str, lengths: NDArray[np.int32], dtype: type[np.generic]) -> None:
-    """Write an .idx file of documents of one sequence each, to the disk.
+    """Write an .idx file of documents of one sequence each, and flush it to the disk.
 
     Args:
-        path: Of the file.
-        lengths: Tokens of each document.
-        dtype: Of a token.
+        path: Path of the file.
+        lengths: [documents] int32, the tokens of each document.
+        dtype: Type of a token.
     """
     code = next(code for code, known in _TYPES.items() if known is dtype)
     count, size = len(lengths), np.dtype(dtype).itemsize
@@ -97,17 +97,17 @@ def write_index(path: str, lengths: NDArray[np.int32], dtype: type[np.generic]) 
 
 
 def read_index(prefix: str) -> Index:
-    """Read what ``PREFIX.idx`` says, and check that ``PREFIX.bin`` is as long as it says.
+    """Read ``PREFIX.idx``, and check that ``PREFIX.bin`` has the right size.
 
-    Once in a process, and again when a file changed, the whole index is checked: against its checksum, or for a dataset
-    that has none, whether it contradicts itself.
+    Once in a process, and again when a file has changed, the whole index is checked: against its checksum, or for
+    contradictions if the dataset has no checksums.
 
     Raises:
-        FileNotFoundError: One of the files is not there.
+        FileNotFoundError: One of the files does not exist.
         ValueError: The prefix is the name of one of the files, or they are damaged or do not belong together.
     """
     if prefix.endswith((".bin", ".idx")):
-        raise ValueError(f"{prefix} is a file; give what both files of the dataset begin with, {prefix[:-4]}")
+        raise ValueError(f"{prefix} is a file; give the prefix of both files of the dataset, {prefix[:-4]}")
     for suffix in (".bin", ".idx"):
         if not os.path.isfile(prefix + suffix):
             raise FileNotFoundError(
@@ -124,27 +124,25 @@ def _open_index(prefix: str) -> Index:
     with open(prefix + ".idx", "rb") as file:
         head = file.read(_HEAD.size)
     if len(head) < _HEAD.size or not head.startswith(_MAGIC):
-        raise ValueError(
-            f"{prefix}.idx is not an index of Megatron's; make the dataset with lightning-mcore preprocess"
-        )
+        raise ValueError(f"{prefix}.idx is not an index of Megatron; make the dataset with lightning-mcore preprocess")
     _, version, code, sequences, ends = _HEAD.unpack(head)
     wanted = _HEAD.size + 12 * sequences + 8 * ends
     sizes = (wanted, wanted + sequences)  # the second: Megatron's multimodal datasets have a mode for each sequence
     if version != _VERSION or code not in _TYPES or ends < 1 or size not in sizes:
-        raise ValueError(f"{prefix}.idx is damaged or of an unknown version; make the dataset anew")
+        raise ValueError(f"{prefix}.idx is damaged or of an unknown version; make the dataset again")
     lengths = np.memmap(prefix + ".idx", np.int32, "r", _HEAD.size, (sequences,)) if sequences else np.zeros(0, "i4")
     index = Index(prefix, _TYPES[code], lengths, ends - 1)
     wanted, found = index.tokens() * np.dtype(index.dtype).itemsize, os.path.getsize(prefix + ".bin")
     if wanted != found:
         raise ValueError(
-            f"{prefix}.bin has {found} bytes and {prefix}.idx speaks of {wanted}, so they do not belong together;"
-            " make the dataset anew"
+            f"{prefix}.bin has {found} bytes but {prefix}.idx expects {wanted}, so they do not belong together; make"
+            " the dataset again"
         )
     return index
 
 
 def _marks(prefix: str) -> tuple[tuple[int, ...] | None, ...]:
-    """Return what changes when one of the files of a dataset does."""
+    """Return values that change when a file of the dataset does."""
     marks: list[tuple[int, ...] | None] = []
     for path in (prefix + ".idx", prefix + ".bin", facts_path(prefix), checksums_path(prefix)):
         try:
@@ -157,7 +155,7 @@ def _marks(prefix: str) -> tuple[tuple[int, ...] | None, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _check(prefix: str, marks: tuple[tuple[int, ...] | None, ...]) -> None:
-    """Check what is read of a dataset at each start, which is all but its tokens."""
+    """Check all files of a dataset but its tokens, which are checked when they are read."""
     checksums = dataset_checksums(prefix)
     if checksums is None:
         _check_structure(prefix)
@@ -166,18 +164,18 @@ def _check(prefix: str, marks: tuple[tuple[int, ...] | None, ...]) -> None:
         checksums.check("idx", prefix + ".idx")
         found, wanted = os.path.getsize(prefix + ".bin"), checksums.files["bin"][0]
         if found != wanted:
-            raise ValueError(f"{prefix}.bin has {found} bytes and had {wanted} when it was written")
+            raise ValueError(f"{prefix}.bin has {found} bytes but had {wanted} when it was written")
         if os.path.exists(facts_path(prefix)):
             checksums.check("facts", facts_path(prefix))
     except ValueError as error:
         raise ValueError(
-            f"{error}; restore it or make the dataset anew, or, if you changed it yourself, delete {checksums.path} to"
+            f"{error}; restore it or make the dataset again, or, if you changed it yourself, delete {checksums.path} to"
             " have it read unchecked"
         ) from None
 
 
 def _check_structure(prefix: str) -> None:
-    """Check that the places of the sequences follow from their lengths, and that the documents hold all of them."""
+    """Check that the offsets of the sequences follow from their lengths, and that the documents hold all of them."""
     index = _open_index(prefix)
     count, size, place = len(index.lengths), np.dtype(index.dtype).itemsize, 0
     places = _HEAD.size + 4 * count
@@ -189,8 +187,8 @@ def _check_structure(prefix: str) -> None:
             found = np.frombuffer(file.read(8 * len(lengths)), "<i8")
             if (lengths < 0).any() or not np.array_equal(found, np.concatenate(([place], ends[:-1]))):
                 raise ValueError(
-                    f"{prefix}.idx is damaged: the places of its sequences do not follow from their lengths; make the"
-                    " dataset anew"
+                    f"{prefix}.idx is damaged: the offsets of its sequences do not follow from their lengths; make the"
+                    " dataset again"
                 )
             place = int(ends[-1])
         last = -1
@@ -203,20 +201,20 @@ def _check_structure(prefix: str) -> None:
             last = int(begins[-1])
         if last != count:
             raise ValueError(
-                f"{prefix}.idx is damaged: its documents do not hold its sequences in order; make the dataset anew"
+                f"{prefix}.idx is damaged: its documents do not hold its sequences in order; make the dataset again"
             )
 
 
 def checksums_path(prefix: str) -> str:
-    """Return the name of the file of checksums."""
+    """Return the path of the checksum file."""
     return f"{prefix}.checksums"
 
 
 def dataset_checksums(prefix: str) -> Checksums | None:
-    """Return the checksums of a dataset; None where it has none.
+    """Return the checksums of a dataset; None if it has none.
 
     Raises:
-        ValueError: They are damaged.
+        ValueError: The checksums are damaged.
     """
     path = checksums_path(prefix)
     if not os.path.lexists(path):
@@ -231,10 +229,10 @@ def dataset_checksums(prefix: str) -> Checksums | None:
 
 
 def write_dataset_checksums(path: str, tokens: tuple[int, NDArray[np.uint32]], index: str, facts: str) -> None:
-    """Write the checksums of a dataset, to the disk.
+    """Write the checksums of a dataset and flush them to the disk.
 
     Args:
-        path: Of the file of checksums.
+        path: Path of the checksum file.
         tokens: The size of the .bin in bytes, and the CRC32 of each block.
         index: Path of the index.
         facts: Path of the file of facts.
@@ -243,12 +241,12 @@ def write_dataset_checksums(path: str, tokens: tuple[int, NDArray[np.uint32]], i
 
 
 def facts_path(prefix: str) -> str:
-    """Return the name of the file of our own."""
+    """Return the path of the file of facts."""
     return f"{prefix}.preprocess.json"
 
 
 def read_facts(prefix: str) -> dict[str, Any]:
-    """Return what the file of our own says of tokenizer and counts; empty where there is none, or none to be read."""
+    """Return the facts about tokenizer and counts; empty if the file is missing or unreadable."""
     try:
         facts = json.loads(Path(facts_path(prefix)).read_text(encoding="utf-8"))
     except (OSError, ValueError):
