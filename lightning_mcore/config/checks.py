@@ -14,7 +14,7 @@ from typing import Any, Literal, Union
 
 
 def require_size(name: str, value: object, at_least: int = 1) -> None:
-    """Refuse a value that is no whole number of ranks, layers or tokens.
+    """Refuse a value that is not a whole number of ranks, layers or tokens.
 
     Raises:
         TypeError: It is not an int; a bool is not one, since ``True`` would silently mean 1.

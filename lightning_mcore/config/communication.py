@@ -110,7 +110,7 @@ class CommunicationOptions:
             num_instances: ``num_distributed_optimizer_instances``.
 
         Raises:
-            ValueError: As said.
+            ValueError: Two of them contradict each other, or one would have no effect.
 
         Source: ``ModelParallelConfig.__post_init__``, ``initialize_model_parallel`` (0.16) and, for the interleaved
         schedule without overlap, ``validate_args`` of Megatron-LM's training.
@@ -140,10 +140,10 @@ class CommunicationOptions:
             )
 
     def check_device(self, device: "torch.device") -> None:
-        """Refuse on the CPU what NCCL alone can do; called before process groups form.
+        """Refuse on the CPU what only NCCL can do; called before process groups form.
 
         Raises:
-            ValueError: As said.
+            ValueError: An option needs NCCL, and the device is the CPU.
         """
         if device.type == "cuda":
             return

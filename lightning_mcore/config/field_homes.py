@@ -159,7 +159,7 @@ def check_lengths(fields: Mapping[str, Any]) -> None:
     """Refuse a list with an entry for each layer that has more or fewer; Megatron finds out late, or not at all.
 
     Raises:
-        ValueError: As said.
+        ValueError: A list has another number of entries than the model has layers.
     """
     for name in OF_EACH_LAYER:
         given = fields.get(name)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """fp16: how the loss scale moves, as the arguments of ``MCorePrecision`` say it, checked against each other.
 
-``optimizer/loss_scale.py`` carries it out; ``lightning-mcore plan`` asks the same questions without torch.
+``optimizer/loss_scale.py`` applies it; ``lightning-mcore plan`` asks the same questions without torch.
 """
 
 import math
@@ -39,9 +39,9 @@ class LossScaling:
             if value is None and name == "loss_scale":
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"{name}={value!r} is not a number")
+                raise TypeError(f"{name}={value!r} is not a number; give one")
             if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name}={value} is no scale; give a number above 0")
+                raise ValueError(f"{name}={value} is not a scale; give a number above 0")
         for name in ("loss_scale_window", "hysteresis"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):

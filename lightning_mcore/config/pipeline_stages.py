@@ -27,7 +27,7 @@ def parse_stages(layout: PipelineLayout) -> list[list[str]]:
 
     Raises:
         TypeError: It is neither a string nor a list of lists.
-        ValueError: It holds a letter or a name that is no layer.
+        ValueError: It holds a letter or a name that is not a layer.
 
     Source: ``PipelineParallelLayerLayout.parse_str_to_list`` and ``__init__`` (0.16.1).
     """
@@ -47,7 +47,7 @@ def parse_stages(layout: PipelineLayout) -> list[list[str]]:
     if unknown:
         grammar = ", with | between stages and *n to repeat" if isinstance(layout, str) else ""
         raise ValueError(
-            f"pipeline_model_parallel_layout={layout!r} holds {unknown[0]!r}, which is no layer;"
+            f"pipeline_model_parallel_layout={layout!r} holds {unknown[0]!r}, which is not a layer;"
             f" choose from {choices(letters)}{grammar}"
         )
     return [[letters[layer] for layer in stage] for stage in stages]

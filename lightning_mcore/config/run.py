@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole run as plain data, whichever front door it came through.
+"""A whole run as plain data, whichever way it was given.
 
 A LightningCLI file, arguments in the style of Hugging Face and a LLaMA-Factory file all become :class:`RunSettings`;
-``lightning-mcore plan`` reads it, and the front doors build Lightning's objects from it. No torch, no megatron-core.
+``lightning-mcore plan`` reads it, and the commands build Lightning's objects from it. No torch, no megatron-core.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class RunSettings:
             ``num_nodes``, ``accelerator``, ``accumulate_grad_batches``, ``max_steps``, ...
         data: ``batch_size`` (rows of a DataLoader batch on one data-parallel rank), ``seq_length`` (tokens), and what
             else the data takes.
-        notes: What of the file is carried out in another way than it says, a line for each.
+        notes: What the run does in another way than the file says, a line for each.
     """
 
     strategy: Mapping[str, Any] = field(default_factory=dict)

@@ -44,7 +44,7 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, generator: tor
     """Draw a token.
 
     Args:
-        logits: [vocab_size], on any device.
+        logits: [vocab_size] in a floating-point type, on any device.
         temperature: Divides the logits; 0 takes the most probable token.
         top_k: Draw among this many of the most probable tokens only; None for all.
         generator: On the CPU, so that equal seeds draw alike on every rank and device.
@@ -86,7 +86,7 @@ def last_window(tokens: list[int], seq_length: int, multiple: int, device: torch
     """Return the last ``seq_length`` tokens as a batch of one row, padded at its end to a multiple of ``multiple``.
 
     Returns:
-        ``tokens`` [1, s] and ``last`` [1], the position of the last token that is not padding.
+        ``tokens`` [1, s] and ``last`` [1], both int64; ``last`` is the position of the last token that is not padding.
     """
     window = tokens[-seq_length:]
     padded = window + [0] * (-len(window) % multiple)

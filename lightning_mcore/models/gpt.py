@@ -274,7 +274,10 @@ class MCoreGPT(SpeedLogs):
         """Return the losses that training and evaluation take the mean of; for a subclass that changes them.
 
         Args:
-            losses: The cross entropy of each token of this rank.
+            losses: The cross entropy of each token of this rank, [b, s / cp] in fp32, not summed.
+
+        Returns:
+            Losses of the same shape and type.
         """
         return losses
 
@@ -295,7 +298,7 @@ class MCoreGPT(SpeedLogs):
         self._evaluate("test", batch)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the most probable next token after each position, [b, s]."""
+        """Return the most probable next token after each position, [b, s] in int64."""
         logits, _ = self.token_logits(batch)  # [b, s / cp, v / tp]
         best = sampling.vocab_parallel_argmax(logits, self.vocab_size, process_group("tp"))
         best = best.view(len(batch["tokens"]), -1)

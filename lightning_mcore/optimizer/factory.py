@@ -66,8 +66,8 @@ def configure_optimizers(module: pl.LightningModule) -> tuple[list[Optimizer], l
     except ValueError as error:
         if "empty parameter list" in str(error):
             raise ValueError(
-                f"{error} in configure_optimizers; give it all parameters of the stage, frozen ones too, for some"
-                " stages may have none that are trained"
+                f"{error} in configure_optimizers; give it all parameters of the stage, frozen ones too, because"
+                " some stages may have none that are trained"
             ) from error
         raise
 
@@ -89,7 +89,7 @@ def make_optimizer(
 
     Raises:
         TypeError: The optimizer cannot be rebuilt where it must be.
-        ValueError: ``setting.config`` asks for what this optimizer has not, or a parameter of the model needs
+        ValueError: ``setting.config`` asks for what this optimizer does not have, or a parameter of the model needs
             gradients but is in no group.
     """
     check_kind(

@@ -182,9 +182,7 @@ class MCoreOptimizer(Optimizer):
         if closure is not None and self.stepped_by_user:  # LBFGS evaluates it several times
             return self.user.step(closure=lambda: self._evaluate(closure), **arguments)
         if arguments:
-            raise TypeError(
-                f"step({', '.join(arguments)}) is not available, for the step is Megatron's; leave them out"
-            )
+            raise TypeError(f"step({', '.join(arguments)}) is not available: the step is Megatron's; leave them out")
         if not self.rebuilt:
             return self._step_user(closure)
         result = closure() if closure is not None else None

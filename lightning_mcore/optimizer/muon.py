@@ -44,7 +44,7 @@ class MuonWithAdamW(Optimizer):
 
     Raises:
         ModuleNotFoundError: torch is older than 2.9, which brought Muon.
-        ValueError: A matrix has not two dimensions, or a value is out of its range.
+        ValueError: A matrix does not have two dimensions, or a value is out of its range.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ drift apart. So the scheduler steps on the mean over the ranks. The strategy cal
 it has the schedulers.
 
 A rank that logged no such value does not step its scheduler: Lightning asks the config whether that is an error
-(``strict``) and goes on. There the rank tells the others, which would wait for it otherwise; nobody steps then.
+(``strict``) and goes on. There the rank tells the others, which would wait for it otherwise; then no rank steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,7 +80,7 @@ def _rebuilt(rebuild: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 def _stepping_on_mean(
     kind: type[ReduceLROnPlateau], strict: bool, monitor: str | None, device: torch.device
 ) -> type[ReduceLROnPlateau]:
-    """Return a subclass that bears the same name and steps on the mean over the ranks."""
+    """Return a subclass of the same name that steps on the mean over the ranks."""
 
     def step(self: ReduceLROnPlateau, metrics: Any, *args: Any, **kwargs: Any) -> None:
         num_ranks = process_group("dp_cp").size()

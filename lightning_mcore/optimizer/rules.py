@@ -143,7 +143,7 @@ def _refused_offload(given: Mapping[str, Any]) -> Iterator[str]:
     if not 0.0 < fraction <= 1.0:
         yield (
             f"optimizer_config.optimizer_offload_fraction={fraction} with optimizer_cpu_offload=True"
-            f" {'offloads nothing' if fraction == 0 else 'is no fraction'}; choose more than 0, and at most 1"
+            f" {'offloads nothing' if fraction == 0 else 'is not a fraction'}; choose more than 0, and at most 1"
         )
     if not given.get("use_precision_aware_optimizer"):
         yield (
@@ -196,7 +196,7 @@ def refused_on_device(given: Mapping[str, Any], device_type: str, sums_in_fp32: 
 
 
 def check_options(config: "OptimizerConfig | None", fields: Mapping[str, Any] | None, name: str) -> None:
-    """Refuse options that the optimizer has not.
+    """Refuse options that the optimizer does not have.
 
     Args:
         config: What the strategy was given.
@@ -211,7 +211,7 @@ def check_options(config: "OptimizerConfig | None", fields: Mapping[str, Any] | 
 
 
 def refused_of_optimizer(given: Mapping[str, Any], fields: Mapping[str, Any], name: str) -> Iterator[str]:
-    """Yield a sentence for each option that the optimizer has not.
+    """Yield a sentence for each option that the optimizer does not have.
 
     Args:
         given: Fields of ``optimizer_config``.
@@ -235,7 +235,7 @@ def check_sharded(fields: Mapping[str, Any] | None, name: str, because: str = ""
     Args:
         fields: Megatron's fields of the optimizer, None where Megatron has none like it.
         name: Its class, for the message.
-        because: What else there is to say of it.
+        because: What else the message says of it.
 
     Raises:
         TypeError: It is another one.

@@ -31,7 +31,7 @@ CONTRADICTIONS: tuple[tuple[dict[str, Any], str], ...] = (
     (EP2 | {"tensor_model_parallel_size": 2}, "needs sequence_parallel=True"),
     ({"virtual_pipeline_model_parallel_size": 2}, "needs pipeline_model_parallel_size of 2 or more"),
     ({"overlap_p2p_comm": True}, "overlap_p2p_comm=True needs the interleaved schedule"),
-    (PP2 | {"pipeline_model_parallel_layout": "Et|tq"}, "'q', which is no layer"),
+    (PP2 | {"pipeline_model_parallel_layout": "Et|tq"}, "'q', which is not a layer"),
     (PP2 | {"pipeline_model_parallel_layout": "Et|t|tL"}, "pipeline_model_parallel_layout"),
     (
         PP2 | {"pipeline_model_parallel_layout": "Et|tL", "virtual_pipeline_model_parallel_size": 2},

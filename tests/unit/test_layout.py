@@ -63,12 +63,12 @@ def exactly(message: str) -> str:
         ),
         (
             {PP: 2, LAYOUT: "Et|xL"},
-            f"{LAYOUT}='Et|xL' holds 'x', which is no layer;"
+            f"{LAYOUT}='Et|xL' holds 'x', which is not a layer;"
             " choose from E, t, m or L, with | between stages and *n to repeat",
         ),
         (
             {PP: 2, LAYOUT: [["embedding", "decode"], ["loss"]]},
-            f"{LAYOUT}=[['embedding', 'decode'], ['loss']] holds 'decode', which is no layer;"
+            f"{LAYOUT}=[['embedding', 'decode'], ['loss']] holds 'decode', which is not a layer;"
             " choose from embedding, decoder, mtp or loss",
         ),
         *(

@@ -92,7 +92,7 @@ OFFLOAD = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "us
     ("fields", "message"),
     [
         ({**OFFLOAD, "optimizer_offload_fraction": 0.0}, "offloads nothing; choose more than 0"),
-        ({**OFFLOAD, "optimizer_offload_fraction": 1.5}, "is no fraction"),
+        ({**OFFLOAD, "optimizer_offload_fraction": 1.5}, "is not a fraction"),
         ({**OFFLOAD, "use_precision_aware_optimizer": False}, "needs use_precision_aware_optimizer=True"),
         ({"optimizer_offload_fraction": 0.5}, "does nothing without optimizer_cpu_offload=True"),
         ({"overlap_cpu_optimizer_d2h_h2d": True}, "does nothing without optimizer_cpu_offload=True"),

@@ -25,12 +25,12 @@ from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"loss_scale": 0.0}, ValueError, r"loss_scale=0\.0 is no scale; give a number above 0"),
+        ({"loss_scale": 0.0}, ValueError, r"loss_scale=0\.0 is not a scale; give a number above 0"),
         ({"loss_scale": "big"}, TypeError, "loss_scale='big' is not a number"),
         ({"loss_scale": True}, TypeError, "loss_scale=True is not a number"),
-        ({"initial_loss_scale": float("inf")}, ValueError, "initial_loss_scale=inf is no scale"),
+        ({"initial_loss_scale": float("inf")}, ValueError, "initial_loss_scale=inf is not a scale"),
         ({"initial_loss_scale": None}, TypeError, "initial_loss_scale=None is not a number"),
-        ({"min_loss_scale": -1.0}, ValueError, r"min_loss_scale=-1\.0 is no scale"),
+        ({"min_loss_scale": -1.0}, ValueError, r"min_loss_scale=-1\.0 is not a scale"),
         ({"min_loss_scale": 8.0, "initial_loss_scale": 4.0}, ValueError, "start at or above the minimum"),
         ({"loss_scale_window": 0}, ValueError, "loss_scale_window=0 is too small; give 1 step or more"),
         ({"loss_scale_window": 2.0}, TypeError, r"loss_scale_window=2\.0 is not an int"),

@@ -53,7 +53,7 @@ def is_one_sentence(text: str) -> bool:
         ({PP: 2, VP: 1}, ValueError, f"{VP}=1 interleaves nothing"),
         ({SP: True}, ValueError, f"sequence_parallel=True needs {TP} of 2 or more"),
         ({TP: 2, EP: 2}, ValueError, "needs sequence_parallel=True"),
-        ({PP: 2, "pipeline_model_parallel_layout": "Et|xL"}, ValueError, "holds 'x', which is no layer"),
+        ({PP: 2, "pipeline_model_parallel_layout": "Et|xL"}, ValueError, "holds 'x', which is not a layer"),
         ({"micro_batch_size": 0}, ValueError, "micro_batch_size=0 is too small"),
         ({"micro_batch_size": True}, TypeError, "micro_batch_size=True is not an int"),
         ({"micro_batch_size": 2.0}, TypeError, r"micro_batch_size=2\.0 is not an int"),
