@@ -74,7 +74,7 @@ def model_of_files(paths: Sequence[str]) -> tuple[list[str], str | None]:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: A file is no YAML, two are configs of models, or one has another name than ``config.json``.
+        ValueError: A file is not YAML, two are configs of models, or one has another name than ``config.json``.
     """
     configs = [path for path in paths if path.endswith(".json") and "model_type" in read_document(path)]
     if not configs:
