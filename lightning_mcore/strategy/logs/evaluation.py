@@ -172,8 +172,8 @@ def without_weight(module: pl.LightningModule, is_only_batch: bool) -> Iterator[
 
     Args:
         module: Whose step runs.
-        is_only_batch: Whether this rank has no other; what it does not reduce with others then keeps its weight, for
-            there is nothing to be a mean of otherwise.
+        is_only_batch: Whether this rank has no other; what it does not reduce with others then keeps its
+            weight, because there is nothing else to take a mean of.
     """
     object.__setattr__(module, "log", functools.partial(_log_without_weight, module, is_only_batch))
     try:
