@@ -274,7 +274,8 @@ class MCoreGPT(SpeedLogs):
         """Return the losses that training and evaluation take the mean of; for a subclass that changes them.
 
         Args:
-            losses: The cross entropy of each token of this rank, [b, s / cp] in fp32, not summed.
+            losses: The cross entropy of each token of this rank in fp32, not summed: [b, s / cp], of a packed batch
+                [1, b * s / cp].
 
         Returns:
             Losses of the same shape and type.
