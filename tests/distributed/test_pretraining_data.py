@@ -410,7 +410,7 @@ REFUSALS: dict[str, tuple[Callable[[list[str]], Any], dict[str, Any], dict[str, 
         lambda two: make_dataset(Path(two[0]), 1, documents=10),
         {},
         {},
-        "ValueError: the val split of A has 0 tokens in 0 of its 10 documents, and a sample of seq_length=8 needs 9;"
+        "ValueError: the val split of A has 0 tokens in 0 of its 10 documents, but a sample of seq_length=8 needs 9;"
         " give it more documents, a larger share in split, or a smaller seq_length",
     ),
     "more than there is": (
@@ -418,7 +418,7 @@ REFUSALS: dict[str, tuple[Callable[[list[str]], Any], dict[str, Any], dict[str, 
         {"paths": 2, "train_samples": 5000},
         {},
         "ValueError: the train split has 168 rows of seq_length=8, fewer than the 5000 requested; give the"
-        " datasets weights, so that they are repeated, or ask for fewer",
+        " datasets weights, so that they are repeated, or request fewer",
     ),
     "less than a batch": (
         lambda two: None,
@@ -442,7 +442,7 @@ REFUSALS: dict[str, tuple[Callable[[list[str]], Any], dict[str, Any], dict[str, 
         lambda two: None,
         {},
         {"seq_length": 4},
-        "ValueError: seq_length=8 of the data is more than the 4 of the model; choose 4 or less, or a model of a",
+        "ValueError: seq_length=8 of the data is more than the model's seq_length=4; choose 4 or less, or a model with",
     ),
     "cache": (
         lambda two: Path(two[0] + ".cache").write_text("a file"),
