@@ -139,7 +139,7 @@ def tokenizer_alone(tokenizer: Path, text: Path, processes: int, threads: int) -
 
 
 def whole_command(tokenizer: Path, text: Path, output: Path, workers: int) -> tuple[float, float, float]:
-    """Return the seconds of the command, its processor seconds, and the MB/s that it says of itself."""
+    """Return the seconds of the command, its processor seconds, and the MB/s that it reports."""
     command = [sys.executable, "-m", "lightning_mcore.cli", "preprocess", str(text), "--output", str(output)]
     options = ["--tokenizer", str(tokenizer), "--eod-token", EOD, "--workers", str(workers), "--overwrite"]
     begin, before = time.perf_counter(), os.times()

@@ -60,7 +60,7 @@ MEGATRON = {
 
 
 def write_files(folder: Path) -> dict[str, list[str]]:
-    """Write a run as each front door that is a file has it; return what follows ``lightning-mcore plan`` for each."""
+    """Write a run in each file format that is read; return the arguments of ``lightning-mcore plan`` for each."""
     model = folder / "llama"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(LLAMA))

@@ -5,7 +5,7 @@
 one long sequence in the ``thd`` format, with its boundaries and with what the layers must know about padding.
 ``MCoreModule.forward_step`` reads it; ``losses.py`` turns the loss of each token into the loss of the batch.
 
-A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted; -100 where there is no target), and
+A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted; -100 without a target), and
 optionally ``loss_mask`` (1 where a token counts, 0 elsewhere), ``position_ids``, and ``lengths`` [b], the number of
 tokens of each row without padding. A packed batch, as ``data/packing/rows.py`` makes it, also has the boundaries of its
 sub-sequences, ``cu_seqlens`` and ``cu_seqlens_padded``, [b, n + 1].
