@@ -276,7 +276,7 @@ def test_the_name_of_the_strategy_alone_is_enough(tiny: str) -> None:
         ("trainer.strategy", "MCoreStrategy", ["tensor_model_parallel_size", "Ranks that share"]),
         ("trainer.plugins", "MCorePrecision", ["fp8_recipe", "How tensors are scaled into FP8"]),
         ("model", "MCoreGPT", ["--model.recipe.lr_scheduler_type", "--model.transformer"]),
-        ("data", "MCorePretrainingData", ["--data.reset_position_ids", "Let positions begin anew"]),
+        ("data", "MCorePretrainingData", ["--data.reset_position_ids", "Let positions start again"]),
         ("optimizer", "torch.optim.AdamW", ["--optimizer.lr"]),
     ],
 )
