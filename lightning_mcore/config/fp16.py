@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """fp16: how the loss scale moves, as the arguments of ``MCorePrecision`` say it, checked against each other.
 
-``optimizer/loss_scale.py`` applies it; ``lightning-mcore plan`` asks the same questions without torch.
+``optimizer/loss_scale.py`` applies it; ``lightning-mcore plan`` asks the same questions.
 """
 
 import math
