@@ -253,7 +253,7 @@ def test_a_fault_is_told_by_every_rank_in_one_sentence(tmp_path: Path) -> None:
         " more data, or lower batch_size, num_workers or the number of ranks"
     )
     assert first["columns-stream"] == (
-        "columns/1.jsonl has the columns answer, prompt, and columns/0.jsonl has prompt, response; give files with the"
+        "columns/1.jsonl has the columns answer, prompt but columns/0.jsonl has prompt, response; give files with the"
         " same columns, or read them in two runs"
     )
     assert first["row"].startswith(
