@@ -56,7 +56,7 @@ def settings_of(trainer: Any, module: Any, data: Any = None, batch_size: int | N
     if not hasattr(strategy, "layout") or not hasattr(strategy, "gradients"):
         raise TypeError(f"{type(strategy).__name__} is not MCoreStrategy; give Trainer(strategy=MCoreStrategy(...))")
     if not hasattr(module, "transformer") or "vocab_size" not in getattr(module, "hparams", {}):
-        raise TypeError(f"{type(module).__name__} is no MCoreGPT; plan knows the sizes of that alone")
+        raise TypeError(f"{type(module).__name__} is not an MCoreGPT; plan knows only the sizes of that one")
     rows = batch_size if batch_size is not None else getattr(data, "batch_size", None)
     return RunSettings(
         strategy=_strategy(strategy),

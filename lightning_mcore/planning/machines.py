@@ -81,11 +81,11 @@ def parse_memory(text: str) -> float:
     """Return bytes of ``80GB``, ``79.6GiB`` or a plain number of bytes.
 
     Raises:
-        ValueError: It is no size, or none that a device has.
+        ValueError: It is not a size, or not one that a device has.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:
-        raise ValueError(f"memory={text!r} is no size of memory; write it as '80GB' or '79.6GiB'")
+        raise ValueError(f"memory={text!r} is not a size of memory; write it as '80GB' or '79.6GiB'")
     size = float(match[1]) * _UNITS[match[2].lower()]
     if size < _LEAST_MEMORY:
         raise ValueError(f"memory={text!r} are {size:.0f} bytes, which no device has; write it as '80GB' or '79.6GiB'")

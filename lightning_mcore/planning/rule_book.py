@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All errors of a run, and not only the first: checks are carried out one by one, and what they refuse is collected."""
+"""All errors of a run, and not only the first: checks run one by one, and what they refuse is collected."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which layers each pipeline rank holds, chunk by chunk, as Megatron builds them.
 
-``config/layout.py`` refuses a split that does not come out even; here it is carried out: evenly, with the embedding or
+``config/layout.py`` refuses a split that does not come out even; here the layers are split: evenly, with the embedding or
 the loss counted as a layer, with a first or last stage of its own size, or as ``pipeline_model_parallel_layout`` says.
 Counting parameters and memory, and the report of ``lightning-mcore plan``, start from it. Pure arithmetic.
 

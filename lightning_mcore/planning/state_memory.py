@@ -6,8 +6,8 @@ optimizer keeps the weights in such buffers too, pads them so that every rank ge
 and moments of that shard only. :class:`StateFormats` says how many bytes an element of each takes, and
 :func:`state_memory` lays the buffers out. Pure arithmetic.
 
-Left out, for they are small: the step counters of Adam, buffers of routers, scales of FP8. Left out, for it stands
-where no activations are: the fp32 gradients that an optimizer makes of 16-bit ones while it steps.
+Left out because they are small: the step counters of Adam, buffers of routers, scales of FP8. Left out because there
+are no activations then: the fp32 gradients that an optimizer makes of 16-bit ones while it steps.
 
 Sources: ``DistributedDataParallel``, ``_ParamAndGradBuffer``, ``DistributedOptimizer`` and
 ``Float16OptimizerWithFloat16Params`` of megatron-core 0.16.1. Weights in FP8 and TransformerEngine's optimizer are as

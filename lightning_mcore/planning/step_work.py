@@ -81,7 +81,7 @@ def step_work(fields: GPTFields, layout: ParallelLayout, world_size: int, batch:
 
 
 def _widths(fields: GPTFields, layout: ParallelLayout) -> dict[str, float]:
-    """Return columns of the matrices of each part on one rank; scores of attention are no matrix of weights."""
+    """Return columns of the matrices of each part on one rank; scores of attention are not a matrix of weights."""
     tp, etp = layout.tensor_model_parallel_size, layout.expert_tensor_size
     heads = fields.num_attention_heads * fields.kv_channels / tp
     widths = {"attention": heads, "mla_up_proj": heads, "mlp": fields.ffn_hidden_size / tp, "core_attn": math.inf}

@@ -36,7 +36,7 @@ _LEAST_TOKENS = 2048
 """Tokens of a sequence that a context-parallel rank keeps at least."""
 _MOST_BUBBLE = 0.5
 _MOST_TRIED = 500
-"""Layouts that are worked out once one fits; those that cut the model least come first, for they send least."""
+"""Layouts that are worked out once one fits; those that cut the model least come first: they send least."""
 _MOST_REFUSED = 100
 """Suggestions that Megatron's own config may refuse before the search ends."""
 _RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -351,10 +351,10 @@ def suggestion_text(
 
 
 def _lines(one: Suggestion, door: Door) -> list[str]:
-    """Return the settings of a layout in the words of a front door."""
+    """Return the settings of a layout as a file of that kind writes them."""
     if door != "lightning":
         flat = {**one.strategy, **one.recompute, "per_device_train_batch_size": one.micro_batch_size}
-        flat.pop("micro_batch_size", None)  # which these front doors do not have
+        flat.pop("micro_batch_size", None)  # which these files do not have
         flat["gradient_accumulation_steps"] = one.num_microbatches
         return [f"{name}: {_yaml(value)}" for name, value in flat.items()]
     lines = ["trainer:", f"  accumulate_grad_batches: {one.num_microbatches}", "  strategy:"]

@@ -140,7 +140,7 @@ def test_fields_of_other_models_are_refused_for_a_gpt_alone(name: str) -> None:
             {"fp32_residual_connection": True, "pipeline_model_parallel_size": 2, "pipeline_dtype": torch.bfloat16},
             "would send fp32 where torch.bfloat16 is expected; choose 32-true or one stage",
         ),
-        ({"attention_dropout": 1.5}, "attention_dropout=1.5 is no share"),
+        ({"attention_dropout": 1.5}, "attention_dropout=1.5 is not a share"),
         ({"num_moe_experts": 2, "moe_router_topk": 4}, "moe_router_topk=4 is more than num_moe_experts=2; choose 2"),
         (
             {"num_moe_experts": 2, "moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.01},

@@ -172,7 +172,7 @@ def test_a_chunk_whose_config_has_fp8_of_its_own_is_refused() -> None:
         num_layers=2, hidden_size=8, num_attention_heads=2, fp8="e4m3", **precision.megatron_fields()
     )
     pipeline: Any = type("Pipe", (), {"chunks": [type("Chunk", (), {"config": config})()]})()
-    with pytest.raises(ValueError, match=r"TransformerConfig has fp8='e4m3', MCoreStrategy .* mean fp8=None"):
+    with pytest.raises(ValueError, match=r"TransformerConfig has fp8='e4m3' but MCoreStrategy .* need fp8=None"):
         pipeline_config(pipeline, {**owned, **precision.megatron_fields()})
 
 

@@ -57,5 +57,5 @@ def test_configs_precision_and_data_are_read() -> None:
 def test_another_strategy_or_module_is_refused() -> None:
     with pytest.raises(TypeError, match="is not MCoreStrategy"):
         plan_of(trainer_with("ddp"), MCoreGPT(vocab_size=256, seq_length=32, transformer=DENSE))
-    with pytest.raises(TypeError, match="is no MCoreGPT"):
+    with pytest.raises(TypeError, match="is not an MCoreGPT"):
         plan_of(trainer_with(MCoreStrategy()), pl.LightningModule())

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which fields of ``TransformerConfig`` are carried out by whom, so that none is silently ignored.
+"""Which fields of ``TransformerConfig`` are supported, and by whose layers, so that none is silently ignored.
 
 Megatron's config names some 320 options. Some only TransformerEngine's layers read, some need CUDA, some need a
-training loop that this package is not. A field that nobody would carry out is refused unless it has its default. The
+training loop that this package is not. A field that nothing would apply is refused unless it has its default. The
 tables below are data; a field that is in none of them works wherever Megatron accepts it.
 
-``backend.gpt_block_spec`` and ``MCoreGPT.check_settings`` call :func:`check_fields` before a model is built, and
-``chunks.pipeline_config`` for the config of any other model.
+``layers/spec.py`` and ``MCoreGPT.check_settings`` call :func:`check_fields` before a model is built, and
+``parallel/chunks.py`` for the config of any other model.
 """
 
 from collections.abc import Collection, Mapping
@@ -123,7 +123,7 @@ def check_fields(
     transformer_impl: Literal["local", "transformer_engine"] | None = None,
     device_type: str | None = None,
 ) -> None:
-    """Refuse fields that nobody would carry out.
+    """Refuse fields that nothing would apply.
 
     Args:
         config: The config of a model.
@@ -227,7 +227,7 @@ def check_without_transformer_engine(config: Any) -> None:
         config: The transformer's, or any object with its fields.
 
     Raises:
-        ValueError: As said.
+        ValueError: It recomputes norms, which only TransformerEngine's layers can.
     """
     if config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ()):
         raise ValueError(
@@ -244,14 +244,14 @@ def _check_combinations(config: "TransformerConfig") -> None:
         # Megatron's layers reduce the gradients of experts over other ranks than the rest only where ep > 1.
         raise ValueError(
             f"expert_tensor_parallel_size={etp} with tensor_model_parallel_size={config.tensor_model_parallel_size} "
-            "needs expert_model_parallel_size > 1, for else megatron-core lets the copies of an expert drift apart; "
+            "needs expert_model_parallel_size > 1: otherwise megatron-core lets the copies of an expert drift apart; "
             f"choose expert_tensor_parallel_size={config.tensor_model_parallel_size} or more expert parallelism"
         )
     selected = (config.recompute_modules or ()) if config.recompute_granularity == "selective" else ()
     if "mlp" in selected and config.add_bias_linear:
         # Megatron's checkpoint returns the bias, a parameter, as an output, which makes it a node of its own graph.
         raise ValueError(
-            "recompute_modules with 'mlp' needs add_bias_linear=False, for else the backward pass of megatron-core"
+            "recompute_modules with 'mlp' needs add_bias_linear=False: otherwise the backward pass of megatron-core"
             " calls itself without end; set it, or leave 'mlp' out"
         )
     staged = config.pipeline_model_parallel_size > 1
@@ -272,7 +272,9 @@ def _check_values(config: "TransformerConfig") -> None:
         )
     for name in ("hidden_dropout", "attention_dropout"):
         if not 0 <= getattr(config, name) < 1:
-            raise ValueError(f"{name}={getattr(config, name)} is no share of values to drop; choose 0 or more, below 1")
+            raise ValueError(
+                f"{name}={getattr(config, name)} is not a share of values to drop; choose 0 or more, below 1"
+            )
     experts, topk = config.num_moe_experts, config.moe_router_topk
     if experts and topk > experts:
         raise ValueError(f"moe_router_topk={topk} is more than num_moe_experts={experts}; choose {experts} or fewer")
@@ -321,7 +323,7 @@ def check_average_in_collective(average_in_collective: bool, config: Any) -> Non
         config: The model's, or any object with its fields.
 
     Raises:
-        ValueError: As said.
+        ValueError: It averages a loss that is a sum over tokens.
 
     Source: ``DistributedDataParallel.__init__`` (megatron-core 0.16.1 and 0.19.2).
     """
