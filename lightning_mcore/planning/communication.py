@@ -4,7 +4,7 @@
 Volumes are those of ring algorithms: of n ranks and a whole tensor of S bytes an all-gather or a reduce-scatter sends
 (n - 1) / n x S, an all-reduce twice that, an all-to-all (n - 1) / n of what the rank holds. t below are the tokens of a
 microbatch on one context-parallel rank, h the hidden size, e the bytes of an activation. What recomputation runs again
-is sent again. Left out because it is small: gradients of norms over tensor-parallel ranks, routing probabilities, shapes.
+is sent again. Left out as small: gradients of norms over tensor-parallel ranks, routing probabilities, shapes.
 
 Sources: ``tensor_parallel/layers.py`` and ``mappings.py`` (tensor and sequence parallelism: an all-reduce, or an
 all-gather and a reduce-scatter, on each side of a pair of matrices, and another all-gather for the gradient of the
