@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which layers each pipeline rank holds, chunk by chunk, as Megatron builds them.
 
-``config/layout.py`` refuses a split that does not come out even; here layers are split: evenly, with the embedding or the
-loss counted as a layer, with a first or last stage of its own size, or as ``pipeline_model_parallel_layout`` says.
+``config/layout.py`` refuses a split that does not come out even; here layers are split: evenly, with the embedding or
+the loss counted as a layer, with a first or last stage of its own size, or as ``pipeline_model_parallel_layout`` says.
 Counting parameters and memory, and the report of ``lightning-mcore plan``, start from it. Pure arithmetic.
 
 Source: ``get_num_layers_to_build`` and ``get_transformer_layer_offset`` of megatron-core 0.16.1.
