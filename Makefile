@@ -26,7 +26,7 @@ ARGS ?=
 LIGHTNING ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install check docs format test test-lightning test-mcore-latest fuzz demo demo-finetune demo-hf bench bench-checkpoint \
+.PHONY: help install check docs format test test-fast test-lightning test-mcore-latest fuzz demo demo-finetune demo-hf bench bench-checkpoint \
 	bench-packing bench-preprocess bench-hf bench-startup torture faults mutate clean
 
 help:  ## list the commands
@@ -61,6 +61,9 @@ format: $(INSTALLED)  ## fix what the linter can fix, and format
 
 test: $(INSTALLED)  ## run all tests
 	MIN_TESTS=$(MIN_TESTS) $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+test-fast: $(INSTALLED)  ## run the quick tests of one process, before each commit
+	$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup -m "not slow and not distributed" $(PYTEST_ARGS) tests/unit
 
 # Python 3.11 installs megatron-core 0.16.1; later releases ask for 3.12, yet all that is used of them runs on 3.11.
 # So their wheel is unpacked beside .venv and comes first on the path, and its one compiled file is made for this Python.

@@ -15,6 +15,8 @@ from lightning_mcore import MCoreStrategy, cli
 from lightning_mcore.cli.command import run_command, sentence
 from lightning_mcore.cli.fit import TrainingCLI
 
+pytestmark = pytest.mark.slow
+
 TINY = """
 seed_everything: 1
 trainer:

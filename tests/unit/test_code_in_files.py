@@ -21,7 +21,7 @@ from lightning_mcore.hf.source import planned_settings
 from lightning_mcore.layers.transformer_config import refuse_recorded_code
 from tests.hf_models import tiny_folder
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 EVIL = "evil_code"
 TRAINED = {"trainer": {"accelerator": "cpu", "devices": 1, "max_steps": 1, "logger": False}}

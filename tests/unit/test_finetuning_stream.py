@@ -16,6 +16,8 @@ from lightning_mcore.data.finetuning.stream import StreamSettings
 from lightning_mcore.data.finetuning.stream_loader import StreamLoader
 from tests.chats import characters, exchanges, write
 
+pytestmark = pytest.mark.slow
+
 COUNT = 61
 
 

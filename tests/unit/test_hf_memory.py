@@ -7,6 +7,8 @@ import pytest
 
 from tests.hf_folders import LlamaSizes, peak_memory, write_llama
 
+pytestmark = pytest.mark.slow
+
 SHARD = 16_000_000  # bytes of a file
 LARGEST = 2 * 12_000 * 512  # bytes of the largest tensor
 SIZES = LlamaSizes(hidden_size=512, layers=44, vocab_size=12_000)

@@ -10,6 +10,8 @@ import pytest
 import lightning_mcore
 from lightning_mcore import cli
 
+pytestmark = pytest.mark.slow
+
 HEAVY = ("lightning", "megatron", "torch", "transformers")
 FILTERS = [
     "-W",

@@ -6,7 +6,9 @@ import pytest
 from tests.mutation_samples import SAMPLES
 from tests.mutations import Sample, trials
 
-TRIALS = 4  # python -m tests.mutations takes 500 of each
+pytestmark = pytest.mark.slow
+
+TRIALS = 2  # python -m tests.mutations takes 500 of each
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)

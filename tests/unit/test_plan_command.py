@@ -18,6 +18,8 @@ from tests.factory_files import LLAMA3, write_run
 from tests.hf_models import tiny_folder
 from tests.unit.test_plan_rules import run_with
 
+pytestmark = pytest.mark.slow
+
 LLAMA: dict[str, Any] = {
     "num_layers": 32,
     "hidden_size": 4096,

@@ -30,6 +30,8 @@ from lightning_mcore.data.preprocess.worker import read_separated
 from lightning_mcore.data.pretraining.index import read_facts, read_index, token_type, write_index
 from tests.ranks import RanksFailedError, run_ranks
 
+pytestmark = pytest.mark.slow
+
 EOD = "<|endoftext|>"
 WORDS = ["Baum", "tree", "träumen", "木", "if x:\n    y()", "\n", "1234", "🌲🌳", " ", "\t", "don't", EOD]
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from tests.ranks import RanksFailedError, _wait_for_news, run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def _sum_over_ranks(offset: float, *, factor: float = 1.0) -> tuple[int, torch.Tensor]:

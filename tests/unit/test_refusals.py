@@ -29,7 +29,7 @@ from tests import hygiene
 from tests.ranks import RanksFailedError, run_ranks
 from tests.toy import Batch, PlainNet, StagedNet, loader, make_trainer, run_fit
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 TP, PP, VP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 OWN_SCALER = torch.amp.GradScaler("cpu", init_scale=8.0)
