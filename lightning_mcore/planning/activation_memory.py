@@ -2,7 +2,7 @@
 """Bytes of activations that one rank holds at its peak.
 
 Most of it is what forward keeps for backward (``saved_tensors.py``), of every microbatch in flight
-(``flight_order.py``), less what is recomputed. To that comes what backward needs for a while at its worst moment: with
+(``schedule.py``), less what is recomputed. To that comes what backward needs for a while at its worst moment: with
 the loss, the logits in 16 bits and the gradient of the output layer; elsewhere the gradients of one feed-forward part,
 or a layer that is computed again. Pure arithmetic.
 """
@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.planning.flight_order import in_flight
 from lightning_mcore.planning.gpt_fields import GPTFields
 from lightning_mcore.planning.saved_tensors import (
     NumberFormat,
@@ -21,6 +20,7 @@ from lightning_mcore.planning.saved_tensors import (
     multi_token_rows,
     output_rows,
 )
+from lightning_mcore.planning.schedule import in_flight
 from lightning_mcore.planning.stage_layers import ChunkLayers, stage_layers
 
 _FP32 = 4

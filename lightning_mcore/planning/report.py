@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from lightning_mcore.planning.communication import AxisVolume
 from lightning_mcore.planning.grid import spoken
 from lightning_mcore.planning.plan import Plan, StagePlan
-from lightning_mcore.planning.schedule_picture import schedule_picture
+from lightning_mcore.planning.schedule import schedule_picture
 
 if TYPE_CHECKING:
     from rich.console import Console

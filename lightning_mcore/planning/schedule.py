@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of forward and backward passes on each pipeline stage, and the time in which stages wait: the bubble.
+"""The order of forward and backward passes on each pipeline stage: its bubble, what is in flight, and its picture.
 
 Megatron has two training schedules for several stages. *1F1B*: a stage warms up with as many forward passes as there
 are stages behind it, then alternates. *Interleaved*: a stage owns several chunks and runs a group of microbatches
@@ -9,19 +9,29 @@ through one chunk before it turns to the next; it warms up longer, and the bubbl
 chunk and sending for nothing. The bubble is what it measures: the share of the time in which an average stage is idle,
 for 1F1B (pp - 1) / (m + pp - 1) of m microbatches.
 
+A microbatch is in flight from its forward pass through a chunk to its backward pass through it; meanwhile its
+activations are kept. :func:`in_flight` counts them, ``activation_memory.py`` weighs the counts.
+
+:func:`schedule_picture` draws a row for each stage, time from left to right. A forward pass is one unit wide, a
+backward pass two; dots are the bubble. Chunks of the interleaved schedule are told apart by a letter behind the number
+of the microbatch (``a`` is the first chunk). A wide picture is cut in its middle.
+
 Source: ``get_pp_rank_microbatches``, ``get_schedule_table`` and the two pipelined schedules of megatron-core (0.16.1).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from string import ascii_lowercase
 from typing import NamedTuple
 
 from lightning_mcore.config.layout import ParallelLayout
 
 FORWARD_UNITS, BACKWARD_UNITS = 1, 2
 _MOST_PASSES = 20_000
-"""More are not played one by one where the formula is exact, or where the schedule repeats itself in between."""
+"""More are not played one by one where the formula is exact, or where the schedule repeats itself in between;
+nor drawn, where fewer microbatches show the same."""
+_CUT = " ... "
 
 
 class Pass(NamedTuple):
@@ -196,3 +206,97 @@ def _ready(action: Pass, place: int, last: int, ends: dict[tuple[bool, int, int]
     if place == last:
         return ends.get((True, action.microbatch, place))
     return ends.get((False, action.microbatch, place + 1))
+
+
+def in_flight(
+    layout: ParallelLayout, pipeline_rank: int, num_microbatches: int, group_size: int | None = None
+) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield, before each backward pass, what is in flight and which chunk goes backward.
+
+    The first period of the schedule is enough because the later ones repeat it: the cost does not grow with the
+    number of microbatches.
+
+    Args:
+        layout: The parallel sizes.
+        pipeline_rank: The stage, from 0.
+        num_microbatches: Microbatches of a step on one data-parallel rank.
+        group_size: ``microbatch_group_size_per_vp_stage``; None is the pipeline size.
+
+    Yields:
+        Microbatches in flight of each chunk, and the number of a chunk.
+    """
+    pp, chunks = layout.pipeline_model_parallel_size, layout.num_chunks
+    behind = pp - pipeline_rank - 1
+    if chunks == 1:
+        yield (min(num_microbatches, behind + 1),), 0
+        return
+    group = layout.microbatch_group_size(num_microbatches, group_size or pp)
+    period = group * chunks
+    warmup = min(2 * behind + (chunks - 1) * group, num_microbatches * chunks)
+    shown = min(num_microbatches, -(-(warmup + 2 * period) // period) * group)  # whole groups
+    forward = [chunk for _, chunk in _table(shown, chunks, group)]
+    backward = [chunks - 1 - chunk for chunk in forward]
+    counts = [forward[:warmup].count(chunk) for chunk in range(chunks)]
+    for done, chunk in enumerate(backward):
+        if warmup + done < len(forward):
+            counts[forward[warmup + done]] += 1
+        elif shown < num_microbatches:
+            return
+        yield tuple(counts), chunk
+        counts[chunk] -= 1
+
+
+def schedule_picture(timeline: PipelineTimeline, width: int = 100) -> str:
+    """Draw the schedule.
+
+    Args:
+        timeline: What to draw.
+        width: Columns that a line may have.
+
+    Returns:
+        A line for each stage and one below with the duration and the bubble; many stages are cut in the middle, too.
+    """
+    note = f"{timeline.duration} units; bubble {timeline.bubble:.1%}; forward 1 unit, backward 2"
+    shown = _drawable(timeline)
+    if shown is not timeline:
+        note += f"; drawn with {shown.num_microbatches} microbatches instead of {timeline.num_microbatches}"
+    cell = max(len(_label(played, shown.num_chunks)) for row in shown.played for played in row) + 1
+    labels = [f"stage {stage} " for stage in range(shown.num_stages)]
+    edge = max(map(len, labels))
+    lines = []
+    for label, row in zip(labels, shown.played, strict=True):
+        lines.append(label.rjust(edge) + "|" + _row(row, shown, cell))
+    lines = [_cut(line, width, edge + 1) for line in lines]
+    if len(lines) > 24:
+        lines = [*lines[:12], " " * edge + "|" + _CUT, *lines[-12:]]
+    return "\n".join([*lines, note])
+
+
+def _drawable(timeline: PipelineTimeline) -> PipelineTimeline:
+    group = timeline.group_size or timeline.num_stages
+    kept = min(timeline.num_microbatches, timeline.num_microbatches % group + 2 * group)
+    if timeline.num_passes <= _MOST_PASSES or kept == timeline.num_microbatches:
+        return timeline
+    return PipelineTimeline(timeline.num_stages, timeline.num_chunks, kept, timeline.group_size)
+
+
+def _row(row: list[Played], timeline: PipelineTimeline, cell: int) -> str:
+    text, now = "", 0
+    for played in row:
+        text += "." * ((played.start - now) * cell)
+        text += _label(played, timeline.num_chunks).ljust((played.end - played.start) * cell - 1, "-") + " "
+        now = played.end
+    end = max(one[-1].end for one in timeline.played)
+    return text + "." * ((end - now) * cell)
+
+
+def _label(played: Played, num_chunks: int) -> str:
+    chunk = "" if num_chunks == 1 else ascii_lowercase[played.action.chunk % 26]
+    return f"{played.action}{chunk}"
+
+
+def _cut(line: str, width: int, edge: int) -> str:
+    if len(line) <= width:
+        return line
+    half = (width - edge - len(_CUT)) // 2
+    return line[: edge + half] + _CUT + line[-half:]
