@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.planning.gpt_fields import GPTFields
+from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
 from lightning_mcore.planning.saved_tensors import (
     NumberFormat,
     SavedTensor,
@@ -21,7 +21,6 @@ from lightning_mcore.planning.saved_tensors import (
     output_rows,
 )
 from lightning_mcore.planning.schedule import in_flight
-from lightning_mcore.planning.stage_layers import ChunkLayers, stage_layers
 
 _FP32 = 4
 

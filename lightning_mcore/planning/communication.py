@@ -19,9 +19,8 @@ from typing import Any
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.planning.batch import GlobalBatch
-from lightning_mcore.planning.gpt_fields import GPTFields
+from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
 from lightning_mcore.planning.rank_parameters import rank_parameters
-from lightning_mcore.planning.stage_layers import ChunkLayers, stage_layers
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.optimizer.rules import check_kind, megatron_fields, refused_of_optimizer
 from lightning_mcore.parallel.pipeline import check_uniform_recompute
 from lightning_mcore.planning.batch import GlobalBatch
-from lightning_mcore.planning.gpt_fields import GPTFields
+from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.rule_book import RuleBook
 from lightning_mcore.planning.signatures import fields_of, of_model
 from lightning_mcore.planning.strategy import PlannedStrategy

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.planning.gpt_fields import Experts, GPTFields, LatentAttention
-from lightning_mcore.planning.stage_layers import ChunkLayers
+from lightning_mcore.planning.model import ChunkLayers, Experts, GPTFields, LatentAttention
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ on the first and on the last stage, and multi-token prediction has an embedding 
 from dataclasses import dataclass
 
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.planning.gpt_fields import GPTFields
+from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
 from lightning_mcore.planning.parameter_tensors import ParameterTensor, chunk_tensors
-from lightning_mcore.planning.stage_layers import ChunkLayers, stage_layers
 
 
 @dataclass(frozen=True)

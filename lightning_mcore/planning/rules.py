@@ -14,7 +14,7 @@ from lightning_mcore.config.rules.trainer import may_never_end, trainer_faults
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.planning.batch import GlobalBatch, global_batch
-from lightning_mcore.planning.gpt_fields import GPTFields
+from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.model_rules import (
     check_batch,
     check_gpt,

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_mcore.planning.gpt_fields import Experts, GPTFields, LatentAttention
+from lightning_mcore.planning.model import Experts, GPTFields, LatentAttention
 
 Shared = Literal["sequence", "tensor", "expert", "gathered", "nobody"]
 

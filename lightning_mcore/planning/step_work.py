@@ -17,9 +17,8 @@ from lightning_mcore.config.flops import training_flops_per_token
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.planning.batch import GlobalBatch
 from lightning_mcore.planning.communication import forward_runs
-from lightning_mcore.planning.gpt_fields import GPTFields
 from lightning_mcore.planning.machines import NARROW
-from lightning_mcore.planning.stage_layers import stage_layers
+from lightning_mcore.planning.model import GPTFields, stage_layers
 
 _RUNS = 3
 """Forward, and backward as two of it."""

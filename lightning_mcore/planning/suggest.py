@@ -15,8 +15,8 @@ from typing import Any, Literal
 from lightning_mcore.config.checks import divisors
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.run import RunSettings
-from lightning_mcore.planning.gpt_fields import GPTFields
 from lightning_mcore.planning.machines import Machine
+from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.plan import Plan, make_plan
 from lightning_mcore.planning.rank_parameters import rank_tensors
 from lightning_mcore.planning.report import GIB, table_text

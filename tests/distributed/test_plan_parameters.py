@@ -24,7 +24,7 @@ from lightning_mcore.layers.spec import gpt_block_spec
 from lightning_mcore.layers.transformer_config import build_transformer_config
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.parallel.groups import close_process_groups, open_process_groups, pipeline_stage
-from lightning_mcore.planning.gpt_fields import GPTFields
+from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
 from lightning_mcore.planning.parameter_tensors import chunk_tensors
 from lightning_mcore.planning.rank_parameters import (
     ParameterCount,
@@ -32,7 +32,6 @@ from lightning_mcore.planning.rank_parameters import (
     rank_parameters,
     rank_tensors,
 )
-from lightning_mcore.planning.stage_layers import ChunkLayers, stage_layers
 from lightning_mcore.planning.state_memory import StateFormats, state_memory
 from tests.ranks import run_ranks
 

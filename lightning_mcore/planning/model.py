@@ -1,18 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of an ``MCoreGPT`` that memory and parameters follow from, with Megatron's defaults filled in.
+"""The sizes of an ``MCoreGPT`` that memory and parameters follow from, and which layers each pipeline rank holds.
 
-``TransformerConfig`` fills them in too, but needs torch and a second to import, and warns. The rest of ``planning``
-takes a model as :class:`GPTFields`. Pure arithmetic: no torch, no megatron-core. Whether the values are allowed is for
-others to say (``layers/transformer_config.py``, ``config/layout.py``); here a model is taken as it is.
+``TransformerConfig`` fills in Megatron's defaults too, but needs torch and a second to import, and warns. The rest of
+``planning`` takes a model as :class:`GPTFields`. Whether the values are allowed is for others to say
+(``layers/transformer_config.py``, ``config/layout.py``); here a model is taken as it is.
+
+:func:`stage_layers` splits the layers, chunk by chunk, as Megatron builds them: evenly, with the embedding or the loss
+counted as a layer, with a first or last stage of its own size, or as ``pipeline_model_parallel_layout`` says. Counting
+parameters and memory, and the report of ``lightning-mcore plan``, start from it.
+
+Pure arithmetic: no torch, no megatron-core.
+
+Source: ``get_num_layers_to_build`` and ``get_transformer_layer_offset`` of megatron-core 0.16.1.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
 from lightning_mcore.config.flops import moe_layers
-from lightning_mcore.config.layout import ModelShape
+from lightning_mcore.config.layout import ModelShape, ParallelLayout
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
@@ -237,3 +246,70 @@ def _recompute(given: Mapping[str, Any]) -> Recompute:
         modules=frozenset(modules),
         distribute=bool(given.get("distribute_saved_activations")),
     )
+
+
+@dataclass(frozen=True)
+class ChunkLayers:
+    """What one virtual stage of one pipeline rank holds of the model.
+
+    Args:
+        layers: Numbers of its decoder layers in the whole model, from 0, in order.
+        embedding: Whether the model begins here.
+        output: Whether the model ends here, with output layer and loss.
+        mtp: Layers of multi-token prediction; with any, the chunk has an embedding (a copy if it is not the first).
+    """
+
+    layers: tuple[int, ...]
+    embedding: bool
+    output: bool
+    mtp: int = 0
+
+
+def stage_layers(fields: GPTFields, layout: ParallelLayout) -> list[list[ChunkLayers]]:
+    """Return the chunks of every pipeline rank.
+
+    Args:
+        fields: The model.
+        layout: The parallel sizes, which fit the model (``ParallelLayout.validate_model``).
+
+    Returns:
+        Indexed by pipeline rank, then by virtual stage.
+    """
+    pp, chunks = layout.pipeline_model_parallel_size, layout.num_chunks
+    stages = layout.pipeline_stages
+    if stages:
+        counts = [stage.count("t") for stage in stages]
+        mtp = [stage.count("m") for stage in stages]
+    else:
+        counts = _counts(fields, pp, chunks)
+        mtp = [0] * (pp * chunks - 1) + [fields.mtp_num_layers]
+    starts = [0, *accumulate(counts)]
+    last = pp * chunks - 1
+
+    def chunk(stage: int) -> ChunkLayers:
+        numbers = range(starts[stage], starts[stage] + counts[stage])
+        return ChunkLayers(tuple(numbers), embedding=stage == 0, output=stage == last, mtp=mtp[stage])
+
+    return [[chunk(index * pp + rank) for index in range(chunks)] for rank in range(pp)]
+
+
+def _counts(fields: GPTFields, pp: int, chunks: int) -> list[int]:
+    """Return the decoder layers of every virtual stage, in the order of the layers."""
+    shape = fields.shape
+    first, last = shape.num_layers_in_first_pipeline_stage, shape.num_layers_in_last_pipeline_stage
+    counted = (shape.account_for_embedding_in_pipeline_split, shape.account_for_loss_in_pipeline_split)
+    if first is not None or last is not None:
+        given = [size for size in (first, last) if size is not None]
+        others = pp - len(given)
+        middle = (fields.num_layers - sum(given)) // others if others else 0
+        of_ranks = [middle] * pp
+        if first is not None:
+            of_ranks[0] = first
+        if last is not None:
+            of_ranks[-1] = last
+    else:
+        of_ranks = [(fields.num_layers + sum(counted)) // pp] * pp
+    counts = [of_ranks[rank] // chunks for _ in range(chunks) for rank in range(pp)]
+    counts[0] -= counted[0]
+    counts[-1] -= counted[1]
+    return counts
