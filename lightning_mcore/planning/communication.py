@@ -20,7 +20,7 @@ from typing import Any
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.planning.batch import GlobalBatch
 from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
-from lightning_mcore.planning.rank_parameters import rank_parameters
+from lightning_mcore.planning.parameters import rank_parameters
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.planning.activation_memory import ActivationSetting, activation_memory
 from lightning_mcore.planning.model import GPTFields
-from lightning_mcore.planning.rank_parameters import rank_tensors
+from lightning_mcore.planning.parameters import rank_tensors
 from lightning_mcore.planning.saved_tensors import NumberFormat
 from lightning_mcore.planning.state_memory import StateFormats, state_memory
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.text import unknown_name
-from lightning_mcore.planning.parameter_tensors import ParameterTensor
+from lightning_mcore.planning.parameters import ParameterTensor
 
 OPTIMIZERS: Mapping[str, int] = {"adam": 2, "adamw": 2, "sgd": 1, "sgd_without_momentum": 0, "muonwithadamw": 2}
 """Moments that an optimizer keeps of each element; Muon keeps one of each matrix."""

@@ -17,8 +17,8 @@ from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.planning.machines import Machine
 from lightning_mcore.planning.model import GPTFields
+from lightning_mcore.planning.parameters import rank_tensors
 from lightning_mcore.planning.plan import Plan, make_plan
-from lightning_mcore.planning.rank_parameters import rank_tensors
 from lightning_mcore.planning.report import GIB, table_text
 from lightning_mcore.planning.rules import check_run
 from lightning_mcore.planning.schedule import PipelineTimeline

@@ -25,9 +25,9 @@ from lightning_mcore.layers.transformer_config import build_transformer_config
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.parallel.groups import close_process_groups, open_process_groups, pipeline_stage
 from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
-from lightning_mcore.planning.parameter_tensors import chunk_tensors
-from lightning_mcore.planning.rank_parameters import (
+from lightning_mcore.planning.parameters import (
     ParameterCount,
+    chunk_tensors,
     model_parameters,
     rank_parameters,
     rank_tensors,

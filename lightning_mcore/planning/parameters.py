@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of one chunk on one rank, tensor by tensor, as Megatron's modules make them.
+"""The parameters of one chunk on one rank, tensor by tensor, as Megatron's modules make them, and how many there are.
 
-Sums of these are the counts of ``rank_parameters.py``; the single tensors matter to ``state_memory.py``, for the
-distributed optimizer pads each of them. Biases of row-parallel layers, norms, routers and gates are whole on every
-tensor-parallel rank. Pure arithmetic.
+The single tensors matter to ``state_memory.py`` because the distributed optimizer pads each of them; their sums are the
+parameters of a rank and of the whole model. Biases of row-parallel layers, norms, routers and gates are whole on every
+tensor-parallel rank. All ranks of a stage hold as many: axes divide evenly (``config/layout.py`` refuses the rest). The
+sum over ranks is more than the model has: besides what is whole on every rank, a tied embedding is on the first and on
+the last stage, and multi-token prediction has an embedding of its own stage. Pure arithmetic.
 
 Source: ``GPTModel``, ``SelfAttention``, ``MLASelfAttention``, ``MLP``, ``MoELayer``, ``SharedExpertMLP`` and
 ``MultiTokenPredictionLayer`` of megatron-core 0.16.1, in the order of ``named_parameters``.
@@ -13,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.planning.model import ChunkLayers, Experts, GPTFields, LatentAttention
+from lightning_mcore.planning.model import ChunkLayers, Experts, GPTFields, LatentAttention, stage_layers
 
 
 @dataclass(frozen=True)
@@ -171,3 +173,69 @@ def _norm(fields: GPTFields, name: str, width: int) -> Iterator[ParameterTensor]
 
 def _matrix(name: str, size: int, copies: int = 1, expert: bool = False) -> ParameterTensor:
     return ParameterTensor(name, size, copies, expert, is_matrix=True, is_linear=True)
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters of one rank, in elements.
+
+    Args:
+        dense: Those outside routed experts.
+        expert: Those of routed experts.
+    """
+
+    dense: int
+    expert: int
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.dense + self.expert
+
+
+@dataclass(frozen=True)
+class ModelParameters:
+    """Parameters of a whole model, in elements; embedding and output layer are counted, a tied one once.
+
+    Args:
+        total: All.
+        active: Those that one token meets: of the routed experts of a layer, the ``moe_router_topk`` it goes to.
+    """
+
+    total: int
+    active: int
+
+
+def rank_parameters(
+    fields: GPTFields, layout: ParallelLayout, pipeline_rank: int, backend: str = "local"
+) -> ParameterCount:
+    """Return how many parameters each rank of a pipeline stage holds.
+
+    Args:
+        fields: The model.
+        layout: The parallel sizes, which fit the model.
+        pipeline_rank: The stage, from 0.
+        backend: Whose layers, ``"local"`` or ``"transformer_engine"``; they differ for multi-latent attention alone.
+    """
+    tensors = [tensor for chunk in rank_tensors(fields, layout, pipeline_rank, backend) for tensor in chunk]
+    expert = sum(tensor.elements for tensor in tensors if tensor.expert)
+    return ParameterCount(dense=sum(tensor.elements for tensor in tensors) - expert, expert=expert)
+
+
+def rank_tensors(
+    fields: GPTFields, layout: ParallelLayout, pipeline_rank: int, backend: str = "local"
+) -> list[list[ParameterTensor]]:
+    """Return the parameter tensors of each rank of a pipeline stage, chunk by chunk; arguments as above."""
+    chunks = stage_layers(fields, layout)[pipeline_rank]
+    return [chunk_tensors(fields, layout, chunk, backend) for chunk in chunks]
+
+
+def model_parameters(fields: GPTFields) -> ModelParameters:
+    """Return how many parameters the model has, on however many ranks."""
+    whole = ChunkLayers(tuple(range(fields.num_layers)), embedding=True, output=True, mtp=fields.mtp_num_layers)
+    tensors = chunk_tensors(fields, ParallelLayout(), whole)
+    total = sum(tensor.elements for tensor in tensors)
+    if fields.experts is None:
+        return ModelParameters(total, total)
+    idle = 1 - fields.experts.topk / fields.experts.count
+    return ModelParameters(total, total - round(idle * sum(t.elements for t in tensors if t.expert)))
