@@ -26,7 +26,7 @@ from lightning_mcore import MCoreGPT, MCoreStrategy
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.optimizer.megatron import optimizer_parts
 from lightning_mcore.planning.model import GPTFields
-from lightning_mcore.planning.rank_memory import RankMemory, rank_memory
+from lightning_mcore.planning.state_memory import RankMemory, rank_memory
 from lightning_mcore.strategy.precision import MCorePrecision
 from tests.toy import make_trainer
 

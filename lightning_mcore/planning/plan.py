@@ -17,10 +17,9 @@ from lightning_mcore.planning.grid import RankGrid
 from lightning_mcore.planning.machines import Machine
 from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
 from lightning_mcore.planning.parameters import ModelParameters, ParameterCount, model_parameters, rank_parameters
-from lightning_mcore.planning.rank_memory import RankMemory, rank_memory
 from lightning_mcore.planning.rules import CheckedRun, check_run
 from lightning_mcore.planning.schedule import PipelineTimeline
-from lightning_mcore.planning.state_memory import optimizer_of
+from lightning_mcore.planning.state_memory import RankMemory, optimizer_of, rank_memory
 from lightning_mcore.planning.step_time import Overlaps, StepTime, step_time
 from lightning_mcore.planning.step_work import StepWork, step_work
 from lightning_mcore.planning.warnings import run_warnings

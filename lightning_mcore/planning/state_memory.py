@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of weights, gradients and optimizer state on one rank: what stays from the first step to the last.
+"""Bytes of weights, gradients and optimizer state on one rank, and with activations the memory of the rank.
 
-Megatron's data parallelism keeps gradients in one buffer for each chunk and kind of parameter; the distributed
-optimizer keeps the weights in such buffers too, pads them so that every rank gets an equal shard, and holds fp32 copies
-and moments of that shard only. :class:`StateFormats` says how many bytes an element of each takes, and
-:func:`state_memory` lays the buffers out. Pure arithmetic.
+Weights, gradients and optimizer state stay from the first step to the last. Megatron's data parallelism keeps gradients
+in one buffer for each chunk and kind of parameter; the distributed optimizer keeps the weights in such buffers too,
+pads them so that every rank gets an equal shard, and holds fp32 copies and moments of that shard only.
+:class:`StateFormats` says how many bytes an element of each takes, and :func:`state_memory` lays the buffers out. Pure
+arithmetic.
 
 Left out because they are small: the step counters of Adam, buffers of routers, scales of FP8. Left out because there
 are no activations then: the fp32 gradients that an optimizer makes of 16-bit ones while it steps.
+
+:func:`rank_memory` is the one entry for ``lightning-mcore plan``: it takes a run as the arguments that its parts are
+made with, and adds ``activation_memory.py``. What a process takes beside these (libraries, communication buffers, a
+fragmented allocator, the work space of kernels) is not counted; on a GPU leave some gigabytes for it.
 
 Sources: ``DistributedDataParallel``, ``_ParamAndGradBuffer``, ``DistributedOptimizer`` and
 ``Float16OptimizerWithFloat16Params`` of megatron-core 0.16.1. Weights in FP8 and TransformerEngine's optimizer are as
@@ -17,11 +22,15 @@ documented there; they need a GPU and are not measured.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.text import unknown_name
-from lightning_mcore.planning.parameters import ParameterTensor
+from lightning_mcore.planning.activation_memory import ActivationSetting, activation_memory
+from lightning_mcore.planning.model import GPTFields
+from lightning_mcore.planning.parameters import ParameterTensor, rank_tensors
+from lightning_mcore.planning.saved_tensors import NumberFormat
 
 OPTIMIZERS: Mapping[str, int] = {"adam": 2, "adamw": 2, "sgd": 1, "sgd_without_momentum": 0, "muonwithadamw": 2}
 """Moments that an optimizer keeps of each element; Muon keeps one of each matrix."""
@@ -31,6 +40,8 @@ _BYTES = {"32-true": (4, 4), "bf16-mixed": (2, 4), "bf16-true": (2, 2), "16-mixe
 _FP32 = 4
 _TENSOR_ALIGNMENT = 64  # elements
 _BUCKET_ALIGNMENT = 128
+_BACKENDS = ("local", "transformer_engine")
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def optimizer_of(model: Mapping[str, Any]) -> str:
@@ -247,3 +258,78 @@ def _weight_bytes(buffer: Sequence[ParameterTensor], padded: int, formats: State
     if formats.fp8_param and linear:
         return padded + linear
     return padded * formats.parameter + 2 * linear
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank, at the moment of a step when most is held.
+
+    Args:
+        weights: Of parameters, padding included.
+        gradients: Of the buffers in which gradients are summed.
+        optimizer: Of fp32 copies and moments, on the device.
+        activations: Of what forward keeps for backward, of all microbatches in flight.
+        host: Optimizer state that is kept in the memory of the host; not in the total.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+def rank_memory(
+    fields: GPTFields,
+    layout: ParallelLayout,
+    pipeline_rank: int,
+    *,
+    world_size: int,
+    precision: Mapping[str, Any] = _NOTHING,
+    strategy: Mapping[str, Any] = _NOTHING,
+    optimizer: str = "adamw",
+    micro_batch_size: int = 1,
+    num_microbatches: int = 1,
+    seq_length: int | None = None,
+    packed: bool = False,
+    backend: str = "local",
+) -> RankMemory:
+    """Return the bytes that a rank of a pipeline stage holds; all ranks of a stage are alike but for padding.
+
+    Args:
+        fields: The model.
+        layout: The parallel sizes, which fit the model and the world.
+        pipeline_rank: The stage, from 0.
+        world_size: Ranks of the run.
+        precision: Arguments of ``MCorePrecision``; the name of the format under ``"precision"``.
+        strategy: Arguments of ``MCoreStrategy``; ``ddp_config`` and ``optimizer_config`` as dicts of their fields.
+        optimizer: ``"adam"``, ``"adamw"``, ``"sgd"`` (with momentum), ``"sgd_without_momentum"`` or
+            ``"muonwithadamw"``.
+        micro_batch_size: Rows of a microbatch on one data-parallel rank.
+        num_microbatches: Microbatches of a step on one data-parallel rank.
+        seq_length: Tokens of a row; None for the model's.
+        packed: Whether rows hold several sequences each.
+        backend: Whose layers: ``"local"`` or ``"transformer_engine"``.
+
+    Raises:
+        ValueError: The precision, the optimizer or the backend is unknown.
+    """
+    if backend not in _BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; choose one of {_BACKENDS}")
+    formats = StateFormats.of(precision, strategy, optimizer)
+    tensors = rank_tensors(fields, layout, pipeline_rank, backend)
+    state = state_memory(tensors, layout, formats, world_size, pipeline_rank)
+    setting = ActivationSetting(
+        micro_batch_size=micro_batch_size,
+        num_microbatches=num_microbatches,
+        seq_length=fields.seq_length if seq_length is None else seq_length,
+        form=NumberFormat(formats.parameter, backend, formats.fp8 and backend == "transformer_engine", packed),
+        group_size=strategy.get("microbatch_group_size_per_vp_stage"),
+    )
+    activations = activation_memory(fields, layout, pipeline_rank, setting)
+    return RankMemory(state.weights, state.gradients, state.optimizer, activations, state.host)

@@ -4,8 +4,8 @@
 from collections.abc import Mapping, Sequence
 
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.planning.rank_memory import RankMemory
 from lightning_mcore.planning.rules import CheckedRun
+from lightning_mcore.planning.state_memory import RankMemory
 
 GIB = 2**30
 _BUBBLE = 0.20

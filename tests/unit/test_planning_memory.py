@@ -10,10 +10,9 @@ import pytest
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
 from lightning_mcore.planning.parameters import ParameterTensor, model_parameters, rank_parameters
-from lightning_mcore.planning.rank_memory import RankMemory, rank_memory
 from lightning_mcore.planning.saved_tensors import NumberFormat, layer_rows
 from lightning_mcore.planning.schedule import in_flight
-from lightning_mcore.planning.state_memory import StateFormats, state_memory
+from lightning_mcore.planning.state_memory import RankMemory, StateFormats, rank_memory, state_memory
 
 LLAMA: dict[str, Any] = {"gated_linear_unit": True, "add_bias_linear": False, "normalization": "RMSNorm"}
 LLAMA_8B = LLAMA | {
