@@ -20,8 +20,7 @@ from lightning_mcore.planning.parameters import ModelParameters, ParameterCount,
 from lightning_mcore.planning.rules import CheckedRun, check_run
 from lightning_mcore.planning.schedule import PipelineTimeline
 from lightning_mcore.planning.state_memory import RankMemory, optimizer_of, rank_memory
-from lightning_mcore.planning.step_time import Overlaps, StepTime, step_time
-from lightning_mcore.planning.step_work import StepWork, step_work
+from lightning_mcore.planning.step import Overlaps, StepTime, StepWork, step_time, step_work
 from lightning_mcore.planning.warnings import run_warnings
 
 _PARAMETER_BYTES = {"32-true": 4}

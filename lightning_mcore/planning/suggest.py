@@ -4,7 +4,7 @@
 The global batch of the file stays. Tried are tensor parallelism within a node, pipelines with and without interleaving,
 context parallelism for long sequences, expert parallelism, microbatches of a few sizes, and as little recomputation as
 fits. What the rules refuse or memory forbids is dropped; the rest is ordered by the estimated time of a step
-(``step_time.py``), and the best that Megatron's own config takes are shown. The estimate is rough: measure the first
+(``step.py``), and the best that Megatron's own config takes are shown. The estimate is rough: measure the first
 few.
 """
 

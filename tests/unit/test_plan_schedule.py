@@ -9,7 +9,7 @@ from lightning_mcore.planning.communication import Traffic, communication_volume
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.parameters import rank_parameters
 from lightning_mcore.planning.schedule import PipelineTimeline, schedule_picture, stage_order
-from lightning_mcore.planning.step_work import step_work
+from lightning_mcore.planning.step import step_work
 
 GPT = {
     "vocab_size": 256,
