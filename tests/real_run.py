@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_mcore.config.run import RunSettings
-from lightning_mcore.planning.rule_book import RuleBook
-from lightning_mcore.planning.rules import arguments_of_gpt
+from lightning_mcore.planning.rules import RuleBook, arguments_of_gpt
 
 
 def real_errors(settings: RunSettings, devices: int) -> list[str]:

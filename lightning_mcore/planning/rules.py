@@ -1,29 +1,406 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every error of a run that is known before it starts: all of them, not only the first.
 
+:class:`RuleBook` collects what checks refuse. :class:`PlannedStrategy` holds the settings of ``MCoreStrategy`` and
+``MCorePrecision``: what stands, and what is wrong with the rest. The functions after it check an ``MCoreGPT`` alone, on
+its layout, and with its batch. The rules are those of the classes (``config/rules/``, ``optimizer/rules.py``, the parts
+themselves); Megatron's own are asked of its ``TransformerConfig``, which is built here. The strategy is built as well,
+with what is right of its arguments, because its half of Megatron's config comes from it.
+
 :func:`check_run` goes through a run in the order in which it would start: the arguments of Trainer, strategy and
 precision, the model's, the layout on the devices, the model on the layout, the microbatches.
 """
 
-from collections.abc import Mapping
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from dataclasses import fields as dataclass_fields
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
-from lightning_mcore.config.fp8 import check_start
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from torch import nn
+
+from lightning_mcore.arguments.build import make_strategy
+from lightning_mcore.config.checks import accepts, choices_of, require_size
+from lightning_mcore.config.communication import CommunicationOptions
+from lightning_mcore.config.field_homes import REQUIRED, check_owned_by_precision, ddp_fields_of
+from lightning_mcore.config.fp8 import FP8Settings, check_layers, check_microbatch, check_model, check_start
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.positions import check_positions
+from lightning_mcore.config.rules import strategy as strategy_rules
+from lightning_mcore.config.rules.model import (
+    check_average_in_collective,
+    check_fields,
+    check_normalization,
+    check_without_transformer_engine,
+)
 from lightning_mcore.config.rules.trainer import may_never_end, trainer_faults
 from lightning_mcore.config.run import RunSettings
+from lightning_mcore.config.text import unknown_name
+from lightning_mcore.layers.multi_token import check_multi_token
+from lightning_mcore.layers.spec import resolve_transformer_impl
+from lightning_mcore.layers.transformer_config import build_transformer_config, field_faults
 from lightning_mcore.models.recipe import Recipe
+from lightning_mcore.optimizer.rules import (
+    check_kind,
+    megatron_fields,
+    refused_of_config,
+    refused_of_optimizer,
+    refused_on_device,
+)
+from lightning_mcore.parallel.pipeline import check_uniform_recompute
 from lightning_mcore.planning.batch import GlobalBatch, global_batch
 from lightning_mcore.planning.model import GPTFields
-from lightning_mcore.planning.model_rules import (
-    check_batch,
-    check_gpt,
-    check_gpt_on_layout,
-    check_in_megatron,
+from lightning_mcore.planning.signatures import (
+    Arguments,
+    fields_of,
+    of_config,
+    of_model,
+    of_precision,
+    of_strategy,
+    of_trainer,
 )
-from lightning_mcore.planning.rule_book import RuleBook
-from lightning_mcore.planning.signatures import of_model, of_trainer
-from lightning_mcore.planning.strategy import PlannedStrategy
+from lightning_mcore.strategy.overlap import TensorParallelOverlap
+from lightning_mcore.strategy.precision import MCorePrecision
+from lightning_mcore.strategy.strategy import MCoreStrategy
+
+T = TypeVar("T")
+_LAYOUT = tuple(field.name for field in dataclass_fields(ParallelLayout))
+_FP8 = tuple(field.name for field in dataclass_fields(FP8Settings))
+_SIZES = ("num_distributed_optimizer_instances", "bucket_size")
+_MISSING = re.compile(r"\binstall\b|\bTE\b|[Tt]ransformer.?[Ee]ngine")
+"""Found in what Megatron says where TransformerEngine is not installed, or not the version that it wants."""
+
+
+class RuleBook:
+    """Collects the sentences of checks that refuse something."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+
+    def attempt(self, check: Callable[[], T]) -> T | None:
+        """Carry out a check and keep what it refuses.
+
+        Args:
+            check: Raises what it refuses.
+
+        Returns:
+            What it returns; None where it refused.
+        """
+        try:
+            return check()
+        except (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError) as error:
+            self.refuse(str(error))
+            return None
+
+    def passes(self, check: Callable[[], object]) -> bool:
+        """Carry out a check, keep what it refuses, and return whether it refused nothing."""
+        before = len(self.errors)
+        self.attempt(check)
+        return len(self.errors) == before
+
+    def collect(self, sentences: Iterable[str]) -> bool:
+        """Keep the sentences of rules, and return whether there was none."""
+        before = len(self.errors)
+        for sentence in sentences:
+            self.refuse(sentence)
+        return len(self.errors) == before
+
+    def refuse(self, sentence: str) -> None:
+        """Keep a sentence, once."""
+        text = " ".join(sentence.split())
+        if text not in self.errors:
+            self.errors.append(text)
+
+    def check_arguments(self, where: str, given: Mapping[str, Any], known: Arguments) -> dict[str, Any]:
+        """Refuse names that do not exist and values that do not fit their type.
+
+        Args:
+            where: What takes them, such as ``"argument of MCoreStrategy"``.
+            given: Values by name.
+            known: The arguments that there are.
+
+        Returns:
+            Those that are right.
+        """
+        fitting = {}
+        for name, value in given.items():
+            if name not in known:
+                self.refuse(unknown_name(where, name, known))
+            elif not accepts(known[name].hint, value) and value != known[name].default:
+                self.refuse(f"{where} {name}={value!r} does not fit; choose {choices_of(known[name].hint)}")
+            else:
+                fitting[name] = value
+        return fitting
+
+
+class PlannedStrategy:
+    """The settings of strategy and precision, checked against each other.
+
+    Args:
+        book: Where refusals go.
+        strategy: Arguments of ``MCoreStrategy``.
+        precision: Arguments of ``MCorePrecision``.
+        device_type: ``"cuda"`` or ``"cpu"``.
+    """
+
+    def __init__(
+        self, book: RuleBook, strategy: Mapping[str, Any], precision: Mapping[str, Any], device_type: str
+    ) -> None:
+        self._book = book
+        self._device: Any = SimpleNamespace(type=device_type)
+        self.strategy = book.check_arguments("argument of MCoreStrategy", strategy, of_strategy())
+        self.precision = book.check_arguments("argument of MCorePrecision", precision, of_precision())
+        self.layout = book.attempt(lambda: ParallelLayout(**_given(self.strategy, _LAYOUT)))
+        self.fp8 = book.attempt(lambda: FP8Settings(**_given(self.precision, _FP8)))
+        self.ddp = self._options("ddp_config", of_config("ddp_config"))
+        self.optimizer = self._options("optimizer_config", of_config("optimizer_config"))
+        communication = self._options("communication", of_config("communication"))
+        self.communication = book.attempt(lambda: CommunicationOptions(**communication))
+
+    @property
+    def precision_name(self) -> str:
+        """The number format, such as ``"bf16-mixed"``."""
+        return str(self.precision.get("precision") or "32-true")
+
+    @property
+    def overlap_p2p_comm(self) -> bool:
+        """Whether stages send while computing, the default filled in."""
+        given = self.strategy.get("overlap_p2p_comm")
+        interleaved = self.layout is not None and self.layout.virtual_pipeline_model_parallel_size is not None
+        return interleaved if given is None else bool(given)
+
+    def resolved(self, name: str) -> Any:
+        """Return one of the settings of gradients: the argument, else what ``ddp_config`` says, else the default."""
+        return strategy_rules.resolved(self.strategy, self.ddp).get(name, of_config("ddp_config")[name].default)
+
+    @property
+    def distributed(self) -> bool:
+        """Whether the optimizer is sharded."""
+        return bool(self.resolved("use_distributed_optimizer"))
+
+    def check(self, world_size: int) -> None:
+        """Refuse what contradicts itself, the devices or their number; the model comes later."""
+        book, device_type = self._book, self._device.type
+        precision = book.attempt(lambda: MCorePrecision(**self.precision))
+        if precision is not None and precision.fp8.is_on:
+            settings = (self.distributed, bool(self.resolved("overlap_param_gather")))
+            offloads = bool(self.optimizer.get("optimizer_cpu_offload"))
+            book.collect(strategy_rules.fp8_device_faults(precision.fp8.recipe, device_type))
+            book.attempt(lambda: precision.fp8.check_optimizer(*settings, offloads))
+        sizes = {f"ddp_config.{name}": self.ddp[name] for name in _SIZES if name in self.ddp}
+        sizes |= _given(self.strategy, ("micro_batch_size", "microbatch_group_size_per_vp_stage"))
+        before = len(book.errors)
+        for name, size in sizes.items():
+            book.attempt(lambda name=name, size=size: require_size(name, size))  # type: ignore[misc]
+        sized = len(book.errors) == before
+        book.collect(strategy_rules.gradient_faults(self.strategy, self.ddp))
+        owned = precision.ddp_fields() if precision is not None else ddp_fields_of(self.precision_name)
+        book.attempt(lambda: check_owned_by_precision(self.ddp, owned))
+        book.collect(refused_of_config(self.optimizer, self.distributed))
+        book.collect(refused_on_device(self.optimizer, device_type, bool(owned["grad_reduce_in_fp32"])))
+        layout = self.layout
+        if layout is None:
+            return
+        self._check_overlaps(layout)
+        if book.passes(lambda: layout.validate_world(world_size)) and sized:
+            book.collect(strategy_rules.world_faults(self.ddp, layout, world_size, device_type))
+        book.collect(strategy_rules.expert_faults(layout, device_type))
+
+    def megatron_fields(self) -> dict[str, Any]:
+        """Return the fields of Megatron's config that strategy and precision own."""
+        without_optimizer = {**self.strategy, "ddp_config": self.ddp or None, "optimizer_config": None}
+        strategy = self._book.attempt(lambda: make_strategy(without_optimizer))
+        if strategy is None:  # refused above
+            strategy = MCoreStrategy(**(vars(self.layout) if self.layout is not None else {}))
+        strategy.parallel_devices = [torch.device(self._device.type)]
+        strategy.cluster_environment = LightningEnvironment()
+        quiet = RuleBook()  # refused above
+        strategy._precision_plugin = quiet.attempt(lambda: MCorePrecision(**self.precision))
+        return strategy.megatron_fields()
+
+    def _options(self, name: str, known: Arguments) -> dict[str, Any]:
+        """Return the fields of a config that do not have their default."""
+        given = self.strategy.get(name)
+        if given is None:
+            return {}
+        if not isinstance(given, Mapping):
+            self._book.refuse(f"{name}={given!r} is not a mapping; give its fields by name")
+            return {}
+        inner = given.get("init_args", {}) if "class_path" in given else given
+        right = self._book.check_arguments(f"field of {name}", inner, known)
+        return {key: value for key, value in right.items() if value != known[key].default}
+
+    def _check_overlaps(self, layout: ParallelLayout) -> None:
+        book, given = self._book, self.strategy
+        group = given.get("microbatch_group_size_per_vp_stage")
+        if book.collect(strategy_rules.schedule_faults(given, self.ddp, layout)) and group is not None:
+            book.attempt(lambda: layout.validate_microbatches(group, group))
+        options, instances = self.communication, self.ddp.get("num_distributed_optimizer_instances", 1)
+        if options is not None:
+            book.attempt(lambda: options.check_layout(layout, self.overlap_p2p_comm, instances))
+            book.attempt(lambda: options.check_device(self._device))
+        enabled, path = bool(given.get("tp_comm_overlap")), given.get("tp_comm_overlap_cfg")
+        overlap = book.attempt(lambda: TensorParallelOverlap(enabled, path, layout))
+        if overlap is not None and self._device.type != "cuda":  # on GPUs the machine of the run is to say
+            book.attempt(lambda: overlap.check_device(self._device))
+
+
+def _given(arguments: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: arguments[name] for name in names if arguments.get(name) is not None}
+
+
+def check_gpt(book: RuleBook, model: Mapping[str, Any]) -> GPTFields | None:
+    """Refuse arguments of ``MCoreGPT`` that are wrong on every layout.
+
+    Args:
+        book: Where refusals go.
+        model: Its arguments.
+
+    Returns:
+        The sizes of the model; None where they are not known.
+    """
+    known = of_model()
+    given = book.check_arguments("argument of MCoreGPT", model, known)
+    missing = [name for name, argument in known.items() if argument.default is ... and name not in model]
+    if missing:
+        book.refuse(f"MCoreGPT lacks {' and '.join(missing)}; give {'it' if len(missing) == 1 else 'them'}")
+    for name in ("vocab_size", "seq_length", "make_vocab_size_divisible_by"):
+        if name in given:
+            book.attempt(lambda name=name: require_size(name, given[name]))  # type: ignore[misc]
+    settings = settings_of_gpt(given)
+    transformer = given.get("transformer")
+    recipe = book.check_arguments("field of Recipe", given.get("recipe") or {}, fields_of(Recipe))
+    book.attempt(lambda: Recipe.of(recipe))
+    if not isinstance(transformer, Mapping):
+        return None
+    wrong = dict(field_faults(transformer))
+    book.collect(wrong.values())
+    right = {name: value for name, value in transformer.items() if name not in wrong}
+    for name in REQUIRED:
+        if right.get(name) is not None:
+            book.attempt(lambda name=name: require_size(name, right[name]))  # type: ignore[misc]
+    book.attempt(lambda: check_positions(settings, transformer))
+    try:  # also of a model with wrong fields, so that errors further on are found as well
+        return GPTFields.of({**given, "transformer": right})
+    except (ValueError, TypeError, ArithmeticError, LookupError) as error:
+        if not book.errors:
+            book.refuse(f"the sizes of the model do not add up: {error}")
+        return None
+
+
+def settings_of_gpt(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``MCoreGPT``, the defaults filled in."""
+    return {name: argument.default for name, argument in of_model().items()} | dict(model)
+
+
+def check_gpt_on_layout(book: RuleBook, fields: GPTFields, rules: PlannedStrategy) -> None:
+    """Refuse a model whose sizes the layout or FP8 cannot divide.
+
+    Args:
+        book: Where refusals go.
+        fields: The model.
+        rules: The settings of strategy and precision.
+    """
+    layout, fp8 = rules.layout, rules.fp8
+    if layout is None:
+        return
+    book.attempt(lambda: layout.validate_model(fields.shape))
+    if fp8 is not None and fp8.is_on:
+        sizes = (layout.tensor_model_parallel_size, layout.expert_tensor_size)
+        book.attempt(lambda: check_model(fp8, fields.shape, *sizes))
+        book.attempt(lambda: check_layers(fp8, fields.num_layers, layout.pipeline_model_parallel_size))
+
+
+def check_in_megatron(
+    book: RuleBook, fields: GPTFields, rules: PlannedStrategy, model: Mapping[str, Any], backend: str, device_type: str
+) -> None:
+    """Build Megatron's config and the optimizer, and refuse what they or our layers refuse.
+
+    Args:
+        book: Where refusals go.
+        fields: The model.
+        rules: The settings of strategy and precision.
+        model: The arguments of ``MCoreGPT``.
+        backend: ``"local"`` or ``"transformer_engine"``.
+        device_type: ``"cuda"`` or ``"cpu"``.
+    """
+    settings, used = settings_of_gpt(model), backend
+    if device_type != "cuda":  # whether a machine with GPUs has TransformerEngine, it is to say itself
+        used = book.attempt(lambda: resolve_transformer_impl(backend, device_type)) or "local"  # type: ignore[arg-type]
+    _check_optimizer(book, rules, settings)
+    owned = rules.megatron_fields()
+    if fields.attention is not None:
+        owned |= {name: settings[name] for name in ("rotary_base", "rotary_percent")}
+    config: Any = _config(book, fields, owned, device_type)
+    if config is None:
+        return
+    book.attempt(lambda: check_fields(config, used, device_type))  # type: ignore[arg-type]
+    book.attempt(lambda: check_uniform_recompute(config))
+    book.attempt(lambda: check_multi_token(config, bool(settings["share_embeddings_and_output_weights"])))
+    book.attempt(lambda: check_normalization(settings["loss_normalization"], config))
+    book.attempt(lambda: check_average_in_collective(bool(rules.resolved("average_in_collective")), config))
+    if device_type == "cpu" and not HAVE_TE:
+        book.attempt(lambda: check_without_transformer_engine(config))
+
+
+def _config(book: RuleBook, fields: GPTFields, owned: Mapping[str, Any], device_type: str) -> Any:
+    """Build Megatron's config; None where Megatron refuses it, or finds a library missing that only GPUs need."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run shows what Megatron warns of
+            return build_transformer_config(fields.transformer, owned)
+    except (ValueError, ImportError, TypeError, AttributeError) as error:
+        if HAVE_TE or device_type != "cuda" or (isinstance(error, ValueError) and not _MISSING.search(str(error))):
+            book.refuse(str(error))
+        return None
+
+
+def _check_optimizer(book: RuleBook, rules: PlannedStrategy, settings: Mapping[str, Any]) -> None:
+    """Make the optimizer for one parameter, and refuse it where it cannot do what the strategy asks of it."""
+    quiet = RuleBook()  # what is wrong with the recipe is refused already
+    recipe = quiet.attempt(lambda: Recipe.of(settings["recipe"] or {}))
+    if recipe is None:
+        return
+    made = recipe.build_optimizer([("weight", nn.Parameter(torch.zeros(1, 1)))])
+    layout = rules.layout or ParallelLayout()
+    sizes = (layout.tensor_model_parallel_size, layout.expert_model_parallel_size)
+    book.attempt(
+        lambda: check_kind(
+            made,
+            inline=False,
+            distributed=rules.distributed,
+            tensor_parallel_size=sizes[0],
+            expert_model_parallel_size=sizes[1],
+        )
+    )
+    book.collect(refused_of_optimizer(rules.optimizer, megatron_fields(made) or {}, type(made).__name__))
+
+
+def check_batch(book: RuleBook, fields: GPTFields, rules: PlannedStrategy, batch: GlobalBatch) -> None:
+    """Refuse microbatches that the schedule, the layout or FP8 cannot run."""
+    layout, group = rules.layout, rules.strategy.get("microbatch_group_size_per_vp_stage")
+    if layout is None:
+        return
+    book.attempt(lambda: layout.validate_microbatches(batch.num_microbatches, group))
+    unit = layout.sequence_multiple
+    if batch.seq_length % unit and fields.seq_length % unit == 0:
+        book.refuse(
+            f"data.seq_length={batch.seq_length} is not a multiple of {unit}, which the layout asks for; choose"
+            f" {-(-batch.seq_length // unit) * unit}"
+        )
+    if batch.seq_length > fields.seq_length and fields.learned_positions:
+        book.refuse(
+            f"data.seq_length={batch.seq_length} is more than the {fields.learned_positions} learned positions of the"
+            " model; make them equal"
+        )
+    if rules.fp8 is not None and rules.fp8.is_on:
+        fp8 = rules.fp8
+        book.attempt(lambda: check_microbatch(fp8, (batch.seq_length, batch.micro_batch_size), layout))
 
 
 @dataclass(frozen=True)
