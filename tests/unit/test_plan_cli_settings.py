@@ -161,7 +161,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "betas": ({MODEL + "recipe": {"betas": [0.9, 0.95, 0.99]}}, "betas=[0.9, 0.95, 0.99]"),
     "activation": (
         {MODEL + "transformer": {**BASE[MODEL + "transformer"], "activation_func": "silux"}},
-        "names no function; give an import path, or for an activation one of gelu, silu",
+        "is not a function; give an import path, or for an activation one of gelu, silu",
     ),
     "scheduler alone": (
         {"lr_scheduler": {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 2}}},
