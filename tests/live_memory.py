@@ -26,7 +26,7 @@ from lightning_mcore import MCoreGPT, MCoreStrategy
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.optimizer.megatron import optimizer_parts
 from lightning_mcore.planning.model import GPTFields
-from lightning_mcore.planning.state_memory import RankMemory, rank_memory
+from lightning_mcore.planning.state_memory import RankMemory, optimizer_of, rank_memory
 from lightning_mcore.strategy.precision import MCorePrecision
 from tests.toy import make_trainer
 
@@ -70,7 +70,7 @@ class LiveRun:
             world_size=self.world,
             precision={"precision": self.precision},
             strategy=self.strategy,
-            optimizer=self.model.get("optimizer", "adamw"),
+            optimizer=optimizer_of(self.model),
             micro_batch_size=self.rows,
             num_microbatches=self.microbatches,
             packed=self.packed,

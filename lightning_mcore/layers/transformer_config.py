@@ -12,6 +12,7 @@ module may do the same.
 import difflib
 import enum
 import importlib
+import traceback
 import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -137,7 +138,8 @@ def build_transformer_config(fields: Mapping[str, Any], owned: Mapping[str, Any]
         try:
             return config_class(**{**DEFAULTS, **given, **owned})
         except (AssertionError, NotImplementedError, ValueError) as error:
-            reason = " ".join(str(error).split())
+            failed = traceback.extract_tb(error.__traceback__)[-1].line  # the text of an assert without words
+            reason = " ".join((str(error) or failed or type(error).__name__).split())
             raise ValueError(f"megatron-core {_MEGATRON} refuses this model: {reason}") from error
 
 

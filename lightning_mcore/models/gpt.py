@@ -12,6 +12,7 @@ A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted: ``
 (``data/packing/best_fit.py``): each sub-sequence then sees itself alone.
 """
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -224,6 +225,13 @@ class MCoreGPT(SpeedLogs):
         if self._trainer is None and flat and "recipe" not in recorded and self.recipe == Recipe():
             self.recipe = Recipe(**flat)
             self.hparams["recipe"] = self.recipe.plain()
+
+    @classmethod
+    def _check_given(cls, given: dict[str, Any]) -> None:
+        """Refuse fields of the recipe that are given one by one."""
+        own = inspect.signature(cls).parameters
+        for name in Recipe().plain().keys() & given.keys() - own.keys():
+            raise ValueError(f"{name} is a field of Recipe; give recipe=Recipe({name}={given[name]!r})")
 
     def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
         """Build one chunk: the embedding where ``pre_process``, the output layer where ``post_process``."""

@@ -72,8 +72,11 @@ T = TypeVar("T")
 _LAYOUT = tuple(field.name for field in dataclass_fields(ParallelLayout))
 _FP8 = tuple(field.name for field in dataclass_fields(FP8Settings))
 _SIZES = ("num_distributed_optimizer_instances", "bucket_size")
-_MISSING = re.compile(r"\binstall\b|\bTE\b|[Tt]ransformer.?[Ee]ngine")
+_MISSING = re.compile(r"\bTE\b")
 """Found in what Megatron says where TransformerEngine is not installed, or not the version that it wants."""
+
+_ASK_TRANSFORMER_ENGINE = ("apply_rope_fusion", "fused_single_qkv_rope", "moe_permute_fusion", "use_te_activation_func")
+"""Fields for which Megatron's config looks for TransformerEngine; those of FP8 are others."""
 
 
 class RuleBook:
@@ -336,7 +339,7 @@ def check_in_megatron(
     owned = rules.megatron_fields()
     if fields.attention is not None:
         owned |= {name: settings[name] for name in ("rotary_base", "rotary_percent")}
-    config: Any = _config(book, fields, owned, device_type)
+    config: Any = _config(book, fields, owned, backend, device_type)
     if config is None:
         return
     book.attempt(lambda: check_fields(config, used, device_type))  # type: ignore[arg-type]
@@ -348,16 +351,31 @@ def check_in_megatron(
         book.attempt(lambda: check_without_transformer_engine(config))
 
 
-def _config(book: RuleBook, fields: GPTFields, owned: Mapping[str, Any], device_type: str) -> Any:
-    """Build Megatron's config; None where Megatron refuses it, or finds a library missing that only GPUs need."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run shows what Megatron warns of
+def _config(book: RuleBook, fields: GPTFields, owned: Mapping[str, Any], backend: str, device_type: str) -> Any:
+    """Build Megatron's config; None where Megatron refuses it.
+
+    Where only TransformerEngine is missing, which a machine with GPUs may have, the config is built without the fields
+    that ask for it, and gets them afterwards, so that all other rules are checked.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run shows what Megatron warns of
+        try:
             return build_transformer_config(fields.transformer, owned)
-    except (ValueError, ImportError, TypeError, AttributeError) as error:
-        if HAVE_TE or device_type != "cuda" or (isinstance(error, ValueError) and not _MISSING.search(str(error))):
-            book.refuse(str(error))
-        return None
+        except (ValueError, ImportError, TypeError, AttributeError) as error:
+            is_missing = not isinstance(error, ValueError) or _MISSING.search(str(error))
+            if HAVE_TE or device_type != "cuda" or backend == "local" or not is_missing:
+                book.refuse(str(error))
+                return None
+        late = {
+            name: value
+            for name, value in {**fields.transformer, **owned}.items()
+            if name.startswith("fp8") or name in _ASK_TRANSFORMER_ENGINE
+        }
+        early = [{name: given[name] for name in given.keys() - late.keys()} for given in (fields.transformer, owned)]
+        config = book.attempt(lambda: build_transformer_config(*early))
+    for name, value in late.items() if config is not None else ():
+        setattr(config, name, value)
+    return config
 
 
 def _check_optimizer(book: RuleBook, rules: PlannedStrategy, settings: Mapping[str, Any]) -> None:

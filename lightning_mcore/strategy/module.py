@@ -120,6 +120,7 @@ class MCoreModule(pl.LightningModule):
             weights_only: As ``torch.load`` takes it.
             kwargs: Hyper-parameters to use instead of those in the checkpoint.
         """
+        cls._check_given(kwargs)
         is_path = isinstance(checkpoint_path, str | Path)
         if is_path and MCoreCheckpointIO.is_directory(checkpoint_path):
             return build_from_checkpoint(cls, checkpoint_path, strict, weights_only, kwargs)
@@ -129,6 +130,10 @@ class MCoreModule(pl.LightningModule):
             if is_path and Path(file).is_file():
                 refuse_code(checkpoint_path, hyper_parameters_of(file, weights_only, kwargs))
             return lightning_loader(file, map_location, hparams_file, strict, weights_only, **kwargs)
+
+    @classmethod
+    def _check_given(cls, given: dict[str, Any]) -> None:
+        """Refuse hyper-parameters for :meth:`load_from_checkpoint` that Lightning would drop without a word."""
 
     def megatron_fields(self) -> dict[str, Any]:
         """Return the ``TransformerConfig`` fields that belong to the strategy and the precision.

@@ -460,7 +460,7 @@ def refuse_what_shards_cannot_do() -> list[str]:
 
 def test_what_sharded_or_overlapped_gradients_and_parameters_cannot_do_is_refused() -> None:
     for owned, sharded, overlapped, several in run_ranks(2, refuse_what_shards_cannot_do):
-        assert owned.startswith("overlap_param_gather=True gathers a parameter when its module is called, and 'scale'")
+        assert owned.startswith("overlap_param_gather=True gathers a parameter when its module is called, but 'scale'")
         assert sharded == overlapped
         assert sharded.startswith("backward ran again before zero_grad()")
         assert several.startswith("configure_optimizers returned 2 optimizers, and overlap_grad_reduce=True needs one")

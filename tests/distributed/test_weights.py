@@ -169,7 +169,7 @@ def test_weights_of_another_model_are_refused_by_name(saved: tuple[str, float], 
     assert "decoder.layers.mlp.linear_fc1.weight ([2, 64, 16] in it, [2, 32, 16] in the model)" in first["width"]
     assert "decoder.layers.mlp.linear_fc1.weight ([2, 64, 16] in it, [4, 64, 16] in the model)" in first["layers"]
     assert first["ranks"] == (
-        "this process is one of 2 connected ranks, and the whole model is loaded in a process of its own; do it in"
+        "this process is one of 2 connected ranks, but the whole model needs a process of its own; use"
         " another script, or start a run from the weights with load_weights(path)"
     )
     for text in (first["names"], first["fit"]):

@@ -154,3 +154,10 @@ def test_a_subclass_that_saves_its_recipe_leaves_plain_data_in_a_checkpoint(tmp_
     torch.save(checkpoint, path)
     read = torch.load(path, weights_only=True)["hyper_parameters"]
     assert WithRate(read["width"], read["recipe"]).recipe == Recipe(learning_rate=0.5)
+
+
+def test_a_field_of_the_recipe_given_alone_when_a_checkpoint_is_loaded_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"^learning_rate is a field of Recipe; give recipe=Recipe\(learning_rate=0\.5\)$"
+    ):
+        MCoreGPT.load_from_checkpoint("last.ckpt", learning_rate=0.5)

@@ -418,3 +418,27 @@ def test_a_hugging_face_model_does_not_fill_fp8_weights(tmp_path: Path) -> None:
         errors = make_plan(settings, 4).errors
         assert any("fp8_param=True is not available for a model that starts from" in e for e in errors) == is_refused
         assert len(errors) == is_refused
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({}, None),
+        ({"moe_token_dispatcher_type": "flex"}, "moe_token_dispatcher_type='flex'"),
+        ({"moe_router_topk": 9}, "moe_router_topk=9 is more than num_moe_experts=4"),
+        ({"moe_permute_fusion": True, "moe_router_topk": 9}, "moe_router_topk=9 is more than num_moe_experts=4"),
+        ({"fine_grained_activation_offloading": True}, "refuses this model: assert "),
+    ],
+)
+def test_a_model_in_fp8_for_gpus_is_checked_where_transformer_engine_is_missing(
+    fields: dict[str, Any], sentence: str | None
+) -> None:
+    sizes = {"hidden_size": 64, "ffn_hidden_size": 64, "moe_ffn_hidden_size": 64}
+    settings = run_with(
+        {**sizes, **fields},
+        precision={"precision": "bf16-mixed", "fp8_recipe": "delayed"},
+        trainer={"accelerator": "gpu", "devices": 1},
+        base=MOE,
+    )
+    errors = make_plan(settings, 1).errors
+    assert [sentence is not None and sentence in error for error in errors] == ([True] if sentence else [])

@@ -452,18 +452,18 @@ AFTER_BUILDING: dict[str, Case] = {
     "config-tp": Case(
         module=partial(OtherConfig, tensor_model_parallel_size=2),
         error=ValueError,
-        message=f"TransformerConfig has {TP}=2, MCoreStrategy .* mean {TP}=1",
+        message=f"TransformerConfig has {TP}=2 but MCoreStrategy .* need {TP}=1",
     ),
     "config-pp": Case(
         strategy={PP: 2},
         module=partial(OtherConfig, pipeline_model_parallel_size=1),
         error=ValueError,
-        message=f"TransformerConfig has {PP}=1, MCoreStrategy .* mean {PP}=2",
+        message=f"TransformerConfig has {PP}=1 but MCoreStrategy .* need {PP}=2",
     ),
     "config-dtype": Case(
         module=partial(OtherConfig, params_dtype=torch.bfloat16, bf16=True),
         error=ValueError,
-        message="TransformerConfig has bf16=True, .* mean bf16=False",
+        message="TransformerConfig has bf16=True but .* need bf16=False",
     ),
     "config-bf16": Case(
         trainer={"precision": "bf16-mixed"},

@@ -3,7 +3,7 @@
 
 The class that takes the settings raises the first sentence; ``lightning-mcore plan`` lists them all. A rule stands here
 once. Rules within one part stay with it: a layout (``config/layout.py``), FP8 (``config/fp8.py``), the loss scale
-(``config/fp16.py``), the optimizer's options (``optimizer/options.py``).
+(``config/fp16.py``), the optimizer's options (``optimizer/rules.py``).
 """
 
 from collections.abc import Iterable
