@@ -2,6 +2,7 @@
 """LightningCLI files as :class:`RunSettings`: parsed as ``lightning-mcore fit`` parses them, and not instantiated."""
 
 import argparse
+import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -94,6 +95,7 @@ def settings_of_lightning(
         pretrained = {"class_path": "lightning_mcore.MCoreGPT.from_pretrained", "init_args": {"path": model, **kept}}
         flat.append({"model": pretrained})
         paths = [*paths, str(paths[-1])]
+    elsewhere = _take_data_of_elsewhere(flat)
     values = _Reader(flat, paths, [f"--{key}={text}" for key, text in overrides]).values
     trainer = _changed(values["trainer"], of_trainer())
     strategy, plugin = _strategy(trainer)
@@ -102,8 +104,27 @@ def settings_of_lightning(
         precision=_precision(trainer, plugin),
         model=_with_optimizer(_model(values["model"], " and ".join(paths)), values),
         trainer={name: value for name, value in trainer.items() if name not in _NOT_OF_THE_RUN},
-        data=_data(values.get("data")),
+        data=_data(values.get("data")) | elsewhere,
     )
+
+
+def _take_data_of_elsewhere(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Take out data whose class this machine does not have, and return its sizes; nothing else of it is planned."""
+    sizes: dict[str, Any] = {}
+    for document in documents:
+        data = document.get("data")
+        path = data.get("class_path") if isinstance(data, Mapping) else None
+        if isinstance(path, str) and "." in path and not _can_be_found(path.rpartition(".")[0]):
+            arguments = document.pop("data").get("init_args") or {}
+            sizes |= {name: arguments[name] for name in _OF_DATA if name in arguments}
+    return sizes
+
+
+def _can_be_found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _without_command(document: Mapping[str, Any]) -> dict[str, Any]:

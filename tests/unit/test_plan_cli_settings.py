@@ -77,6 +77,12 @@ QUOTED: dict[str, tuple[dict[str, Any], str, str, Any]] = {
     "accumulation": ({"trainer.accumulate_grad_batches": "8"}, "trainer", "accumulate_grad_batches", 8),
     "nodes": ({"trainer.num_nodes": "2"}, "trainer", "num_nodes", 2),
     "null": ({STRATEGY + "tp_comm_overlap_cfg": "null"}, "strategy", "tp_comm_overlap_cfg", None),
+    "of data elsewhere": (
+        {"data": {"class_path": "elsewhere.Data", "init_args": {"batch_size": 3}}},
+        "data",
+        "batch_size",
+        3,
+    ),
     "of own data": ({"data": {"class_path": "mine.Data", "init_args": {"batch_size": "3"}}}, "data", "batch_size", 3),
 }
 
