@@ -27,6 +27,7 @@ import functools
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -302,11 +303,27 @@ def _do_nothing() -> None:
     """Stand in for a rank: the fork server starts, and imports, at the first process."""
 
 
+def free_port() -> int:
+    """Return a port that nobody listens on, and that the kernel gives to nobody who asks for any port.
+
+    A rank that listens after ten seconds of imports would find a port of the kernel's own range taken by one of the
+    connections that other tests open meanwhile.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
+def program_environment() -> dict[str, str]:
+    """Return the variables for a program that starts its own ranks, free of those of any launcher around the tests."""
+    foreign = ("PL_", "SLURM_", "MASTER_", "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    return {**kept, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
+
+
 def _common_environment(world_size: int) -> dict[str, str]:
     """Return the variables that all ranks share."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     return {
         "WORLD_SIZE": str(world_size),
@@ -314,7 +331,7 @@ def _common_environment(world_size: int) -> dict[str, str]:
         "NODE_RANK": "0",
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),  # for a rank that opens a group itself; the launcher's own meets at a file
+        "MASTER_PORT": str(free_port()),  # for a rank that opens a group itself; the launcher's own meets at a file
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",

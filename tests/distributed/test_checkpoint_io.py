@@ -36,7 +36,7 @@ from lightning_mcore.checkpoint.io import CONTENT_METADATA, MANIFEST, RANK_STATE
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.parallel.groups import close_process_groups, open_process_groups
-from tests.ranks import run_ranks
+from tests.ranks import program_environment, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -549,7 +549,7 @@ trainer.fit(Net(), torch.utils.data.DataLoader(torch.ones(16, 4), batch_size=2))
 
 
 def run_script(script: Path) -> str:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PL_")}
+    environment = program_environment()
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         [sys.executable, str(script)],

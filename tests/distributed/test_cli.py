@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from tests.hf_models import save_tiny
+from tests.ranks import program_environment
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240.0
@@ -96,15 +97,10 @@ def folder(tmp_path: Path) -> Path:
 
 def lightning_mcore(folder: Path, *arguments: str, program: Sequence[str] = SCRIPT) -> tuple[int, str, str]:
     """Run the command in ``folder``; return its exit code, what it printed and what it complained about."""
-    foreign = ("PL_", "SLURM_", "MASTER_", "TORCHELASTIC_")
-    alone = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK")
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(foreign) and name not in alone
-    }
     process = subprocess.Popen(
         [*program, *arguments],
         cwd=folder,
-        env={**environment, "OMP_NUM_THREADS": "1"},
+        env=program_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -20,7 +20,7 @@ from lightning_mcore.models.recipe import Recipe
 from tests.factory_files import LLAMA3, QWEN3_MOE, losses, rows, write_run
 from tests.hf_models import tiny_folder
 from tests.parity.hf_training import LENGTH, text
-from tests.ranks import run_ranks
+from tests.ranks import program_environment, run_ranks
 from tests.toy import make_trainer
 
 pytestmark = pytest.mark.distributed
@@ -203,7 +203,8 @@ def test_the_command_starts_its_own_ranks(tmp_path: Path) -> None:
     file = write_run(tmp_path, LLAMA3)
     words = [file, "tensor_model_parallel_size=2", "max_steps=2", "disable_tqdm=true", "--accelerator", "cpu"]
     program = [sys.executable, "-W", "ignore", "-m", "lightning_mcore.cli", "llamafactory", *words]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=240, check=False)
+    environment = program_environment()
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "layout: tp2 pp1 cp1 dp1" in done.stdout
     assert len(losses(tmp_path)) == 2

@@ -30,7 +30,7 @@ from lightning_mcore.layers.transformer_config import build_transformer_config
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.parameters import model_parameters
 from lightning_mcore.planning.state_memory import rank_memory
-from tests.ranks import run_ranks
+from tests.ranks import program_environment, run_ranks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -41,8 +41,7 @@ SECONDS = 240.0  # a run takes 15 to 30 on two free cores
 
 def run_example(script: str, *arguments: str, folder: Path) -> str:
     """Run a script of the examples in ``folder`` and return what it printed; its ranks end with it."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PL_")}
-    environment |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    environment = program_environment() | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         [sys.executable, str(EXAMPLES / script), *arguments],
         cwd=folder,

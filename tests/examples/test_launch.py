@@ -8,13 +8,14 @@ with the variables that SLURM sets.
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.ranks import free_port, program_environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SECONDS = 240.0  # a run takes 15 to 30 on two free cores
@@ -31,27 +32,14 @@ wait "${tasks[0]}" && wait "${tasks[1]}"
 """
 
 
-def free_port() -> int:
-    """Return a port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @contextlib.contextmanager
 def started(script: str, folder: Path, *arguments: str, **variables: str) -> Iterator["subprocess.Popen[str]"]:
     """Start a script whose run writes into ``folder``; every process of it ends with the block."""
-    foreign = ("PL_", "SLURM_", "MASTER_", "TORCHELASTIC_")
-    alone = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK")
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(foreign) and name not in alone
-    }
     path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     process = subprocess.Popen(
         [str(EXAMPLES / script), "configs/cpu_tiny.yaml", *SHORT, *own_folder(folder), *arguments],
         cwd=folder,
-        env={**environment, "PATH": path, "OMP_NUM_THREADS": "1", **variables},
+        env={**program_environment(), "PATH": path, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -115,7 +103,6 @@ def test_two_tasks_of_slurm(tmp_path: Path) -> None:
         "SLURM_NTASKS": "2",
         "SLURM_NTASKS_PER_NODE": "1",
         "SLURM_NODELIST": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
     }
     with started("launch_slurm.sh", tmp_path, **slurm) as process:
         output = end_of(process)

@@ -135,10 +135,12 @@ def test_a_hang_fails_at_the_timeout_with_the_stack_of_every_stuck_rank() -> Non
 
 def _die(signal_number: int | None, exit_code: int) -> str:
     if dist.get_rank() == 0:
+        dist.recv(torch.zeros(1), src=1)  # rank 1 has its group: nothing but the function can notice the end
         if signal_number is None:
             os._exit(exit_code)
         os.kill(os.getpid(), signal_number)
     try:
+        dist.send(torch.zeros(1), dst=0)
         dist.recv(torch.zeros(1), src=0)
     except RuntimeError:
         return "noticed"
