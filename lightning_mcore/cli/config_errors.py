@@ -26,30 +26,74 @@ _OF_A_CLASS = ("class_path", "init_args", "dict_kwargs")
 _CLASSES = ("model", "data", "optimizer", "lr_scheduler")  # keys of the top whose value is a class
 
 
-def explain(parser: Any, arguments: Sequence[str], message: str) -> str:
+def explain(parser: Any, arguments: Sequence[str], message: str, documents: Sequence[Mapping[str, Any]] = ()) -> str:
     """Return what is wrong, as one sentence.
 
     Args:
         parser: The parser of the command, a ``LightningArgumentParser``.
         arguments: The words that it was given.
         message: Its own message.
+        documents: Files that come before the words and were read already.
     """
-    roots = {name.removeprefix("--").partition(".")[0]: name for name in parser._option_string_actions}
     try:
-        settings = _read(parser, arguments)
-        fault = _fault_at_the_top(settings, roots)
+        fault = _fault_at_the_top(_read(parser, arguments, documents), _roots(parser))
     except ValueError as error:
         return str(error)
     return fault or on_one_line(message)
 
 
-def _read(parser: Any, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the files and arguments as one tree of plain data.
+def dropped_key(
+    parser: Any, arguments: Sequence[str], parsed: Mapping[str, Any], documents: Sequence[Mapping[str, Any]] = ()
+) -> str | None:
+    """Return what is wrong with an unknown key that holds an empty mapping, because jsonargparse drops it in silence.
+
+    Args:
+        parser: The parser of the command, a ``LightningArgumentParser``.
+        arguments: The words that it was given and accepted.
+        parsed: What it made of them, as plain data.
+        documents: Files that come before the words and were read already.
+
+    Returns:
+        A sentence; None if there is no such key.
+    """
+    try:
+        settings = _read(parser, arguments, documents)
+    except ValueError:
+        return None  # jsonargparse accepts more ways to give a value
+    return _dropped(settings, {**dict.fromkeys(_roots(parser)), **parsed}, "key")
+
+
+def _dropped(settings: Mapping[str, Any], parsed: Mapping[str, Any], what: str) -> str | None:
+    arguments = parsed.get("init_args")
+    known = {**parsed, **arguments} if isinstance(arguments, Mapping) else parsed
+    for name, value in settings.items():
+        if name not in known and name not in _OF_A_CLASS and _holds_nothing(value):
+            return unknown_name(what, name, known)
+        inner = known.get(name)
+        if isinstance(value, Mapping) and isinstance(inner, Mapping):
+            below = what if name == "init_args" else f"key of {name}" if what == "key" else f"{what}.{name}"
+            if fault := _dropped(value, inner, below):
+                return fault
+    return None
+
+
+def _holds_nothing(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(map(_holds_nothing, value.values()))
+
+
+def _roots(parser: Any) -> list[str]:
+    return [name.removeprefix("--").partition(".")[0] for name in parser._option_string_actions]
+
+
+def _read(parser: Any, arguments: Sequence[str], documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return files and arguments as one tree of plain data.
 
     Raises:
         ValueError: An option or a file is wrong.
     """
     settings: dict[str, Any] = {}
+    for document in documents:
+        _merge(settings, document)
     for name, value in _options(arguments):
         if name in _CONFIG:
             _merge(settings, _load(value))
@@ -103,8 +147,9 @@ def _plain(value: str) -> Any:
 
 def _merge(settings: dict[str, Any], other: Mapping[str, Any]) -> None:
     for name, value in other.items():
-        if isinstance(value, Mapping) and isinstance(settings.get(name), dict):
-            _merge(settings[name], value)
+        if isinstance(value, Mapping):
+            inner = settings[name] = settings[name] if isinstance(settings.get(name), dict) else {}
+            _merge(inner, value)
         else:
             settings[name] = value
 
@@ -121,7 +166,7 @@ def _put(settings: dict[str, Any], path: list[str], value: Any) -> None:
     place[path[-1]] = value
 
 
-def _fault_at_the_top(settings: Mapping[str, Any], roots: Mapping[str, Any]) -> str | None:
+def _fault_at_the_top(settings: Mapping[str, Any], roots: Sequence[str]) -> str | None:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler

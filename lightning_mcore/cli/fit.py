@@ -11,7 +11,7 @@ import argparse
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -22,7 +22,7 @@ from lightning.pytorch.cli import LightningCLI, instantiate_class
 
 from lightning_mcore.checkpoint.weights import hyper_parameters_of, refuse_code
 from lightning_mcore.cli.command import refused
-from lightning_mcore.cli.config_errors import explain, on_one_line
+from lightning_mcore.cli.config_errors import dropped_key, explain, on_one_line
 from lightning_mcore.cli.guard import Beginning, guarded
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.data.pretraining.datamodule import MCorePretrainingData
@@ -66,12 +66,9 @@ class TrainingCLI(LightningCLI):
             super().parse_arguments(parser, args)
             return
         given: list[str] = sys.argv[1:] if args is None else args
-        try:
-            self.config = parser.parse_args(given)
-        except argparse.ArgumentError as error:
-            command = given[0] if given else ""
-            asked = self._subcommand_parsers.get(command, parser) if hasattr(self, "_subcommand_parsers") else parser
-            raise ValueError(explain(asked, given if asked is parser else given[1:], str(error))) from error
+        command = given[0] if given else ""
+        asked = self._subcommand_parsers.get(command, parser) if hasattr(self, "_subcommand_parsers") else parser
+        self.config = parse(parser, given, asked, given if asked is parser else given[1:])
 
     def _parse_ckpt_path(self) -> None:
         """Refuse a checkpoint that names code, before its hyper-parameters become arguments of the model.
@@ -164,6 +161,31 @@ def run(arguments: Sequence[str]) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # class_path finds a module of this folder, as with python -m
     return guarded(lambda beginning: train(arguments, beginning))
+
+
+def parse(
+    parser: Any, given: list[str], asked: Any, words: Sequence[str], documents: Sequence[Mapping[str, Any]] = ()
+) -> Any:
+    """Return what jsonargparse makes of a command line.
+
+    Args:
+        parser: Lightning's parser.
+        given: The command line.
+        asked: The parser of its command.
+        words: What follows the command.
+        documents: Files that come before the words and were read already.
+
+    Raises:
+        ValueError: Something is wrong with it; one sentence.
+    """
+    try:
+        config = parser.parse_args(given)
+    except argparse.ArgumentError as error:
+        raise ValueError(explain(asked, words, str(error), documents)) from error
+    parsed = config if asked is parser else config[given[0]]
+    if fault := dropped_key(asked, words, parsed.as_dict(), documents):
+        raise ValueError(fault)
+    return config
 
 
 def refuse_lone_scheduler(optimizer: Any, scheduler: Any) -> None:

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """LightningCLI files as :class:`RunSettings`: parsed as ``lightning-mcore fit`` parses them, and not instantiated."""
 
-import argparse
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from lightning_mcore.cli.config_errors import explain
-from lightning_mcore.cli.fit import TrainingCLI, refuse_lone_scheduler
+from lightning_mcore.cli.fit import TrainingCLI, parse, refuse_lone_scheduler
 from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.trainer import precision_faults
 from lightning_mcore.config.run import RunSettings
@@ -28,9 +26,9 @@ _SHORT_PRECISIONS = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 class _Reader(TrainingCLI):
     """Parses, and does nothing of what follows."""
 
-    def __init__(self, documents: Sequence[Mapping[str, Any]], shown: Sequence[str], words: Sequence[str]) -> None:
+    def __init__(self, documents: Sequence[Mapping[str, Any]], words: list[str]) -> None:
         self._command = next((_OF_OTHER_COMMANDS[key] for key in _OF_OTHER_COMMANDS if key in documents[-1]), "fit")
-        self._shown = [*(f"--config={path}" for path in shown), *words]
+        self._documents, self._words = documents, words
         given = [*(f"--config={json.dumps(document)}" for document in documents), *words]
         quiet = {"exit_on_error": False}
         super().__init__(args=[self._command, *given], parser_kwargs={**quiet, self._command: dict(quiet)})
@@ -41,11 +39,7 @@ class _Reader(TrainingCLI):
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
         """Parse, and say what is wrong in terms of the files."""
-        try:
-            self.config = parser.parse_args(args)
-        except argparse.ArgumentError as error:
-            sub = self._subcommand_parsers[self._command]
-            raise ValueError(explain(sub, self._shown, str(error))) from error
+        self.config = parse(parser, args, self._subcommand_parsers[self._command], self._words, self._documents)
 
     @property
     def values(self) -> dict[str, Any]:
@@ -94,15 +88,14 @@ def settings_of_lightning(
         overrides = [(key, text) for key, text in overrides if key.partition(".")[0] != "model"]
         pretrained = {"class_path": "lightning_mcore.MCoreGPT.from_pretrained", "init_args": {"path": model, **kept}}
         flat.append({"model": pretrained})
-        paths = [*paths, str(paths[-1])]
     elsewhere = _take_data_of_elsewhere(flat)
-    values = _Reader(flat, paths, [f"--{key}={text}" for key, text in overrides]).values
+    values = _Reader(flat, [f"--{key}={text}" for key, text in overrides]).values
     trainer = _changed(values["trainer"], of_trainer())
     strategy, plugin = _strategy(trainer)
     return RunSettings(
         strategy=strategy,
         precision=_precision(trainer, plugin),
-        model=_with_optimizer(_model(values["model"], " and ".join(paths)), values),
+        model=_with_optimizer(_model(values["model"], " and ".join(dict.fromkeys(paths))), values),
         trainer={name: value for name, value in trainer.items() if name not in _NOT_OF_THE_RUN},
         data=_data(values.get("data")) | elsewhere,
     )

@@ -177,6 +177,10 @@ def _in_file(change: Callable[[dict[str, Any]], Any]) -> str:
 
 
 FILES: dict[str, tuple[str, str]] = {
+    "an empty key": (
+        _in_file(lambda all: all.update(modle={})),
+        "unknown key 'modle'; did you mean 'model'?",
+    ),
     "a key": (_in_file(lambda all: all.update(modle=1)), "unknown key 'modle'; did you mean 'model'?"),
     "of the trainer": (
         _in_file(lambda all: all["trainer"].update(max_stepps=1)),

@@ -173,6 +173,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"lr_scheduler": {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 2}}},
         "without optimizer",
     ),
+    "empty key at the top": ({"trainr": {}}, "unknown key 'trainr'; did you mean 'trainer'?"),
+    "empty keys at the top": ({"trainr.devices": {}}, "unknown key 'trainr'; did you mean 'trainer'?"),
+    "empty key of the trainer": ({"trainer.loger": {}}, "unknown key of trainer 'loger'; did you mean 'logger'?"),
+    "empty key of the model": (
+        {MODEL + "recip": {}},
+        "unknown key of model 'recip'; did you mean 'recipe'?",
+    ),
     "two recipes": (
         {"optimizer": {"class_path": "torch.optim.AdamW"}, MODEL + "recipe": {"learning_rate": 0.5}},
         "model.recipe.learning_rate=0.5",
@@ -187,6 +194,19 @@ def test_what_fit_refuses_plan_refuses(name: str, tmp_path: Path, capsys: pytest
     assert code == 2
     assert sentence in " ".join((text + error).split())
     assert "Traceback" not in error
+
+
+def test_a_wrong_key_below_the_name_of_a_command_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "fit.json"
+    path.write_text(json.dumps({"fit": document(**{"trainer.devicess": 2})}), encoding="utf-8")
+    code, _, error = printed(capsys, str(path))
+    assert code == 2
+    assert "unknown key of trainer 'devicess'; did you mean 'devices'?" in error
+
+
+def test_empty_mappings_of_known_keys_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {STRATEGY + "ddp_config": {}, MODEL + "recipe": {}, "model.dict_kwargs": {}}
+    assert printed(capsys, json_file(tmp_path, **changes))[0] == 0
 
 
 def test_the_base_of_this_table_is_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
