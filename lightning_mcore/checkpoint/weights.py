@@ -9,7 +9,7 @@
 import sys
 import warnings
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,6 +60,7 @@ def build_from_checkpoint(
     strict: bool | None = None,
     weights_only: bool | None = None,
     hyper_parameters: Mapping[str, Any] | None = None,
+    check: Callable[[str, Mapping[str, Any]], None] | None = None,
 ) -> _M:
     """Make a module from a sharded checkpoint, with the whole model in this process.
 
@@ -72,6 +73,7 @@ def build_from_checkpoint(
         strict: Whether names must agree; the module's ``strict_loading`` by default.
         weights_only: As for ``torch.load``; applies to Lightning's state.
         hyper_parameters: Values to use instead of those in the checkpoint.
+        check: Gets the path and the values in the checkpoint, and may refuse them.
 
     Raises:
         FileNotFoundError: There is nothing at ``path``.
@@ -79,7 +81,7 @@ def build_from_checkpoint(
         ValueError: It is not such a checkpoint, or it is of another model.
     """
     with single_process():
-        return _build(cls, str(path), strict, weights_only, dict(hyper_parameters or {}))
+        return _build(cls, str(path), strict, weights_only, dict(hyper_parameters or {}), check)
 
 
 def hyper_parameters_of(path: str | Path, weights_only: bool | None, given: Collection[str] = ()) -> dict[str, Any]:
@@ -142,11 +144,20 @@ def _is_imported(class_path: Any) -> bool:
     return hasattr(getattr(sys.modules.get(above), owner, None), name)
 
 
-def _build(cls: type[_M], path: str, strict: bool | None, weights_only: bool | None, arguments: dict[str, Any]) -> _M:
+def _build(
+    cls: type[_M],
+    path: str,
+    strict: bool | None,
+    weights_only: bool | None,
+    arguments: dict[str, Any],
+    check: Callable[[str, Mapping[str, Any]], None] | None,
+) -> _M:
     io = MCoreCheckpointIO()
     state: dict[str, Any] = dict(_pl_migrate_checkpoint(io.load_checkpoint(path, weights_only=weights_only), path))
     recorded = state.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
     refuse_code(path, {name: value for name, value in recorded.items() if name not in arguments})
+    if check is not None:
+        check(path, recorded)
     hyper_parameters = {**recorded, **arguments}
     lightning_state = {**state, cls.CHECKPOINT_HYPER_PARAMS_KEY: hyper_parameters}
     outside = lightning_state["state_dict"]

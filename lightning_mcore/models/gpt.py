@@ -13,10 +13,12 @@ A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted: ``
 """
 
 import inspect
-from types import SimpleNamespace
+from collections.abc import Mapping, Sequence
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.parsing import AttributeDict
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -45,6 +47,10 @@ from lightning_mcore.models.speed import SpeedLogs
 from lightning_mcore.parallel.groups import process_group
 
 Batch = dict[str, Tensor]
+
+
+def _with_plain_recipes(saved: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.plain() if isinstance(value, Recipe) else value for name, value in saved.items()}
 
 
 class MCoreGPT(SpeedLogs):
@@ -107,9 +113,8 @@ class MCoreGPT(SpeedLogs):
     ) -> None:
         super().__init__()
         self.recipe = Recipe.of(recipe)
-        recipe = self.recipe.plain()  # type: ignore[assignment]  # so that it is plain data which is saved
         self.save_hyperparameters()
-        self.hparams["recipe"] = recipe  # also of a subclass that has an argument of this name
+        self.hparams["recipe"] = self.recipe.plain()  # also of a subclass that has an argument of this name
         for name in ("vocab_size", "seq_length", "make_vocab_size_divisible_by"):
             require_size(name, self.hparams[name])
         self.vocab_size = vocab_size
@@ -211,11 +216,30 @@ class MCoreGPT(SpeedLogs):
         """Whether the weights come from a checkpoint of a run."""
         return self._trainer is not None and self._trainer.ckpt_path is not None
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the recipe as plain data, also where a subclass called ``save_hyperparameters()`` itself."""
-        kept = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})
-        if isinstance(kept.get("recipe"), Recipe):
-            kept["recipe"] = kept["recipe"].plain()
+    def save_hyperparameters(
+        self,
+        *args: Any,
+        ignore: Sequence[str] | str | None = None,
+        frame: FrameType | None = None,
+        logger: bool = True,
+    ) -> None:
+        """Save arguments as Lightning does, a :class:`Recipe` among them as plain data.
+
+        Args:
+            args: Names of arguments, or values to save; all arguments without them.
+            ignore: Names of arguments to leave out.
+            frame: Frame of the constructor; the caller's by default.
+            logger: Whether the logger gets them.
+        """
+        current = inspect.currentframe()
+        frame = frame if frame is not None or current is None else current.f_back
+        super().save_hyperparameters(*args, ignore=ignore, frame=frame, logger=logger)
+        self.hparams.update(_with_plain_recipes(self.hparams))
+
+    @property
+    def hparams_initial(self) -> AttributeDict:
+        """What was saved of the constructor's arguments, as loggers get it; a recipe as plain data."""
+        return AttributeDict(_with_plain_recipes(super().hparams_initial))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Leave the weights to the checkpoint; read a recipe whose fields are hyper-parameters of their own."""
@@ -227,11 +251,23 @@ class MCoreGPT(SpeedLogs):
             self.hparams["recipe"] = self.recipe.plain()
 
     @classmethod
-    def _check_given(cls, given: dict[str, Any]) -> None:
+    def _check_given(cls, given: Mapping[str, Any]) -> None:
         """Refuse fields of the recipe that are given one by one."""
         own = inspect.signature(cls).parameters
         for name in Recipe().plain().keys() & given.keys() - own.keys():
             raise ValueError(f"{name} is a field of Recipe; give recipe=Recipe({name}={given[name]!r})")
+
+    @classmethod
+    def _check_recorded(cls, path: str, recorded: Mapping[str, Any]) -> None:
+        """Refuse fields of the recipe as hyper-parameters of their own where the constructor would be given them."""
+        own = inspect.signature(cls).parameters
+        flat = [name for name in Recipe().plain() if name in recorded and name not in own]
+        takes_any = any(given.kind is given.VAR_KEYWORD for given in own.values())
+        if flat and takes_any and "recipe" not in recorded:
+            raise ValueError(
+                f"{path} was saved when {flat[0]} was an argument of MCoreGPT, and {cls.__name__} would pass it on with"
+                " its **kwargs; make the module yourself and call load_weights(path) in its configure_model()"
+            )
 
     def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
         """Build one chunk: the embedding where ``pre_process``, the output layer where ``post_process``."""

@@ -12,6 +12,7 @@ transformers.
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
@@ -113,8 +114,8 @@ class Recipe:
         return cls(**given)
 
     def plain(self) -> dict[str, Any]:
-        """Return all fields as plain data, which :meth:`of` reads back."""
-        return dataclasses.asdict(self)
+        """Return all fields as plain data, as YAML has it; :meth:`of` reads it back."""
+        return {**dataclasses.asdict(self), "betas": [*self.betas]}
 
     def check_unused(self) -> None:
         """Refuse settings beside an ``optimizer:`` of a LightningCLI file, which takes the place of the recipe.
@@ -218,17 +219,14 @@ class Recipe:
         return scheduler
 
     def _check_types(self) -> None:
-        object.__setattr__(self, "betas", tuple(self.betas))  # YAML has lists
-        if len(self.betas) != 2:
-            raise ValueError(f"betas={self.betas} are not two numbers; give two, such as (0.9, 0.95)")
-        numbers = ("learning_rate", "min_learning_rate", "weight_decay", "eps", "sgd_momentum")
-        values = {
-            **{name: getattr(self, name) for name in numbers},
-            **{f"betas[{i}]": b for i, b in enumerate(self.betas)},
-        }
-        for name, value in values.items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"{name}={value!r} is not a number; give one")
+        betas = tuple(_number(f"betas[{i}]", beta) for i, beta in enumerate(self.betas))  # YAML has lists
+        if len(betas) != 2:
+            raise ValueError(f"betas={betas} are not two numbers; give two, such as (0.9, 0.95)")
+        object.__setattr__(self, "betas", betas)
+        for name in ("learning_rate", "min_learning_rate", "weight_decay", "eps", "sgd_momentum"):
+            object.__setattr__(self, name, _number(name, getattr(self, name)))
+        warmup = _number("warmup_steps", self.warmup_steps, "steps, or a share of all steps below 1")
+        object.__setattr__(self, "warmup_steps", warmup)
 
     def _check_schedule(self) -> None:
         peak, least, course = self.learning_rate, self.min_learning_rate, self.lr_scheduler_type
@@ -247,8 +245,6 @@ class Recipe:
 
     def _check_warmup(self) -> None:
         warmup = self.warmup_steps
-        if isinstance(warmup, bool) or not isinstance(warmup, int | float):
-            raise TypeError(f"warmup_steps={warmup!r} is not a number; give steps, or a share of all steps below 1")
         if warmup < 0:
             raise ValueError(f"warmup_steps={warmup} is too small; choose 0 or more")
         if warmup >= 1 and warmup != int(warmup):
@@ -260,6 +256,19 @@ class Recipe:
                 f"warmup_steps={warmup} with lr_scheduler_type='constant', which has no warm-up; choose"
                 " 'constant_with_warmup', or 0"
             )
+
+
+def _number(name: str, value: Any, advice: str = "one") -> float:
+    """Return a Python number, also of one of numpy or of a tensor of no dimensions; an int stays one.
+
+    Raises:
+        TypeError: It is not a number.
+    """
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}={value!r} is not a number; give {advice}")
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def warmup_cosine(step: int, warmup_steps: int, total_steps: float, least: float) -> float:

@@ -10,6 +10,7 @@ Under a strategy that is not ours the model is built whole, and the class runs a
 """
 
 import contextlib
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -123,17 +124,23 @@ class MCoreModule(pl.LightningModule):
         cls._check_given(kwargs)
         is_path = isinstance(checkpoint_path, str | Path)
         if is_path and MCoreCheckpointIO.is_directory(checkpoint_path):
-            return build_from_checkpoint(cls, checkpoint_path, strict, weights_only, kwargs)
+            return build_from_checkpoint(cls, checkpoint_path, strict, weights_only, kwargs, cls._check_recorded)
         lightning_loader = super().load_from_checkpoint
         checked = checked_file(str(checkpoint_path)) if is_path else contextlib.nullcontext(checkpoint_path)
         with single_process(), checked as file:
             if is_path and Path(file).is_file():
-                refuse_code(checkpoint_path, hyper_parameters_of(file, weights_only, kwargs))
+                recorded = hyper_parameters_of(file, weights_only, kwargs)
+                refuse_code(checkpoint_path, recorded)
+                cls._check_recorded(str(checkpoint_path), recorded)
             return lightning_loader(file, map_location, hparams_file, strict, weights_only, **kwargs)
 
     @classmethod
-    def _check_given(cls, given: dict[str, Any]) -> None:
+    def _check_given(cls, given: Mapping[str, Any]) -> None:
         """Refuse hyper-parameters for :meth:`load_from_checkpoint` that Lightning would drop without a word."""
+
+    @classmethod
+    def _check_recorded(cls, path: str, recorded: Mapping[str, Any]) -> None:
+        """Refuse hyper-parameters in a checkpoint that the constructor does not take."""
 
     def megatron_fields(self) -> dict[str, Any]:
         """Return the ``TransformerConfig`` fields that belong to the strategy and the precision.

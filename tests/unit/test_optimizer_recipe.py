@@ -2,12 +2,17 @@
 """The optimizer of ``MCoreGPT`` and the course of its learning rate, by name."""
 
 import math
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
+import yaml
+from lightning.pytorch.core.saving import save_hparams_to_yaml
 from torch import nn
 
 from lightning_mcore import MCoreGPT, Recipe
@@ -115,10 +120,26 @@ def test_options_that_the_course_does_not_take_are_refused() -> None:
 
 
 def test_what_is_not_a_number_is_refused() -> None:
-    with pytest.raises(TypeError, match="learning_rate='1e-3' is not a number"):
+    with pytest.raises(TypeError, match=r"learning_rate='1e-3' is not a number"):
         Recipe(learning_rate=cast(Any, "1e-3"))
     with pytest.raises(TypeError, match=r"recipe=0\.1 is not a Recipe"):
         Recipe.of(cast(Any, 0.1))
+
+
+@pytest.mark.parametrize("rate", [np.float32(0.25), np.array(0.25), torch.tensor(0.25), Fraction(1, 4)])
+def test_numbers_of_other_libraries_become_pythons(rate: Any) -> None:
+    recipe = Recipe(learning_rate=rate, betas=(rate, 0.5), warmup_steps=cast(Any, np.int64(3)))
+    assert recipe == Recipe(learning_rate=0.25, betas=(0.25, 0.5), warmup_steps=3)
+    assert type(recipe.learning_rate) is type(recipe.betas[0]) is float
+    assert type(recipe.warmup_steps) is int
+
+
+@pytest.mark.parametrize("rate", [True, np.bool_(True), torch.tensor(True), torch.tensor([0.25]), 1j, None])
+def test_other_values_are_not_numbers(rate: Any) -> None:
+    with pytest.raises(TypeError, match=r"learning_rate=.* is not a number; give one"):
+        Recipe(learning_rate=rate)
+    with pytest.raises(TypeError, match=r"warmup_steps=.* is not a number; give steps"):
+        Recipe(warmup_steps=rate)
 
 
 def test_a_recipe_is_read_back_from_plain_data() -> None:
@@ -137,23 +158,66 @@ def test_hyper_parameters_that_name_the_fields_of_a_recipe_alone_are_read() -> N
     assert module.recipe.learning_rate == 0.5
 
 
+SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+
+
 class WithRate(MCoreGPT):
     """Saves its own arguments, as a user's subclass may."""
 
-    def __init__(self, width: int, recipe: Recipe = Recipe()) -> None:
-        sizes = {"num_layers": 2, "hidden_size": width, "num_attention_heads": 2}
-        super().__init__(vocab_size=100, seq_length=16, transformer=sizes, recipe=recipe)
+    def __init__(self, note: int, recipe: Recipe = Recipe()) -> None:
+        super().__init__(vocab_size=100, seq_length=16, transformer=SIZES, recipe=recipe)
         self.save_hyperparameters()
 
 
-def test_a_subclass_that_saves_its_recipe_leaves_plain_data_in_a_checkpoint(tmp_path: Path) -> None:
-    module = WithRate(16, Recipe(learning_rate=0.5))
-    checkpoint = {"hyper_parameters": dict(module.hparams)}
-    module.on_save_checkpoint(checkpoint)
+class WithOtherName(MCoreGPT):
+    """Names the recipe otherwise, and saves it by that name."""
+
+    def __init__(self, course: Recipe) -> None:
+        super().__init__(vocab_size=100, seq_length=16, transformer=SIZES, recipe=course)
+        self.save_hyperparameters("course")
+
+
+class WithAnyArguments(MCoreGPT):
+    """Passes on what it does not know."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+
+
+def modules_of(recipe: Recipe) -> list[MCoreGPT]:
+    given: dict[str, Any] = {"vocab_size": 100, "seq_length": 16, "transformer": SIZES, "recipe": recipe}
+    return [MCoreGPT(**given), WithRate(0, recipe), WithOtherName(recipe), WithAnyArguments(**given)]
+
+
+@pytest.mark.filterwarnings("ignore")  # there are no weights in this file
+@pytest.mark.parametrize("index", range(4))
+def test_a_recipe_is_plain_data_in_checkpoints_and_for_loggers(index: int, tmp_path: Path) -> None:
+    recipe = Recipe(learning_rate=0.5)
+    module = modules_of(recipe)[index]
+    save_hparams_to_yaml(str(tmp_path / "hparams.yaml"), module.hparams_initial)
+    kept = yaml.safe_load((tmp_path / "hparams.yaml").read_text())
+    name = "course" if isinstance(module, WithOtherName) else "recipe"
+    assert kept[name] == recipe.plain()
+    assert kept["vocab_size"] == 100
     path = tmp_path / "last.ckpt"
-    torch.save(checkpoint, path)
-    read = torch.load(path, weights_only=True)["hyper_parameters"]
-    assert WithRate(read["width"], read["recipe"]).recipe == Recipe(learning_rate=0.5)
+    torch.save({"hyper_parameters": dict(module.hparams), "state_dict": {}, **VERSION}, path)
+    assert torch.load(path, weights_only=True)["hyper_parameters"][name] == recipe.plain()
+    read = type(module).load_from_checkpoint(path, weights_only=True, strict=False)
+    assert read.recipe == recipe
+    file = str(tmp_path / "hparams.yaml")
+    read = type(module).load_from_checkpoint(path, hparams_file=file, strict=False)
+    assert read.recipe == recipe
+
+
+VERSION = {"pytorch-lightning_version": pl.__version__}
+
+
+def test_fields_of_a_recipe_of_an_old_checkpoint_are_refused_where_a_constructor_takes_anything(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    arguments = {"vocab_size": 100, "seq_length": 16, "transformer": {}, "learning_rate": 0.5, "betas": (0.9, 0.95)}
+    torch.save({"hyper_parameters": arguments, "state_dict": {}, **VERSION}, path)
+    with pytest.raises(ValueError, match=r"was saved when learning_rate was .* and WithAnyArguments"):
+        WithAnyArguments.load_from_checkpoint(path)
 
 
 def test_a_field_of_the_recipe_given_alone_when_a_checkpoint_is_loaded_is_refused() -> None:
