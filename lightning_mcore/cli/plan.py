@@ -9,7 +9,8 @@
     lightning-mcore plan llama.yaml cutoff_len=8192 --devices 8 --json
 
 Reads the files of every door (``plan_files.py``) and asks the classes and Megatron's own config what they refuse.
-Builds no model and opens no process group. Exit code 2 where the run would be refused, with all errors.
+Builds no model and opens no process group. Exit code 2 where the run would be refused, with what is wrong: all that the
+plugin refuses, and the first that Megatron's config refuses. A file that cannot be parsed ends with its first fault.
 """
 
 import json
@@ -46,8 +47,8 @@ def _parser() -> CommandParser:
     parser = CommandParser(
         "plan",
         "Show what a run will be: ranks, batch, layers and memory of each stage, communication, FLOPs, warnings and"
-        " every error. What stands behind FILE as key=value or --key value changes the file. --config config.json gives"
-        " the config of a model, where the file has only its name on a hub.",
+        " errors. What stands behind FILE as key=value or --key value changes the file. --config config.json gives the"
+        " config of a model, where the file has only its name on a hub.",
     )
     add = parser.add_argument
     add("files", nargs="+", metavar="FILE", help="LightningCLI YAML, Hugging Face style arguments, or LLaMA-Factory's")

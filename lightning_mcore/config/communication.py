@@ -8,7 +8,7 @@ its arguments stays readable. Each field has Megatron's name and goes to the pla
 CPU when the trainer meets the model, before a group is opened.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -101,62 +101,55 @@ class CommunicationOptions:
         for name in (*names, *may_be_none):
             require_flag(name, getattr(self, name), or_none=name in may_be_none)
 
-    def check_layout(self, layout: ParallelLayout, overlap_p2p_comm: bool, num_instances: int) -> None:
-        """Refuse options that contradict the strategy's own.
+    def layout_faults(self, layout: ParallelLayout, overlap_p2p_comm: bool, num_instances: int) -> Iterator[str]:
+        """Yield where options contradict the strategy's own, or would have no effect.
 
         Args:
             layout: The strategy's layout.
             overlap_p2p_comm: Whether stages send while computing.
             num_instances: ``num_distributed_optimizer_instances``.
 
-        Raises:
-            ValueError: Two of them contradict each other, or one would have no effect.
-
         Source: ``ModelParallelConfig.__post_init__``, ``initialize_model_parallel`` (0.16) and, for the interleaved
         schedule without overlap, ``validate_args`` of Megatron-LM's training.
         """
         if overlap_p2p_comm and self.batch_p2p_comm:
-            raise ValueError("batch_p2p_comm=True contradicts overlap_p2p_comm=True; set one of them to False")
+            yield "batch_p2p_comm=True contradicts overlap_p2p_comm=True; set one of them to False"
         if self.overlap_p2p_comm_warmup_flush and not overlap_p2p_comm:
-            raise ValueError(
+            yield (
                 "overlap_p2p_comm_warmup_flush=True needs overlap_p2p_comm=True, which needs the interleaved schedule;"
                 " set virtual_pipeline_model_parallel_size=2 or more"
             )
         if self.sharp_enabled_group == "dp_replica" and num_instances == 1:
-            raise ValueError(
+            yield (
                 "sharp_enabled_group='dp_replica' needs several distributed-optimizer instances; set"
                 " ddp_config=DistributedDataParallelConfig(num_distributed_optimizer_instances=2) or more"
             )
         pp, interleaved = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size is not None
         if self.pipeline_model_parallel_comm_backend is not None and pp == 1:
-            raise ValueError(
+            yield (
                 f"pipeline_model_parallel_comm_backend={self.pipeline_model_parallel_comm_backend!r} needs"
                 " pipeline_model_parallel_size of 2 or more, but it is 1; leave the backend None"
             )
         if interleaved and pp == 2 and not overlap_p2p_comm:
-            raise ValueError(
+            yield (
                 "overlap_p2p_comm=False with the interleaved schedule needs pipeline_model_parallel_size of 3 or more,"
                 " but it is 2, where the two ranks would send to each other twice in one batch; leave it None"
             )
 
-    def check_device(self, device: "torch.device") -> None:
-        """Refuse on the CPU what only NCCL can do; called before process groups form.
-
-        Raises:
-            ValueError: An option needs NCCL, and the device is the CPU.
-        """
-        if device.type == "cuda":
+    def device_faults(self, device_type: str) -> Iterator[str]:
+        """Yield what only NCCL can do, on a device of another type than ``"cuda"``."""
+        if device_type == "cuda":
             return
         for name in _FOR_NCCL:
             if value := getattr(self, name):
-                raise ValueError(
-                    f"{name}={value!r} is an option of NCCL, but this run is on {device.type!r}, whose groups are gloo;"
+                yield (
+                    f"{name}={value!r} is an option of NCCL, but this run is on {device_type!r}, whose groups are gloo;"
                     " leave it out"
                 )
         if self.deallocate_pipeline_outputs:
-            raise ValueError(
+            yield (
                 "deallocate_pipeline_outputs=True frees memory from which gloo may still be sending, so that it is for"
-                f" CUDA, but this run is on {device.type!r}; leave it out"
+                f" CUDA, but this run is on {device_type!r}; leave it out"
             )
 
     def group_arguments(self) -> Mapping[str, Any]:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error of a run that is known before it starts: all of them, not only the first.
+"""What is wrong with a run and known before it starts: all that our own rules refuse, not only the first.
+
+Megatron's config stops at the first thing that it refuses of a model. That one is listed; the next shows when it is
+corrected.
 
 :class:`RuleBook` collects what checks refuse. :class:`PlannedStrategy` holds the settings of ``MCoreStrategy`` and
 ``MCorePrecision``: what stands, and what is wrong with the rest. The functions after it check an ``MCoreGPT`` alone, on
@@ -16,7 +19,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -155,7 +157,7 @@ class PlannedStrategy:
         self, book: RuleBook, strategy: Mapping[str, Any], precision: Mapping[str, Any], device_type: str
     ) -> None:
         self._book = book
-        self._device: Any = SimpleNamespace(type=device_type)
+        self._device_type = device_type
         self.strategy = book.check_arguments("argument of MCoreStrategy", strategy, of_strategy())
         self.precision = book.check_arguments("argument of MCorePrecision", precision, of_precision())
         self.layout = book.attempt(lambda: ParallelLayout(**_given(self.strategy, _LAYOUT)))
@@ -188,7 +190,7 @@ class PlannedStrategy:
 
     def check(self, world_size: int) -> None:
         """Refuse what contradicts itself, the devices or their number; the model comes later."""
-        book, device_type = self._book, self._device.type
+        book, device_type = self._book, self._device_type
         precision = book.attempt(lambda: MCorePrecision(**self.precision))
         if precision is not None and precision.fp8.is_on:
             settings = (self.distributed, bool(self.resolved("overlap_param_gather")))
@@ -220,7 +222,7 @@ class PlannedStrategy:
         strategy = self._book.attempt(lambda: make_strategy(without_optimizer))
         if strategy is None:  # refused above
             strategy = MCoreStrategy(**(vars(self.layout) if self.layout is not None else {}))
-        strategy.parallel_devices = [torch.device(self._device.type)]
+        strategy.parallel_devices = [torch.device(self._device_type)]
         strategy.cluster_environment = LightningEnvironment()
         quiet = RuleBook()  # refused above
         strategy._precision_plugin = quiet.attempt(lambda: MCorePrecision(**self.precision))
@@ -239,18 +241,18 @@ class PlannedStrategy:
         return {key: value for key, value in right.items() if value != known[key].default}
 
     def _check_overlaps(self, layout: ParallelLayout) -> None:
-        book, given = self._book, self.strategy
+        book, given, device_type = self._book, self.strategy, self._device_type
         group = given.get("microbatch_group_size_per_vp_stage")
         if book.collect(strategy_rules.schedule_faults(given, self.ddp, layout)) and group is not None:
             book.attempt(lambda: layout.validate_microbatches(group, group))
         options, instances = self.communication, self.ddp.get("num_distributed_optimizer_instances", 1)
         if options is not None:
-            book.attempt(lambda: options.check_layout(layout, self.overlap_p2p_comm, instances))
-            book.attempt(lambda: options.check_device(self._device))
+            book.collect(options.layout_faults(layout, self.overlap_p2p_comm, instances))
+            book.collect(options.device_faults(device_type))
         enabled, path = bool(given.get("tp_comm_overlap")), given.get("tp_comm_overlap_cfg")
-        overlap = book.attempt(lambda: TensorParallelOverlap(enabled, path, layout))
-        if overlap is not None and self._device.type != "cuda":  # on GPUs the machine of the run is to say
-            book.attempt(lambda: overlap.check_device(self._device))
+        if book.collect(strategy_rules.tensor_overlap_faults(enabled, path, layout)):
+            book.attempt(lambda: TensorParallelOverlap(enabled, path, layout))
+        book.collect(strategy_rules.tensor_overlap_device_faults(enabled, device_type))
 
 
 def _given(arguments: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

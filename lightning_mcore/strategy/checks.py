@@ -132,7 +132,7 @@ def check_device(strategy: "MCoreStrategy", world_size: int) -> None:
     """Refuse settings that the device or the number of ranks cannot support."""
     device = strategy.root_device
     strategy.gradients.check_run(strategy.layout, world_size, device)
-    strategy.communication.check_device(device)
+    raise_first(strategy.communication.device_faults(device.type))
     strategy.tensor_overlap.check_device(device)
     check_optimizer_device(strategy.optimizer_config, device, strategy.precision_plugin.ddp_fields())
 

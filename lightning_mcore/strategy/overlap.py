@@ -23,6 +23,8 @@ from packaging.version import Version
 
 from lightning_mcore.config.checks import require_flag
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.rules import raise_first
+from lightning_mcore.config.rules.strategy import tensor_overlap_device_faults, tensor_overlap_faults
 
 
 class TensorParallelOverlap:
@@ -42,13 +44,7 @@ class TensorParallelOverlap:
 
     def __init__(self, enabled: bool, config_path: str | None, layout: ParallelLayout) -> None:
         require_flag("tp_comm_overlap", enabled)
-        if config_path is not None and not enabled:
-            raise ValueError(f"tp_comm_overlap_cfg={config_path!r} needs tp_comm_overlap=True; set both")
-        if enabled and not layout.sequence_parallel:
-            raise ValueError(
-                "tp_comm_overlap=True needs sequence_parallel=True, and with it tensor_model_parallel_size of 2 or"
-                " more; set both"
-            )
+        raise_first(tensor_overlap_faults(enabled, config_path, layout))
         if config_path is not None and not Path(config_path).is_file():
             raise FileNotFoundError(f"tp_comm_overlap_cfg={config_path!r} is not a file; give the path of one in YAML")
         self.enabled = enabled
@@ -63,14 +59,8 @@ class TensorParallelOverlap:
             ValueError: The run is not on CUDA.
             ModuleNotFoundError: TransformerEngine is missing.
         """
-        if not self.enabled:
-            return
-        if device.type != "cuda":
-            raise ValueError(
-                f"tp_comm_overlap=True needs CUDA and TransformerEngine, but this run is on {device.type!r};"
-                " leave it out"
-            )
-        if importlib.util.find_spec("transformer_engine") is None:
+        raise_first(tensor_overlap_device_faults(self.enabled, device.type))
+        if self.enabled and importlib.util.find_spec("transformer_engine") is None:
             raise ModuleNotFoundError(
                 "tp_comm_overlap=True needs the package transformer_engine; install lightning-mcore[te], or leave"
                 " it out"

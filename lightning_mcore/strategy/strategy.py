@@ -33,6 +33,7 @@ from torch import Tensor
 
 from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.rules import raise_first
 from lightning_mcore.layers.metrics import settle_tokens_seen
 from lightning_mcore.layers.packed_sequences import keep_numbers
 from lightning_mcore.layers.spec import choice_of_attention_restored
@@ -167,7 +168,8 @@ class MCoreStrategy(DDPStrategy):
         self.overlap_p2p_comm = interleaved if overlap_p2p_comm is None else overlap_p2p_comm
         self.microbatch_group_size = microbatch_group_size_per_vp_stage
         self.communication = communication or CommunicationOptions()
-        self.communication.check_layout(self.layout, self.overlap_p2p_comm, self.gradients.num_instances)
+        num_instances = self.gradients.num_instances
+        raise_first(self.communication.layout_faults(self.layout, self.overlap_p2p_comm, num_instances))
         self.tensor_overlap = TensorParallelOverlap(tp_comm_overlap, tp_comm_overlap_cfg, self.layout)
         self.micro_batch_size = checked_micro_batch_size(micro_batch_size)
         self.checkpoints = Checkpoints(self)

@@ -405,6 +405,19 @@ def test_all_errors_are_listed_and_not_only_the_first() -> None:
         assert part in errors, part
 
 
+def test_all_that_the_cpu_and_the_layout_refuse_of_overlaps_is_listed() -> None:
+    options = {"use_sharp": True, "high_priority_stream_groups": ["ep"], "overlap_p2p_comm_warmup_flush": True}
+    errors = make_plan(run_with(strategy={"tp_comm_overlap": True, "communication": options}), 4).errors
+    for part in (
+        "tp_comm_overlap=True needs sequence_parallel=True",
+        "tp_comm_overlap=True needs CUDA",
+        "use_sharp=True is an option of NCCL",
+        "high_priority_stream_groups=['ep'] is an option of NCCL",
+        "overlap_p2p_comm_warmup_flush=True needs overlap_p2p_comm=True",
+    ):
+        assert any(part in error for error in errors), (part, errors)
+
+
 def test_a_hugging_face_model_does_not_fill_fp8_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LlamaSizes(hidden_size=512, layers=2, vocab_size=512).config()))
     strategy = {"use_distributed_optimizer": True}

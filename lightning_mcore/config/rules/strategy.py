@@ -107,6 +107,23 @@ def schedule_faults(given: Mapping[str, Any], ddp: Mapping[str, Any], layout: Pa
         )
 
 
+def tensor_overlap_faults(enabled: bool, config_path: str | None, layout: ParallelLayout) -> Iterator[str]:
+    """Yield what ``tp_comm_overlap`` and ``tp_comm_overlap_cfg`` lack on a layout."""
+    if config_path is not None and not enabled:
+        yield f"tp_comm_overlap_cfg={config_path!r} needs tp_comm_overlap=True; set both"
+    if enabled and not layout.sequence_parallel:
+        yield (
+            "tp_comm_overlap=True needs sequence_parallel=True, and with it tensor_model_parallel_size of 2 or more;"
+            " set both"
+        )
+
+
+def tensor_overlap_device_faults(enabled: bool, device_type: str) -> Iterator[str]:
+    """Yield that ``tp_comm_overlap`` is asked for on a device of another type than ``"cuda"``."""
+    if enabled and device_type != "cuda":
+        yield f"tp_comm_overlap=True needs CUDA and TransformerEngine, but this run is on {device_type!r}; leave it out"
+
+
 def expert_faults(layout: ParallelLayout, device_type: str) -> Iterator[str]:
     """Yield what the device cannot do of sharing experts."""
     if device_type == "cpu" and layout.expert_model_parallel_size > 1 and layout.expert_tensor_size > 1:
