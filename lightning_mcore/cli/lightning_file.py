@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from lightning_mcore.cli.fit import TrainingCLI, parse, refuse_lone_scheduler
 from lightning_mcore.config.rules import raise_first
-from lightning_mcore.config.rules.trainer import precision_faults
+from lightning_mcore.config.rules.strategy import precision_faults
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.models.recipe import Recipe

@@ -142,7 +142,7 @@ def make_plan(
     machine: Machine | None = None,
     memory_limit: float | None = None,
     backend: str | None = None,
-    ask_megatron: bool = True,
+    ask_others: bool = True,
 ) -> Plan:
     """Work out a run.
 
@@ -153,13 +153,12 @@ def make_plan(
         machine: For times, and for the memory of a device where ``memory_limit`` is None.
         memory_limit: Bytes of a device.
         backend: ``"local"`` or ``"transformer_engine"``; None for what the model and the accelerator say.
-        ask_megatron: Whether Megatron's own rules are asked too, as :func:`~lightning_mcore.planning.rules.check_run`
-            takes it.
+        ask_others: Whether to ask Megatron and Lightning too, as ``rules.check_run`` does.
 
     Raises:
         ValueError: There are no devices. What is wrong with the run stands in the plan's ``errors``.
     """
-    run = check_run(settings, devices, backend, ask_megatron)
+    run = check_run(settings, devices, backend, ask_others)
     limit = memory_limit if memory_limit is not None else machine.memory if machine is not None else None
     layout, fields, rules = run.rules.layout, run.fields, run.rules
     known: dict[str, Any] = {

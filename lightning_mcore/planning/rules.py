@@ -7,7 +7,8 @@ corrected.
 :class:`RuleBook` collects what checks refuse. :class:`PlannedStrategy` holds the settings of ``MCoreStrategy`` and
 ``MCorePrecision``: what stands, and what is wrong with the rest. The functions after it check an ``MCoreGPT`` alone, on
 its layout, and with its batch. The rules are those of the classes (``config/rules/``, ``optimizer/rules.py``, the parts
-themselves); Megatron's own are asked of its ``TransformerConfig``, which is built here. The strategy is built as well,
+themselves); Megatron's own are asked of its ``TransformerConfig``, which is built here, and Lightning's of its
+``Trainer`` (``trainer.py``). The strategy is built as well,
 with what is right of its arguments, because its half of Megatron's config comes from it.
 
 :func:`check_run` goes through a run in the order in which it would start: the arguments of Trainer, strategy and
@@ -40,7 +41,6 @@ from lightning_mcore.config.rules.model import (
     check_normalization,
     check_without_transformer_engine,
 )
-from lightning_mcore.config.rules.trainer import may_never_end, trainer_faults
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.layers.multi_token import check_multi_token
@@ -66,6 +66,7 @@ from lightning_mcore.planning.signatures import (
     of_strategy,
     of_trainer,
 )
+from lightning_mcore.planning.trainer import lightning_faults, may_never_end
 from lightning_mcore.strategy.overlap import TensorParallelOverlap
 from lightning_mcore.strategy.precision import MCorePrecision
 from lightning_mcore.strategy.strategy import MCoreStrategy
@@ -450,14 +451,14 @@ class CheckedRun:
     stands: bool
 
 
-def check_run(settings: RunSettings, devices: int, backend: str | None = None, ask_megatron: bool = True) -> CheckedRun:
+def check_run(settings: RunSettings, devices: int, backend: str | None = None, ask_others: bool = True) -> CheckedRun:
     """Check a run.
 
     Args:
         settings: The run.
         devices: Ranks of the whole run.
         backend: Whose layers; None for what the model and the accelerator say.
-        ask_megatron: Whether to build Megatron's config, which takes some milliseconds.
+        ask_others: Whether to ask Lightning's Trainer and Megatron's config too, which takes some milliseconds.
 
     Raises:
         ValueError: There are no devices.
@@ -467,7 +468,9 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None, a
     book, assumptions = RuleBook(), list(settings.notes)
     device_type = "cpu" if settings.trainer.get("accelerator") == "cpu" else "cuda"
     trainer = book.check_arguments("argument of Trainer", settings.trainer, of_trainer())
-    book.collect(trainer_faults(trainer))
+    book.collect(strategy_rules.trainer_faults(trainer))
+    if ask_others:
+        book.collect(lightning_faults(trainer))
     rules = PlannedStrategy(book, settings.strategy, settings.precision, device_type)
     rules.check(devices)
     model = book.attempt(lambda: arguments_of_gpt(book, settings.model)) or {}
@@ -475,12 +478,12 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None, a
     if "path" in settings.model and rules.fp8 is not None:
         fp8_param, path = rules.fp8.fp8_param, settings.model["path"]
         book.attempt(lambda: check_start(fp8_param, f"the weights of {path}"))
-    if fields is not None and may_never_end(trainer):
+    if ask_others and fields is not None and may_never_end(trainer):
         _check_end(book, model)
     used = backend or _backend(model, device_type)
     if fields is not None:
         check_gpt_on_layout(book, fields, rules)
-        if ask_megatron:
+        if ask_others:
             check_in_megatron(book, fields, rules, model, used, device_type)
     batch = _batch(book, settings, rules, fields, devices, assumptions)
     if batch is not None and fields is not None:

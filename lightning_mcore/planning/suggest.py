@@ -274,7 +274,7 @@ def _fitting(
     closest: tuple[Plan | None, dict[str, Any]] = (None, {})
     for changes in _RECOMPUTE.values():
         tried = _changed(settings, _strategy(layout, devices), changes, micro, count)
-        plan = make_plan(tried, devices, devices_per_node, machine, None, backend, ask_megatron=False)
+        plan = make_plan(tried, devices, devices_per_node, machine, None, backend, ask_others=False)
         if plan.errors or plan.fullest is None:
             continue
         closest = (plan, dict(changes))

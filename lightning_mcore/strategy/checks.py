@@ -32,8 +32,7 @@ from lightning_mcore.config.checks import require_flag, require_size
 from lightning_mcore.config.fp8 import FP8Settings, check_layers, check_microbatch, check_model
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.rules import raise_first
-from lightning_mcore.config.rules.strategy import expert_faults, fp8_device_faults, schedule_faults
-from lightning_mcore.config.rules.trainer import precision_faults
+from lightning_mcore.config.rules.strategy import expert_faults, fp8_device_faults, precision_faults, schedule_faults
 from lightning_mcore.layers.spec import installed_version
 from lightning_mcore.optimizer.rules import check_optimizer_device
 from lightning_mcore.parallel.consensus import all_true, gather

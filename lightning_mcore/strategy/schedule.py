@@ -40,7 +40,7 @@ from torch import Tensor
 
 from lightning_mcore.config.fp8 import check_microbatch
 from lightning_mcore.config.layout import ModelShape
-from lightning_mcore.config.rules.trainer import NO_SYNC_BATCHNORM
+from lightning_mcore.config.rules.strategy import NO_SYNC_BATCHNORM
 from lightning_mcore.layers.packed_sequences import rows_between
 from lightning_mcore.layers.spec import choose_attention
 from lightning_mcore.parallel.chunks import ModelChunks, check_gradients, pipeline_config, wrap_chunks

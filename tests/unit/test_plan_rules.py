@@ -2,10 +2,14 @@
 """What ``plan`` refuses, the real classes refuse too, and what they take, it takes."""
 
 import json
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.planning.plan import make_plan
@@ -416,6 +420,20 @@ def test_all_that_the_cpu_and_the_layout_refuse_of_overlaps_is_listed() -> None:
         "overlap_p2p_comm_warmup_flush=True needs overlap_p2p_comm=True",
     ):
         assert any(part in error for error in errors), (part, errors)
+
+
+def test_asking_the_trainer_changes_nothing_of_this_process(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 3)
+    logger = logging.getLogger("lightning.pytorch")
+    before = logger.level, torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled(), {*os.environ}
+    given = {"num_nodes": 2, "max_steps": 5, "deterministic": True, "benchmark": True, "gradient_clip_val": 1.0}
+    assert list(make_plan(run_with(trainer={**given, "devices": 2}), 4).errors) == []
+    after = logger.level, torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled(), {*os.environ}
+    assert rank_zero_only.rank == 3
+    assert after == before
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_hugging_face_model_does_not_fill_fp8_weights(tmp_path: Path) -> None:

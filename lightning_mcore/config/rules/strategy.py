@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between the settings of ``MCoreStrategy``: gradients, schedule, overlaps, ranks of experts.
+"""Rules between the settings of ``MCoreStrategy``: gradients, schedule, overlaps, ranks of experts; the ``Trainer``'s.
 
 ``given`` are arguments of the strategy by name, None or absent where they are left to their default. ``ddp`` are the
 fields of ``ddp_config`` that do not have Megatron's default; all defaults that are read here are off.
@@ -20,6 +20,9 @@ _NEEDS = {
     "align_param_gather": "overlap_param_gather",
     "disable_symmetric_registration": "nccl_ub",
 }
+NO_SYNC_BATCHNORM = "sync_batchnorm=True is not available for a model built with pipeline(); set it to False"
+
+_ACCELERATORS = ("auto", "cpu", "cuda", "gpu")
 _INTERLEAVED = "needs the interleaved schedule; set virtual_pipeline_model_parallel_size=2 or more"
 
 
@@ -145,4 +148,27 @@ def fp8_device_faults(recipe: str, device_type: str) -> Iterator[str]:
         yield (
             f"FP8 needs a CUDA device, and this run is on {device_type!r}; leave fp8_recipe={recipe!r} out, or run with"
             ' accelerator="gpu"'
+        )
+
+
+def trainer_faults(trainer: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what ``MCoreStrategy`` refuses of arguments of ``Trainer`` that Lightning accepts."""
+    accelerator = trainer.get("accelerator", "auto")
+    if accelerator not in _ACCELERATORS:
+        yield f"trainer.accelerator={accelerator!r} is not available under MCoreStrategy; choose 'gpu' or 'cpu'"
+    if trainer.get("sync_batchnorm"):
+        yield NO_SYNC_BATCHNORM
+
+
+def precision_faults(asked: str | None, plugin: str) -> Iterator[str]:
+    """Yield that there are two precisions: Lightning takes the strategy's and forgets the trainer's.
+
+    Args:
+        asked: That of ``Trainer(precision=...)``; ``"32-true"`` also stands where nothing was asked for.
+        plugin: That of ``MCoreStrategy(precision_plugin=...)``.
+    """
+    if asked not in (None, "32-true", plugin):
+        yield (
+            f"Trainer(precision={asked!r}) contradicts the precision_plugin of MCoreStrategy, which has {plugin!r}; set"
+            " it in one place"
         )
