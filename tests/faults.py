@@ -28,6 +28,7 @@ from pathlib import Path
 
 from tests import faulty_run
 from tests.faulty_run import SAYING, Plan
+from tests.ranks import free_port
 
 LIMIT = 30.0  # seconds from the cause to the end of the last process
 START_LIMIT = 180.0  # seconds until the cause
@@ -162,6 +163,8 @@ def table() -> list[Scenario]:
         Scenario(Plan("ValueError", "setup_environment", rank=1), LAUNCHER, sentence=early),
         Scenario(Plan("none", "files", 1, "dp2"), LAUNCHER, sentence="Too many open files|EMFILE"),
         Scenario(Plan("none", "port", 0), LAUNCHER, port_in_use=True, sentence="EADDRINUSE|in use"),
+        Scenario(Plan("SIGKILL", "setup_environment", 1), sentence="rank 1 of 2 did not come to .* in time"),
+        Scenario(Plan("SIGKILL", "setup_environment", 0), sentence="rank 0 did not answer at .* in 20 s"),
         Scenario(Plan("none", "port", 0), port_in_use=True, sentence=r"(EADDRINUSE|in use)(.|\n)*another program has"),
     ]
     return [
@@ -198,8 +201,8 @@ def run(scenario: Scenario) -> Outcome:
     """Run a scenario and judge it."""
     folder = Path(tempfile.mkdtemp(prefix="faults_"))
     plan = dataclasses.replace(scenario.plan, folder=str(folder))
-    server = socket.create_server(("127.0.0.1", 0))
-    port = server.getsockname()[1]
+    port = free_port()
+    server = socket.create_server(("127.0.0.1", port))
     if not scenario.port_in_use:
         server.close()
     ranks = range(2 if scenario.door == PROCESSES else 1)

@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +233,9 @@ def _slow_writer(write_pieces: Callable[..., Any]) -> Callable[..., Any]:
 
 def _fit(run: Run) -> None:
     plan = run.plan
-    strategy = Strategy(**LAYOUTS[plan.layout], checkpoint_io=MCoreCheckpointIO(async_save=plan.asynchronous))
+    timeout = timedelta(seconds=20) if plan.place == "setup_environment" else timedelta(minutes=30)
+    save_to = MCoreCheckpointIO(async_save=plan.asynchronous)
+    strategy = Strategy(**LAYOUTS[plan.layout], checkpoint_io=save_to, timeout=timeout)
     strategy.run = run
     if plan.place == "files" and plan.rank == run.rank:
         run.note()

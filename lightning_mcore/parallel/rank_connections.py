@@ -10,7 +10,9 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import os
+import queue
 import secrets
 import socket
 import threading
@@ -23,6 +25,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from torch.distributed.distributed_c10d import Store
 
 from lightning_mcore.parallel import consensus as agreement
 
@@ -32,6 +35,8 @@ _log = logging.getLogger(__name__)
 
 _ANSWER = 12.0  # seconds for torch's store on rank 0 to answer
 _TIMEOUT = 20.0  # seconds for all ranks to connect
+_NOTICE = 60.0  # seconds until a rank says for whom it waits
+_SLICE = 5.0  # seconds in torch's code, in which an interrupt is not heard
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 9}  # a machine that is gone is noticed in 60 s
 _LONGEST_GREETING = 100  # characters
 
@@ -101,43 +106,102 @@ def connect(introduction: T) -> tuple[Connections, list[T]] | None:
     return None
 
 
-def check_rendezvous(place: ClusterEnvironment, timeout: float) -> None:
-    """Wait until something listens where ranks are to meet, and see that torch's store answers there.
+def meet(place: ClusterEnvironment, timeout: float) -> Store | None:
+    """Wait until all ranks have come to where they are to meet, and say which have not.
 
-    torch itself would wait for an answer of any other program for ever.
+    torch alone waits for the whole timeout without a word, does not name the ranks that it waits for, and waits for
+    ever for an answer of any other program.
 
     Args:
-        place: Says the address and port of rank 0.
-        timeout: Seconds until something has to listen. Rank 0 may start later than this one.
+        place: Says the address and port of rank 0, the number of ranks and the rank of this process.
+        timeout: Seconds until all have to be there; ranks may start at different times.
+
+    Returns:
+        The store in which ranks signed in; whoever opens the process group holds it until then. None for a single rank,
+        and under torchrun, which holds the store and ends all ranks if one ends.
 
     Raises:
-        RuntimeError: Another program has the port.
-        TimeoutError: Nothing listens.
+        RuntimeError: Another program has the port, or rank 0 ended.
+        TimeoutError: A rank did not come.
     """
-    address, port = place.main_address, place.main_port
+    rank, size = place.global_rank(), place.world_size()
+    torchrun_has_the_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # as torch reads it
+    if size == 1 or (rank == 0 and torchrun_has_the_store):
+        return None
     deadline = time.monotonic() + timeout
+    if rank == 0:
+        seconds = timedelta(seconds=timeout)
+        store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+            place.main_address, place.main_port, size, True, seconds, wait_for_workers=False, multi_tenant=True
+        )
+    else:
+        store = _find_store(place, deadline, timeout)
+    if torchrun_has_the_store:
+        return None
+    _sign_in(store, rank, size, deadline, f"{place.main_address}:{place.main_port}")
+    return store
+
+
+def _sign_in(store: Store, rank: int, size: int, deadline: float, where: str) -> None:
+    """Leave a word in the store and wait until every rank has."""
+    keys = [f"lightning_mcore/{number}" for number in range(size)]
+    notice = time.monotonic() + _NOTICE if rank == 0 else math.inf
+    try:
+        store.set(f"lightning_mcore/{rank}", "here")
+        while True:
+            with contextlib.suppress(dist.DistStoreError):
+                store.wait(keys, timedelta(seconds=_SLICE))
+                return
+            missing = [number for number, key in enumerate(keys) if not store.check([key])]
+            if missing and time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"{_some_of(missing, size)} did not come to {where} in time; see their own output, or start them"
+                    " too; MCoreStrategy(timeout=...) sets how long ranks wait"
+                )
+            if missing and time.monotonic() > notice:
+                notice = math.inf
+                _log.warning("still waiting for %s to come to %s; see their own output", _some_of(missing, size), where)
+    except dist.DistNetworkError as error:
+        raise RuntimeError(f"rank 0 ended before all ranks had come to {where}; its own output says why") from error
+
+
+def _some_of(ranks: list[int], size: int) -> str:
+    """Name some ranks; many are cut short."""
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more} of {size}"
+
+
+def _find_store(place: ClusterEnvironment, deadline: float, timeout: float) -> Store:
+    """Wait until something listens at rank 0's port, and see that it is torch's store."""
+    address, port = place.main_address, place.main_port
+    notice = time.monotonic() + _NOTICE
     while True:
         try:
-            socket.create_connection((address, port), timeout=_ANSWER).close()
+            with socket.create_connection((address, port), timeout=_ANSWER) as connection:
+                if connection.getsockname() == connection.getpeername():  # the kernel gave this end the port of rank 0
+                    raise ConnectionRefusedError("nothing listens there")
             break
         except OSError as error:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank 0 did not answer at {address}:{port} in {timeout:.0f} s: {error}") from error
+            if time.monotonic() > notice:
+                notice = math.inf
+                _log.warning("still waiting for rank 0, which does not answer at %s:%d: %s", address, port, error)
             time.sleep(0.2)
-    answered = threading.Event()
+    answered: queue.SimpleQueue[Store] = queue.SimpleQueue()
 
     def ask() -> None:
+        seconds = timedelta(seconds=_ANSWER)
         with contextlib.suppress(dist.DistError):
-            dist.TCPStore(  # type: ignore[attr-defined]
-                address, port, timeout=timedelta(seconds=_ANSWER), wait_for_workers=False
-            )
-            answered.set()
+            answered.put(dist.TCPStore(address, port, timeout=seconds, wait_for_workers=False))  # type: ignore[attr-defined]
 
     threading.Thread(target=ask, daemon=True, name="ask rank 0").start()
-    if not answered.wait(_ANSWER):
+    try:
+        return answered.get(timeout=_ANSWER)
+    except queue.Empty:
         raise RuntimeError(
             f"another program has the port {port} of {address}, where the ranks are to meet; choose another MASTER_PORT"
-        )
+        ) from None
 
 
 def _create_server(size: int) -> socket.socket:

@@ -52,7 +52,7 @@ from lightning_mcore.parallel.groups import (
     process_group,
     process_groups_are_open,
 )
-from lightning_mcore.parallel.rank_connections import check_rendezvous
+from lightning_mcore.parallel.rank_connections import meet
 from lightning_mcore.strategy.checkpointing import Checkpoints
 from lightning_mcore.strategy.checks import (
     check_batches_to_predict,
@@ -244,9 +244,9 @@ class MCoreStrategy(DDPStrategy):
         """Let Lightning open the default group, then open Megatron's and make random states agree."""
         timeout = self._timeout or timedelta(minutes=30)
         assert self.cluster_environment is not None
-        if self.global_rank and not dist.is_initialized():
-            check_rendezvous(self.cluster_environment, timeout.total_seconds())
+        store = None if dist.is_initialized() else meet(self.cluster_environment, timeout.total_seconds())
         super().setup_distributed()
+        del store  # torch has one on the same server now
         rank_watch.begin(collectives_issued(), timeout.total_seconds())
         seed = os.environ.get("PL_GLOBAL_SEED") or self.broadcast(torch.initial_seed())
         options: dict[str, Any] = {"num_distributed_optimizer_instances": self.gradients.num_instances}
