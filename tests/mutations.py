@@ -42,6 +42,11 @@ from tests.ranks import start_context
 
 MEMORY = 4 << 30  # bytes of address space that a reader may take above what the process has at its start
 SECONDS = 60.0  # until a reader that has not ended is said to hang
+READERS = [  # what readers import; once for all trials
+    *("datasets", "pandas", "pyarrow.parquet", "transformers.models.llama.modeling_llama", "tests.mutation_samples"),
+    *("tests.chats", "tests.factory_files", "tests.hf_models", "lightning_mcore.arguments.llamafactory.run"),
+    *("lightning_mcore.cli.plan", "lightning_mcore.cli.preprocess", "lightning_mcore.hf.import_checkpoint"),
+]
 GOOD = {"same", "refused", "seen", "other"}
 
 
@@ -52,7 +57,7 @@ class Sample:
     Attributes:
         name: Of the sample.
         write: Fills an empty folder with all that a reader needs.
-        file: The file to damage, as a pattern below the folder; the first match is taken.
+        file: The files to damage, as a pattern below the folder; each trial draws one of the matches.
         read: Reads it as a user would and returns the numbers that came of it, as text.
         sealed: Whether a change of the numbers must be noticed, because a checksum was written beside the file.
     """
@@ -249,7 +254,7 @@ def trials(sample: Sample, count: int, seed: int = 0, say: Callable[[str], None]
         for number in range(seed, seed + count):
             chance = random.Random(f"{sample.name} {number}")
             work = _copy(whole)
-            path = next(iter(sorted(work.glob(sample.file))))
+            path = chance.choice(sorted(work.glob(sample.file)))
             before, canary = path.read_bytes(), str(Path(name) / "canary")
             kind = mutate(path, chance, canary)
             if path.exists() and path.read_bytes() == before:
@@ -262,10 +267,11 @@ def trials(sample: Sample, count: int, seed: int = 0, say: Callable[[str], None]
                 outcome = "ran code"
             tally.outcomes[outcome] += 1
             if outcome not in GOOD or (outcome == "other" and sample.sealed):
-                tally.faults.append(f"{sample.name} #{number} ({kind}): {outcome}: {text[-2000:]}")
+                tally.faults.append(f"{sample.name} #{number} ({path.name}, {kind}): {outcome}: {text[-2000:]}")
                 say(tally.faults[-1])
             else:
-                say(f"{sample.name} #{number} ({kind}): {outcome}: {text[-300:] if outcome == 'refused' else ''}")
+                end = text[-300:] if outcome == "refused" else ""
+                say(f"{sample.name} #{number} ({path.name}, {kind}): {outcome}: {end}")
     return tally
 
 
@@ -284,7 +290,7 @@ def _in_process(function: Callable[..., str], sample: Sample, folder: Path, file
         How it ended, what it returned or raised, and whether a warning names the file.
     """
     ours, theirs = multiprocessing.Pipe()
-    process = start_context("gloo").Process(target=_guarded, args=(theirs, function, sample, folder, file))
+    process = start_context("gloo", *READERS).Process(target=_guarded, args=(theirs, function, sample, folder, file))
     process.start()
     theirs.close()
     try:

@@ -287,12 +287,17 @@ def _describe_exit(code: int) -> str:
 
 
 @functools.cache
-def start_context(backend: str) -> BaseContext:
-    """Return how ranks are started; the first call of a session waits for the fork server's imports."""
+def start_context(backend: str, *more: str) -> BaseContext:
+    """Return how ranks are started; the first call of a session waits for the fork server's imports.
+
+    Args:
+        backend: Of the process groups.
+        more: Modules that the fork server imports too, if it has not started yet.
+    """
     if backend == "nccl":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload([*_PRELOAD, *more])
     first = context.Process(target=_do_nothing)
     first.start()
     first.join()

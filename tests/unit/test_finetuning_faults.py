@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is wrong with fine-tuning data is said in one sentence, with the file, the row and the setting to change."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -205,3 +206,26 @@ def test_a_template_needs_jinja2_and_says_so(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ModuleNotFoundError, match="needs the package jinja2; install it: pip install jinja2"):
         ChatEncoder(characters())
     ChatEncoder(characters(None))
+
+
+# A tokenizer whose settings are damaged
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("model_max_length", "no", "the tokenizer's model_max_length is of type str; set a number in its"),
+        ("model_max_length", [1], "the tokenizer's model_max_length is of type list; set a number in its"),
+        ("unk_token", "", "the tokenizer's unk_token '' is not one of its tokens; set one of them, or null"),
+        ("padding_side", "a" * 100_000, "Padding side should be selected between"),
+    ],
+)  # fmt: skip
+def test_a_damaged_setting_of_the_tokenizer_is_refused(tmp_path: Path, key: str, value: Any, sentence: str) -> None:
+    write(tmp_path / "a.jsonl", exchanges(3))
+    characters().save_pretrained(tmp_path / "tokenizer")
+    settings = tmp_path / "tokenizer" / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), key: value}))
+    with pytest.raises((ValueError, TypeError)) as raised:
+        batches(MCoreFinetuningData(str(tmp_path / "*.jsonl"), str(tmp_path / "tokenizer"), 64))
+    assert sentence in str(raised.value)
+    assert len(str(raised.value)) < 600

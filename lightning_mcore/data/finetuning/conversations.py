@@ -14,6 +14,7 @@ else. ``chat.py`` or ``templates.py`` tokenises the messages.
 """
 
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any, Literal
 
 from lightning_mcore.config.checks import choices, require_choice
@@ -110,16 +111,30 @@ class ConversationReader:
 
 
 def require_tokenizer(tokenizer: Any) -> None:
-    """Refuse an object that is not a tokenizer of ``transformers``.
+    """Refuse an object that is not a tokenizer of ``transformers``, or one whose settings make every text fail.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: It is something else, or its ``model_max_length`` is not a number.
+        ValueError: Its ``unk_token`` is not one of its tokens.
     """
     if not hasattr(tokenizer, "apply_chat_template"):
         raise TypeError(
             f"tokenizer is of type {type(tokenizer).__name__}; give a tokenizer of transformers or the folder of one,"
             " and wrap a tokenizer of the tokenizers package in PreTrainedTokenizerFast(tokenizer_object=...)"
         )
+    longest = getattr(tokenizer, "model_max_length", 0)
+    if not isinstance(longest, Real):
+        raise TypeError(
+            f"the tokenizer's model_max_length is of type {type(longest).__name__}; set a number in its"
+            " tokenizer_config.json"
+        )
+    try:
+        getattr(tokenizer, "all_special_ids", None)
+    except RecursionError:
+        raise ValueError(
+            f"the tokenizer's unk_token {tokenizer.unk_token!r:.100} is not one of its tokens; set one of them, or"
+            " null, in its tokenizer_config.json"
+        ) from None
 
 
 def _exchange(prompt: str, response: str) -> list[Message]:

@@ -102,7 +102,7 @@ def auto_tokenizer(name: str) -> Any:
     except Exception as error:  # a damaged file can raise anything
         lines = str(error).strip().splitlines() or [type(error).__name__]
         lacking = "one of its files lacks " if isinstance(error, KeyError) else ""
-        raise ValueError(lacking + lines[0].rstrip(". ")) from error
+        raise ValueError(lacking + lines[0][:300].rstrip(". ")) from error
 
 
 def _of_file(name: str, eod_token: str | None) -> TokenizerFacts:
@@ -117,8 +117,8 @@ def _of_file(name: str, eod_token: str | None) -> TokenizerFacts:
         loaded = kind.from_file(name)
     except Exception as error:  # the package raises plain Exception
         raise ValueError(
-            f"{name} is not a tokenizer.json ({str(error).splitlines()[0].rstrip('.')}); give one, or a folder or name"
-            " for transformers"
+            f"{name} is not a tokenizer.json ({str(error).splitlines()[0][:300].rstrip('.')}); give one, or a folder or"
+            " name for transformers"
         ) from None
     vocabulary = loaded.get_vocab(with_added_tokens=True)
     eod_token = eod_token or _named_beside(name)
@@ -136,12 +136,14 @@ def _check_ids(path: Path) -> None:
         return
     for token, number in entries:
         if isinstance(number, int) and number > LARGEST_ID:
-            raise ValueError(f"{path.name} gives token {token!r} the id {number}, above the limit of {LARGEST_ID}")
+            raise ValueError(f"{path.name} gives token {token!r:.100} the id {number}, above the limit of {LARGEST_ID}")
 
 
 def _known(token: str, vocabulary: dict[str, int], name: str) -> int:
     if token not in vocabulary:
-        raise ValueError(f"--eod-token {token!r} is not a token of {name}; choose one of its {len(vocabulary)} tokens")
+        raise ValueError(
+            f"--eod-token {token!r:.100} is not a token of {name}; choose one of its {len(vocabulary)} tokens"
+        )
     return vocabulary[token]
 
 
