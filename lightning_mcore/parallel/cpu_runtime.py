@@ -6,17 +6,20 @@ of the package that patches anything. Inside ``with cpu_runtime():`` those names
 before. The strategy enters it if its root device is the CPU and leaves it at teardown. A module that runs Megatron
 layers under another strategy does the same.
 
-Two mechanisms are enough:
+Everything is a replaced attribute:
 
-* A ``TorchFunctionMode`` rewrites arguments of torch functions: ``device="cuda"`` becomes the CPU, ``pin_memory=True``
-  is dropped, and ``Tensor.type()`` returns ``torch.cuda.FloatTensor`` for a CPU float tensor, because Megatron's
-  optimizers compare with that string.
-* A table of replaced attributes (:func:`_replacements`), each with the Megatron call that needs it.
+* The torch functions that take a device (:func:`_functions_of_a_device`) read ``device="cuda"`` as the CPU and drop
+  ``pin_memory=True``. A ``TorchFunctionMode`` would do this too, but is called for every operation of a model, and a
+  step of a small model then takes a fifth longer.
+* ``Tensor.type()`` returns ``torch.cuda.FloatTensor`` for a CPU float tensor, because Megatron's optimizers compare
+  with that string.
+* The rest is a table (:func:`_replacements`), each entry with the Megatron call that needs it.
 
 It is re-entrant: the outermost ``with`` patches and restores, inner ones only count.
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import logging
@@ -24,9 +27,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.jit import _builtins
 
 _CPU = torch.device("cpu")
+_FACTORIES = """
+    arange as_tensor asarray empty empty_like empty_permuted empty_strided eye full full_like linspace logspace ones
+    ones_like rand rand_like randint randint_like randn randn_like randperm scalar_tensor tensor tril_indices
+    triu_indices zeros zeros_like
+"""
+_METHODS = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros"
 _depth = 0
 
 
@@ -38,7 +47,6 @@ def cpu_runtime() -> Iterator[None]:
         if _depth == 0:
             for owner, name, replacement in _replacements():
                 stack.enter_context(_replaced(owner, name, replacement))
-            stack.enter_context(_CudaMeansCpu())
             stack.enter_context(_one_generator_is_expected())
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # Megatron compiles for CUDA only
         _depth += 1
@@ -60,27 +68,57 @@ def absent_names_bound() -> Iterator[None]:
         yield
 
 
-class _CudaMeansCpu(TorchFunctionMode):
-    """Rewrites CUDA devices and pinned memory in arguments of torch functions, and the result of ``Tensor.type()``."""
+@functools.cache
+def _functions_of_a_device() -> list[tuple[Any, str, Any]]:
+    """Return ``(owner, attribute, replacement)`` for the torch functions that take a device, the same at each call."""
+    named = [(torch, name) for name in _FACTORIES.split()] + [(torch.Tensor, name) for name in _METHODS.split()]
+    return [
+        *((owner, name, _cuda_means_cpu(getattr(owner, name))) for owner, name in named),
+        (torch.Tensor, "to", _moves_to_the_cpu(torch.Tensor.to)),
+        (torch.Tensor, "type", _says_a_type_of_cuda(torch.Tensor.type)),
+    ]
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+
+def _cuda_means_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with ``device="cuda"`` read as the CPU, and without pinned memory."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
             if _is_cuda(kwargs.get("device")):
                 kwargs["device"] = _CPU
             if kwargs.get("pin_memory"):
                 kwargs["pin_memory"] = False
-        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], _CPU, *args[2:])
-        result = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return result.replace("torch.", "torch.cuda.", 1)
-        return result
+        return function(*args, **kwargs)
+
+    operator = _builtins._find_builtin(function)  # type: ignore[no-untyped-call]
+    if operator:
+        _builtins._register_builtin(call, operator)  # for torch.jit.script
+    return call
+
+
+def _moves_to_the_cpu(to: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``Tensor.to``, whose device may also be its first argument."""
+    to = _cuda_means_cpu(to)
+
+    @functools.wraps(to)
+    def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args and _is_cuda(args[0]):
+            args = (_CPU, *args[1:])
+        return to(tensor, *args, **kwargs)
+
+    return call
+
+
+def _says_a_type_of_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``Tensor.type``, which without arguments says the type that the tensor would have on a GPU."""
+
+    @functools.wraps(type_of)
+    def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = type_of(tensor, *args, **kwargs)
+        return result if args or kwargs else result.replace("torch.", "torch.cuda.", 1)
+
+    return call
 
 
 def _is_cuda(device: Any) -> bool:
@@ -171,6 +209,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     token_dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     return [
+        *_functions_of_a_device(),
         # `device=torch.cuda.current_device()` in every layer, buffer and communicator
         (cuda, "current_device", lambda: _CPU),
         (cuda, "set_device", _nothing()),

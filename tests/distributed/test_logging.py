@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torchmetrics import MetricCollection
 from torchmetrics.aggregation import CatMetric, MaxMetric, MeanMetric, SumMetric
 
+import lightning_mcore
 from tests.ranks import run_ranks
 from tests.toy import Batch, Memory, Samples, StagedNet, Watch, loader, make_trainer, run_fit
 
@@ -404,6 +405,10 @@ def test_a_second_module_logs_its_own_names() -> None:
     assert run_ranks(2, log_twice) == [[True, True, True]] * 2
 
 
+_COPIES = (torch.tensor, torch.as_tensor)
+_PACKAGE = Path(lightning_mcore.__file__).parent
+
+
 class HostCopies(TorchFunctionMode):
     """Notes which of our files copies a number of the host onto the device: on a GPU each copy waits for it."""
 
@@ -413,13 +418,11 @@ class HostCopies(TorchFunctionMode):
         self.listening = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        copies = func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor)
+        copies = func in _COPIES and not isinstance(args[0], Tensor)
         if self.listening and copies and (kwargs or {}).get("device") is not None:
             files = [Path(frame.filename) for frame in traceback.extract_stack()[:-1]]
-            caller = next(
-                file for file in reversed(files) if file.name != "parallel/cpu_runtime.py"
-            )  # which passes it on
-            if caller.parent.name == "lightning_mcore":
+            caller = next(file for file in reversed(files) if file.name != "cpu_runtime.py")  # which passes it on
+            if _PACKAGE in caller.parents:
                 self.places.append(caller.name)
         return func(*args, **(kwargs or {}))
 

@@ -42,6 +42,7 @@ def runtime() -> Iterator[None]:
         lambda: torch.tensor([1], device="cuda"),
         lambda: torch.zeros_like(torch.ones(2), device="cuda"),
         lambda: torch.full((2,), 1.0, device="cuda", pin_memory=True),
+        lambda: torch.ones(2).new_zeros(2, device="cuda"),
         lambda: torch.ones(2).to("cuda"),
         lambda: torch.ones(2).to("cuda", torch.bfloat16, non_blocking=True),
         lambda: torch.ones(2).to(device="cuda"),
@@ -160,6 +161,16 @@ def test_the_warning_that_two_generators_are_one_is_dropped_and_no_other(
         logger.warning("CPU RNG state changed within GPU RNG context")
         logger.warning("something else")
     assert [record.getMessage() for record in caplog.records] == ["something else"]
+
+
+def zeros_of_a_script(size: int) -> torch.Tensor:
+    return torch.zeros([size])
+
+
+def test_a_function_can_be_scripted_inside(runtime: None) -> None:
+    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+        scripted = torch.jit.script(zeros_of_a_script)
+    assert scripted(2).tolist() == [0.0, 0.0]
 
 
 # Nothing is left after
