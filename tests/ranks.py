@@ -2,8 +2,8 @@
 """Run a function on N ranks from inside an ordinary pytest test.
 
 A fresh process that imports torch, Lightning and megatron-core needs several seconds; four of them at once need 15 to
-20. Here a *fork server* imports them, and this package, once for each test session, and every rank is a fork of that
-clean, single-threaded process that never touched a GPU: four ranks start in about 0.2 s. That is what makes it
+20. Here a *fork server* imports them, this package and the models of the tests, once for each test session, and every
+rank is a fork of that clean, single-threaded process that never touched a GPU: four ranks start in about 0.2 s. That is what makes it
 affordable to test every parallel layout on a laptop.
 
 The ranks meet through a ``FileStore`` in a temporary folder, so no port is chosen and tests may run under
@@ -53,6 +53,11 @@ _PRELOAD = [
     "megatron.core.optimizer",
     "megatron.core.models.gpt",
     "lightning_mcore",
+    "lightning_mcore.hf.export",
+    "lightning_mcore.models.gpt",
+    "tests.parity.lightning_loop",
+    "tests.tiny",
+    "tests.toy",
     "transformers.models.auto.configuration_auto",
     "pytest",
 ]

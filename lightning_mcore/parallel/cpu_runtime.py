@@ -71,6 +71,8 @@ def absent_names_bound() -> Iterator[None]:
 @functools.cache
 def _functions_of_a_device() -> list[tuple[Any, str, Any]]:
     """Return ``(owner, attribute, replacement)`` for the torch functions that take a device, the same at each call."""
+    with _CPU:
+        torch.empty(0)  # the context of a device keeps the list of its functions from its first use on
     named = [(torch, name) for name in _FACTORIES.split()] + [(torch.Tensor, name) for name in _METHODS.split()]
     return [
         *((owner, name, _cuda_means_cpu(getattr(owner, name))) for owner, name in named),

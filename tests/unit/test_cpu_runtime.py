@@ -17,6 +17,7 @@ from torch import nn
 from lightning_mcore import MCoreStrategy
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from tests import hygiene
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the runtime is for machines without CUDA")
 
@@ -161,6 +162,21 @@ def test_the_warning_that_two_generators_are_one_is_dropped_and_no_other(
         logger.warning("CPU RNG state changed within GPU RNG context")
         logger.warning("something else")
     assert [record.getMessage() for record in caplog.records] == ["something else"]
+
+
+def devices_in_the_context_of_one() -> list[str]:
+    """Return where tensors are made in a process that first uses the context of a device inside the runtime."""
+    devices = []
+    with cpu_runtime(), torch.device("meta"):
+        devices.append(torch.empty(1).device.type)
+        devices.append(torch.empty(1, device="cuda").device.type)
+    with torch.device("meta"):
+        devices.append(torch.empty(1).device.type)
+    return devices
+
+
+def test_the_context_of_a_device_works_inside_and_after() -> None:
+    assert run_ranks(1, devices_in_the_context_of_one, open_group=False) == [["meta", "cpu", "meta"]]
 
 
 def zeros_of_a_script(size: int) -> torch.Tensor:
