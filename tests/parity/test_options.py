@@ -30,7 +30,7 @@ pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-5
 
-MEAN = Recipe(steps=3, global_batch_size=4, eps=1e-4, mask="thinned", aux_loss=0.02)
+MEAN = Recipe(steps=2, global_batch_size=4, eps=1e-4, mask="thinned", aux_loss=0.02)
 TOKENS = replace(MEAN, token_weighted=True)
 
 TP2 = Layout(tp=2, sp=True)
@@ -56,6 +56,7 @@ class Option:
         model: Arguments of ``GPTModel``.
         recipe: How losses are weighted.
         tolerance: How far a layout may be from one rank.
+        num_layers: Layers of the model; 4 where the option is about which layers, or chunks interleave.
     """
 
     name: str
@@ -64,11 +65,13 @@ class Option:
     model: Mapping[str, Any] | None = None
     recipe: Recipe = MEAN
     tolerance: float = TOLERANCE
+    num_layers: int = 2
 
     @property
     def full_recipe(self) -> Recipe:
         """The recipe of this model."""
-        return replace(self.recipe, options=tuple(self.fields.items()), model_options=tuple((self.model or {}).items()))
+        fields = {"num_layers": self.num_layers} | dict(self.fields)
+        return replace(self.recipe, options=tuple(fields.items()), model_options=tuple((self.model or {}).items()))
 
 
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
@@ -126,13 +129,14 @@ OPTIONS = (
         {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_overlap": True},
         (EP2, MOE_TP2),
     ),
-    Option("experts-every-second-layer", {"moe_layer_freq": 2}, (MOE_PP2, EP2)),
+    Option("experts-every-second-layer", {"moe_layer_freq": 2}, (MOE_PP2, EP2), num_layers=4),
     Option(
         "experts-on-the-last-stage-only",
         {"moe_layer_freq": (0, 0, 1, 1), "moe_z_loss_coeff": 0.02},
         (MOE_PP2, Layout(moe=True, dp=2, pp=2, ep=2, distributed_optimizer=True)),
+        num_layers=4,
     ),
-    Option("experts-in-three-layers", {"moe_layer_freq": (0, 1, 1, 1)}, (Layout(moe=True, pp=2, vp=2),)),
+    Option("experts-in-three-layers", {"moe_layer_freq": (0, 1, 1, 1)}, (Layout(moe=True, pp=2, vp=2),), num_layers=4),
     Option(
         "one-expert-weighed-first",
         {"moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True},
@@ -141,8 +145,10 @@ OPTIONS = (
     # attention
     Option("norms-of-queries-and-keys", {"qk_layernorm": True}, (TP2, Layout(tp=2), PP2)),
     Option("l2-norms-of-queries-and-keys", {"qk_l2_norm": True}, (TP2,)),
-    Option("window-in-every-second-layer", {"window_size": (8, 0), "window_attn_skip_freq": 2}, (CP2, VP2)),
-    Option("windows-by-layer", {"window_size": (4, 0), "window_attn_skip_freq": (1, 0, 0, 1)}, (PP2,)),
+    Option(
+        "window-in-every-second-layer", {"window_size": (8, 0), "window_attn_skip_freq": 2}, (CP2, VP2), num_layers=4
+    ),
+    Option("windows-by-layer", {"window_size": (4, 0), "window_attn_skip_freq": (1, 0, 0, 1)}, (PP2,), num_layers=4),
     Option("one-key-head", {"num_query_groups": 1}, (CP2, PP2, TP2)),
     Option("softmax-scale", {"softmax_scale": 0.2}, (TP2, CP2)),
     Option("gate-behind-attention", {"attention_output_gate": True}, (TP2, CP2)),
@@ -163,7 +169,7 @@ OPTIONS = (
         },
     ),
     Option("interpolated-positions", {}, (CP2,), {"seq_len_interpolation_factor": 4.0}),
-    Option("no-rotation-in-every-second-layer", {"no_rope_freq": 2}, (VP2, CP2)),
+    Option("no-rotation-in-every-second-layer", {"no_rope_freq": 2}, (VP2, CP2), num_layers=4),
     Option("learned-positions", {}, (CP2, TP2, PP2), {"position_embedding_type": "learned_absolute"}),
     Option("no-positions", {}, (TIED_PP2,), {"position_embedding_type": "none"}),
     # layers
@@ -192,18 +198,22 @@ OPTIONS = (
         (TP2, PP2, DO2, Layout(tied=True, tp=2, sp=True), *MTP_CP2),
         recipe=TOKENS,
     ),
-    Option("three-tokens-ahead", {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}, (VP2,), recipe=TOKENS),
+    Option(
+        "three-tokens-ahead", {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}, (VP2,), recipe=TOKENS, num_layers=4
+    ),
     Option(
         "two-tokens-ahead-with-experts",
         {"mtp_num_layers": 1, "moe_layer_freq": (0, 1, 1, 1)},
         (EP2, MOE_PP2),
         recipe=TOKENS,
+        num_layers=4,
     ),
     Option(
         "two-tokens-ahead-in-a-layout",
         {"mtp_num_layers": 1},
         (Layout(pp=2, split="Et*3|tmL", label="splitm"),),
         recipe=TOKENS,
+        num_layers=4,
     ),
 )
 
