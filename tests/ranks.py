@@ -2,9 +2,9 @@
 """Run a function on N ranks from inside an ordinary pytest test.
 
 A fresh process that imports torch, Lightning and megatron-core needs several seconds; four of them at once need 15 to
-20. Here a *fork server* imports them, this package and the models of the tests, once for each test session, and every
-rank is a fork of that clean, single-threaded process that never touched a GPU: four ranks start in about 0.2 s. That is what makes it
-affordable to test every parallel layout on a laptop.
+20. Here a *fork server* imports them, this package and the models of the tests, once for each test session. Every rank
+is a fork of that clean, single-threaded process that never touched a GPU: four ranks start in about 0.2 s. That is what
+makes it affordable to test every parallel layout on a laptop.
 
 The ranks meet through a ``FileStore`` in a temporary folder, so no port is chosen and tests may run under
 pytest-xdist. Each rank reports over a pipe of its own, so a rank that is killed cannot damage the report of another.

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-5
 
-MEAN = Recipe(steps=3, global_batch_size=4, eps=1e-4)
+MEAN = Recipe(steps=2, global_batch_size=4, eps=1e-4)
 TOKENS = replace(MEAN, token_weighted=True)
 
 TOKEN_WEIGHTED_IDS = ("dp2-do", "pp2-vp2", "cp4", "dp2-cp2-do", "tp2-sp-pp2", "moe-dp2-ep2", "moe-cp2-ep2")
