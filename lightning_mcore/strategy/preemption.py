@@ -232,15 +232,25 @@ class _RequeueCheckpoint(PreemptionCheckpoint):
         return False
 
 
-def heed_requeue_signal(trainer: pl.Trainer) -> None:
+def heed_requeue_signal(trainer: pl.Trainer, restores: contextlib.ExitStack) -> None:
     """Let SLURM's requeue signal wait for the end of the step, also where the trainer has no PreemptionCheckpoint.
 
     Lightning saves within the handler of that signal. Where each rank has a part of the model, ranks that are
     interrupted in different lines of a step would wait for each other for ever. For strategies to call before a run.
+
+    Args:
+        trainer: The trainer of the run.
+        restores: What takes the callback off after the run.
     """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     if _requeue_signal(trainer) and not any(isinstance(callback, PreemptionCheckpoint) for callback in callbacks):
-        trainer.callbacks = [*callbacks, _RequeueCheckpoint()]  # type: ignore[attr-defined]
+        added = _RequeueCheckpoint()
+        trainer.callbacks = [*callbacks, added]  # type: ignore[attr-defined]
+        restores.callback(_remove, trainer, added)
+
+
+def _remove(trainer: pl.Trainer, added: pl.Callback) -> None:
+    trainer.callbacks = [callback for callback in trainer.callbacks if callback is not added]  # type: ignore[attr-defined]
 
 
 def end_on_sigterm(trainer: pl.Trainer) -> None:

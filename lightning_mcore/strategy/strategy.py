@@ -238,7 +238,7 @@ class MCoreStrategy(DDPStrategy):
         self._restores.enter_context(choice_of_attention_restored())
         super().setup_environment()
         if self.lightning_module is not None:
-            heed_requeue_signal(self.lightning_module.trainer)
+            heed_requeue_signal(self.lightning_module.trainer, self._restores)
 
     def setup_distributed(self) -> None:
         """Let Lightning open the default group, then open Megatron's and make random states agree."""

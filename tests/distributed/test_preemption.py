@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_mcore import MCoreCheckpointIO, MCoreStrategy, PreemptionCheckpoint
 from tests.ranks import run_ranks
-from tests.toy import PlainNet, StagedNet, Watch, loader, run_fit
+from tests.toy import PlainNet, StagedNet, Watch, loader, make_trainer, run_fit
 
 PP2 = {"pipeline_model_parallel_size": 2}
 NUM_BATCHES = 12  # of an epoch on a data-parallel rank; two make an optimizer step
@@ -226,6 +226,22 @@ def test_no_step_is_lost_whenever_the_signal_comes(tmp_path: Path) -> None:
 SCONTROL = """#!/bin/sh
 echo "$@" >> "$(dirname "$0")/requeued"
 """
+
+
+def callbacks_after_runs() -> list[str]:
+    """Rank function: the callbacks that two runs under SLURM leave in the trainer."""
+    os.environ.update(SLURM_NTASKS="1", SLURM_JOB_NAME="train", SLURM_JOB_ID="77", SLURM_NODEID="0", SLURM_PROCID="0")
+    os.environ.update(SLURM_LOCALID="0", SLURM_NTASKS_PER_NODE="1")
+    trainer = make_trainer({}, plugins=[SLURMEnvironment(auto_requeue=True)], max_steps=2)
+    names = [type(callback).__name__ for callback in trainer.callbacks]
+    trainer.fit(PlainNet(), loader(8, 2))
+    trainer.fit(PlainNet(), loader(8, 2))
+    left = [type(callback).__name__ for callback in trainer.callbacks]
+    return [name for name in left if name not in names]
+
+
+def test_the_callback_for_slurms_signal_leaves_with_the_run() -> None:
+    assert run_ranks(1, callbacks_after_runs, timeout=120) == [[]]
 
 
 def requeue(folder: str, has_callback: bool) -> tuple[Outcome, Outcome, Outcome]:
