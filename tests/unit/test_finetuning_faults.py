@@ -229,3 +229,16 @@ def test_a_damaged_setting_of_the_tokenizer_is_refused(tmp_path: Path, key: str,
         batches(MCoreFinetuningData(str(tmp_path / "*.jsonl"), str(tmp_path / "tokenizer"), 64))
     assert sentence in str(raised.value)
     assert len(str(raised.value)) < 600
+
+
+def test_a_tokenizer_without_a_chat_template_is_told(tmp_path: Path, said: list[str]) -> None:
+    write(tmp_path / "a.jsonl", exchanges(3))
+    characters().save_pretrained(tmp_path / "tokenizer")
+    line = "the tokenizer has no chat template: a row is its prompt, its response and the EOS token"
+    for has_template, streaming in ((True, False), (False, False), (False, True)):
+        if not has_template:
+            (tmp_path / "tokenizer" / "chat_template.jinja").unlink(missing_ok=True)
+        said.clear()
+        files, tokenizer = str(tmp_path / "*.jsonl"), str(tmp_path / "tokenizer")
+        batches(MCoreFinetuningData(files, tokenizer, 64, batch_size=1, num_workers=0, streaming=streaming))
+        assert (line in said) is not has_template

@@ -213,6 +213,8 @@ class MCoreFinetuningData(pl.LightningDataModule):
         if self.streaming and stage in ("fit", None):
             self._stream = settings = together(self._stream_settings)
             self._sources = self._sources_of_stream(settings)
+        if self.reading.template is None and self.tokenizer.chat_template is None:
+            rank_zero_info("the tokenizer has no chat template: a row is its prompt, its response and the EOS token")
 
     def train_dataloader(self) -> Any:
         """Return the loader of the training rows, shuffled in each epoch."""
