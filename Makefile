@@ -6,6 +6,7 @@
 #   WORKERS       test processes of pytest-xdist; each test may start up to 8 ranks of its own
 #   PYTEST_ARGS   more arguments for pytest, as in: make test PYTEST_ARGS="-k layout"
 #   MCORE_LATEST  the release of megatron-core that "make test-mcore-latest" runs the tests on
+#   TE_RELEASE    the release of TransformerEngine that "make test-te" runs its tests on
 #   LIGHTNING     a checkout of Lightning's repository, whose own tests "make test-lightning" runs
 #   MIN_TESTS     fewer tests than this are a failure; not applied to a part chosen by PYTEST_ARGS
 #   ARGS          arguments of the demo, the benchmark, Lightning's tests or the walk over random settings
@@ -21,12 +22,14 @@ TORCH ?= torch==2.13.0
 WORKERS ?= 2
 PYTEST_ARGS ?=
 MCORE_LATEST ?= 0.19.2
+TE_RELEASE ?= 2.11.0
 MIN_TESTS ?= $(if $(PYTEST_ARGS),0,5700)
+MIN_TE_TESTS ?= $(if $(PYTEST_ARGS),0,80)
 ARGS ?=
 LIGHTNING ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install check docs format test test-fast test-lightning test-mcore-latest fuzz demo demo-finetune demo-hf bench bench-checkpoint \
+.PHONY: help install check docs format test test-fast test-lightning test-mcore-latest test-te fuzz demo demo-finetune demo-hf bench bench-checkpoint \
 	bench-packing bench-preprocess bench-hf bench-startup torture faults mutate clean
 
 help:  ## list the commands
@@ -61,6 +64,7 @@ format: $(INSTALLED)  ## fix what the linter can fix, and format
 
 test: $(INSTALLED)  ## run all tests
 	MIN_TESTS=$(MIN_TESTS) $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	$(if $(PYTEST_ARGS),,@$(MAKE) --no-print-directory test-te)
 
 test-fast: $(INSTALLED)  ## run the quick tests of one process, before each commit
 	$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup -m "not slow and not distributed" $(PYTEST_ARGS) tests/unit
@@ -90,6 +94,21 @@ $(LATEST)/.unpacked: $(INSTALLED)
 test-mcore-latest: $(LATEST)/.unpacked  ## run all tests on the newest megatron-core that is supported
 	PYTHONPATH=$(CURDIR)/$(LATEST)/site MEGATRON_CORE_VERSION=$(MCORE_LATEST) MIN_TESTS=$(MIN_TESTS) \
 		$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+# TransformerEngine's Python code alone, without the CUDA library, is not installed into .venv but unpacked beside it: all
+# other tests run without it.
+TE := .te-$(TE_RELEASE)
+
+$(TE)/.unpacked: $(INSTALLED)
+	rm -rf $(TE)
+	$(RUN) -m pip download --quiet --no-deps --dest $(TE)/wheels --only-binary=:all: transformer-engine==$(TE_RELEASE)
+	$(RUN) -m zipfile -e $(TE)/wheels/*.whl $(TE)/site
+	rm -r $(TE)/wheels
+	@touch $@
+
+test-te: $(TE)/.unpacked  ## run the tests of TransformerEngine on the CPU
+	PYTHONPATH=$(CURDIR)/$(TE)/site MIN_TESTS=$(MIN_TE_TESTS) \
+		$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup $(PYTEST_ARGS) tests/te
 
 # Lightning's tests import packages of their own. They go into an environment that borrows all the rest from .venv, so
 # that our own tests run without them.

@@ -17,6 +17,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from lightning_mcore.te_cpu.load import prepare
+
 if TYPE_CHECKING:
     from lightning_mcore.checkpoint.io import MCoreCheckpointIO
     from lightning_mcore.checkpoint.weights import build_from_checkpoint
@@ -130,6 +132,7 @@ def _register_strategy() -> None:
 
 
 _register_strategy()
+prepare()  # TransformerEngine's Python code alone, if that is what is installed
 
 
 if not TYPE_CHECKING:  # or a type checker would take any name for one that there is

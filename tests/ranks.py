@@ -47,12 +47,12 @@ import pytest
 from tests.rank_process import STACK_SIGNAL, Report, rank_main
 
 _PRELOAD = [
+    "lightning_mcore",  # before megatron-core, which may find TransformerEngine without its CUDA library
     "torch",
     "lightning.pytorch",
     "megatron.core.distributed",
     "megatron.core.optimizer",
     "megatron.core.models.gpt",
-    "lightning_mcore",
     "lightning_mcore.hf.export",
     "lightning_mcore.models.gpt",
     "tests.parity.lightning_loop",

@@ -42,6 +42,7 @@ from lightning_mcore.config.rules.model import check_fields, check_without_trans
 from lightning_mcore.layers.core_attention import TorchAttention
 from lightning_mcore.layers.router import ExactRouter, scale_gradient
 from lightning_mcore.parallel.pipeline import check_uniform_recompute
+from lightning_mcore.te_cpu.load import ONLY_ON_THE_CPU, is_prepared, untested_on_the_cpu
 
 __all__ = ["TorchAttention", "TorchNorm", "TransformerImpl", "gpt_block_spec", "resolve_transformer_impl"]
 
@@ -168,11 +169,11 @@ def resolve_transformer_impl(choice: TransformerImpl, device_type: str) -> Liter
         ``"local"`` for the torch backend, or ``"transformer_engine"``.
 
     Raises:
-        ValueError: The choice is unknown, or TransformerEngine is chosen for a device other than CUDA.
+        ValueError: The choice is unknown, or TransformerEngine is chosen for a device that it cannot use.
         ModuleNotFoundError: TransformerEngine is chosen but not installed.
     """
     if choice == "auto":
-        if not HAVE_TE or device_type != "cuda":
+        if not HAVE_TE or device_type != "cuda" or is_prepared():
             return "local"
         _warn_of_versions()
         return "transformer_engine"
@@ -180,10 +181,15 @@ def resolve_transformer_impl(choice: TransformerImpl, device_type: str) -> Liter
         return "local"
     if choice != "transformer_engine":
         raise ValueError(f"transformer_impl={choice!r} is unknown; choose 'auto', 'local' or 'transformer_engine'")
+    if is_prepared():
+        if device_type == "cuda":
+            raise ValueError(f"transformer_impl='transformer_engine' is not available: {ONLY_ON_THE_CPU}")
+        return "transformer_engine"
     if device_type != "cuda":
         raise ValueError(
-            f"transformer_impl='transformer_engine' needs a CUDA device but this run is on {device_type!r}; "
-            "choose 'auto' or 'local'"
+            untested_on_the_cpu()
+            or f"transformer_impl='transformer_engine' needs a CUDA device but this run is on {device_type!r}; "
+            "choose 'auto' or 'local', or install lightning-mcore[te-cpu], which runs it on the CPU"
         )
     if not HAVE_TE:
         raise ModuleNotFoundError(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-core on CPU processes: the ``torch.cuda`` names that it needs, implemented on the CPU.
 
-megatron-core uses ``torch.cuda`` in about 500 places, so arguments cannot keep it from doing so. This is the only file
-of the package that patches anything. Inside ``with cpu_runtime():`` those names mean the CPU; after it everything is as
+megatron-core uses ``torch.cuda`` in about 500 places, so arguments cannot keep it from doing so. This file and
+``te_cpu/patches.py`` are the only ones that patch anything. Inside ``with cpu_runtime():`` those names mean the CPU; after it everything is as
 before. The strategy enters it if its root device is the CPU and leaves it at teardown. A module that runs Megatron
 layers under another strategy does the same.
 
@@ -28,6 +28,8 @@ from typing import Any, Self
 
 import torch
 from torch.jit import _builtins
+
+from lightning_mcore.te_cpu.patches import megatron_names
 
 _CPU = torch.device("cpu")
 _FACTORIES = """
@@ -249,6 +251,8 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (cuda.nvtx, "range_push", _nothing()),
         (cuda.nvtx, "range_pop", _nothing()),
         *_absent_names(),
+        # TransformerEngine on the CPU
+        *megatron_names(),
         # token_dispatcher: split sizes for gloo's all_to_all
         (moe_utils, "maybe_move_tensor_to_cpu", _tensor_to_cpu),
         (token_dispatcher, "maybe_move_tensor_to_cpu", _tensor_to_cpu),

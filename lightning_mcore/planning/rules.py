@@ -70,6 +70,7 @@ from lightning_mcore.planning.trainer import lightning_faults, may_never_end
 from lightning_mcore.strategy.overlap import TensorParallelOverlap
 from lightning_mcore.strategy.precision import MCorePrecision
 from lightning_mcore.strategy.strategy import MCoreStrategy
+from lightning_mcore.te_cpu.load import is_prepared
 
 T = TypeVar("T")
 _LAYOUT = tuple(field.name for field in dataclass_fields(ParallelLayout))
@@ -196,7 +197,8 @@ class PlannedStrategy:
         if precision is not None and precision.fp8.is_on:
             settings = (self.distributed, bool(self.resolved("overlap_param_gather")))
             offloads = bool(self.optimizer.get("optimizer_cpu_offload"))
-            book.collect(strategy_rules.fp8_device_faults(precision.fp8.recipe, device_type))
+            if device_type != "cpu" or not is_prepared():  # TransformerEngine of te_cpu
+                book.collect(strategy_rules.fp8_device_faults(precision.fp8.recipe, device_type))
             book.attempt(lambda: precision.fp8.check_optimizer(*settings, offloads))
         sizes = {f"ddp_config.{name}": self.ddp[name] for name in _SIZES if name in self.ddp}
         sizes |= _given(self.strategy, ("micro_batch_size", "microbatch_group_size_per_vp_stage"))

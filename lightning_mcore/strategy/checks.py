@@ -39,6 +39,7 @@ from lightning_mcore.parallel.consensus import all_true, gather
 from lightning_mcore.strategy.gradients import GradientSettings
 from lightning_mcore.strategy.module import MCoreModule
 from lightning_mcore.strategy.overlap import queue_hint
+from lightning_mcore.te_cpu.load import ONLY_ON_THE_CPU, is_prepared, untested_on_the_cpu
 
 if TYPE_CHECKING:
     from lightning_mcore.strategy.strategy import MCoreStrategy
@@ -300,16 +301,20 @@ class FP8Machine:
         capability: Compute capability of the GPU.
         cuda: CUDA version that torch was built with.
         transformer_engine: Version of TransformerEngine; None where it is not installed.
+        on_the_cpu: It is the one that computes on the CPU.
     """
 
     type: str
     capability: tuple[int, int] = (0, 0)
     cuda: str = "0"
     transformer_engine: str | None = None
+    on_the_cpu: bool = False
 
     @classmethod
     def of(cls, device: torch.device) -> "FP8Machine":
         """Look at a device of this machine."""
+        if is_prepared():
+            return cls(device.type, transformer_engine=installed_version("transformer-engine"), on_the_cpu=True)
         if device.type != "cuda":
             return cls(device.type)
         version = None
@@ -326,6 +331,12 @@ def check_machine(settings: FP8Settings, machine: FP8Machine) -> None:
         ValueError: No CUDA device, or one that is too old or too new for the recipe, or software that is too old.
     """
     recipe = settings.recipe
+    if machine.on_the_cpu:
+        if machine.type == "cuda":
+            raise ValueError(f"fp8_recipe={recipe!r} is not available: {ONLY_ON_THE_CPU}")
+        return
+    if machine.type != "cuda" and (untested := untested_on_the_cpu()) is not None:
+        raise ValueError(untested)
     raise_first(fp8_device_faults(recipe, machine.type))
     if machine.transformer_engine is None:
         raise ModuleNotFoundError(

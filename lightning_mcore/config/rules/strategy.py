@@ -146,8 +146,8 @@ def fp8_device_faults(recipe: str, device_type: str) -> Iterator[str]:
     """
     if device_type != "cuda":
         yield (
-            f"FP8 needs a CUDA device, and this run is on {device_type!r}; leave fp8_recipe={recipe!r} out, or run with"
-            ' accelerator="gpu"'
+            f"FP8 needs a CUDA device, and this run is on {device_type!r}; leave fp8_recipe={recipe!r} out, run with"
+            ' accelerator="gpu", or install lightning-mcore[te-cpu], which computes FP8 on the CPU'
         )
 
 

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix products of tensors that may be quantized: computed in fp32 from the values that FP8 stands for.
+
+cuBLAS also sums in fp32 or wider; the order of the terms differs.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_mcore.te_cpu.enums import TORCH_DTYPES, DType
+from lightning_mcore.te_cpu.quantize import quantize, to_float
+
+
+def generic_gemm(
+    a: Any,
+    transpose_a: bool,
+    b: Any,
+    transpose_b: bool,
+    out: Tensor | None,
+    quantizer: Any,
+    output_dtype: Any,
+    bias: Tensor | None,
+    bias_type: Any,
+    gelu: bool,
+    gelu_in: Tensor | None,
+    grad: bool,
+    workspace: Any,
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    comm_overlap: Any = None,
+    comm_type: Any = None,
+    extra_output: Tensor | None = None,
+    bulk_overlap: bool = False,
+    alpha: float = 1.0,
+    beta: float | None = None,
+) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None]:
+    """Multiply matrices as a linear layer does: ``op(b) @ op(a)``, where ``op`` may transpose.
+
+    Args:
+        a: The weight [n, k] of a forward pass; its leading dimensions count as one.
+        transpose_a: Multiply by ``a`` transposed.
+        b: The input [..., k] of a forward pass, the gradient [..., n] of a backward pass.
+        transpose_b: Multiply ``b`` transposed, for the gradient of a weight.
+        out: Where the product is written; None makes a new tensor.
+        quantizer: Quantizes the product.
+        output_dtype: TransformerEngine's dtype of a new tensor; bf16 if None.
+        bias: [n]; in a backward pass, says that its gradient is wanted.
+        bias_type: Not used.
+        gelu: Apply GELU, or in a backward pass multiply by its derivative.
+        gelu_in: What GELU was applied to.
+        grad: This is a backward pass.
+        workspace: Not used.
+        workspace_size: Not used.
+        accumulate: Add to ``out``.
+        use_split_accumulator: Not used; sums are fp32.
+        comm_overlap: Refused if it is not None.
+        comm_type: Not used.
+        extra_output: Returned as it is.
+        bulk_overlap: Not used.
+        alpha: Multiplies the product.
+        beta: Multiplies ``out`` where ``accumulate`` is set; 1 if None.
+
+    Returns:
+        The product, the gradient of the bias, what GELU was applied to, and ``extra_output``.
+    """
+    if comm_overlap is not None:
+        raise NotImplementedError("tp_comm_overlap=True needs a CUDA device; leave it out on the CPU")
+    left, right = to_float(b, columnwise=transpose_b), to_float(a, columnwise=not transpose_a)
+    leading = left.shape[:-1]
+    left, right = left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])
+    product = (left.t() if transpose_b else left) @ (right.t() if transpose_a else right)
+    if alpha != 1.0:
+        product = product * alpha
+    bias_gradient = None
+    if bias is not None and grad:
+        bias_gradient = left.sum(0).to(bias.dtype)
+    elif bias is not None and bias.numel() > 0:
+        product = product + bias.float()
+    before_gelu = None
+    if gelu and grad and gelu_in is not None:
+        product = product * _gelu_derivative(gelu_in).view_as(product)
+    elif gelu:
+        before_gelu = product.to(torch.bfloat16 if bias is None else bias.dtype)
+        product = functional.gelu(product, approximate="tanh")
+    if not transpose_b:
+        product = product.view(*leading, product.shape[-1])
+    if out is not None:
+        product = product.view(out.shape)
+        if accumulate:
+            product = product + out.float() * (1.0 if beta is None else beta)
+        return out.copy_(product), bias_gradient, before_gelu, extra_output
+    product = product.to(torch.bfloat16 if output_dtype is None else TORCH_DTYPES[DType(int(output_dtype))])
+    return quantize(product, quantizer), bias_gradient, before_gelu, extra_output
+
+
+def _gelu_derivative(values: Tensor) -> Tensor:
+    with torch.enable_grad():
+        values = values.detach().float().requires_grad_()
+        return torch.autograd.grad(functional.gelu(values, approximate="tanh").sum(), values)[0]
+
+
+def te_general_grouped_gemm(
+    a: Sequence[Any],
+    transpose_a: bool,
+    b: Sequence[Any],
+    transpose_b: bool,
+    out: Sequence[Tensor],
+    output_dtype: Any,
+    splits: Sequence[int],
+    bias: Sequence[Tensor],
+    bias_dtype: Any,
+    single_output: bool,
+    before_gelu: Sequence[Tensor],
+    grad: bool,
+    *rest: Any,
+) -> Sequence[Tensor]:
+    """Multiply pairs of matrices, one pair for each expert, as :func:`generic_gemm` does.
+
+    Args:
+        a: A weight [n, k] for each expert.
+        transpose_a: Likewise for all.
+        b: The tokens [m, k] of each expert; some may have none.
+        transpose_b: Likewise for all.
+        out: A tensor for each expert, or with ``single_output`` one [sum of m, n].
+        output_dtype: Not used; ``out`` has a dtype.
+        splits: The m of each expert.
+        bias: [n] for each expert, empty without bias; in a backward pass, where its gradient is written.
+        bias_dtype: Not used.
+        single_output: See ``out``.
+        before_gelu: Not used.
+        grad: This is a backward pass.
+        rest: Workspaces, their size, ``accumulate``, and settings that are not used.
+
+    Returns:
+        ``bias``.
+    """
+    accumulate = rest[2]
+    outputs = torch.split(out[0], list(splits)) if single_output else out
+    for index, (weight, tokens, output) in enumerate(zip(a, b, outputs, strict=True)):
+        if output is None or output.numel() == 0:
+            continue
+        own = bias[index] if index < len(bias) and bias[index].numel() > 0 else None
+        gradient = generic_gemm(
+            weight, transpose_a, tokens, transpose_b, output, None, None, own, None, False, None, grad, None, 0,
+            accumulate, True,
+        )[1]  # fmt: skip
+        if own is not None and gradient is not None:
+            own.copy_(gradient)
+    return bias

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds a TransformerEngine without its CUDA library, and loads it on the kernels of this room.
+
+``pip install lightning-mcore[te-cpu]`` installs TransformerEngine's Python code alone. By itself it cannot be imported,
+and megatron-core, which imports it, cannot either. So ``import lightning_mcore`` calls :func:`prepare`, which looks for
+that package and, where it is, puts the folder ``shadow`` before it on ``sys.path``. Its ``transformer_engine`` runs the
+code of the real one after what is compiled there has been replaced. Nothing of this happens before something imports
+TransformerEngine, and one with its CUDA library is never touched.
+
+The values of FP8 tensors and their scales are those of a device; sums are fp32 and in another order.
+"""
+
+import contextlib
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+TESTED = ("2.11.0", "2.20.2")
+"""Releases of TransformerEngine that the kernels of this room are tested with."""
+
+ONLY_ON_THE_CPU = (
+    "the installed TransformerEngine has no CUDA library and runs on the CPU alone; install lightning-mcore[te], or"
+    ' choose accelerator="cpu"'
+)
+"""What is wrong where the TransformerEngine of this room meets a CUDA device."""
+
+_NAME = "transformer_engine"
+_SHADOW = str(Path(__file__).parent / "shadow")
+
+
+def prepare() -> None:
+    """Let a later ``import transformer_engine`` find it working, if it has no CUDA library; imports nothing."""
+    if _NAME in sys.modules or is_prepared():
+        return
+    version, spec = version_without_core(), _installed()
+    if version is None or spec is None or spec.origin is None:
+        return
+    if version not in TESTED:
+        sys.modules[_NAME] = None  # type: ignore[assignment]  # as if it were not installed
+        return
+    folder = str(Path(spec.origin).parent.parent)
+    sys.path.insert(sys.path.index(folder) if folder in sys.path else 0, _SHADOW)
+
+
+def is_prepared() -> bool:
+    """Tell whether ``transformer_engine`` is, or at its import will be, the one of this room."""
+    return _SHADOW in sys.path
+
+
+def _installed() -> importlib.machinery.ModuleSpec | None:
+    return importlib.machinery.PathFinder.find_spec(_NAME, [path for path in sys.path if path != _SHADOW])
+
+
+def version_without_core() -> str | None:
+    """Return the version of an installed TransformerEngine that has no CUDA library; None for any other state.
+
+    Source: ``_get_shared_object_file`` (``transformer_engine.common``, 2.11.0 and 2.20.2).
+    """
+    spec = _installed()
+    if spec is None or spec.origin is None:
+        return None
+    package = Path(spec.origin).parent
+    folders = {package.parent, *(Path(path) for path in sys.path if path.endswith("-packages"))}
+    places = [place for folder in folders for place in (folder, folder / _NAME, folder / _NAME / "wheel_lib")]
+    if any(name.startswith("libtransformer_engine") for place in places for name in _names(place)):
+        return None
+    versions = [name for name in _names(package.parent) if name.startswith(f"{_NAME}-") and name.endswith(".dist-info")]
+    return versions[0].removeprefix(f"{_NAME}-").removesuffix(".dist-info") if len(versions) == 1 else None
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def untested_on_the_cpu() -> str | None:
+    """Return a sentence about a TransformerEngine that is installed without its CUDA library but was not tested."""
+    version = version_without_core()
+    if version is None or version in TESTED:
+        return None
+    return (
+        f"TransformerEngine {version} is not tested on the CPU; install lightning-mcore[te-cpu], which has"
+        f" {' or '.join(TESTED)}"
+    )
+
+
+def load_into(module: types.ModuleType) -> None:
+    """Run TransformerEngine's own code in a module, with this room's modules where it has compiled ones.
+
+    Args:
+        module: The module ``transformer_engine``, still empty.
+
+    Raises:
+        RuntimeError: It cannot be loaded; megatron-core takes an ImportError for a package that is not installed.
+    """
+    try:
+        _load_into(module)
+    except Exception as error:
+        raise RuntimeError(f"TransformerEngine cannot be loaded on the CPU: {error}") from error
+
+
+def _load_into(module: types.ModuleType) -> None:
+    torch = importlib.import_module("torch")
+    extension = importlib.import_module("lightning_mcore.te_cpu.extension")
+    triton = importlib.import_module("lightning_mcore.te_cpu.experts").TRITON
+    spec = _installed()
+    assert spec is not None
+    assert spec.loader is not None
+    module.__file__ = spec.origin
+    module.__path__ = list(spec.submodule_search_locations or ())
+    sys.modules["transformer_engine_torch"] = extension.extension(str(version_without_core()))
+    prefix = f"{_NAME}.pytorch"
+    sys.modules[f"{prefix}.onnx_extensions"] = extension.refusing_module(f"{prefix}.onnx_extensions", {})
+    package = extension.refusing_module(f"{prefix}.triton", {})
+    package.__path__ = []
+    sys.modules[f"{prefix}.triton"] = package
+    for name, functions in triton.items():
+        kernels = extension.refusing_module(f"{prefix}.triton.{name}", functions)
+        sys.modules[f"{prefix}.triton.{name}"] = kernels
+        setattr(package, name, kernels)
+    script = torch.jit.script
+    with _environment(NVTE_PROJECT_BUILDING="1", NVTE_RELEASE_BUILD="0", NVTE_TORCH_COMPILE="0"):
+        common = importlib.import_module(f"{_NAME}.common")  # without the CUDA libraries
+        common.load_framework_extension = lambda framework: None
+        torch.jit.script = lambda function: function  # decorates its small functions
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            torch.jit.script = script
+    if "pytorch" not in module.__dict__:  # TransformerEngine hides why
+        importlib.import_module(prefix)
+    importlib.import_module("lightning_mcore.te_cpu.patches").patch_transformer_engine()
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value

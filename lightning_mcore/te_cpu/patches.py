@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What TransformerEngine and megatron-core ask of a device, answered on the CPU.
+
+TransformerEngine refuses tensors that are not on a GPU, and asks which one it is: it gets the answers of compute
+capability 9.0, and every FP8 recipe counts as supported. That is changed in its own modules alone, once, when this room
+loads it.
+
+megatron-core takes the optimizers and norms of an installed TransformerEngine also for models without its layers.
+:func:`megatron_names` has what it takes without TransformerEngine, so that such a run computes what it always did.
+"""
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from lightning_mcore.te_cpu import load
+
+_CAPABILITY = (9, 0)
+_ATTENTION = "attention.dot_product_attention"
+_ASK_FOR_CUDA = (
+    ("module.base", "TransformerEngineBaseModule", "prepare_forward"),
+    (f"{_ATTENTION}.dot_product_attention", "DotProductAttention", "forward"),
+    (f"{_ATTENTION}.backends", "FusedAttention", "forward"),
+    ("permutation", "_moe_permute_mask_map", "forward"),
+    ("permutation", "_moe_unpermute_mask_map", "forward"),
+    ("permutation", "_moe_chunk_sort", "forward"),
+)
+
+
+class _SeenOnCuda(TorchFunctionMode):
+    """Answers that every tensor is on a GPU."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__self__", None) is torch.Tensor.is_cuda:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+def _seen_on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        with _SeenOnCuda():
+            result = function(*args, **kwargs)
+        return _entered(result) if isinstance(result, contextlib.AbstractContextManager) else result
+
+    return seen
+
+
+@contextlib.contextmanager
+def _entered(manager: contextlib.AbstractContextManager[Any]) -> Iterator[Any]:
+    """Enter a context where tensors are seen on a GPU, and leave its body as it is."""
+    with contextlib.ExitStack() as stack:
+        with _SeenOnCuda():
+            value = stack.enter_context(manager)
+        yield value
+
+
+def _with_a_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        with mock.patch.object(torch.cuda, "is_available", return_value=True):
+            return function(*args, **kwargs)
+
+    return made
+
+
+def patch_transformer_engine() -> None:
+    """Answer TransformerEngine's questions about the device."""
+
+    def part(name: str) -> Any:
+        return importlib.import_module(f"transformer_engine.pytorch.{name}")
+
+    base = part("module.base").TransformerEngineBaseModule
+    base.__init__ = _with_a_device(base.__init__)
+    for name, owner, method in _ASK_FOR_CUDA:
+        holder = getattr(part(name), owner, None)
+        if holder is None:  # a function of its own in later releases
+            continue
+        is_static = isinstance(vars(holder).get(method), staticmethod)
+        wrapped = _seen_on_cuda(getattr(holder, method))
+        setattr(holder, method, staticmethod(wrapped) if is_static else wrapped)
+    part("utils")._get_device_compute_capability = lambda device: _CAPABILITY
+    quantization = part("quantization")
+    quantization.check_recipe_support = lambda recipe: None
+    for name in ("check_fp8_support", "check_mxfp8_support", "check_fp8_block_scaling_support"):
+        setattr(quantization, name, lambda: (True, ""))
+
+
+def _coalescing_for_gloo(coalescing: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's context of collectives that are sent together, for a backend that sends lists of one dtype.
+
+    gloo takes all tensors of a list for the dtype of the first, so FP8 data and bf16 are gathered one by one.
+
+    Args:
+        coalescing: ``torch.distributed._coalescing_manager``.
+    """
+
+    @contextlib.contextmanager
+    def apart(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
+        one_by_one: list[Any] = []
+        with coalescing(group, async_ops=async_ops) as manager:
+            yield manager
+            world = torch.distributed.distributed_c10d._world
+            operations = world.pg_coalesce_state[group or torch.distributed.group.WORLD]
+            if len({operation.tensor.dtype for operation in operations}) > 1:
+                one_by_one = list(operations)
+                operations.clear()
+        for operation in one_by_one:
+            work = operation.op(operation.dst_tensor, operation.tensor, group=group, async_op=True)
+            manager.append(work)
+        if not async_ops:
+            manager.wait()
+
+    return apart
+
+
+def megatron_names() -> list[tuple[Any, str, Any]]:
+    """Return ``(owner, attribute, value)`` that megatron-core has without TransformerEngine (0.16.1 to 0.19.2)."""
+    if not load.is_prepared():
+        return []
+
+    def part(name: str) -> Any:
+        return importlib.import_module(f"megatron.core.{name}")
+
+    utils, optimizer = part("utils"), part("optimizer")
+    sharded, mixed, clipping = (part(f"optimizer.{name}") for name in ("distrib_optimizer", "optimizer", "clip_grads"))
+    coalescing = _coalescing_for_gloo(torch.distributed._coalescing_manager)
+    applier, scale = utils.local_multi_tensor_applier, utils.local_multi_tensor_scale
+    return [
+        (torch.distributed, "_coalescing_manager", coalescing),
+        (part("distributed.param_and_grad_buffer"), "_coalescing_manager", coalescing),
+        (part("transformer.moe.moe_utils"), "te_general_gemm", None),
+        (optimizer, "Adam", torch.optim.AdamW),
+        (optimizer, "SGD", torch.optim.SGD),
+        (optimizer, "USING_PYTORCH_OPTIMIZER", True),
+        (sharded, "Adam", torch.optim.Adam),
+        (sharded, "USING_TE_OPTIMIZER", False),
+        (sharded, "HAVE_APEX_OR_TE", False),
+        (mixed, "multi_tensor_applier", applier),
+        (mixed, "multi_tensor_scale_impl", scale),
+        (clipping, "multi_tensor_applier", applier),
+        (clipping, "l2_norm_impl", utils.local_multi_tensor_l2_norm),
+        (clipping, "multi_tensor_scale_impl", scale),
+    ]

@@ -1,0 +1,477 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantization into FP8, with the scales of TransformerEngine's four recipes.
+
+A value ``x`` is stored as ``cast(x * scale)`` in ``float8_e4m3fn`` or ``float8_e5m2``, rounded to nearest even and
+saturated, beside ``1 / scale``. The recipes differ in how many values share a scale: a whole tensor (``delayed`` and
+``tensorwise``), 1x128 or 128x128 values (``blockwise``), or 32 values whose scale is a power of two (``mxfp8``).
+Padding and orientation of data and scales are those that TransformerEngine's Python code expects from its own kernels
+on compute capability 9.0.
+
+Sources: ``recipe_common.cuh``, ``ptx.cuh`` (``float_to_e8m0``) and ``delayed_scaling.cu`` of TransformerEngine 2.11.
+"""
+
+import importlib
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_mcore.te_cpu.enums import TORCH_DTYPES, DType
+
+_CPU = torch.device("cpu")
+_BLOCK = 32  # values that share a scale of mxfp8
+_BUFFERS = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
+
+
+def _fp8(dtype: Any) -> tuple[torch.dtype, float]:
+    kind = TORCH_DTYPES[DType(int(dtype))]
+    return kind, torch.finfo(kind).max
+
+
+def cast(values: Tensor, dtype: Any) -> Tensor:
+    """Round fp32 values to FP8.
+
+    Args:
+        values: Any shape, fp32.
+        dtype: TransformerEngine's ``DType``, one of the two FP8 formats.
+
+    Returns:
+        The same shape, uint8: the bits of the FP8 values. Values out of range become the largest one.
+    """
+    kind, top = _fp8(dtype)
+    return values.clamp(-top, top).to(kind).view(torch.uint8)
+
+
+def scale_of(
+    amax: Tensor, top: float, epsilon: float = 0.0, power_of_two: bool = False, limit: float = 3.4e38
+) -> Tensor:
+    """Return the factor that takes ``amax`` to ``top``.
+
+    Args:
+        amax: Largest absolute values, any shape, fp32.
+        top: Largest value of the FP8 format.
+        epsilon: Smaller amax count as this one.
+        power_of_two: Round down to a power of two.
+        limit: The scale where ``top / amax`` is infinite.
+
+    Returns:
+        The same shape, fp32; 1 where amax is 0, infinite or NaN.
+    """
+    amax = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
+    ratio = torch.full_like(amax, top) / amax  # a number over a tensor is rounded twice
+    scale = torch.where(amax.isfinite() & (amax != 0), ratio, torch.ones_like(amax))
+    scale = torch.where(scale.isinf(), torch.full_like(scale, limit), scale)
+    if power_of_two:
+        scale = (scale.contiguous().view(torch.int32) & -0x800000).view(torch.float32)  # sign and exponent
+    return scale
+
+
+def exponent_of(amax: Tensor, top: float) -> Tensor:
+    """Return the exponents of ``mxfp8``: the powers of two that are not below ``amax / top``.
+
+    Args:
+        amax: Largest absolute values, any shape, fp32.
+        top: Largest value of the FP8 format.
+
+    Returns:
+        The same shape, int32: E8M0 numbers, which mean ``2 ** (number - 127)``; 255 for NaN.
+    """
+    value = (amax.float() * (torch.ones(()) / top)).contiguous()
+    bits = value.view(torch.int32)
+    exponent, mantissa = bits >> 23 & 0xFF, bits & 0x7FFFFF
+    up = (mantissa > 0) & (exponent != 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
+    exponent = torch.where(value.isinf(), torch.full_like(exponent, 0xFE), exponent + up.int())
+    return torch.where(value.isnan(), torch.full_like(exponent, 0xFF), exponent)
+
+
+def reciprocal_of(exponent: Tensor) -> Tensor:
+    """Return ``2 ** (127 - exponent)``, by which ``mxfp8`` multiplies; 1 where the exponent is 0. fp32."""
+    return _power(torch.where(exponent == 0, 0, 127 - exponent.int()))
+
+
+def _power(exponent: Tensor) -> Tensor:
+    """Return 2 to the power of integers, fp32."""
+    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+
+
+def tiles(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    """Cut a matrix [m, n] into [m / rows, rows, n / columns, columns], rounded up and filled with zeros."""
+    m, n = matrix.shape
+    padded = functional.pad(matrix, (0, -n % columns, 0, -m % rows))
+    return padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+
+
+def _spread(scale: Tensor, shape: Sequence[int], rows: int, columns: int) -> Tensor:
+    """Give each element of a matrix the scale of its block."""
+    return scale.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
+
+
+def _transposed(data: Tensor) -> Tensor:
+    """Move the last dimension to the front, as TransformerEngine keeps columnwise data."""
+    return data.movedim(-1, 0).contiguous()
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() else tensor.reshape(1, 1)
+
+
+def _kind(quantizer: Any) -> str:
+    name = type(quantizer).__name__
+    if name in ("Float8Quantizer", "Float8CurrentScalingQuantizer"):
+        return "tensor"
+    if name == "Float8BlockQuantizer":
+        return "block"
+    if name == "MXFP8Quantizer":
+        return "mxfp8"
+    raise NotImplementedError(f"{name} is not available on the CPU; choose delayed, tensorwise, blockwise or mxfp8")
+
+
+def _is_compact(quantizer: Any) -> bool:
+    return quantizer.block_scaling_dim == 1 and getattr(quantizer, "all_gather_usage", False)
+
+
+def _class_of(kind: str, internal: bool) -> Any:
+    name = {"tensor": "Float8Tensor", "block": "Float8BlockwiseQTensor", "mxfp8": "MXFP8Tensor"}[kind]
+    module = importlib.import_module("transformer_engine.pytorch.tensor")
+    return getattr(module, f"{name}Storage" if internal else name)
+
+
+def create_empty_quantized_tensor(
+    quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any = None, pin_memory: bool = False
+) -> Any:
+    """Return a quantized tensor of this shape, with the orientations that the quantizer asks for, filled with zeros."""
+    return _empty(quantizer, tuple(shape), dtype, internal=False)
+
+
+def _empty(quantizer: Any, shape: tuple[int, ...], dtype: torch.dtype, internal: bool) -> Any:
+    kind = _kind(quantizer)
+    made = _class_of(kind, internal)
+    fields: dict[str, Any] = {"fp8_dtype": quantizer.dtype, "quantizer": quantizer}
+    if kind == "tensor":
+        fields |= {"data": None, "data_transpose": None, "fp8_scale_inv": torch.ones(1)}
+    else:
+        fields |= dict.fromkeys(name[1:] for name in _BUFFERS)
+    if kind == "block":
+        fields["is_2D_scaled"] = quantizer.block_scaling_dim == 2
+    accepted = inspect.signature(_class_of(kind, internal=True).__new__).parameters
+    if "data_format" in accepted:  # until 2.11
+        formats = importlib.import_module("transformer_engine_torch").Float8BlockScaleTensorFormat
+        fields["data_format"] = formats.COMPACT if _is_compact(quantizer) else formats.GEMM_READY
+    if "with_gemm_swizzled_scales" in accepted:
+        fields["with_gemm_swizzled_scales"] = False
+    tensor = made(**fields, fake_dtype=dtype) if internal else made(shape=shape, dtype=dtype, device=_CPU, **fields)
+    _allocate(tensor, quantizer, shape)
+    return tensor
+
+
+def _allocate(tensor: Any, quantizer: Any, shape: Sequence[int]) -> None:
+    """Give a tensor the buffers that its quantizer asks for, and take away the others."""
+    rowwise, columnwise = quantizer.rowwise_usage, quantizer.columnwise_usage
+    shape = tuple(shape)
+    if _kind(quantizer) == "tensor":
+        if not rowwise or tensor._data is None:
+            tensor._data = torch.zeros(shape, dtype=torch.uint8) if rowwise else None
+        if not columnwise or tensor._transpose is None:
+            tensor._transpose = torch.zeros((shape[-1], *shape[:-1]), dtype=torch.uint8) if columnwise else None
+        tensor._transpose_invalid = tensor._transpose is None
+        return
+    for wanted, prefix in ((rowwise, "_rowwise"), (columnwise, "_columnwise")):
+        if not wanted:
+            setattr(tensor, f"{prefix}_data", None)
+            setattr(tensor, f"{prefix}_scale_inv", None)
+        elif getattr(tensor, f"{prefix}_data") is None:
+            scales, data = _shapes(quantizer, shape, columnwise=prefix == "_columnwise")
+            kind = torch.float32 if _kind(quantizer) == "block" else torch.uint8
+            setattr(tensor, f"{prefix}_data", torch.zeros(data, dtype=torch.uint8))
+            setattr(tensor, f"{prefix}_scale_inv", torch.zeros(scales, dtype=kind))
+
+
+def _shapes(quantizer: Any, shape: tuple[int, ...], columnwise: bool) -> tuple[Sequence[int], Sequence[int]]:
+    if _kind(quantizer) == "block":
+        data = quantizer.get_columnwise_shape(shape) if columnwise else shape
+        return quantizer.get_scale_shape(shape, columnwise), data
+    rows, columns = _matrix(torch.empty(shape, device="meta")).shape
+
+    def up(number: int, multiple: int) -> int:
+        return -(-number // multiple) * multiple
+
+    if columnwise:
+        return (up(-(-rows // _BLOCK), 4), up(columns, 128)), shape
+    return (up(rows, 128), up(-(-columns // _BLOCK), 4)), shape
+
+
+def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
+    """Quantize a tensor.
+
+    Args:
+        tensor: Any shape of two dimensions or more, any float dtype, or a quantized tensor.
+        quantizer: One of TransformerEngine's; None returns the tensor.
+        output: Where the result is written; None makes a new one.
+        noop: [1]; if it is not zero, ``output`` stays as it is.
+
+    Returns:
+        A quantized tensor of the same shape.
+    """
+    if quantizer is None:
+        return tensor
+    if output is not None and noop is not None and bool(noop):
+        return output
+    values = to_float(tensor) if is_quantized(tensor) else tensor.detach().float()
+    dtype = tensor.dtype if isinstance(tensor, Tensor) else torch.float32
+    if output is None:
+        output = _empty(quantizer, tuple(values.shape), dtype, bool(getattr(quantizer, "internal", False)))
+    else:
+        _allocate(output, quantizer, tuple(values.shape))
+    if values.numel() > 0 or _kind(quantizer) == "tensor":
+        {"tensor": _fill_tensor, "block": _fill_block, "mxfp8": _fill_mxfp8}[_kind(quantizer)](
+            output, values, quantizer, torch.finfo(dtype).max
+        )
+    return output
+
+
+def _fill_tensor(output: Any, values: Tensor, quantizer: Any, limit: float) -> None:
+    """Quantize with one scale: the one of earlier steps (``delayed``), or that of these values (``tensorwise``)."""
+    amax = values.abs().max() if values.numel() else values.new_zeros(())
+    if type(quantizer).__name__ == "Float8Quantizer":
+        if quantizer.amax.numel():
+            quantizer.amax.copy_(torch.maximum(quantizer.amax, amax.view_as(quantizer.amax)))
+        scale = quantizer.scale.reshape(1).clone()
+    else:
+        if quantizer.with_amax_reduction:
+            group = quantizer._canonicalized_amax_reduction_group()
+            torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
+        top = _fp8(quantizer.dtype)[1]
+        largest = torch.finfo(torch.float32).max
+        scale = scale_of(amax.view(1), top, quantizer.amax_epsilon, quantizer.force_pow_2_scales, largest)
+    data = cast(values * scale, quantizer.dtype)
+    output._scale_inv.copy_(scale.reciprocal().view_as(output._scale_inv))
+    if output._data is not None:
+        output._data.copy_(data.view_as(output._data))
+    if output._transpose is not None:
+        output._transpose.copy_(_transposed(data).view_as(output._transpose))
+        output._transpose_invalid = False
+
+
+def _write(into: Tensor, value: Tensor) -> None:
+    """Write a matrix of scales into a padded buffer."""
+    into.zero_()
+    into[: value.shape[0], : value.shape[1]] = value
+
+
+def _fill_block(output: Any, values: Tensor, quantizer: Any, limit: float) -> None:
+    matrix, size = _matrix(values), quantizer.block_len
+    square, compact = quantizer.block_scaling_dim == 2, _is_compact(quantizer)
+    top = _fp8(quantizer.dtype)[1]
+
+    def filled(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        amax = tiles(matrix, rows, columns).abs().amax(dim=(1, 3))
+        scale = scale_of(amax, top, quantizer.amax_epsilon, quantizer.force_pow_2_scales, limit)
+        return cast(matrix * _spread(scale, matrix.shape, rows, columns), quantizer.dtype), scale.reciprocal()
+
+    if output._rowwise_data is not None:
+        data, inverse = filled(size if square else 1, size)
+        output._rowwise_data.copy_(data.view_as(output._rowwise_data))
+        _write(output._rowwise_scale_inv, inverse if square or compact else inverse.t())
+    if output._columnwise_data is not None:
+        data, inverse = filled(size, size if square else 1)
+        output._columnwise_data.copy_((data if compact else data.t()).reshape(output._columnwise_data.shape))
+        _write(output._columnwise_scale_inv, inverse.t() if square else inverse)
+
+
+def _fill_mxfp8(output: Any, values: Tensor, quantizer: Any, limit: float) -> None:
+    matrix = _matrix(values)
+    for prefix, rows, columns in (("_rowwise", 1, _BLOCK), ("_columnwise", _BLOCK, 1)):
+        data = getattr(output, f"{prefix}_data")
+        if data is None:
+            continue
+        exponent = exponent_of(tiles(matrix, rows, columns).abs().amax(dim=(1, 3)), _fp8(quantizer.dtype)[1])
+        factor = _spread(reciprocal_of(exponent), matrix.shape, rows, columns)
+        data.copy_(cast(matrix * factor, quantizer.dtype).view_as(data))
+        _write(getattr(output, f"{prefix}_scale_inv"), exponent.to(torch.uint8))
+
+
+def is_quantized(tensor: Any) -> bool:
+    """Tell whether this is one of TransformerEngine's quantized tensors."""
+    return hasattr(tensor, "_fp8_dtype")
+
+
+def to_float(tensor: Any, columnwise: bool = False) -> Tensor:
+    """Return the values of a tensor, quantized or not, as fp32.
+
+    Args:
+        tensor: Any shape.
+        columnwise: Take the values that were quantized along the other dimension, where the recipe keeps both.
+
+    Returns:
+        fp32, in the shape of the tensor before it was quantized.
+    """
+    if not is_quantized(tensor):
+        return tensor.detach().float()  # type: ignore[no-any-return]
+    kind = TORCH_DTYPES[DType(int(tensor._fp8_dtype))]
+    if hasattr(tensor, "_scale_inv"):
+        if tensor._data is not None:
+            return tensor._data.view(kind).float() * tensor._scale_inv
+        return tensor._transpose.view(kind).movedim(0, -1).float() * tensor._scale_inv
+    columnwise = columnwise if tensor._columnwise_data is not None else False
+    columnwise = columnwise or tensor._rowwise_data is None
+    data = (tensor._columnwise_data if columnwise else tensor._rowwise_data).view(kind).float()
+    scales = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
+    if hasattr(tensor, "_is_2D_scaled"):
+        return _block_to_float(tensor, data, scales, columnwise)
+    rows, columns = (_BLOCK, 1) if columnwise else (1, _BLOCK)
+    factor = _power(scales.int() - 127)
+    matrix = _matrix(data)
+    return (matrix * _spread(factor, matrix.shape, rows, columns)).view_as(data)
+
+
+def _block_to_float(tensor: Any, data: Tensor, scales: Tensor, columnwise: bool) -> Tensor:
+    square = tensor._is_2D_scaled
+    data_format = getattr(tensor, "_data_format", None)
+    compact = data_format is not None and data_format.name == "COMPACT" and not square
+    if columnwise and not compact:
+        data = data.movedim(0, -1)
+    matrix = _matrix(data)
+    if (columnwise and square) or not (columnwise or square or compact):
+        scales = scales.t()
+    size = 128
+    rows, columns = (size, size) if square else (size, 1) if columnwise else (1, size)
+    return (matrix * _spread(scales, matrix.shape, rows, columns)).view(data.shape)
+
+
+def dequantize(tensor: Any, dtype: Any) -> Tensor:
+    """Return the values of a quantized tensor in TransformerEngine's dtype ``dtype``, same shape."""
+    return to_float(tensor).to(TORCH_DTYPES[DType(int(dtype))])
+
+
+def bgrad_quantize(tensor: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
+    """Return the sum [n] over the rows of a tensor [..., n], in its dtype, and the tensor quantized."""
+    return _matrix(tensor).float().sum(0).to(tensor.dtype), quantize(tensor, quantizer)
+
+
+def split_quantize(tensor: Tensor, sections: Sequence[int], quantizers: Sequence[Any], **options: Any) -> list[Any]:
+    """Cut a tensor [m, n] into pieces of so many rows, and quantize each."""
+    parts = torch.split(tensor, list(sections))
+    return [quantize(part, quantizer) for part, quantizer in zip(parts, quantizers, strict=True)]
+
+
+def multi_tensor_quantize(tensors: Sequence[Tensor], quantizers: Sequence[Any]) -> list[Any]:
+    """Quantize each tensor."""
+    return [quantize(tensor, quantizer) for tensor, quantizer in zip(tensors, quantizers, strict=True)]
+
+
+def fp8_transpose(tensor: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
+    """Return FP8 data [..., n], uint8, as [n, ...]."""
+    result = _transposed(tensor)
+    return result if out is None else out.copy_(result.view_as(out))
+
+
+def swap_first_dims(tensor: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return a tensor [a, b, ...] as [b, a, ...], contiguous."""
+    result = tensor.transpose(0, 1).contiguous()
+    return result if out is None else out.copy_(result)
+
+
+def compute_amax(tensor: Tensor, amax: Tensor) -> None:
+    """Write the largest absolute value of a tensor into ``amax`` [1]."""
+    amax.copy_(tensor.abs().max().view_as(amax))
+
+
+def fused_amax_and_scale_update_after_reduction(
+    reduced: Tensor, histories: Sequence[Tensor], scales: Sequence[Tensor], algorithm: str, dtype: Any, margin: float
+) -> None:
+    """Update the scales of delayed scaling, in place, from the amax of this step and those of earlier steps.
+
+    Args:
+        reduced: Amax of this step, over all ranks, of all tensors behind each other.
+        histories: For each module [length, tensors]; row 0 is this step.
+        scales: For each module [tensors].
+        algorithm: ``"max"`` of the history, or ``"most_recent"``.
+        dtype: FP8 format.
+        margin: Powers of two that are kept free below the largest value.
+    """
+    top, start = _fp8(dtype)[1] * 2.0**-margin, 0
+    for history, scale in zip(histories, scales, strict=True):
+        count = history.shape[1]
+        new = reduced[start : start + count]
+        start += count
+        last = torch.where(new != 0, new, history[0])
+        rolled = torch.cat([history[1:], last[None]])
+        amax = rolled.nan_to_num(0.0, torch.inf).amax(0) if algorithm == "max" else last
+        amax = torch.where(last != 0, amax, torch.zeros_like(amax))
+        rolled[0] = 0
+        history.copy_(torch.where(last != 0, rolled, history))
+        updated = torch.where(amax.isfinite() & (amax > 0), torch.full_like(amax, top) / amax, scale)
+        scale.copy_(updated.clamp(max=torch.finfo(torch.float32).max))
+
+
+# The weights of a distributed optimizer: a rank has some of the values, from ``start`` on in the flat weight [h, w].
+
+
+def _placed(fragment: Tensor, rows: int, columns: int, start: int) -> Tensor:
+    whole = torch.zeros(rows * columns)
+    whole[start : start + fragment.numel()] = fragment.float().reshape(-1)
+    return whole.view(rows, columns)
+
+
+def fp8_block_scaling_compute_partial_amax(
+    tensor: Tensor, amax: Tensor, h: int, w: int, start_offset: int, block_len: int
+) -> None:
+    """Write the amax of each block of a weight, as far as this rank has its values, into ``amax`` [blocks, blocks]."""
+    _write(amax, tiles(_placed(tensor, h, w, start_offset), block_len, block_len).abs().amax(dim=(1, 3)))
+
+
+def fp8_block_scaling_partial_cast(
+    inp: Tensor, out: Tensor, scale: Tensor, h: int, w: int, start_offset: int, block_len: int, out_dtype: Any
+) -> None:
+    """Cast this rank's values of a weight to FP8, with the scales [blocks, blocks] of the whole weight."""
+    factor = _spread(scale, (h, w), block_len, block_len).reshape(-1)[start_offset : start_offset + inp.numel()]
+    out.view(-1)[: inp.numel()].copy_(cast(inp.float().view(-1) * factor, out_dtype))
+
+
+def mxfp8_scaling_compute_partial_amax(
+    tensor: Tensor, amax_rowwise: Tensor, amax_colwise: Tensor, rows: int, cols: int, start_offset: int
+) -> None:
+    """Write the amax of each 32 values of a weight, along its rows and its columns, as far as this rank has them."""
+    matrix = _placed(tensor, rows, cols, start_offset)
+    for amax, (height, width) in ((amax_rowwise, (1, _BLOCK)), (amax_colwise, (_BLOCK, 1))):
+        _write(amax, tiles(matrix, height, width).abs().amax(dim=(1, 3)))
+
+
+def mxfp8_scaling_partial_cast(
+    tensor: Tensor,
+    output_rowwise: Tensor,
+    output_colwise: Tensor,
+    scale_inv_rowwise: Tensor,
+    scale_inv_colwise: Tensor,
+    rows: int,
+    cols: int,
+    start_offset: int,
+) -> None:
+    """Cast this rank's values of a weight to E4M3 with the exponents of the whole weight, in both orientations."""
+    count = tensor.numel()
+    for output, scales, (height, width) in (
+        (output_rowwise, scale_inv_rowwise, (1, _BLOCK)),
+        (output_colwise, scale_inv_colwise, (_BLOCK, 1)),
+    ):
+        factor = _spread(reciprocal_of(scales), (rows, cols), height, width)
+        factor = factor.reshape(-1)[start_offset : start_offset + count]
+        output.view(-1)[:count].copy_(cast(tensor.float().view(-1) * factor, DType.kFloat8E4M3))
+
+
+def multi_tensor_compute_scale_and_scale_inv(
+    chunk: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], top: float, power_of_two: bool, epsilon: float
+) -> None:
+    """Write the scales of amax, and their inverses; ``lists`` has amax, scales and inverses, each of any shape."""
+    largest = torch.finfo(torch.float32).max
+    for amax, scale, inverse in zip(*lists, strict=True):
+        scale.copy_(scale_of(amax, top, epsilon, power_of_two, largest))
+        inverse.copy_(scale.reciprocal())
+
+
+def multi_tensor_compute_scale_inv_e8m0(chunk: int, noop: Any, lists: Sequence[Sequence[Tensor]], *rest: Any) -> None:
+    """Write the exponents of amax for E4M3; ``lists`` has amax and exponents, uint8, each of any shape."""
+    for amax, exponents in zip(*lists, strict=True):
+        exponents.copy_(exponent_of(amax, 448.0).to(torch.uint8).view_as(exponents))

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Found before an installed TransformerEngine without its CUDA library; loads that one on the kernels of ``te_cpu``."""
+
+import sys
+
+from lightning_mcore.te_cpu.load import load_into
+
+load_into(sys.modules[__name__])
