@@ -2,9 +2,9 @@
 """Megatron-core on CPU processes: the ``torch.cuda`` names that it needs, implemented on the CPU.
 
 megatron-core uses ``torch.cuda`` in about 500 places, so arguments cannot keep it from doing so. This file and
-``te_cpu/patches.py`` are the only ones that patch anything. Inside ``with cpu_runtime():`` those names mean the CPU; after it everything is as
-before. The strategy enters it if its root device is the CPU and leaves it at teardown. A module that runs Megatron
-layers under another strategy does the same.
+``te_cpu/patches.py`` are the only ones that patch anything. Inside ``with cpu_runtime():`` those names mean the CPU;
+after it everything is as before. The strategy enters it if its root device is the CPU and leaves it at teardown. A
+module that runs Megatron layers under another strategy does the same.
 
 Everything is a replaced attribute:
 

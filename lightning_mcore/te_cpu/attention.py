@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 
-def get_fused_attn_backend(*args: Any, **kwargs: Any) -> Any:
+def get_fused_attn_backend(*args: Any) -> Any:
     """Return which fused attention there is."""
     extension = importlib.import_module("transformer_engine_torch")
     none = extension.NVTE_Fused_Attn_Backend.NVTE_No_Backend

@@ -54,7 +54,7 @@ def generic_gemm(
         gelu: Apply GELU, or in a backward pass multiply by its derivative.
         gelu_in: What GELU was applied to.
         grad: This is a backward pass.
-        workspace: Not used.
+        workspace: Not used, nor is its size.
         workspace_size: Not used.
         accumulate: Add to ``out``.
         use_split_accumulator: Not used; sums are fp32.
@@ -73,9 +73,7 @@ def generic_gemm(
     left, right = to_float(b, columnwise=transpose_b), to_float(a, columnwise=not transpose_a)
     leading = left.shape[:-1]
     left, right = left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])
-    product = (left.t() if transpose_b else left) @ (right.t() if transpose_a else right)
-    if alpha != 1.0:
-        product = product * alpha
+    product = (left.t() if transpose_b else left) @ (right.t() if transpose_a else right) * alpha
     bias_gradient = None
     if bias is not None and grad:
         bias_gradient = left.sum(0).to(bias.dtype)

@@ -19,6 +19,7 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 TESTED = ("2.11.0", "2.20.2")
 """Releases of TransformerEngine that the kernels of this room are tested with."""
@@ -127,7 +128,7 @@ def _load_into(module: types.ModuleType) -> None:
         setattr(package, name, kernels)
     script = torch.jit.script
     with _environment(NVTE_PROJECT_BUILDING="1", NVTE_RELEASE_BUILD="0", NVTE_TORCH_COMPILE="0"):
-        common = importlib.import_module(f"{_NAME}.common")  # without the CUDA libraries
+        common: Any = importlib.import_module(f"{_NAME}.common")  # without the CUDA libraries
         common.load_framework_extension = lambda framework: None
         torch.jit.script = lambda function: function  # decorates its small functions
         try:

@@ -108,7 +108,7 @@ def _coalescing_for_gloo(coalescing: Callable[..., Any]) -> Callable[..., Any]:
         one_by_one: list[Any] = []
         with coalescing(group, async_ops=async_ops) as manager:
             yield manager
-            world = torch.distributed.distributed_c10d._world
+            world: Any = torch.distributed.distributed_c10d._world
             operations = world.pg_coalesce_state[group or torch.distributed.group.WORLD]
             if len({operation.tensor.dtype for operation in operations}) > 1:
                 one_by_one = list(operations)
@@ -132,7 +132,7 @@ def megatron_names() -> list[tuple[Any, str, Any]]:
 
     utils, optimizer = part("utils"), part("optimizer")
     sharded, mixed, clipping = (part(f"optimizer.{name}") for name in ("distrib_optimizer", "optimizer", "clip_grads"))
-    coalescing = _coalescing_for_gloo(torch.distributed._coalescing_manager)
+    coalescing = _coalescing_for_gloo(torch.distributed.distributed_c10d._coalescing_manager)
     applier, scale = utils.local_multi_tensor_applier, utils.local_multi_tensor_scale
     return [
         (torch.distributed, "_coalescing_manager", coalescing),

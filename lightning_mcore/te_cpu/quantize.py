@@ -298,7 +298,7 @@ def is_quantized(tensor: Any) -> bool:
     return hasattr(tensor, "_fp8_dtype")
 
 
-def to_float(tensor: Any, columnwise: bool = False) -> Tensor:
+def to_float(tensor: Any, columnwise: bool = False) -> Any:
     """Return the values of a tensor, quantized or not, as fp32.
 
     Args:
@@ -309,7 +309,7 @@ def to_float(tensor: Any, columnwise: bool = False) -> Tensor:
         fp32, in the shape of the tensor before it was quantized.
     """
     if not is_quantized(tensor):
-        return tensor.detach().float()  # type: ignore[no-any-return]
+        return tensor.detach().float()
     kind = TORCH_DTYPES[DType(int(tensor._fp8_dtype))]
     if hasattr(tensor, "_scale_inv"):
         if tensor._data is not None:
@@ -343,7 +343,8 @@ def _block_to_float(tensor: Any, data: Tensor, scales: Tensor, columnwise: bool)
 
 def dequantize(tensor: Any, dtype: Any) -> Tensor:
     """Return the values of a quantized tensor in TransformerEngine's dtype ``dtype``, same shape."""
-    return to_float(tensor).to(TORCH_DTYPES[DType(int(dtype))])
+    values: Tensor = to_float(tensor).to(TORCH_DTYPES[DType(int(dtype))])
+    return values
 
 
 def bgrad_quantize(tensor: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
@@ -351,7 +352,9 @@ def bgrad_quantize(tensor: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
     return _matrix(tensor).float().sum(0).to(tensor.dtype), quantize(tensor, quantizer)
 
 
-def split_quantize(tensor: Tensor, sections: Sequence[int], quantizers: Sequence[Any], **options: Any) -> list[Any]:
+def split_quantize(
+    tensor: Tensor, sections: Sequence[int], quantizers: Sequence[Any], disable_bulk_allocation: bool = False
+) -> list[Any]:
     """Cut a tensor [m, n] into pieces of so many rows, and quantize each."""
     parts = torch.split(tensor, list(sections))
     return [quantize(part, quantizer) for part, quantizer in zip(parts, quantizers, strict=True)]

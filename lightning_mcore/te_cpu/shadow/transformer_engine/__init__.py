@@ -5,4 +5,5 @@ import sys
 
 from lightning_mcore.te_cpu.load import load_into
 
-load_into(sys.modules[__name__])
+if __name__ == "transformer_engine":
+    load_into(sys.modules[__name__])
