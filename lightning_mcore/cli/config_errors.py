@@ -42,10 +42,10 @@ def explain(parser: Any, arguments: Sequence[str], message: str, documents: Sequ
     return fault or on_one_line(message)
 
 
-def dropped_key(
+def overlooked_fault(
     parser: Any, arguments: Sequence[str], parsed: Mapping[str, Any], documents: Sequence[Mapping[str, Any]] = ()
 ) -> str | None:
-    """Return what is wrong with an unknown key that holds an empty mapping, because jsonargparse drops it in silence.
+    """Return what is wrong and accepted by jsonargparse: an unknown key with an empty mapping, a trainer without keys.
 
     Args:
         parser: The parser of the command, a ``LightningArgumentParser``.
@@ -54,8 +54,10 @@ def dropped_key(
         documents: Files that come before the words and were read already.
 
     Returns:
-        A sentence; None if there is no such key.
+        A sentence; None if there is no such fault.
     """
+    if not isinstance(parsed.get("trainer", {}), Mapping):
+        return _fault_in_call("trainer", parsed["trainer"], object)
     try:
         settings = _read(parser, arguments, documents)
     except ValueError:
@@ -178,6 +180,8 @@ def _fault_at_the_top(settings: Mapping[str, Any], roots: Sequence[str]) -> str 
         fault = None
         if name == "trainer":
             fault = _fault_in_call(name, value, Trainer)
+        elif name == "seed_everything":
+            fault = _fault_in_value(name, value, bool | int | None)
         elif name in _CLASSES and value is not None:
             fault = _fault_in_value(name, value, kinds[name])
         if fault:

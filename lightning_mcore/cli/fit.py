@@ -22,7 +22,7 @@ from lightning.pytorch.cli import LightningCLI, instantiate_class
 
 from lightning_mcore.checkpoint.weights import hyper_parameters_of, refuse_code
 from lightning_mcore.cli.command import refused
-from lightning_mcore.cli.config_errors import dropped_key, explain, on_one_line
+from lightning_mcore.cli.config_errors import explain, on_one_line, overlooked_fault
 from lightning_mcore.cli.guard import Beginning, guarded
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.data.pretraining.datamodule import MCorePretrainingData
@@ -183,7 +183,7 @@ def parse(
     except argparse.ArgumentError as error:
         raise ValueError(explain(asked, words, str(error), documents)) from error
     parsed = config if asked is parser else config[given[0]]
-    if fault := dropped_key(asked, words, parsed.as_dict(), documents):
+    if fault := overlooked_fault(asked, words, parsed.as_dict(), documents):
         raise ValueError(fault)
     return config
 

@@ -180,6 +180,8 @@ def _model(given: Any, where: str) -> dict[str, Any]:
     if arguments.get("recipe") is not None:
         _, recipe = _class_and_arguments(arguments["recipe"])
         arguments["recipe"] = _changed(recipe, fields_of(Recipe)) or None
+    elif name in ("MCoreGPT", "from_pretrained") and "recipe" in arguments:
+        Recipe.of(arguments["recipe"])  # refuses None
     pretrained = "path" in arguments
     known = of_model(pretrained)
     if name in ("MCoreGPT", "from_pretrained"):

@@ -187,6 +187,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {MODEL + "recip": {}},
         "unknown key of model 'recip'; did you mean 'recipe'?",
     ),
+    "trainer as a number": ({"trainer": 3}, "trainer=3 does not fit; give its arguments by name"),
+    "trainer as a list": ({"trainer": [1]}, "trainer=[1] does not fit; give its arguments by name"),
+    "no trainer": ({"trainer": None}, "trainer=None does not fit; give its arguments by name"),
+    "seed": ({"seed_everything": "x"}, "seed_everything='x' does not fit; choose a value of type bool"),
+    "no recipe": ({MODEL + "recipe": None}, "recipe=None"),
     "two recipes": (
         {"optimizer": {"class_path": "torch.optim.AdamW"}, MODEL + "recipe": {"learning_rate": 0.5}},
         "model.recipe.learning_rate=0.5",
@@ -197,7 +202,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_fit_refuses_plan_refuses(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes, sentence = WRONG[name]
-    code, text, error = printed(capsys, json_file(tmp_path, **changes))
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({**document(), **changes} if "trainer" in changes else document(**changes)))
+    code, text, error = printed(capsys, str(path))
     assert code == 2
     assert sentence in " ".join((text + error).split())
     assert "Traceback" not in error
