@@ -50,7 +50,7 @@ from lightning_mcore.checkpoint.save import (
 from lightning_mcore.checkpoint.save_plan import ShardPlanner
 from lightning_mcore.checkpoint.storage.torch_archive import check_archive
 from lightning_mcore.checkpoint.writer import Staging
-from lightning_mcore.config.checks import require_flag, require_size
+from lightning_mcore.config.value_checks import require_flag, require_size
 from lightning_mcore.parallel.consensus import all_arrive, all_true, decide, on_all
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.rank_watch import can_meet

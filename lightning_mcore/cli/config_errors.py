@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mcore.arguments.documents import read_yaml
-from lightning_mcore.config.checks import accepts, choices_of
 from lightning_mcore.config.text import unknown_name
+from lightning_mcore.config.value_checks import accepts, choices_of
 
 _CONFIG = ("-c", "--config")
 _OF_A_CLASS = ("class_path", "init_args", "dict_kwargs")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from lightning_mcore.config.checks import require_flag
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.value_checks import require_flag
 
 if TYPE_CHECKING:
     import torch

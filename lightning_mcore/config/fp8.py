@@ -24,8 +24,8 @@ Sources: ``TransformerConfig.__post_init__``, ``get_fp8_recipe`` and ``TEDelayed
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, get_args
 
-from lightning_mcore.config.checks import require_flag, require_size
 from lightning_mcore.config.layout import ModelShape, ParallelLayout
+from lightning_mcore.config.value_checks import require_flag, require_size
 
 FP8Format: TypeAlias = Literal["e4m3", "hybrid"]
 FP8Recipe: TypeAlias = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]

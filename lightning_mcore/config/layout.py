@@ -14,8 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lightning_mcore.config.checks import choices, divisors, neighbours, require_divides, require_flag, require_size
 from lightning_mcore.config.pipeline_stages import check_layers, check_stages, parse_stages
+from lightning_mcore.config.value_checks import (
+    choices,
+    divisors,
+    neighbours,
+    require_divides,
+    require_flag,
+    require_size,
+)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ stage of its own size, and by a layout that names each stage. Each has its own r
 import re
 from typing import TYPE_CHECKING
 
-from lightning_mcore.config.checks import choices, divisors, neighbours, require_divides
+from lightning_mcore.config.value_checks import choices, divisors, neighbours, require_divides
 
 if TYPE_CHECKING:
     from lightning_mcore.config.layout import ModelShape

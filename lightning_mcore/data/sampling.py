@@ -22,7 +22,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_mcore.config.checks import require_size
+from lightning_mcore.config.value_checks import require_size
 
 
 class GlobalOrderSampler(DistributedSampler[Any]):

@@ -19,7 +19,14 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_mcore.config.field_homes import OF_THE_MODULE
-from lightning_mcore.hf.family import Family, complete_fields, family_names, find_family, recorded_family
+from lightning_mcore.hf.family import (
+    Family,
+    complete_fields,
+    differences,
+    family_names,
+    find_family,
+    recorded_family,
+)
 from lightning_mcore.hf.files import CONFIG_FILE, read_json
 from lightning_mcore.hf.source import (
     GENERATION_FILE,
@@ -28,7 +35,6 @@ from lightning_mcore.hf.source import (
     is_hub_name,
     read_generation_config,
 )
-from lightning_mcore.hf.training_fields import TRAINING_ONLY
 from lightning_mcore.hf.weight_rules import Shape
 
 _TOKENIZER_FILES = (
@@ -176,20 +182,14 @@ def _config(
         content = {"model_type": family.model_type, **ids, **length, **family.write_config(fields)}
         content["transformers_version"] = version("transformers")
     content["architectures"] = [family.architecture]
-    again = _read(family, content)
-    wrong = next((name for name in _differences(again, fields)), None)
-    if wrong is not None:
-        raise ValueError(
-            f"the model is not one of {family.model_type!r}: {wrong}={fields[wrong]!r} cannot be expressed in its"
-            f" config, which would mean {again[wrong]!r}; give another family"
-        )
+    family.check_same(_read(family, content), fields)
     return content
 
 
 def _adapted(family: Family, fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config with those keys changed that are not true of the model."""
     before = _read(family, given)
-    if not _differences(before, fields):
+    if not differences(before, fields):
         return dict(given)
     told = family.write_config(before)
     changed = {key: value for key, value in family.write_config(fields).items() if told.get(key, value) != value}
@@ -201,17 +201,15 @@ def _read(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     return complete_fields(family.read_config(complete_config(family, config)))
 
 
-def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    return [name for name, value in other.items() if name not in TRAINING_ONLY and one.get(name, value) != value]
-
-
 def _guess(what: str, fields: Mapping[str, Any]) -> str:
     reasons: dict[str, list[str]] = {}
     for name in family_names():
         try:
             find_family(name).write_config(fields)
         except ValueError as error:
-            reason = str(error).removeprefix(f"the model is not one of {name!r}: ")
+            reason = (
+                str(error).removeprefix(f"the model is not one of {name!r}: ").removesuffix("; give another family")
+            )
             reasons.setdefault(reason, []).append(name)
         else:
             return name

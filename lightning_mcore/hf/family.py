@@ -133,13 +133,29 @@ class Family:
             again = complete_fields(self.read_config(config))
         except ValueError as error:
             raise ValueError(f"the model is not one of {self.model_type!r}: {error}") from error
-        for name, value in fields.items():
-            if name not in TRAINING_ONLY and again.get(name, value) != value:
-                raise ValueError(
-                    f"the model is not one of {self.model_type!r}: {name}={value!r} cannot be expressed in its"
-                    f" config, which would mean {again[name]!r}"
-                )
+        self.check_same(again, fields)
         return config
+
+    def check_same(self, again: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+        """Refuse a config that does not mean what the model is.
+
+        Args:
+            again: All fields that follow from the config.
+            fields: All fields of the model.
+
+        Raises:
+            ValueError: One that changes the numbers differs.
+        """
+        for name in differences(again, fields):
+            raise ValueError(
+                f"the model is not one of {self.model_type!r}: {name}={fields[name]!r} cannot be expressed in its"
+                f" config, which would mean {again[name]!r}; give another family"
+            )
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the fields that change the numbers and are not the same in two models, of those that both have."""
+    return [name for name, value in other.items() if name not in TRAINING_ONLY and one.get(name, value) != value]
 
 
 def complete_fields(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from lightning_mcore.config.checks import neighbours
+from lightning_mcore.config.value_checks import neighbours
 from lightning_mcore.layers.packed_sequences import (
     OF_ROWS,
     PackedSequences,

@@ -23,8 +23,8 @@ from typing import Any
 from megatron.core import __version__
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from lightning_mcore.config.checks import accepts, choices_of, is_callable
 from lightning_mcore.config.field_homes import DEFAULTS, OF_THE_MODULE, REQUIRED, SHORT_NAMES, check_home, check_lengths
+from lightning_mcore.config.value_checks import accepts, choices_of, is_callable
 
 __all__ = ["DEFAULTS", "OF_THE_MODULE", "build_transformer_config", "check_transformer_fields"]
 

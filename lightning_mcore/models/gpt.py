@@ -24,11 +24,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from lightning_mcore.config.checks import require_size
 from lightning_mcore.config.fp8 import check_start
 from lightning_mcore.config.layout import ModelShape
 from lightning_mcore.config.positions import PositionEmbedding, check_positions, gpt_arguments, set_yarn
 from lightning_mcore.config.rules.model import LossNormalization, check_normalization
+from lightning_mcore.config.value_checks import require_size
 from lightning_mcore.layers import sampling
 from lightning_mcore.layers.inputs import (
     ModelInputs,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_mcore.config.checks import require_size
+from lightning_mcore.config.value_checks import require_size
 
 
 @dataclass(frozen=True)

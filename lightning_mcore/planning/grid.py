@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from lightning_mcore.config.checks import choices
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.value_checks import choices
 
 DENSE = ("tp", "cp", "dp", "pp")
 EXPERT = ("etp", "ep", "edp", "pp")

@@ -28,7 +28,6 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from torch import nn
 
 from lightning_mcore.arguments.build import make_strategy
-from lightning_mcore.config.checks import accepts, choices_of, require_size
 from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.field_homes import REQUIRED, check_owned_by_precision, ddp_fields_of
 from lightning_mcore.config.fp8 import FP8Settings, check_layers, check_microbatch, check_model, check_start
@@ -43,6 +42,7 @@ from lightning_mcore.config.rules.model import (
 )
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.config.text import unknown_name
+from lightning_mcore.config.value_checks import accepts, choices_of, require_size
 from lightning_mcore.layers.multi_token import check_multi_token
 from lightning_mcore.layers.spec import resolve_transformer_impl
 from lightning_mcore.layers.transformer_config import build_transformer_config, field_faults

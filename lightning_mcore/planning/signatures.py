@@ -16,8 +16,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from lightning_mcore.config.checks import is_callable
 from lightning_mcore.config.communication import CommunicationOptions
+from lightning_mcore.config.value_checks import is_callable
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.strategy.precision import MCorePrecision
 from lightning_mcore.strategy.strategy import MCoreStrategy

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lightning_mcore.config.checks import divisors
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.run import RunSettings
+from lightning_mcore.config.value_checks import divisors
 from lightning_mcore.planning.machines import Machine
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.parameters import rank_tensors

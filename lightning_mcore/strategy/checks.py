@@ -28,15 +28,15 @@ from megatron.core.optimizer import OptimizerConfig
 from packaging.version import Version
 from torch import nn
 
-from lightning_mcore.config.checks import require_flag, require_size
 from lightning_mcore.config.fp8 import FP8Settings, check_layers, check_microbatch, check_model
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.strategy import expert_faults, fp8_device_faults, precision_faults, schedule_faults
+from lightning_mcore.config.value_checks import require_flag, require_size
 from lightning_mcore.layers.spec import installed_version
 from lightning_mcore.optimizer.rules import check_optimizer_device
 from lightning_mcore.parallel.consensus import all_true, gather
-from lightning_mcore.strategy.gradients import GradientSettings
+from lightning_mcore.strategy.gradient_settings import GradientSettings
 from lightning_mcore.strategy.module import MCoreModule
 from lightning_mcore.strategy.overlap import queue_hint
 from lightning_mcore.te_cpu.load import ONLY_ON_THE_CPU, is_prepared, untested_on_the_cpu

@@ -21,10 +21,10 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
-from lightning_mcore.config.checks import require_flag
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.strategy import tensor_overlap_device_faults, tensor_overlap_faults
+from lightning_mcore.config.value_checks import require_flag
 
 
 class TensorParallelOverlap:

@@ -61,7 +61,7 @@ from lightning_mcore.strategy.checks import (
     checked_micro_batch_size,
     refuse_to_stop_iterating,
 )
-from lightning_mcore.strategy.gradients import GradientSettings, reduce_scatter_restored
+from lightning_mcore.strategy.gradient_settings import GradientSettings, reduce_scatter_restored
 from lightning_mcore.strategy.logs.evaluation import ends_the_epoch
 from lightning_mcore.strategy.logs.pipeline import ALREADY_MERGED
 from lightning_mcore.strategy.logs.step import StepLogger

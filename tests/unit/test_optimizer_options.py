@@ -24,7 +24,7 @@ from lightning_mcore.optimizer.rules import (
 )
 from lightning_mcore.parallel import groups as process_groups
 from lightning_mcore.parallel.chunks import wrap_chunks
-from lightning_mcore.strategy.gradients import GradientSettings
+from lightning_mcore.strategy.gradient_settings import GradientSettings
 from lightning_mcore.strategy.overlap import TensorParallelOverlap, queue_hint, user_buffer_arguments
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

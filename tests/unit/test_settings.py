@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from megatron.core.distributed import DistributedDataParallelConfig
 
-from lightning_mcore.strategy.gradients import GradientSettings
+from lightning_mcore.strategy.gradient_settings import GradientSettings
 from lightning_mcore.strategy.precision import MCorePrecision
 
 NAMES = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")

@@ -1,16 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which keys of a LLaMA-Factory file contradict each other, and which values are not supported.
+"""Which keys of a LLaMA-Factory file are unknown or not supported, and which contradict each other.
 
 Each refusal is one sentence that names the keys. ``run.py`` checks these rules before it uses the file.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_mcore.arguments.llamafactory.keys import FactoryKeys
+from lightning_mcore.arguments.llamafactory.keys import REFUSED, FactoryKeys
+from lightning_mcore.config.text import unknown_name
+
+OWN = {field.name for field in dataclasses.fields(FactoryKeys)}
+"""Names of the supported keys that are neither of training nor of Megatron."""
 
 _PRECISIONS = ("bf16_mixed", "fp16_mixed", "fp32")
 _BRIDGE_FP8 = "set fp8: hybrid and bf16: true for FP8"
+
+
+def check_names(given: Mapping[str, Any], path: str) -> None:
+    """Refuse names that are neither keys of LLaMA-Factory nor arguments.
+
+    Args:
+        given: All keys of the file.
+        path: The file, for the message.
+
+    Raises:
+        ValueError: A name is unknown.
+    """
+    known = OWN | set(REFUSED) | _training_fields()
+    for key in given:
+        if key not in known:
+            raise ValueError(unknown_name(f"key of {path}", key, known))
+
+
+def check_supported(given: Mapping[str, Any]) -> None:
+    """Refuse keys of LLaMA-Factory that ask for what is not supported; at their defaults they are accepted.
+
+    Args:
+        given: All keys of the file.
+
+    Raises:
+        ValueError: A key does not have its default.
+    """
+    for key, value in given.items():
+        if key in REFUSED and not _equal(value, REFUSED[key][0]):
+            default, reason = REFUSED[key]
+            raise ValueError(f"{key}: {_shown(key, value)} {reason}; leave it out, or at its default {default!r}")
+
+
+def _equal(value: Any, default: Any) -> bool:
+    return value == default and isinstance(value, bool) == isinstance(default, bool)
+
+
+def _shown(key: str, value: Any) -> str:
+    return "..." if key.endswith(("_token", "_api_key", "_secret", "_webhook_url")) and value else repr(value)
 
 
 def check_keys(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
@@ -173,3 +217,9 @@ def _check_precision(mixed: str | None, given: Mapping[str, Any]) -> None:
         same = mixed == f"{name}_mixed"
         if name in given and bool(given[name]) != same:
             raise ValueError(f"mixed_precision: {mixed} contradicts {name}: {given[name]}; leave one of them out")
+
+
+def _training_fields() -> set[str]:
+    from lightning_mcore.arguments.training import Seq2SeqTrainingArguments
+
+    return {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments) if field.init}

@@ -17,9 +17,8 @@ from lightning_mcore.arguments.fields import check_type, check_types
 from lightning_mcore.arguments.llamafactory.datasets import DatasetEntry, read_datasets
 from lightning_mcore.arguments.llamafactory.fp8 import Fp8Arguments
 from lightning_mcore.arguments.llamafactory.keys import REFUSED, FactoryKeys, notes_of, translated
-from lightning_mcore.arguments.llamafactory.rules import check_keys
+from lightning_mcore.arguments.llamafactory.rules import OWN, check_keys, check_names, check_supported
 from lightning_mcore.config.run import RunSettings
-from lightning_mcore.config.text import unknown_name
 from lightning_mcore.data.finetuning.templates import ChatTemplate, named_template
 from lightning_mcore.data.preprocess.tokenizer import auto_tokenizer
 from lightning_mcore.hf.source import family_of, read_config
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from lightning_mcore.arguments.training import Seq2SeqTrainingArguments
     from lightning_mcore.models.gpt import MCoreGPT
 
-_OWN = {field.name for field in dataclasses.fields(FactoryKeys)}
 _PRECISIONS = {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}
 _BRIDGE = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")  # on by default there
 
@@ -151,10 +149,10 @@ def read_run(path: str, overrides: Sequence[str] = ()) -> FactoryRun:
         TypeError: A value has another type.
     """
     given = read_file(path, "a training file of LLaMA-Factory", overrides)
-    _refuse_unknown(given, path)
+    check_names(given, path)
     own = _own_keys(given)
     _refuse_model(own)
-    _refuse_keys(given)
+    check_supported(given)
     check_keys(own, given)
     arguments = _arguments(own, given)
     template = _template(own)
@@ -164,22 +162,9 @@ def read_run(path: str, overrides: Sequence[str] = ()) -> FactoryRun:
     return FactoryRun(own, arguments, tuple(train), tuple(evaluation), template, notes_of(own))
 
 
-def _training_fields() -> set[str]:
-    from lightning_mcore.arguments.training import Seq2SeqTrainingArguments
-
-    return {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments) if field.init}
-
-
-def _refuse_unknown(given: Mapping[str, Any], path: str) -> None:
-    known = _OWN | set(REFUSED) | _training_fields()
-    for key in given:
-        if key not in known:
-            raise ValueError(unknown_name(f"key of {path}", key, known))
-
-
 def _own_keys(given: Mapping[str, Any]) -> FactoryKeys:
     """Return the keys of :class:`FactoryKeys`, with their types checked."""
-    keys = FactoryKeys(**{key: value for key, value in given.items() if key in _OWN})
+    keys = FactoryKeys(**{key: value for key, value in given.items() if key in OWN})
     check_types(keys)
     return keys
 
@@ -191,21 +176,6 @@ def _refuse_model(keys: FactoryKeys) -> None:
         raise ValueError("the file has no model_name_or_path; give a Hugging Face folder or name")
     if os.path.isfile(os.path.join(path, "config.json")):
         family_of(read_config(path), None)
-
-
-def _refuse_keys(given: Mapping[str, Any]) -> None:
-    for key, value in given.items():
-        if key in REFUSED and not _equal(value, REFUSED[key][0]):
-            default, reason = REFUSED[key]
-            raise ValueError(f"{key}: {_shown(key, value)} {reason}; leave it out, or at its default {default!r}")
-
-
-def _equal(value: Any, default: Any) -> bool:
-    return value == default and isinstance(value, bool) == isinstance(default, bool)
-
-
-def _shown(key: str, value: Any) -> str:
-    return "..." if key.endswith(("_token", "_api_key", "_secret", "_webhook_url")) and value else repr(value)
 
 
 def _template(keys: FactoryKeys) -> ChatTemplate | None:
@@ -236,7 +206,7 @@ def _arguments(keys: FactoryKeys, given: Mapping[str, Any]) -> "Seq2SeqTrainingA
     """Return the arguments of training and of Megatron, with what follows from other keys."""
     from lightning_mcore.arguments.training import Seq2SeqTrainingArguments
 
-    values = {key: value for key, value in given.items() if key not in _OWN and key not in REFUSED}
+    values = {key: value for key, value in given.items() if key not in OWN and key not in REFUSED}
     if "output_dir" not in values:
         raise ValueError("the file has no output_dir; give the folder for checkpoints and the model")
     if keys.use_megatron_bridge:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any, Literal
 
-from lightning_mcore.config.checks import choices, require_choice
+from lightning_mcore.config.value_checks import choices, require_choice
 
 Format = Literal["auto", "prompt_response", "alpaca", "sharegpt", "messages"]
 LossOn = Literal["assistant", "last_assistant", "all"]

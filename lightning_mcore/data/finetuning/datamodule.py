@@ -31,7 +31,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from lightning_mcore.config.checks import require_choice, require_flag, require_size
+from lightning_mcore.config.value_checks import require_choice, require_flag, require_size
 from lightning_mcore.data.finetuning.conversations import Format, LossOn
 from lightning_mcore.data.finetuning.files import find_files, load_rows, require_same_columns, with_rows
 from lightning_mcore.data.finetuning.stream import StreamSettings

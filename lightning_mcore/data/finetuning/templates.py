@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_mcore.config.checks import require_choice
 from lightning_mcore.config.text import unknown_name
+from lightning_mcore.config.value_checks import require_choice
 from lightning_mcore.data.finetuning.conversations import LossOn, Message, require_tokenizer
 from lightning_mcore.data.packing.best_fit import TokenSample
 

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_mcore.config.checks import require_choice
+from lightning_mcore.config.value_checks import require_choice
 from lightning_mcore.data.checked_files import cached_folder, fingerprints
 from lightning_mcore.data.finetuning.chat import ChatEncoder
 from lightning_mcore.data.finetuning.conversations import (

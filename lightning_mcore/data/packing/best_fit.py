@@ -25,7 +25,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mcore.config.checks import require_choice, require_size
+from lightning_mcore.config.value_checks import require_choice, require_size
 
 logger = logging.getLogger(__name__)
 

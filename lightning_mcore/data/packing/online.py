@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_mcore.config.checks import require_size
+from lightning_mcore.config.value_checks import require_size
 from lightning_mcore.data.packing.best_fit import (
     Empty,
     Overlong,

@@ -30,9 +30,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_mcore.config.checks import neighbours
 from lightning_mcore.config.fp8 import FP8Settings
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.value_checks import neighbours
 from lightning_mcore.data.packing.best_fit import (
     Empty,
     Overlong,

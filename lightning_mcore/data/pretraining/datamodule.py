@@ -17,7 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
-from lightning_mcore.config.checks import require_flag, require_size
+from lightning_mcore.config.value_checks import require_flag, require_size
 from lightning_mcore.data.checked_files import fingerprints
 from lightning_mcore.data.pretraining.blend import (
     SPLITS,

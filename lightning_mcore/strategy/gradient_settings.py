@@ -21,11 +21,11 @@ from unittest import mock
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig, param_and_grad_buffer
 
-from lightning_mcore.config.checks import require_flag, require_size
 from lightning_mcore.config.field_homes import check_owned_by_precision
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.strategy import OF_GRADIENTS, gradient_faults, world_faults
+from lightning_mcore.config.value_checks import require_flag, require_size
 
 _DEFAULTS = DistributedDataParallelConfig()
 
