@@ -30,10 +30,10 @@ def read_file(path: str, what: str, overrides: Sequence[str] = ()) -> dict[str, 
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path!r} is not a file; give {what}, in YAML or JSON")
-    text = Path(path).read_text(encoding="utf-8")
+    text = read_text(path)
     if Path(path).suffix not in (".yaml", ".yml", ".json"):
         raise ValueError(f"{path!r} is neither YAML nor JSON; give a file that ends with .yaml, .yml or .json")
-    values = _json(text, path) if Path(path).suffix == ".json" else read_yaml(text, path)
+    values = read_json(text, path) if Path(path).suffix == ".json" else read_yaml(text, path)
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ValueError(f"{path!r} does not hold keys with values; write one 'key: value' on each line")
     for override in overrides:
@@ -52,11 +52,34 @@ def _put(values: dict[str, Any], keys: list[str], value: Any) -> None:
     values[keys[-1]] = value
 
 
-def _json(text: str, path: str) -> Any:
+def read_text(path: str | Path) -> str:
+    """Return the content of a file.
+
+    Raises:
+        ValueError: It is not text in UTF-8.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8: {error}; save it in UTF-8") from error
+
+
+def read_json(text: str, name: str) -> Any:
+    """Return the content of JSON text.
+
+    Args:
+        text: The text.
+        name: What to call it in an error.
+
+    Raises:
+        ValueError: It is not JSON, is nested too deep, or has a number that is too long.
+    """
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"line {error.lineno} of {path} is not JSON: {error.msg} at column {error.colno}") from error
+        raise ValueError(f"line {error.lineno} of {name} is not JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is not JSON: {error}") from error
 
 
 def read_yaml(text: str, name: str) -> Any:
@@ -77,6 +100,8 @@ def read_yaml(text: str, name: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1} of {name}" if mark is not None else name
         raise ValueError(f"{place} is not YAML: {getattr(error, 'problem', None) or error}") from error
+    except Exception as error:  # what a value or a tag can raise, such as a date in month 13
+        raise ValueError(f"{name} has a value that YAML does not allow: {str(error)[:200]}") from error
 
 
 @cache

@@ -257,9 +257,10 @@ def _has_experts(model_path: str) -> bool:
         return False
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return False  # opening the model reports the fault
-    return isinstance(config, dict) and any((config.get(name) or 0) > 1 for name in _EXPERTS_IN_CONFIGS)
+    counts = [config.get(name) for name in _EXPERTS_IN_CONFIGS] if isinstance(config, dict) else []
+    return any(isinstance(count, int | float) and count > 1 for count in counts)
 
 
 def callback_settings(arguments: Any) -> dict[str, dict[str, Any]]:

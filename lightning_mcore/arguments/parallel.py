@@ -171,7 +171,7 @@ class DistributingParallelArguments:
             raise FileNotFoundError(f"{path} is not a file; give the path of a JSON file of arguments")
         try:
             given = json.loads(Path(path).read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON: {error}; give an object of arguments by name") from error
         if not isinstance(given, dict):
             raise ValueError(f"{path} holds a {type(given).__name__}; give an object of arguments by name")
@@ -214,12 +214,11 @@ def load_additional_configs(given: Mapping[str, Any] | str | None) -> dict[str, 
         raise FileNotFoundError(
             f"additional_configs={given!r} is not a file; give the path of a JSON file, or a JSON object"
         )
-    text = given if is_text else Path(given).read_text(encoding="utf-8")
     try:
-        loaded = json.loads(text)
-    except json.JSONDecodeError as error:
+        loaded = json.loads(given if is_text else Path(given).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"additional_configs={given!r} is not JSON: {error}; give an object of TransformerConfig's fields"
+            f"additional_configs={given!r:.500} is not JSON: {error}; give an object of TransformerConfig's fields"
         ) from error
     if not isinstance(loaded, dict):
         raise ValueError(

@@ -69,9 +69,9 @@ class RayArguments:
             return
         try:
             loaded = json.loads(self.ray_init_kwargs)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"ray_init_kwargs={self.ray_init_kwargs!r} is not JSON: {error}; give an object"
+                f"ray_init_kwargs={self.ray_init_kwargs!r:.500} is not JSON: {error}; give an object"
             ) from error
         if not isinstance(loaded, dict):
             raise ValueError(f"ray_init_kwargs={self.ray_init_kwargs!r} is not a JSON object; give one")

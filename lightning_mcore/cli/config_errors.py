@@ -14,10 +14,9 @@ import inspect
 import os
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from lightning_mcore.arguments.documents import read_yaml
+from lightning_mcore.arguments.documents import read_text, read_yaml
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.config.value_checks import accepts, choices_of
 
@@ -124,7 +123,7 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 def _load(path: str) -> dict[str, Any]:
     if not os.path.isfile(path):
         raise ValueError(f"--config {path}: there is no such file; give the path of a YAML file")
-    content = read_yaml(Path(path).read_text(encoding="utf-8"), path)
+    content = read_yaml(read_text(path), path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} does not hold keys; give a YAML file with trainer:, model: and data:")
     return content

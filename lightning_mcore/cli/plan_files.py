@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_mcore.arguments.documents import read_yaml
+from lightning_mcore.arguments.documents import read_text, read_yaml
 from lightning_mcore.cli.lightning_file import COMMANDS, TOP_KEYS, refuse_unknown_option, settings_of_lightning
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.config.text import unknown_name
@@ -97,10 +97,7 @@ def read_document(path: str) -> dict[str, Any]:
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"{path} is not a file; give a YAML or JSON file with the settings of a run")
-    try:
-        document = read_yaml(file.read_text(encoding="utf-8"), path)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text in UTF-8; give a YAML or JSON file") from error
+    document = read_yaml(read_text(path), path)
     if not isinstance(document, dict) or not document:
         raise ValueError(f"{path} holds no keys; give a file with the settings of a run")
     return document

@@ -158,4 +158,10 @@ def user_buffer_arguments(
 
 def _read_yaml(path: str) -> dict[str, Any]:
     yaml = importlib.import_module("yaml")
-    return yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except Exception as error:  # a damaged file can raise anything
+        raise ValueError(f"tp_comm_overlap_cfg={path!r} is not YAML: {' '.join(str(error).split())[:300]}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"tp_comm_overlap_cfg={path!r} does not hold keys; write settings by the names of buffers")
+    return content

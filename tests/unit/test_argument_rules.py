@@ -19,6 +19,8 @@ from lightning_mcore.arguments import (
     TrainingArguments,
     parse_arguments,
 )
+from lightning_mcore.arguments.mapping import _has_experts
+from lightning_mcore.arguments.parallel import load_additional_configs
 from tests.hf_models import save_tiny
 from tests.unit.test_optimizer_options import is_one_sentence
 
@@ -456,3 +458,23 @@ heavy = [name for name in ("lightning", "megatron.core", "accelerate") if name i
 print(heavy, torch.cuda.is_initialized(), torch.get_float32_matmul_precision(), settings.trainer["devices"])
 """
     assert in_fresh_process(script).strip() == "[] False highest 8"  # TF32 is set when the trainer is made
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff", b"[" * 5000, b'{"a": ' + b"1" * 5000 + b"}"], ids=["utf-8", "deep", "long"]
+)
+def test_a_damaged_file_of_arguments_is_refused_in_a_sentence(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "run.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"run\.json is not JSON: .*; give an object of arguments by name"):
+        TrainingArguments.from_json_file(str(path))
+    with pytest.raises(ValueError, match=r"additional_configs=.*run\.json' is not JSON: .*; give an object"):
+        load_additional_configs(str(path))
+    with pytest.raises(ValueError, match=r"ray_init_kwargs=.* is not JSON"):
+        RayArguments(ray_init_kwargs=content.decode("latin-1"))
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"[" * 5000, b'{"num_experts": "a", "num_local_experts": [1]}'])
+def test_a_damaged_config_has_no_experts_until_the_model_is_opened(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    assert not _has_experts(str(tmp_path))

@@ -261,7 +261,7 @@ def test_a_config_of_deepspeed_that_contradicts_or_cannot_be_read_is_refused(tmp
     file, config = of_one_optimizer(tmp_path), tmp_path / "ds.json"
     with pytest.raises(FileNotFoundError, match="is not a file; give the path of DeepSpeed's config, or leave it out"):
         read(file, f"deepspeed={config}")
-    for content, sentence in (("{", "is not JSON"), ("[]", "holds a list, not an object")):
+    for content, sentence in (("{", "is not JSON"), ("[" * 5000, "is not JSON"), ("[]", "holds a list, not an object")):
         config.write_text(content, encoding="utf-8")
         with pytest.raises(ValueError, match=sentence):
             read(file, f"deepspeed={config}")

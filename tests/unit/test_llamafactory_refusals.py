@@ -132,10 +132,19 @@ def test_a_model_of_images_is_refused_by_its_type(tmp_path: Path, capfd: pytest.
         ("a.yaml", "a: 1\nb: 2\na: 3", "line 3 of .*a.yaml is not YAML: the key 'a' is there twice; keep one"),
         ("a.json", "{", "line 1 of .*a.json is not JSON"),
         ("a.txt", "a: 1", "is neither YAML nor JSON"),
+        ("a.yaml", "a: 2001-13-45", "a.yaml has a value that YAML does not allow: month must be in 1..12"),
+        ("a.yaml", "a: !!bool x", "a.yaml has a value that YAML does not allow"),
+        ("a.yaml", "a: !!timestamp x", "a.yaml has a value that YAML does not allow"),
+        ("a.yaml", "[" * 5000, "a.yaml has a value that YAML does not allow: maximum recursion depth"),
+        ("a.yaml", "a: \xff", "a.yaml is not text in UTF-8: .*; save it in UTF-8"),
+        ("a.json", '{"a": "\xff"}', "a.json is not text in UTF-8"),
+        ("a.json", "[" * 5000, "a.json is not JSON: maximum recursion depth"),
+        ("a.json", '{"a": ' + "1" * 5000 + "}", "a.json is not JSON: Exceeds the limit"),
     ],
+    ids=lambda value: value[:20],
 )
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str, text: str, sentence: str) -> None:
-    (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / name).write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=sentence):
         read_file(str(tmp_path / name), "a training file of LLaMA-Factory")
     with pytest.raises(FileNotFoundError, match="is not a file; give a training file of LLaMA-Factory"):
@@ -143,6 +152,17 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str, text: 
 
 
 # The folder
+
+
+@pytest.mark.parametrize("note", ["", "3", '["../../x"]', "[1]", "[" * 5000], ids=lambda note: note[:10])
+def test_a_damaged_note_of_the_files_to_move_is_refused(tmp_path: Path, note: str) -> None:
+    inside = Path(unfinished(str(tmp_path / "out")))
+    inside.mkdir(parents=True)
+    (inside / ".files-of-the-model").write_text(note)
+    with pytest.raises(
+        ValueError, match=r"\.files-of-the-model is damaged; move the files of .* to .*, or delete both"
+    ):
+        move_in(str(tmp_path / "out"))
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ names. A dataset that would have to be fetched is refused: nothing is downloaded
 This file imports neither torch nor megatron-core.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_mcore.arguments.documents import read_json, read_text
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.data.finetuning.files import find_files
 
@@ -101,12 +101,7 @@ def read_datasets(names: str | Sequence[str], dataset_dir: str) -> list[DatasetE
     path = Path(dataset_dir, INFO)
     if not path.is_file():
         raise FileNotFoundError(f"dataset_dir={dataset_dir!r} has no {INFO}; give the folder that does")
-    try:
-        info = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"line {error.lineno} of {path} is not JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    info = read_json(read_text(path), str(path))
     wanted = [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
     return [_entry(name, info, path) for name in wanted]
 

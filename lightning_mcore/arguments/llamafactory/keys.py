@@ -466,7 +466,7 @@ def _read(given: str | dict[str, Any]) -> dict[str, Any]:
     try:
         with open(given, encoding="utf-8") as file:
             config = json.load(file)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"deepspeed: {given} is not JSON ({error}); fix it, or leave it out") from error
     if not isinstance(config, dict):
         raise ValueError(f"deepspeed: {given} holds a {type(config).__name__}, not an object; give DeepSpeed's config")

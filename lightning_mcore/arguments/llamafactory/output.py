@@ -156,6 +156,21 @@ def is_waiting(output_dir: str) -> bool:
     return (source / _NAMES).is_file() or (source / _OF_A_MODEL[0]).is_file()
 
 
+def _noted(source: Path) -> list[str]:
+    """Return the names of the files to move.
+
+    Raises:
+        ValueError: The note is damaged.
+    """
+    try:
+        names = json.loads((source / _NAMES).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        names = None
+    if not isinstance(names, list) or any(name != os.path.basename(str(name)) for name in names):
+        raise ValueError(f"{source / _NAMES} is damaged; move the files of {source} to {source.parent}, or delete both")
+    return names
+
+
 def move_in(output_dir: str) -> None:
     """Move the finished model inside to its place, over an older one; do nothing if there is none.
 
@@ -168,7 +183,7 @@ def move_in(output_dir: str) -> None:
         return
     if not (source / _NAMES).is_file():
         _note(source, sorted({path.name for path in source.iterdir()} - {_NAMES + _PART}))
-    names = json.loads((source / _NAMES).read_text())
+    names = _noted(source)
     config, *_ = _OF_A_MODEL
     if (source / config).exists():
         (target / config).unlink(missing_ok=True)
