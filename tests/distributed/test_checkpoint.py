@@ -118,19 +118,18 @@ def fit(run: Run, epochs: int, folder: str | None = None, resume: str | None = N
         accumulate_grad_batches=2,
         gradient_clip_val=0.5,
         enable_checkpointing=folder is not None,
-        callbacks=[ModelCheckpoint(folder, save_last=True)] if folder is not None else [],
+        callbacks=[ModelCheckpoint(folder, "{epoch}", save_last=True, save_top_k=-1)] if folder is not None else [],
     )
     rates = [group["lr"] for group in module.optimizers().param_groups]
     return Trained(seen, weights(module), rates, int(module.num_batches), module.payload)
 
 
 def interrupt_and_resume(runs: dict[str, Run], folder: str) -> dict[str, tuple[Trained, Trained]]:
-    """Return for each run what came of it whole, and of its second epoch after a resume from the first."""
+    """Return for each run what came of it whole, saving each epoch, and of its second epoch resumed after the first."""
     results = {}
     for name, run in runs.items():
-        fit(run, 1, folder=f"{folder}/{name}")
-        whole = fit(run, 2)
-        results[name] = whole, fit(run, 2, resume=f"{folder}/{name}/last.ckpt")
+        whole = fit(run, 2, folder=f"{folder}/{name}")
+        results[name] = whole, fit(run, 2, resume=f"{folder}/{name}/epoch=0.ckpt")
     return results
 
 
@@ -201,8 +200,7 @@ def test_a_resumed_run_continues_bit_for_bit(resumed: Any, name: str) -> None:
 @pytest.mark.parametrize("name", RUNS | ONE_FILE)
 def test_a_model_of_chunks_is_a_directory_and_a_plain_one_a_file(resumed: Any, name: str) -> None:
     paths = sorted((resumed[0] / name).iterdir())
-    assert [path.suffix for path in paths] == [".ckpt", ".ckpt"]  # and nothing that is unfinished
-    assert paths[1].name == "last.ckpt"
+    assert [path.name for path in paths] == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]  # and nothing unfinished
     for path in paths:
         assert path.is_dir() == (name in RUNS)
         assert not path.is_dir() or verify(str(path))
