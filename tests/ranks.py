@@ -46,7 +46,7 @@ import pytest
 
 from tests.rank_process import STACK_SIGNAL, Report, rank_main
 
-_PRELOAD = [
+_PRELOAD = [  # nothing that imports pyarrow, which starts a thread
     "lightning_mcore",  # before megatron-core, which may find TransformerEngine without its CUDA library
     "torch",
     "lightning.pytorch",
@@ -58,7 +58,8 @@ _PRELOAD = [
     "tests.parity.lightning_loop",
     "tests.tiny",
     "tests.toy",
-    "transformers.models.auto.configuration_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.training_args_seq2seq",
     "pytest",
 ]
 _OUTPUT_LIMIT = 20_000  # characters shown of what one rank printed

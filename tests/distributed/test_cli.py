@@ -2,22 +2,27 @@
 """``lightning-mcore fit`` trains as a user starts it: the installed script and ``python -m``, on one rank and on two.
 
 The runs are processes of their own, in a folder with a module that only that folder has: ``class_path`` finds it, on
-the ranks that Lightning starts as well.
+the ranks that Lightning starts as well. Programs start in the first test, in both ways there are; the runs of the
+others are forks of a process that has imported everything.
 """
 
+import contextlib
+import io
 import os
 import re
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import yaml
 
+from lightning_mcore.cli import console
 from tests.hf_models import save_tiny
-from tests.ranks import program_environment
+from tests.ranks import program_environment, run_ranks
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240.0
@@ -95,8 +100,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def lightning_mcore(folder: Path, *arguments: str, program: Sequence[str] = SCRIPT) -> tuple[int, str, str]:
-    """Run the command in ``folder``; return its exit code, what it printed and what it complained about."""
+def lightning_mcore(folder: Path, *arguments: str, program: Sequence[str] | None = None) -> tuple[int, str, str]:
+    """Run the command in ``folder``; return its exit code, what it printed and what it complained about.
+
+    Args:
+        folder: Where it runs.
+        arguments: What follows the name of the program.
+        program: The program; None for a fork that does what it does.
+    """
+    if program is None:
+        [result] = run_ranks(1, _forked, str(folder), arguments, timeout=SECONDS, open_group=False)
+        return result
     process = subprocess.Popen(
         [*program, *arguments],
         cwd=folder,
@@ -115,7 +129,24 @@ def lightning_mcore(folder: Path, *arguments: str, program: Sequence[str] = SCRI
     return process.returncode, output, errors
 
 
-def trained(folder: Path, *arguments: str, program: Sequence[str] = SCRIPT) -> list[float]:
+def _forked(folder: str, arguments: Sequence[str]) -> tuple[int, str, str]:
+    """Do what the program does, in this process."""
+    environment = program_environment()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.argv = [*SCRIPT, *arguments]
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        try:
+            code = console()
+        except Exception:
+            traceback.print_exc()
+            code = 1
+    return code, output.getvalue(), errors.getvalue()
+
+
+def trained(folder: Path, *arguments: str, program: Sequence[str] | None = None) -> list[float]:
     """Run ``fit`` and return the loss of every step."""
     code, output, errors = lightning_mcore(folder, "fit", "--config", "run.yaml", *arguments, program=program)
     assert code == 0, output + errors
@@ -129,7 +160,7 @@ TENSOR_PARALLEL = ["--trainer.devices=2", "--trainer.strategy.tensor_model_paral
 
 @pytest.mark.slow
 def test_two_ranks_are_started_however_the_command_is_and_a_second_run_overwrites(folder: Path) -> None:
-    losses = trained(folder, *TENSOR_PARALLEL)
+    losses = trained(folder, *TENSOR_PARALLEL, program=SCRIPT)
     assert len(losses) == 3
     saved = yaml.safe_load((folder / "logs" / "config.yaml").read_text())
     assert saved["trainer"]["strategy"]["init_args"]["tensor_model_parallel_size"] == 2
