@@ -114,6 +114,16 @@ def _moves_to_the_cpu(to: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _made_on_the_cpu(init_data: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``ShardedTensor.init_data``, whose ``torch.empty`` is a default argument and so the real one."""
+
+    @functools.wraps(init_data)
+    def call(tensor: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+        return init_data(tensor, _CPU if _is_cuda(device) else device, *args, **kwargs)
+
+    return call
+
+
 def _says_a_type_of_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``Tensor.type``, which without arguments says the type that the tensor would have on a GPU."""
 
@@ -212,8 +222,11 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     is_autocast_enabled, get_autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     token_dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    sharded_tensor = importlib.import_module("megatron.core.dist_checkpointing.mapping").ShardedTensor
     return [
         *_functions_of_a_device(),
+        # exchange_utils: `init_data("cuda")`
+        (sharded_tensor, "init_data", _made_on_the_cpu(sharded_tensor.init_data)),
         # `device=torch.cuda.current_device()` in every layer, buffer and communicator
         (cuda, "current_device", lambda: _CPU),
         (cuda, "set_device", _nothing()),

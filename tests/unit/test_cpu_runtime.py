@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from torch import nn
@@ -162,6 +163,14 @@ def test_the_warning_that_two_generators_are_one_is_dropped_and_no_other(
         logger.warning("CPU RNG state changed within GPU RNG context")
         logger.warning("something else")
     assert [record.getMessage() for record in caplog.records] == ["something else"]
+
+
+def test_a_sharded_tensor_is_made_on_the_cpu(runtime: None) -> None:
+    sharded = ShardedTensor.from_rank_offsets("a", torch.ones(2))
+    sharded.data = None
+    sharded.init_data("cuda")
+    assert sharded.data is not None
+    assert sharded.data.device == CPU
 
 
 def devices_in_the_context_of_one() -> list[str]:
