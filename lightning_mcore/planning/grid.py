@@ -100,10 +100,6 @@ class RankGrid:
             members = [member + place * steps[axis] for member in members for place in range(self.sizes[axis])]
         return members
 
-    def stage_of(self, rank: int) -> int:
-        """Return the pipeline stage of a rank."""
-        return rank * self.sizes["pp"] // self.world_size
-
     def to_dict(self, rank: int = 0) -> dict[str, Any]:
         """Return sizes, and for each group its size, how many there are and the ranks of one, as plain data."""
         groups = {
