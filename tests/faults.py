@@ -248,8 +248,8 @@ def _judge(scenario: Scenario, folder: Path, processes: list[int]) -> Outcome:
     left = processes
     while left and time.monotonic() < _deadline(scenario, began, cause):
         time.sleep(0.05)
-        left = _in_sessions(processes)
         codes |= _codes(set(processes) - set(codes), os.WNOHANG)
+        left = [*{*_in_sessions(processes), *processes} - codes.keys()]  # a session may not have begun yet
         if cause is None:
             cause = _cause(scenario, folder)
         elif is_suspended and time.monotonic() > cause + SUSPENDED:
