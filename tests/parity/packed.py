@@ -37,7 +37,8 @@ ROWS: tuple[tuple[int, tuple[int, ...]], ...] = (  # (length of a row, lengths o
     (32, (1, 16, 7)),
 )
 LONGER_ROWS = ((32, (5, 13, 3)), (48, (32, 4)), (16, (9,)), (64, (1, 16, 7, 22)))
-RECIPE = Recipe(token_weighted=True, steps=1, global_batch_size=4, micro_batch_size=1)
+TWO_LAYERS = (("num_layers", 2),)
+RECIPE = Recipe(token_weighted=True, steps=1, global_batch_size=4, micro_batch_size=1, options=TWO_LAYERS)
 
 Rows = tuple[tuple[int, tuple[int, ...]], ...]
 
