@@ -36,7 +36,6 @@ _log = logging.getLogger(__name__)
 _ANSWER = 12.0  # seconds for torch's store on rank 0 to answer
 _TIMEOUT = 20.0  # seconds for all ranks to connect
 _NOTICE = 60.0  # seconds until a rank says for whom it waits
-_SLICE = 5.0  # seconds in torch's code, in which an interrupt is not heard
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 9}  # a machine that is gone is noticed in 60 s
 _LONGEST_GREETING = 100  # characters
 
@@ -144,24 +143,25 @@ def meet(place: ClusterEnvironment, timeout: float) -> Store | None:
 
 def _sign_in(store: Store, rank: int, size: int, deadline: float, where: str) -> None:
     """Leave a word in the store and wait until every rank has."""
-    keys = [f"lightning_mcore/{number}" for number in range(size)]
     notice = time.monotonic() + _NOTICE if rank == 0 else math.inf
+    pause = 0.05
     try:
         store.set(f"lightning_mcore/{rank}", "here")
-        while True:
-            with contextlib.suppress(dist.DistStoreError):
-                store.wait(keys, timedelta(seconds=_SLICE))
-                return
-            missing = [number for number, key in enumerate(keys) if not store.check([key])]
-            if missing and time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"{_some_of(missing, size)} did not come to {where} in time; see their own output, or start them"
-                    " too; MCoreStrategy(timeout=...) sets how long ranks wait"
-                )
-            if missing and time.monotonic() > notice:
+        store.add("lightning_mcore", 1)
+        while store.add("lightning_mcore", 0) < size:  # torch's own wait prints a warning at each timeout
+            now = time.monotonic()
+            if now > min(deadline, notice):
+                missing = [number for number in range(size) if not store.check([f"lightning_mcore/{number}"])]
+                if missing and now > deadline:
+                    raise TimeoutError(
+                        f"{_some_of(missing, size)} did not come to {where} in time; see their own output, or start"
+                        " them too; MCoreStrategy(timeout=...) sets how long ranks wait"
+                    )
                 notice = math.inf
                 _log.warning("still waiting for %s to come to %s; see their own output", _some_of(missing, size), where)
-    except dist.DistNetworkError as error:
+            time.sleep(pause)
+            pause = min(2 * pause, 1.0)
+    except RuntimeError as error:  # the store is gone
         raise RuntimeError(f"rank 0 ended before all ranks had come to {where}; its own output says why") from error
 
 

@@ -25,7 +25,6 @@ def _meet(timeout: float, absent: int = -1, late: float = 0.0) -> tuple[str, lis
     if rank == int(os.environ["WORLD_SIZE"]) - 1:
         time.sleep(late)
     rank_connections._NOTICE = 1.0
-    rank_connections._SLICE = 0.5
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
