@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_mcore.checkpoint.weights import build_from_checkpoint
     from lightning_mcore.config.communication import CommunicationOptions
     from lightning_mcore.config.layout import ModelShape, ParallelLayout
+    from lightning_mcore.config.lora import LoRA
     from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
     from lightning_mcore.data.packing.best_fit import TokenSample
     from lightning_mcore.data.packing.online import OnlinePacker
@@ -52,6 +53,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CommunicationOptions",
+    "LoRA",
     "MCoreCheckpointIO",
     "MCoreFinetuningData",
     "MCoreGPT",
@@ -84,6 +86,7 @@ __all__ = [
 
 _HOMES = {
     "CommunicationOptions": "config.communication",
+    "LoRA": "config.lora",
     "MCoreCheckpointIO": "checkpoint.io",
     "MCoreFinetuningData": "data.finetuning.datamodule",
     "MCoreGPT": "models.gpt",

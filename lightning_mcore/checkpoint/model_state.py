@@ -45,6 +45,7 @@ from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.pipeline import Pipeline
 
 Shape = tuple[int, ...]
+TRAINED_ONLY = "saves_trained_only"  # attribute of a chunk whose frozen weights are read from elsewhere
 OPTIMIZER = "optimizer"  # first word of the names of what belongs to one
 STRICT_LOADING = "set strict_loading=False in the module"
 _SHOWN = 8  # names in an error
@@ -244,18 +245,24 @@ def _tensors_in(state: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
             yield from _tensors_in(value)
 
 
-def sharded_chunk(chunks: ModelChunks, index: int) -> dict[str, Any]:
+def sharded_chunk(chunks: ModelChunks, index: int, whole: bool = False) -> dict[str, Any]:
     """Return the sharded state of one chunk, with its parameters themselves as data.
 
     Args:
         chunks: The wrapped model.
         index: Which of the chunks of this rank.
+        whole: Include frozen weights that checkpoints leave out, because they are read from elsewhere.
     """
     chunk = chunks.bare[index]
+    trained_only = getattr(chunk, TRAINED_ONLY, False)
     method = getattr(type(chunk), "sharded_state_dict", None)
     if method is not None and method is not MegatronModule.sharded_state_dict:
         metadata = ensure_metadata_has_dp_cp_group(None)  # Megatron's own default fails with multi-token prediction
+        if trained_only:
+            metadata["non_homogeneous_layers"] = True  # layers may have different adapters, or none
         state: dict[str, Any] = chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+        if trained_only and not whole:
+            return {name: entry for name, entry in state.items() if _is_trained(entry)}
         return state
     stages = process_group("pp")
     prefix = f"chunk{index * stages.size() + stages.rank()}." if chunks.pipeline is not None else ""
@@ -264,6 +271,10 @@ def sharded_chunk(chunks: ModelChunks, index: int) -> dict[str, Any]:
     return {
         name: _whole(prefix + name, parameters.get(name, value), replica) for name, value in chunk.state_dict().items()
     }
+
+
+def _is_trained(entry: Any) -> bool:
+    return isinstance(entry, ShardedTensor | ShardedTensorFactory) and bool(entry.data.requires_grad)
 
 
 def _whole(key: str, value: Any, replica: tuple[int, int, int]) -> ShardedTensor | ShardedObject:
@@ -325,7 +336,8 @@ def load(
     wanted = {key: _without(state, differences, stored) for key, state in model_state.items()}
     loaded = stored.read(wanted)
     for key, chunk in zip(_keys(chunks), chunks.bare, strict=True):
-        chunk.load_state_dict(loaded.get(key, {}), strict=len(wanted[key]) == len(model_state[key]))
+        is_all = len(wanted[key]) == len(model_state[key]) and not getattr(chunk, TRAINED_ONLY, False)
+        chunk.load_state_dict(loaded.get(key, {}), strict=is_all)
     if not optimizers:
         return
     # The state is built again: loading has replaced the tensors of the first by the parameters.

@@ -19,7 +19,8 @@ from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.checkpoint.storage import atomic
 from lightning_mcore.hf.export import check_export, export_model, require_free
 from lightning_mcore.hf.export_plan import MAX_SHARD_SIZE, parse_dtype, parse_size
-from lightning_mcore.hf.files import CONFIG_FILE
+from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, CONFIG_FILE
+from lightning_mcore.hf.peft_folder import require_adapters, save_adapter
 from lightning_mcore.parallel.consensus import decide
 
 SUFFIX = "-hf"
@@ -51,6 +52,8 @@ class SaveHFModel(Callback):
             for the family that the model was made from, or else the first that fits it.
         dtype: ``"bfloat16"``, ``"float16"``, ``"float32"``, or ``"auto"`` for that of the weights in the model.
         max_shard_size: Size of a file in bytes, or as text, such as ``"5GB"``.
+        adapter: Write the LoRA adapters alone, as a PEFT folder; False for the whole model, with them merged into its
+            weights.
 
     Raises:
         ValueError: Nothing would be written, or an argument has an unknown value.
@@ -64,6 +67,7 @@ class SaveHFModel(Callback):
         family: str | None = None,
         dtype: str = "auto",
         max_shard_size: str | int = MAX_SHARD_SIZE,
+        adapter: bool = False,
     ) -> None:
         super().__init__()
         if folder is None and not every_checkpoint:
@@ -74,6 +78,7 @@ class SaveHFModel(Callback):
         parse_size(max_shard_size)
         self.folder = None if folder is None else os.path.abspath(folder)
         self.every_checkpoint = every_checkpoint
+        self.adapter = adapter
         self._options: dict[str, Any] = {
             "like": like,
             "family": family,
@@ -129,7 +134,10 @@ class SaveHFModel(Callback):
                     f"{type(self).__name__}(every_checkpoint=True) writes to a disk of this machine, and"
                     f" {checkpoint.dirpath} is not on one; give folder, or export the checkpoints afterwards"
                 )
-        check_export(pl_module, **self._options)
+        if self.adapter:
+            require_adapters(pl_module)
+        else:
+            check_export(pl_module, **self._options)
         self._looks = [_Look(checkpoint) for checkpoint in _model_checkpoints(trainer)]
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
@@ -151,7 +159,7 @@ class SaveHFModel(Callback):
         """Write beside the checkpoints that were saved last, and into the folder."""
         self._follow(trainer, pl_module)
         if self.folder is not None and self._is_active(trainer):
-            export_model(pl_module, self.folder, **self._options, replace=self._wrote_folder)
+            self._write(pl_module, self.folder, replace=self._wrote_folder)
             self._wrote_folder = True
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -167,9 +175,15 @@ class SaveHFModel(Callback):
         if not saved:
             return
         for path in decide(lambda: [found for found in saved if not os.path.islink(found)]):
-            export_model(module, path + SUFFIX, **self._options, replace=True)
+            self._write(module, path + SUFFIX, replace=True)
             self._beside.add(path)
         self._clear_away(trainer)
+
+    def _write(self, module: pl.LightningModule, out: str, replace: bool) -> None:
+        if self.adapter:
+            save_adapter(module, out, replace)
+        else:
+            export_model(module, out, **self._options, replace=replace)
 
     def _clear_away(self, trainer: pl.Trainer) -> None:
         """Delete the forms of checkpoints that are gone, on rank 0; if one cannot be deleted, only warn."""
@@ -234,4 +248,4 @@ def _is_beside(path: str, trainer: pl.Trainer) -> bool:
     """Return whether ``path`` is a Hugging Face model beside the checkpoints of this trainer."""
     folders = [str(checkpoint.dirpath) for checkpoint in _model_checkpoints(trainer)]
     in_folder = any(checkpoint_files.lies_in(path, folder) for folder in folders)
-    return in_folder and os.path.isfile(os.path.join(path, CONFIG_FILE))
+    return in_folder and any(os.path.isfile(os.path.join(path, name)) for name in (CONFIG_FILE, ADAPTER_CONFIG_FILE))

@@ -37,7 +37,7 @@ from lightning_mcore.hf.export_config import (
 )
 from lightning_mcore.hf.export_plan import MAX_SHARD_SIZE, ExportPlan, Place, parse_dtype, parse_size
 from lightning_mcore.hf.family import find_family, recorded_family
-from lightning_mcore.hf.files import CONFIG_FILE, INDEX_FILE
+from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, CONFIG_FILE, INDEX_FILE
 from lightning_mcore.hf.live_tensors import exchange, places_of_all
 from lightning_mcore.hf.pretrained import ModelPieces, pieces_of_module
 from lightning_mcore.hf.safetensors import write_safetensors
@@ -213,7 +213,8 @@ def require_free(out: str, replace: bool = False) -> str:
     """
     out = os.path.realpath(out) if os.path.islink(out) else out
     names = os.listdir(out) if os.path.isdir(out) else []
-    if (os.path.lexists(out) and not os.path.isdir(out)) or (names and not (replace and CONFIG_FILE in names)):
+    is_model = CONFIG_FILE in names or ADAPTER_CONFIG_FILE in names
+    if (os.path.lexists(out) and not os.path.isdir(out)) or (names and not (replace and is_model)):
         what = "holds other files" if names else "is a file"
         raise ValueError(f"{out} {what}; give a folder that is empty, or does not exist yet")
     return out

@@ -16,7 +16,7 @@ import os
 import re
 from typing import Any
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, ADAPTER_CONFIG_FILE = "config.json", "adapter_config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 

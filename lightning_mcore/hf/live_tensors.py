@@ -49,7 +49,7 @@ def places_of_all(pieces: ModelPieces) -> dict[str, list[Place]]:
         pieces: What this rank holds.
     """
     own = [
-        (piece.name, piece.start, piece.shape, piece.data.dtype, number)
+        (piece.name, piece.start, piece.shape, piece.dtype, number)
         for number, piece in enumerate(pieces.own)
         if piece.is_main
     ]
@@ -187,7 +187,8 @@ def _transfers(plan: ExportPlan, files: Sequence[str]) -> Iterator[_Transfer]:
 
 def _held(pieces: ModelPieces, part: Part) -> Tensor:
     piece = pieces.own[part.place.source[1]]
-    return part.within_place(piece.data.view(piece.shape) if piece.data.shape != piece.shape else piece.data)
+    data = piece.data
+    return part.within_place(data.view(piece.shape) if data.shape != piece.shape else data)
 
 
 def _started(work: dist.Work | None) -> dist.Work:

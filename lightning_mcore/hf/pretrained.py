@@ -11,9 +11,10 @@ modules know which part of which tensor they hold (``sharded_state_dict``). An e
 
 import os
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -37,6 +38,7 @@ from lightning_mcore.hf.source import HFSource, absolute, is_own_checkpoint, pre
 from lightning_mcore.hf.weight_map import whole_name, whole_names
 from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.hf.weights import HFWeights
+from lightning_mcore.layers.lora import ADAPTERS, merging
 from lightning_mcore.parallel.chunks import ModelChunks, built_chunks, find_pipeline
 from lightning_mcore.parallel.consensus import collect, gather, on_all
 
@@ -56,15 +58,22 @@ class ModelPiece:
         name: Whole name of the tensor, as in ``weight_map.py``.
         start: Where the rectangle begins in it.
         shape: Its shape there; it may have leading axes of size 1 that ``data`` lacks.
-        data: The values, in the memory of the model.
+        read: Returns the values: in the memory of the model, or merged with those of adapters.
+        dtype: Their type.
         is_main: Whether this rank is the main one of those with the same values.
     """
 
     name: str
     start: Shape
     shape: Shape
-    data: Tensor
+    read: Callable[[], Tensor]
+    dtype: torch.dtype
     is_main: bool
+
+    @property
+    def data(self) -> Tensor:
+        """The values."""
+        return self.read()
 
 
 @dataclass(frozen=True)
@@ -210,19 +219,33 @@ def pieces_of_module(module: pl.LightningModule) -> ModelPieces:
 def _own_pieces(chunks: ModelChunks) -> tuple[list[ModelPiece], dict[str, Shape]]:
     """Return what this rank holds, and the shapes of the stored tensors that it belongs to."""
     own, stored = [], {}
-    for index in range(len(chunks.bare)):
-        for entry in nested_values(sharded_chunk(chunks, index)):
+    latest = lru_cache(maxsize=1)(lambda read: read())  # a merged weight is read for each of its projections
+    for index, chunk in enumerate(chunks.bare):
+        merged = {id(layer.weight): read for layer in chunk.modules() if (read := merging(layer)) is not None}
+        for entry in nested_values(sharded_chunk(chunks, index, whole=True)):
+            if f".{ADAPTERS}." in entry.key:
+                continue
             for piece in pieces_of(entry) if isinstance(entry, ShardedTensor | ShardedTensorFactory) else ():
                 stored[piece.place.key] = tuple(piece.place.global_shape)
-                own.append(_piece(entry, piece.place, piece.start))
+                merge = merged.get(id(entry.data))
+                read = entry.data.detach if merge is None else partial(latest, merge)
+                own.append(_piece(read, entry, piece.place, piece.start))
     return own, stored
 
 
-def _piece(entry: ShardedTensor | ShardedTensorFactory, place: ShardedTensor, start: int) -> ModelPiece:
-    data = entry.data.detach()
-    if prod(place.local_shape) != data.numel():
-        data = data.view(-1)[start : start + prod(place.local_shape)].view(place.local_shape)
+def _piece(
+    whole: Callable[[], Tensor], entry: ShardedTensor | ShardedTensorFactory, place: ShardedTensor, start: int
+) -> ModelPiece:
+    def part() -> Tensor:
+        data = whole()
+        if prod(place.local_shape) == data.numel():
+            return data
+        return data.view(-1)[start : start + prod(place.local_shape)].view(place.local_shape)
+
     shape = (1,) * (len(place.global_shape) - len(place.local_shape)) + tuple(place.local_shape)
     return ModelPiece(
-        *whole_name(place.key, tuple(place.global_offset), shape), data=data, is_main=is_main_replica(place.replica_id)
+        *whole_name(place.key, tuple(place.global_offset), shape),
+        read=part,
+        dtype=entry.data.dtype,
+        is_main=is_main_replica(place.replica_id),
     )

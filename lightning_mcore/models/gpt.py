@@ -14,6 +14,7 @@ A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted: ``
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -24,8 +25,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from lightning_mcore.checkpoint.model_state import TRAINED_ONLY
 from lightning_mcore.config.fp8 import check_start
 from lightning_mcore.config.layout import ModelShape
+from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.positions import PositionEmbedding, check_positions, gpt_arguments, set_yarn
 from lightning_mcore.config.rules.model import LossNormalization, check_normalization
 from lightning_mcore.config.value_checks import require_size
@@ -44,13 +47,15 @@ from lightning_mcore.layers.transformer_config import build_transformer_config, 
 from lightning_mcore.models import generation
 from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.models.speed import SpeedLogs
+from lightning_mcore.parallel.chunks import built_chunks
 from lightning_mcore.parallel.groups import process_group
 
 Batch = dict[str, Tensor]
+_BASE = "lora_base"  # key of a checkpoint
 
 
-def _with_plain_recipes(saved: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.plain() if isinstance(value, Recipe) else value for name, value in saved.items()}
+def _with_plain_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.plain() if isinstance(value, Recipe | LoRA) else value for name, value in saved.items()}
 
 
 class MCoreGPT(SpeedLogs):
@@ -86,6 +91,8 @@ class MCoreGPT(SpeedLogs):
         loss_normalization: Mean of the loss over ``"tokens"``, or over ``"samples"`` (rows, or the sub-sequences of
             packed ones) of the mean over the tokens of each.
         hf: The Hugging Face model it was made from, as :meth:`from_pretrained` fills it in.
+        lora: Train low-rank adapters and freeze the rest; :class:`~lightning_mcore.LoRA` has the settings. Checkpoints
+            then hold what is trained, if the frozen weights come from :meth:`from_pretrained`; else all weights.
 
     Raises:
         ValueError: A value does not fit, or a field of ``transformer`` is unknown or has another home.
@@ -110,8 +117,10 @@ class MCoreGPT(SpeedLogs):
         transformer_impl: TransformerImpl = "auto",
         loss_normalization: LossNormalization = "tokens",
         hf: dict[str, Any] | None = None,
+        lora: LoRA | dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        self.lora = None if lora is None else LoRA.of(lora)
         self.recipe = Recipe.of(recipe)
         self.save_hyperparameters()
         self.hparams["recipe"] = self.recipe.plain()  # also of a subclass that has an argument of this name
@@ -128,7 +137,9 @@ class MCoreGPT(SpeedLogs):
             self.metrics[f"{stage}_perplexity"] = TokenPerplexity()
             self.metrics[f"{stage}_accuracy"] = TokenAccuracy(vocab_size)
         self._config: TransformerConfig | None = None
-        self._starts_from: str | None = None
+        self._starts_from = None if self.lora is None else self.lora.base_model_name_or_path
+        self._adapter: str | None = None
+        self._base: str | None = None  # what tells the frozen weights from others
         self._given_family: str | None = None  # what a file calls it, in hparams, is not imported
 
     @classmethod
@@ -142,6 +153,7 @@ class MCoreGPT(SpeedLogs):
         transformer_impl: TransformerImpl = "auto",
         loss_normalization: LossNormalization = "tokens",
         family: str | None = None,
+        lora: LoRA | dict[str, Any] | str | None = None,
     ) -> "MCoreGPT":  # not Self, which LightningCLI cannot resolve
         """Make a module from a Hugging Face model, and start from its weights on whatever layout it runs.
 
@@ -159,6 +171,8 @@ class MCoreGPT(SpeedLogs):
             loss_normalization: Mean of the loss over ``"tokens"`` or ``"samples"``, as in the constructor.
             family: What kind of model it is: a ``model_type``, or ``"package.module:FAMILY"`` for one of your own;
                 None for what its config says.
+            lora: Train low-rank adapters and freeze the weights, as in the constructor; or go on with those of PEFT:
+                their folder, or their name on the hub.
 
         Raises:
             FileNotFoundError: There is no such model.
@@ -166,8 +180,15 @@ class MCoreGPT(SpeedLogs):
         """
         from lightning_mcore.hf.pretrained import absolute, pretrained_settings
 
+        own: dict[str, Any] = {}  # a subclass without adapters need not take the argument
+        if lora is not None:
+            from lightning_mcore.hf.peft_folder import read_lora
+
+            settings = read_lora(lora) if isinstance(lora, str) else LoRA.of(lora)
+            own["lora"] = replace(settings, base_model_name_or_path=absolute(path))
         module = cls(
             **pretrained_settings(path, family, seq_length, transformer),
+            **own,
             recipe=recipe,
             make_vocab_size_divisible_by=make_vocab_size_divisible_by,
             transformer_impl=transformer_impl,
@@ -175,6 +196,7 @@ class MCoreGPT(SpeedLogs):
         )
         module._starts_from = absolute(path)  # the run may go on in another folder
         module._given_family = family
+        module._adapter = absolute(lora) if isinstance(lora, str) else None
         return module
 
     @property
@@ -199,17 +221,42 @@ class MCoreGPT(SpeedLogs):
         check_backend(config, resolve_transformer_impl(self.hparams["transformer_impl"], device_type), device_type)
         check_multi_token(config, self.hparams["share_embeddings_and_output_weights"])
         check_normalization(self.loss_normalization, config)
+        if self.lora is not None:
+            from lightning_mcore.hf.adapters import projection_names
+
+            self.lora.check_targets(projection_names(*self.hf_names()))
 
     def configure_model(self) -> None:
         """Build the chunks that this rank owns."""
         if not hasattr(self, "model"):
             self._config = None  # of a run that ended before a model was built
         self.model = self.pipeline(self.build_chunk)
-        if self._starts_from is not None and not self._resumes:
+        if self._starts_from is not None and (self.lora is not None or not self._resumes):
             from lightning_mcore.hf.pretrained import load_pretrained
 
             load_pretrained(self, self._starts_from, self._given_family)
             self._starts_from = None  # the weights that a run has trained stay in the next one
+        if self.lora is not None and not hasattr(self.model.chunks[0], TRAINED_ONLY):
+            from lightning_mcore.hf.adapters import add_adapters, fingerprint
+
+            self._base = fingerprint(self)
+            add_adapters(built_chunks(self), *self.hf_names(), self.lora)
+            if self._adapter is not None and not self._resumes:
+                from lightning_mcore.hf.peft_folder import load_adapter
+
+                load_adapter(self, self._adapter, *self.hf_names())
+
+    def hf_names(self) -> tuple[Any, dict[str, Any]]:
+        """Return the family whose names the projections have, and the settings of the model."""
+        from lightning_mcore.hf.family import complete_fields, find_family
+
+        family = self._given_family or (self.hparams["hf"] or {}).get("family") or self._nearest_family()
+        return find_family(family), complete_fields({**self.transformer, "vocab_size": self.vocab_size})
+
+    def _nearest_family(self) -> str:
+        if self.transformer.get("multi_latent_attention"):
+            return "deepseek_v3"
+        return "qwen3_moe" if self.transformer.get("num_moe_experts") else "qwen3"
 
     @property
     def _resumes(self) -> bool:
@@ -223,7 +270,7 @@ class MCoreGPT(SpeedLogs):
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Save arguments as Lightning does, a :class:`Recipe` among them as plain data.
+        """Save arguments as Lightning does, those of :class:`Recipe` and :class:`LoRA` as plain data.
 
         Args:
             args: Names of arguments, or values to save; all arguments without them.
@@ -234,16 +281,27 @@ class MCoreGPT(SpeedLogs):
         current = inspect.currentframe()
         frame = frame if frame is not None or current is None else current.f_back
         super().save_hyperparameters(*args, ignore=ignore, frame=frame, logger=logger)
-        self.hparams.update(_with_plain_recipes(self.hparams))
+        self.hparams.update(_with_plain_settings(self.hparams))
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """What was saved of the constructor's arguments, as loggers get it; a recipe as plain data."""
-        return AttributeDict(_with_plain_recipes(super().hparams_initial))
+        """What was saved of the constructor's arguments, as loggers get it; recipes and the like as plain data."""
+        return AttributeDict(_with_plain_settings(super().hparams_initial))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Record the base of adapters."""
+        if self._base is not None:
+            checkpoint[_BASE] = self._base
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Leave the weights to the checkpoint; read a recipe whose fields are hyper-parameters of their own."""
-        self._starts_from = None
+        if self.lora is None:
+            self._starts_from = None
+        elif self._base is not None and checkpoint.get(_BASE, self._base) != self._base:
+            raise ValueError(
+                "the adapters in this checkpoint were trained on another base than"
+                f" {self.lora.base_model_name_or_path}; give the model that they belong to"
+            )
         recorded = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})
         flat = {name: recorded[name] for name in self.recipe.plain() if name in recorded}
         if self._trainer is None and flat and "recipe" not in recorded and self.recipe == Recipe():
@@ -389,8 +447,9 @@ class MCoreGPT(SpeedLogs):
         Raises:
             ValueError: The number of steps is unknown, and the learning rate is to decay.
         """
-        trained = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
-        return self.recipe.build(trained, self.trainer)
+        everything = list(self.named_parameters())
+        trained = [(name, parameter) for name, parameter in everything if parameter.requires_grad]
+        return self.recipe.build(trained or everything, self.trainer)  # a stage may have nothing that is trained
 
     def _log_loss(self, name: str, losses: Tensor, inputs: ModelInputs) -> Any:
         """Return the loss of a step; log it with its weight, over tokens where it has none."""

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of LoRA adapters, as plain data: which projections get one, of which rank and scale.
+
+The names and their meanings are those of ``peft.LoraConfig``, whose ``adapter_config.json`` holds them too. Projections
+have their Hugging Face names, such as ``model.layers.3.self_attn.q_proj``, whatever Megatron fuses.
+``layers/lora.py`` has the adapters, ``hf/adapters.py`` puts them on a model.
+"""
+
+import difflib
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+ALL_LINEAR = "all-linear"
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_OUTSIDE_OF_ALL = ("lm_head", "embed_tokens", "gate")  # the router is a "gate"
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Low-rank adapters of frozen weights: ``W x + scale * B A x``, where only A and B are trained.
+
+    Args:
+        r: Rank: A has r rows, B has r columns.
+        lora_alpha: The scale is ``lora_alpha / r``; with ``use_rslora`` ``lora_alpha / sqrt(r)``.
+        lora_dropout: Probability that an input of A is dropped in training.
+        target_modules: Which projections get an adapter: endings of their Hugging Face names, such as
+            ``["q_proj", "v_proj"]``; a regular expression that matches whole names; or ``"all-linear"``, all
+            projections of attention, of MLPs, of shared experts and of each expert.
+        exclude_modules: Which of them get none: endings, such as ``["experts"]`` for all that is inside, or a regular
+            expression.
+        layers_to_transform: Numbers of the layers that get adapters; None for all.
+        rank_pattern: Other ranks, by ending or regular expression of a name.
+        alpha_pattern: Other values of ``lora_alpha``, likewise.
+        modules_to_save: Endings of names of modules that are trained whole, such as ``["lm_head", "embed_tokens"]``.
+        use_rslora: Divide by the root of the rank.
+        use_dora: Train the length of each row of the weights too (DoRA): ``m / |W + scale * B A|`` times the output.
+        init_lora_weights: How A begins: True for a uniform distribution, ``"gaussian"`` for a normal one of standard
+            deviation ``1 / r``. B begins with zeros.
+        base_model_name_or_path: The model whose weights are frozen, as ``from_pretrained`` fills it in.
+
+    Raises:
+        ValueError: A value is out of range.
+        TypeError: A value has the wrong type.
+    """
+
+    r: int = 8
+    lora_alpha: float = 8
+    lora_dropout: float = 0.0
+    target_modules: list[str] | str = ALL_LINEAR
+    exclude_modules: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    modules_to_save: list[str] | None = None
+    use_rslora: bool = False
+    use_dora: bool = False
+    init_lora_weights: bool | str = True
+    base_model_name_or_path: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, rank in {"r": self.r, **_entries("rank_pattern", self.rank_pattern)}.items():
+            if isinstance(rank, bool) or not isinstance(rank, int):
+                raise TypeError(f"{name}={rank!r} is not a rank; give a whole number of 1 or more")
+            if rank < 1:
+                raise ValueError(f"{name}={rank} is too small; choose 1 or more")
+        for name, alpha in {"lora_alpha": self.lora_alpha, **_entries("alpha_pattern", self.alpha_pattern)}.items():
+            if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+                raise TypeError(f"{name}={alpha!r} is not a number; give one")
+        if isinstance(self.lora_dropout, bool) or not isinstance(self.lora_dropout, int | float):
+            raise TypeError(f"lora_dropout={self.lora_dropout!r} is not a number; give 0 or more, less than 1")
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"lora_dropout={self.lora_dropout} is not in [0, 1); choose 0 for none")
+        if self.init_lora_weights is not True and self.init_lora_weights != "gaussian":
+            raise ValueError(
+                f"init_lora_weights={self.init_lora_weights!r} is not supported; choose True (uniform) or 'gaussian'"
+            )
+        self._check_names()
+
+    def _check_names(self) -> None:
+        for name in ("target_modules", "exclude_modules", "modules_to_save"):
+            given = getattr(self, name)
+            if given is None and name != "target_modules":
+                continue
+            if isinstance(given, str) and name != "modules_to_save":
+                _compiled(name, given)
+            elif not isinstance(given, list | tuple) or not all(isinstance(item, str) for item in given):
+                raise TypeError(f"{name}={given!r} is not a list of names of modules; give one, such as ['q_proj']")
+            elif not given:
+                raise ValueError(f"{name}=[] names nothing; name a module, or leave it out")
+        layers = self.layers_to_transform
+        if layers is not None:
+            numbers = [layers] if isinstance(layers, int) else layers
+            if not isinstance(numbers, list | tuple) or not all(type(layer) is int and layer >= 0 for layer in numbers):
+                raise TypeError(f"layers_to_transform={layers!r} is not a list of numbers of layers; count from 0")
+        for pattern in (*(self.rank_pattern or ()), *(self.alpha_pattern or ())):
+            _compiled("rank_pattern or alpha_pattern", pattern)
+
+    @classmethod
+    def of(cls, given: "LoRA | Mapping[str, Any]") -> "LoRA":
+        """Return the settings as they are, or from a dict of them.
+
+        Raises:
+            ValueError: The dict has an unknown key.
+            TypeError: It is neither.
+        """
+        if isinstance(given, LoRA):
+            return given
+        if not isinstance(given, Mapping):
+            raise TypeError(f"lora={given!r} is not a LoRA; give lightning_mcore.LoRA(r=8, ...)")
+        known = [item.name for item in fields(cls)]
+        for key in given:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, 3) or known
+                raise ValueError(f"{key!r} is not a setting of LoRA; did you mean {', '.join(near)}?")
+        return cls(**given)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the settings as plain data."""
+        return asdict(self)
+
+    def adapts(self, name: str) -> bool:
+        """Return whether a projection gets an adapter.
+
+        Args:
+            name: Its Hugging Face name, such as ``model.layers.3.self_attn.q_proj``.
+        """
+        if self.saves(name) or self._excludes(name):
+            return False
+        if self.layers_to_transform is not None:
+            layer = _LAYER.search(f".{name}")
+            wanted = self.layers_to_transform
+            if layer is None or int(layer[1]) not in ([wanted] if isinstance(wanted, int) else wanted):
+                return False
+        if self.target_modules == ALL_LINEAR:
+            last = name.rpartition(".")[2]
+            return last not in _OUTSIDE_OF_ALL and not last.endswith("norm")
+        return _matches(self.target_modules, name)
+
+    def _excludes(self, name: str) -> bool:
+        excluded = self.exclude_modules
+        if excluded is None or isinstance(excluded, str):
+            return excluded is not None and _matches(excluded, name)
+        parts = name.split(".")
+        return any(_matches(excluded, ".".join(parts[:end])) for end in range(1, len(parts) + 1))
+
+    def saves(self, name: str) -> bool:
+        """Return whether a module, by its Hugging Face name, is trained whole."""
+        return bool(self.modules_to_save) and _matches(list(self.modules_to_save or ()), name)
+
+    def rank(self, name: str) -> int:
+        """Return the rank of a projection's adapter."""
+        rank: int = _by_pattern(self.rank_pattern, name, self.r)
+        return rank
+
+    def scale(self, name: str) -> float:
+        """Return the factor of a projection's adapter."""
+        rank, alpha = self.rank(name), _by_pattern(self.alpha_pattern, name, self.lora_alpha)
+        return float(alpha / math.sqrt(rank) if self.use_rslora else alpha / rank)
+
+    def check_targets(self, names: Iterable[str]) -> None:
+        """Refuse a target or a module to save that matches nothing in a model.
+
+        Args:
+            names: Hugging Face names of all its projections, and of other modules with a weight.
+
+        Raises:
+            ValueError: There is one; the message has the nearest names.
+        """
+        known = list(names)
+        for field in ("target_modules", "modules_to_save"):
+            entries = getattr(self, field)
+            for entry in entries if isinstance(entries, list | tuple) else ():
+                if not any(_matches([entry], name) for name in known):
+                    endings = sorted({name.rpartition(".")[2] for name in known})
+                    near = difflib.get_close_matches(entry, endings, 3) or endings
+                    raise ValueError(
+                        f"{field} has {entry!r}, and the model has no such module; did you mean {', '.join(near)}?"
+                    )
+        if not any(self.adapts(name) for name in known):
+            raise ValueError(
+                f"target_modules={self.target_modules!r} with exclude_modules={self.exclude_modules!r} and"
+                f" layers_to_transform={self.layers_to_transform!r} leaves no projection that gets an adapter; name"
+                " some, such as ['q_proj', 'v_proj']"
+            )
+
+
+def _entries(field: str, pattern: Mapping[str, Any] | None) -> dict[str, Any]:
+    if pattern is not None and not isinstance(pattern, Mapping):
+        raise TypeError(f"{field}={pattern!r} is not a mapping; give {{'q_proj': 16}}, for example")
+    return {f"{field}[{key!r}]": value for key, value in (pattern or {}).items()}
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(field: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{field}={pattern!r} is not a regular expression: {error}; give one, or names") from error
+
+
+def _matches(entries: list[str] | str, name: str) -> bool:
+    if isinstance(entries, str):
+        return _compiled("target_modules", entries).fullmatch(name) is not None
+    return any(name == entry or name.endswith(f".{entry}") for entry in entries)
+
+
+def _by_pattern(pattern: Mapping[str, Any] | None, name: str, default: Any) -> Any:
+    """Return the value of the first pattern that a name, or its ending after a dot, matches, as PEFT looks it up."""
+    for key, value in (pattern or {}).items():
+        if _compiled("rank_pattern or alpha_pattern", rf"(.*\.)?({key})").fullmatch(name):
+            return value
+    return default

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put LoRA adapters on a model, by the Hugging Face names of its projections.
+
+The rules that weights are exchanged by (``weight_map.py``) say which rows of Megatron's tensors belong to which Hugging
+Face projection; Megatron's modules say which rectangle of a tensor a rank holds. So nothing here knows a family or a
+layout. ``layers/lora.py`` has the adapters themselves, ``peft_folder.py`` reads and writes them.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.extensions import transformer_engine as te
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
+
+from lightning_mcore.checkpoint.model_state import TRAINED_ONLY, sharded_chunk
+from lightning_mcore.checkpoint.optimizer_state import pieces_of
+from lightning_mcore.config.lora import ALL_LINEAR, LoRA
+from lightning_mcore.hf.family import Family
+from lightning_mcore.hf.pretrained import pieces_of_module
+from lightning_mcore.hf.weight_map import WeightMap, whole_name, whole_names
+from lightning_mcore.hf.weight_rules import Block, Shape
+from lightning_mcore.layers.lora import ADAPTERS, Projection, Rows, adapt
+from lightning_mcore.parallel.chunks import ModelChunks
+from lightning_mcore.parallel.consensus import gather
+
+_COMPARED = 8  # values of each tensor
+_LINEAR: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear)
+if te.HAVE_TE:
+    _LINEAR += (te.TELinear, te.TELayerNormColumnParallelLinear)
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A parameter of this rank and the Hugging Face tensors that it holds rows of.
+
+    Args:
+        name: Its whole name.
+        module: The module that it belongs to.
+        parameter: The parameter.
+        whole: Shape of the tensor of the whole model, without leading axes of experts.
+        parts: What it holds: a block within this rank's rectangle, and its first row in the parameter.
+        shapes: Shapes of the whole Hugging Face tensors.
+    """
+
+    name: str
+    module: nn.Module
+    parameter: nn.Parameter
+    whole: Shape
+    parts: list[tuple[Block, int]]
+    shapes: Mapping[str, Shape]
+
+    @property
+    def modules(self) -> dict[str, None]:
+        """Hugging Face names of the modules whose tensors it holds, in order."""
+        return dict.fromkeys(block.hf.rpartition(".")[0] for block, _ in self.parts)
+
+
+def add_adapters(chunks: ModelChunks, family: Family, fields: Mapping[str, Any], lora: LoRA) -> None:
+    """Freeze a model, and put adapters on it; with DoRA collective over the tensor-parallel ranks.
+
+    Args:
+        chunks: The model as it was built, with its weights.
+        family: The rules of its Hugging Face names.
+        fields: Settings of the model.
+        lora: The settings.
+
+    Raises:
+        ValueError: Something is asked for that these adapters cannot do.
+    """
+    for index, chunk in enumerate(chunks.bare):
+        found = list(_weights(chunks, index, family, fields))
+        for parameter in chunk.parameters():
+            parameter.requires_grad_(False)
+        for weight in found:
+            _train(weight, lora)
+        setattr(chunk, TRAINED_ONLY, lora.base_model_name_or_path is not None)
+        embedding = getattr(chunk, "embedding", None)
+        if embedding is not None:
+            embedding.register_forward_hook(_require_grad)
+
+
+def fingerprint(module: pl.LightningModule) -> str:
+    """Return what tells the weights of a model from those of another one, on any layout; collective over the world.
+
+    It is a digest of the names and shapes of all tensors and of the first values of each.
+
+    Args:
+        module: A module whose model is built, without adapters yet.
+    """
+    pieces = pieces_of_module(module)
+    own = {
+        piece.name: piece.data.flatten()[:_COMPARED].to("cpu", torch.bfloat16).float().tolist()
+        for piece in pieces.own
+        if piece.is_main and not any(piece.start)
+    }
+    known = {name: values for of_rank in gather(own) for name, values in of_rank.items()}
+    whole = [(name, shape, known.get(name)) for name, shape in sorted(pieces.shapes.items())]
+    return hashlib.sha256(repr(whole).encode()).hexdigest()
+
+
+def _require_grad(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """Let gradients flow to the first layer: recomputation drops those of a block whose input needs none."""
+    return output if output.requires_grad or not module.training else output.requires_grad_()
+
+
+def _train(weight: _Weight, lora: LoRA) -> None:
+    saved = [name for name in weight.modules if lora.saves(name)]
+    if saved:
+        others = [name for name in weight.modules if name not in saved]
+        if others:
+            raise ValueError(
+                f"modules_to_save has {saved[0]}, which Megatron keeps in one weight with {', '.join(others)}; name"
+                " all of them, or none"
+            )
+        weight.parameter.requires_grad_(True)
+        return
+    if weight.name.startswith("mtp.") or not weight.name.endswith(".weight"):
+        return
+    adapted = [name for name in weight.modules if lora.adapts(name)]
+    if not adapted:
+        return
+    if not isinstance(weight.module, _LINEAR):
+        if lora.target_modules == ALL_LINEAR:
+            return
+        raise ValueError(
+            f"target_modules has {adapted[0]}, and adapters are supported on linear layers only; train it whole with"
+            " modules_to_save, or leave it out"
+        )
+    _check_experts(weight, adapted, lora)
+    projections = [_projection(weight, name) for name in adapted]
+    adapt(weight.module, projections, lora, _split(weight))
+
+
+def _check_experts(weight: _Weight, adapted: list[str], lora: LoRA) -> None:
+    if ".experts." not in weight.name or ".shared_experts." in weight.name:
+        return
+    for field in ("lora_dropout", "use_dora"):
+        if getattr(lora, field):
+            raise ValueError(
+                f"{field}={getattr(lora, field)!r} is not supported on experts such as {adapted[0]}, as in PEFT; leave"
+                " it out, or the experts (exclude_modules)"
+            )
+
+
+def _split(weight: _Weight) -> int | None:
+    """Return the axis of a weight that is split over tensor-parallel ranks."""
+    axes = [axis for axis in (0, 1) if weight.parameter.shape[axis] < weight.whole[axis]]
+    return axes[0] if axes else None
+
+
+def _projection(weight: _Weight, name: str) -> Projection:
+    """Return the rows of a parameter that belong to a Hugging Face module."""
+    hf = f"{name}.weight"
+    own = [(block, row) for block, row in weight.parts if block.hf == hf]
+    rows, columns = [], set()
+    for block, row in own:
+        out_start, in_start = block.hf_start[::-1] if block.transposed else block.hf_start
+        rows.append(Rows(row, out_start, block.shape[-2]))
+        columns.add(in_start)
+    out_features, in_features = weight.shapes[hf][::-1] if own[0][0].transposed else weight.shapes[hf]
+    projection = Projection(name, tuple(rows), out_features, in_features, min(columns))
+    if projection.own_rows != max(r.hf_start + r.count for r in rows) - projection.first_row:
+        raise ValueError(f"this layout gives a rank rows of {name} that are not consecutive; choose a smaller tp")
+    return projection
+
+
+def _weights(chunks: ModelChunks, index: int, family: Family, fields: Mapping[str, Any]) -> Iterator[_Weight]:
+    """Yield the parameters of a chunk with what each of them holds."""
+    maps: dict[str, WeightMap] = {}
+    owners = {id(p): module for module in chunks.bare[index].modules() for p in module.parameters(recurse=False)}
+    for entry in nested_values(sharded_chunk(chunks, index, whole=True)):
+        if not isinstance(entry, ShardedTensor | ShardedTensorFactory) or not isinstance(entry.data, nn.Parameter):
+            continue
+        if f".{ADAPTERS}." in entry.key:
+            continue
+        parts: list[tuple[Block, int]] = []
+        name, whole, shapes = entry.key, (), {}  # type: str, Shape, Mapping[str, Shape]
+        for piece in pieces_of(entry):
+            place = piece.place
+            shape = (1,) * (len(place.global_shape) - len(place.local_shape)) + tuple(place.local_shape)
+            name, start, size = whole_name(place.key, tuple(place.global_offset), shape)
+            whole = whole_names(place.key, tuple(place.global_shape))[name][1]
+            known = maps[name] = maps.get(name) or WeightMap(family, fields, {name: whole})
+            shapes = known.shapes
+            row = piece.start // (entry.data.shape[-1] if entry.data.dim() > 1 else 1)
+            for block in known.blocks[name]:
+                part = block.within(start, size)
+                if part is not None:
+                    axis = len(start) - entry.data.dim()
+                    parts.append((part, row + part.start[axis] - start[axis]))
+        yield _Weight(name, owners[id(entry.data)], entry.data, whole[-2:], parts, shapes)
+
+
+def weights_trained_whole(
+    chunks: ModelChunks, family: Family, fields: Mapping[str, Any]
+) -> Iterator[tuple[Block, Tensor]]:
+    """Yield the parts of weights beside the adapters that this rank trains: where each lies, and its values.
+
+    Args:
+        chunks: A model with adapters.
+        family: The rules of its Hugging Face names.
+        fields: Settings of the model.
+    """
+    for index in range(len(chunks.bare)):
+        for weight in _weights(chunks, index, family, fields):
+            if weight.parameter.requires_grad:
+                for block, row in weight.parts:
+                    count = block.shape[-weight.parameter.dim()]
+                    rows = weight.parameter[row : row + count]
+                    yield block, rows.t() if block.transposed else rows
+
+
+def projection_names(family: Family, fields: Mapping[str, Any]) -> list[str]:
+    """Return the Hugging Face names of all modules with a weight that a model may have; it need not be built.
+
+    Args:
+        family: The rules of its names.
+        fields: Settings of the model.
+    """
+    size, experts = 12, int(fields.get("num_moe_experts") or 0)  # names do not depend on the size
+    names: dict[str, None] = {}
+    for rule in family.outside:
+        names |= dict.fromkeys(_modules_of(rule.blocks((size, size), {**fields, "vocab_size": size})))
+    for layer in range(int(fields["num_layers"])):
+        prefix = family.layer_prefix.replace("{layer}", str(layer))
+        for rule in family.layer:
+            is_stack = type(rule).__name__ == "Experts"
+            if is_stack and not experts:
+                continue
+            blocks = rule.blocks((experts, size, size) if is_stack else (size, size), fields)
+            names |= dict.fromkeys(prefix + name for name in _modules_of(blocks))
+    return list(names)
+
+
+def _modules_of(blocks: list[Block]) -> list[str]:
+    return [block.hf.rpartition(".")[0] for block in blocks]

@@ -1,0 +1,439 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Low-rank adapters on Megatron's linear layers, exact under tensor, sequence and expert parallelism.
+
+:func:`adapt` gives a linear layer one adapter per Hugging Face projection that it holds (``linear_qkv`` has three), so
+every adapter that PEFT wrote can be continued. The layer keeps its class, its names and its weights; its adapters are a
+child, ``linear_qkv.lora.q_proj.lora_A``. The A of one layer run as one product, and so do the B.
+
+How an adapter is split follows the weight of its layer (s tokens, h inputs, r rank):
+
+===================  ======================  ==========================  ==========================================
+the layer            A                       B                           what is sent
+===================  ======================  ==========================  ==========================================
+column parallel      whole                   its rows, as the weight     backward: A x is summed [s, r]; with
+                                                                         sequence parallelism it is gathered
+row parallel         its columns             whole                       forward: A x is summed [s, r]; with sequence
+                                                                         parallelism it is reduced and scattered
+neither              whole                   whole                       nothing
+experts' own group   as above                as above                    gradients of the whole ones, because the
+                                                                         dispatcher sums outputs and inputs' gradients
+===================  ======================  ==========================  ==========================================
+
+Under sequence parallelism a whole A of a column-parallel layer, and a whole B of a row-parallel one, see some of the
+tokens. ``sequence_parallel`` on the parameter makes Megatron's ``finalize_model_grads`` add their gradients up.
+
+``hf/adapters.py`` knows which rows belong to which projection; ``config/lora.py`` has the settings.
+"""
+
+import contextlib
+import hashlib
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_mcore.config.lora import LoRA
+
+ADAPTERS = "lora"  # name of the child of a layer that holds its adapters
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a layer's weight on this rank that belong to one projection.
+
+    Args:
+        start: The first of them among the rows of this rank.
+        hf_start: The same row in the whole projection.
+        count: How many.
+    """
+
+    start: int
+    hf_start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A Hugging Face projection in a layer of this rank.
+
+    Args:
+        name: Hugging Face's name of the module.
+        rows: The rows of the layer's weight on this rank that belong to it; consecutive ones of the projection.
+        out_features: Rows of the whole projection.
+        in_features: Columns of the whole projection.
+        column: The first of its columns on this rank.
+    """
+
+    name: str
+    rows: tuple[Rows, ...]
+    out_features: int
+    in_features: int
+    column: int
+
+    @property
+    def first_row(self) -> int:
+        """The first row of the projection on this rank."""
+        return min(rows.hf_start for rows in self.rows)
+
+    @property
+    def own_rows(self) -> int:
+        """How many of its rows are on this rank."""
+        return sum(rows.count for rows in self.rows)
+
+
+class Adapter(nn.Module):
+    """The parameters of one projection's adapter on this rank.
+
+    Args:
+        projection: The projection.
+        columns: How many of its columns are on this rank.
+        lora: The settings.
+        weight: A parameter whose dtype and device the adapter takes.
+
+    Attributes:
+        lora_A: [r, columns].
+        lora_B: [rows of this rank, r].
+        lora_magnitude_vector: [rows of this rank], with DoRA.
+    """
+
+    def __init__(self, projection: Projection, columns: int, lora: LoRA, weight: Tensor) -> None:
+        super().__init__()
+        self.projection = projection
+        self.scale = lora.scale(projection.name)
+        rank = lora.rank(projection.name)
+        whole = _initial_a(projection, rank, lora)[:, projection.column : projection.column + columns]
+        self.lora_A = nn.Parameter(whole.to(weight).contiguous())
+        self.lora_B = nn.Parameter(weight.new_zeros(projection.own_rows, rank))
+        self.lora_magnitude_vector: nn.Parameter | None = None
+        if lora.use_dora:
+            self.lora_magnitude_vector = nn.Parameter(weight.new_zeros(projection.own_rows))
+
+    def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return A, B, and the lengths of DoRA; Megatron gathers a module's parameters when the module is called."""
+        return self.lora_A, self.lora_B, self.lora_magnitude_vector
+
+
+def _initial_a(projection: Projection, rank: int, lora: LoRA) -> Tensor:
+    """Return the whole A, [r, in_features] in fp32; the same on every layout, because it depends on the name alone."""
+    seed = hashlib.sha256(f"{os.environ.get('PL_GLOBAL_SEED', 0)} {projection.name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(seed[:7]))
+    whole = torch.empty(rank, projection.in_features)
+    if lora.init_lora_weights == "gaussian":
+        return whole.normal_(std=1 / rank, generator=generator)
+    return nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+
+
+class Adapters(nn.ModuleDict):
+    """The adapters of one layer.
+
+    Args:
+        layer: The layer, a linear one of Megatron or TransformerEngine.
+        projections: The projections in it that get an adapter.
+        lora: The settings.
+        split: The axis of the weight that is split over the ranks of ``group``: 0, 1, or None.
+    """
+
+    def __init__(self, layer: Any, projections: Sequence[Projection], lora: LoRA, split: int | None) -> None:
+        weight = layer.weight
+        columns = weight.shape[1]
+        super().__init__({_last(p.name): Adapter(p, columns, lora, weight) for p in projections})
+        self.enabled = True
+        self.split = split
+        self.group = layer.tp_group
+        self.is_explicit = bool(getattr(layer, "explicit_expert_comm", False))
+        self.is_sequence_parallel = bool(layer.sequence_parallel) and not self.is_explicit and split is not None
+        self.dropout = lora.lora_dropout
+        self.uses_dora = lora.use_dora
+        adapters: list[Adapter] = list(self.values())  # type: ignore[arg-type]
+        self._adapters = adapters
+        self.order: Tensor
+        self.register_buffer("order", _order(adapters, weight.shape[0]).to(weight.device), persistent=False)
+        self._mark_parameters(weight)
+
+    def _mark_parameters(self, weight: Tensor) -> None:
+        """Set the attributes by which Megatron finds the group that sums a gradient, and a rank's share of a norm."""
+        whole_a, whole_b = self.split != 1, self.split != 0
+        for name, parameter in self.named_parameters():
+            is_whole = whole_a if name.endswith("lora_A") else whole_b
+            sees_some_tokens = self.is_sequence_parallel and is_whole
+            parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
+            parameter.sequence_parallel = (  # type: ignore[attr-defined]
+                sees_some_tokens or getattr(weight, "sequence_parallel", False)
+            )
+            # Counted in the norm of the gradients where this is True, and on tensor-parallel rank 0.
+            is_counted = not is_whole or self.group.rank() == 0
+            set_tensor_model_parallel_attributes(parameter, is_counted, int(name.endswith("lora_A")), 1)
+
+    # ---- forward
+
+    def change(self, inputs: Tensor, output: Tensor, layer: Any, bias: Tensor | None) -> Tensor:
+        """Return the output of the layer with that of its adapters.
+
+        Args:
+            inputs: What the layer multiplied by its weight: [s, b, h], of experts [tokens, h].
+            output: What it returned, with the rows of this rank last.
+            layer: The layer.
+            bias: The bias that ``output`` already has; None for none.
+        """
+        for adapter in self._adapters:
+            adapter()
+        hidden = functional.linear(self._dropped(inputs), self._a())
+        hidden = self._with_other_ranks(hidden) * self._scales(hidden)
+        b = self._b()
+        added = functional.linear(hidden, b)
+        if getattr(layer, "gather_output", False):
+            added = gather_from_tensor_model_parallel_region(added, group=self.group)
+        if not self.uses_dora:
+            return output + added
+        ratio = self.ratio(layer.weight)
+        without = output if bias is None else output - bias
+        changed = (without + added) * ratio.to(output.dtype)
+        return changed if bias is None else changed + bias
+
+    def _dropped(self, inputs: Tensor) -> Tensor:
+        if not (self.dropout and self.training):
+            return inputs
+        is_own = self.is_sequence_parallel or self.split == 1  # other tokens or other columns than its neighbours
+        with get_cuda_rng_tracker().fork() if is_own else contextlib.nullcontext():
+            return functional.dropout(inputs, self.dropout)
+
+    def _with_other_ranks(self, hidden: Tensor) -> Tensor:
+        """Return A x as the B of this rank need it, [s, b, r]."""
+        if self.split is None or self.is_explicit or self.group.size() == 1:
+            return hidden
+        send: Any = {
+            (0, False): copy_to_tensor_model_parallel_region,
+            (0, True): partial(gather_from_sequence_parallel_region, tensor_parallel_output_grad=True),
+            (1, False): reduce_from_tensor_model_parallel_region,
+            (1, True): reduce_scatter_to_sequence_parallel_region,
+        }[self.split, self.is_sequence_parallel]
+        brought: Tensor = send(hidden, group=self.group)
+        return brought
+
+    def _a(self) -> Tensor:
+        """Return the A of all projections, [sum of r, columns]."""
+        stacked = torch.cat([adapter.lora_A for adapter in self._adapters])
+        return self._summed(stacked) if self.split == 0 else stacked
+
+    def _b(self) -> Tensor:
+        """Return the B of all projections as one matrix, [rows of this rank, sum of r]."""
+        diagonal: Any = torch.block_diag
+        stacked = self._in_rows(diagonal(*(adapter.lora_B for adapter in self._adapters)))
+        return self._summed(stacked) if self.split == 1 else stacked
+
+    def _scales(self, like: Tensor) -> Tensor | float:
+        """Return the factor of each column of the stacked B, [sum of r], or the one that they share."""
+        scales = [(adapter.scale, adapter.lora_A.shape[0]) for adapter in self._adapters]
+        if len({scale for scale, _ in scales}) == 1:
+            return scales[0][0]
+        return torch.cat([torch.full((rank,), scale, dtype=like.dtype, device=like.device) for scale, rank in scales])
+
+    def _summed(self, parameters: Tensor) -> Tensor:
+        """Sum the gradient over experts' own tensor-parallel group, which Megatron does not do for such parameters."""
+        if self.is_explicit and self.group.size() > 1:
+            send: Any = copy_to_tensor_model_parallel_region
+            parameters = send(parameters, group=self.group)
+        return parameters
+
+    def _in_rows(self, stacked: Tensor) -> Tensor:
+        """Bring rows of the projections, one after the other, to the places that they have in the layer."""
+        padded = functional.pad(stacked, (0, 0, 0, 1) if stacked.dim() > 1 else (0, 1))  # for rows without adapter
+        return padded[self.order]
+
+    # ---- DoRA
+
+    def ratio(self, weight: Tensor) -> Tensor:
+        """Return what DoRA multiplies each row of ``W + scale * B A`` by; collective over the ranks that share W.
+
+        Args:
+            weight: W on this rank, [rows of this rank, columns of this rank].
+
+        Returns:
+            [rows of this rank] in fp32, differentiable by the trained lengths; 1 where there is no adapter.
+        """
+        return self._magnitudes() / self._lengths(weight)
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor, ratio: Tensor | None) -> Tensor:
+        """Return the weight that does what W and the adapters do, computed in fp32.
+
+        Args:
+            weight: W on this rank, [rows of this rank, columns of this rank].
+            ratio: What :meth:`ratio` returns; None without DoRA.
+
+        Returns:
+            The same shape and dtype.
+        """
+        added = [(x.lora_B.float() @ x.lora_A.float()) * x.scale for x in self._adapters]
+        whole = weight.float() + self._in_rows(torch.cat(added))
+        return (whole if ratio is None else whole * ratio[:, None]).to(weight.dtype)
+
+    def _magnitudes(self) -> Tensor:
+        """Return the trained length of each row of this rank, and 1 where there is no adapter."""
+        lengths = torch.cat([x.lora_magnitude_vector for x in self._adapters if x.lora_magnitude_vector is not None])
+        return self._in_rows(lengths - 1) + 1
+
+    @torch.no_grad()
+    def _lengths(self, weight: Tensor) -> Tensor:
+        """Return the length of each row of ``W + scale * B A``, a constant for autograd; 1 where there is no adapter.
+
+        Its square is that of W, twice the products of both, and that of B A; with columns on several ranks each of
+        these is a sum over the ranks, and none needs B A itself.
+        """
+        weight, a, b = weight.float(), torch.cat([x.lora_A for x in self._adapters]).float(), self._b().float()
+        b = b * self._scales(b)
+        sums = [weight.square().sum(1), weight @ a.t(), a @ a.t()]
+        if self.split == 1 and self.group.size() > 1:
+            for part in sums:
+                dist.all_reduce(part, group=self.group)
+        squares = sums[0] + 2 * (sums[1] * b).sum(1) + ((b @ sums[2]) * b).sum(1)
+        absent = self.order.eq(sum(x.lora_B.shape[0] for x in self._adapters))
+        return squares.sqrt().masked_fill(absent, 1.0)
+
+    @torch.no_grad()
+    def start_magnitudes(self, weight: Tensor) -> None:
+        """Set the trained lengths to those of the rows of W; collective over the ranks that share them."""
+        lengths = self._lengths(weight)
+        for adapter in self._adapters:
+            assert adapter.lora_magnitude_vector is not None
+            own = [lengths[rows.start : rows.start + rows.count] for rows in _sorted(adapter.projection)]
+            adapter.lora_magnitude_vector.copy_(torch.cat(own))
+
+    # ---- checkpoints
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the parameters as sharded tensors of the whole projections."""
+        assert metadata is not None
+        axes = {}
+        for name, _ in self.named_parameters():
+            axis = 1 if name.endswith("lora_A") else 0
+            if self.split == axis and self.group.size() > 1:
+                axes[name] = axis
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            axes,
+            sharded_offsets,
+            tp_group=self.group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return found
+
+
+class _Adapted:
+    """Put before the class of a linear layer: adds its adapters to what it returns."""
+
+    lora: Adapters
+
+    def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Run the layer and its adapters."""
+        output, bias = super().forward(inputs, *args, **kwargs)  # type: ignore[misc]
+        if not self.lora.enabled:
+            return output, bias
+        added = getattr(self, "bias", None) if bias is None else None
+        return self.lora.change(_normalised(self, inputs), output, self, added), bias
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the sharded tensors of the layer and of its adapters."""
+        inner = f"{prefix}{ADAPTERS}."
+        own = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        own = {name: entry for name, entry in own.items() if not name.startswith(inner)}
+        return own | self.lora.sharded_state_dict(inner, sharded_offsets, metadata)
+
+
+def _normalised(layer: Any, inputs: Tensor) -> Tensor:
+    """Return what a layer multiplies by its weight; TransformerEngine fuses a norm with some."""
+    weight = getattr(layer, "layer_norm_weight", None)
+    if weight is None:
+        return inputs
+    weight = weight + 1 if layer.zero_centered_gamma else weight
+    if layer.normalization == "RMSNorm":
+        return functional.rms_norm(inputs, weight.shape, weight, layer.eps)
+    return functional.layer_norm(inputs, weight.shape, weight, layer.layer_norm_bias, layer.eps)
+
+
+def adapt(layer: Any, projections: Sequence[Projection], lora: LoRA, split: int | None) -> None:
+    """Give a linear layer adapters, in place. With DoRA collective over the ranks that share the layer.
+
+    Args:
+        layer: A linear layer of Megatron or TransformerEngine with its weights, not wrapped yet.
+        projections: The projections in it that get an adapter.
+        lora: The settings.
+        split: The axis of its weight that is split over tensor-parallel ranks: 0, 1, or None.
+    """
+    adapters = Adapters(layer, projections, lora, split)
+    layer.__class__ = type(type(layer).__name__, (_Adapted, type(layer)), {})
+    layer.add_module(ADAPTERS, adapters)
+    if lora.use_dora:
+        adapters.start_magnitudes(layer.weight)
+
+
+def merging(layer: nn.Module) -> Callable[[], Tensor] | None:
+    """Return a function that gives the merged weight of a layer; None for a layer without adapters.
+
+    With DoRA collective over the ranks that share the layer; the function itself is not.
+    """
+    if not isinstance(layer, _Adapted):
+        return None
+    weight: Any = layer.weight
+    ratio = layer.lora.ratio(weight).detach() if layer.lora.uses_dora else None
+    return partial(layer.lora.merged, weight.detach(), ratio)
+
+
+@contextlib.contextmanager
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    """Run the model without its adapters inside the ``with`` block, such as a reference model.
+
+    Args:
+        module: A module that holds adapters, wrapped or not.
+    """
+    found = [child for child in module.modules() if isinstance(child, Adapters)]
+    before = [child.enabled for child in found]
+    for child in found:
+        child.enabled = False
+    try:
+        yield
+    finally:
+        for child, enabled in zip(found, before, strict=True):
+            child.enabled = enabled
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _sorted(projection: Projection) -> list[Rows]:
+    return sorted(projection.rows, key=lambda rows: rows.hf_start)
+
+
+def _order(adapters: Sequence[Adapter], rows: int) -> Tensor:
+    """Return, for each row of the layer, its row among the stacked rows of all B; one past the last where none is."""
+    stacked = sum(adapter.lora_B.shape[0] for adapter in adapters)
+    order = torch.full((rows,), stacked, dtype=torch.int64)
+    start = 0
+    for adapter in adapters:
+        for own in _sorted(adapter.projection):
+            order[own.start : own.start + own.count] = torch.arange(start, start + own.count)
+            start += own.count
+    return order

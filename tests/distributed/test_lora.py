@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training with adapters: the same course on every layout, checkpoints of what is trained alone, PEFT's folders."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_mcore import LoRA, MCoreGPT, MCoreStrategy, Recipe, single_process
+from lightning_mcore.checkpoint.io import MCoreCheckpointIO
+from lightning_mcore.hf import export_model
+from lightning_mcore.hf.peft_folder import adapter_pieces, save_adapter
+from tests.hf_models import VOCAB_SIZE, tiny_folder
+from tests.layouts import Layout
+from tests.ranks import RanksFailedError, run_ranks
+from tests.toy import make_trainer
+
+pytestmark = pytest.mark.distributed
+
+LENGTH, GLOBAL_BATCH, STEPS = 32, 4, 10
+LOSS = 1e-5  # of the losses of ten steps; measured: 1e-6
+SETTINGS: dict[str, Any] = {"r": 3, "lora_alpha": 6}
+
+LAYOUTS = (
+    Layout(tp=2, pp=2, sp=True),
+    Layout(dp=2, distributed_optimizer=True, overlap=True),
+    Layout(pp=2, vp=2),
+    Layout(cp=2, dp=2, distributed_optimizer=True),
+)
+RESUMED = (Layout(), Layout(tp=2, pp=2, sp=True), Layout(dp=2, distributed_optimizer=True))
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Rows enough for ten steps."""
+
+    def __len__(self) -> int:
+        return STEPS * GLOBAL_BATCH
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = torch.randint(1, VOCAB_SIZE, (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
+        return {"tokens": row[:-1], "labels": row[1:]}
+
+
+class Course(pl.Callback):
+    """Keeps the losses and the norms of the gradients."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.step = 0
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            return  # a microbatch before the last of a step
+        self.step = trainer.global_step
+        self.losses.append(float(trainer.callback_metrics["train_loss"]))
+        self.norms.append(trainer.optimizers[0].grad_norm)  # type: ignore[attr-defined]
+
+
+def train(
+    family: str,
+    layout: Layout,
+    lora: dict[str, Any] | str,
+    steps: int = STEPS,
+    start: str | None = None,
+    save: str | None = None,
+    adapter: str | None = None,
+    hf: str | None = None,
+    fields: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train some steps on a layout; return the course and what this rank holds of the adapter's file at the end."""
+    recipe = Recipe(learning_rate=1e-2, min_learning_rate=1e-2, warmup_steps=0)
+    module = MCoreGPT.from_pretrained(
+        family,
+        seq_length=LENGTH,
+        transformer=fields,
+        recipe=recipe,
+        lora=lora if isinstance(lora, str) else LoRA(**lora),
+    )
+    strategy = MCoreStrategy(**layout.strategy_arguments, micro_batch_size=1)
+    course = Course()
+    saving = [] if save is None else [ModelCheckpoint(save, filename="{step}", every_n_train_steps=steps)]
+    trainer = make_trainer(
+        strategy,
+        max_steps=steps,
+        accumulate_grad_batches=GLOBAL_BATCH // layout.dp,
+        callbacks=[course, *saving],
+        enable_checkpointing=save is not None,
+    )
+    trainer.fit(module, DataLoader(Rows(), batch_size=1), ckpt_path=start)
+    names = module.hf_names()
+    if adapter is not None:
+        save_adapter(module, adapter)
+    if hf is not None:
+        export_model(module, hf)
+    held = [(piece.key, piece.start, piece.data.detach().clone()) for piece in adapter_pieces(module, *names)]
+    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    return {"losses": course.losses, "norms": course.norms, "held": held, "frozen": len(frozen)}
+
+
+def whole(ranks: list[dict[str, Any]]) -> dict[Any, Tensor]:
+    return {(key, start): data for rank in ranks for key, start, data in rank["held"]}
+
+
+def folder(family: str) -> str:
+    return str(tiny_folder(family))
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Ten steps on one rank, saved halfway and at the end."""
+    saved = tmp_path_factory.mktemp("one")
+    run = run_ranks(1, train, folder("llama"), Layout(), SETTINGS, save=str(saved), adapter=str(saved / "peft"))[0]
+    return {**run, "saved": saved}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.id)
+def test_ten_steps_are_those_of_one_rank(layout: Layout, one_rank: dict[str, Any]) -> None:
+    for rank in run_ranks(layout.world_size, train, folder("llama"), layout, SETTINGS):
+        assert rank["losses"] == pytest.approx(one_rank["losses"], abs=LOSS)
+        assert rank["norms"] == pytest.approx(one_rank["norms"], rel=1e-4)
+    assert one_rank["losses"][-1] < one_rank["losses"][0] - 0.05
+
+
+def test_recomputation_changes_nothing(one_rank: dict[str, Any]) -> None:
+    """The first block's input needs a gradient, or torch would drop those of all blocks."""
+    fields = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    for rank in run_ranks(2, train, folder("llama"), Layout(pp=2), SETTINGS, fields=fields):
+        assert rank["losses"] == pytest.approx(one_rank["losses"], abs=LOSS)
+
+
+def test_a_checkpoint_holds_what_is_trained_alone(one_rank: dict[str, Any]) -> None:
+    contents = MCoreCheckpointIO().read_contents(str(one_rank["saved"] / f"step={STEPS}.ckpt"))
+    weights = [name for name in contents.shapes if not name.startswith("optimizer.")]
+    assert weights
+    assert all(".lora." in name for name in weights)
+    assert len(weights) == len(one_rank["held"])
+
+
+@pytest.mark.parametrize("layout", RESUMED, ids=lambda layout: layout.id)
+def test_a_run_goes_on_where_it_was_saved(layout: Layout, tmp_path: Path) -> None:
+    """Bit for bit on the same layout; on another one within what layouts differ by."""
+    lora = {**SETTINGS, "modules_to_save": ["lm_head"]}
+    undisturbed = run_ranks(layout.world_size, train, folder("llama"), layout, lora)
+    run_ranks(layout.world_size, train, folder("llama"), layout, lora, steps=5, save=str(tmp_path))
+    start = str(tmp_path / "step=5.ckpt")
+    resumed = run_ranks(layout.world_size, train, folder("llama"), layout, lora, start=start)
+    wanted, found = whole(undisturbed), whole(resumed)
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(wanted[place], found[place]) for place in wanted)
+    for rank in run_ranks(2, train, folder("llama"), Layout(pp=2), lora, start=start):
+        assert rank["losses"] == pytest.approx(undisturbed[0]["losses"][5:], abs=LOSS)
+
+
+def test_a_checkpoint_of_another_base_is_refused(one_rank: dict[str, Any], tmp_path: Path) -> None:
+    other = shutil.copytree(folder("llama"), tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    save_file({name: tensor * 1.01 for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    start = str(one_rank["saved"] / f"step={STEPS}.ckpt")
+    with pytest.raises(RanksFailedError, match=r"were trained on another base than .*other; give the model"):
+        run_ranks(1, train, str(other), Layout(), SETTINGS, start=start)
+
+
+@pytest.mark.parametrize(
+    ("layout", "family", "lora"),
+    [
+        (Layout(tp=2, pp=2, sp=True), "llama", {**SETTINGS, "modules_to_save": ["embed_tokens", "lm_head"]}),
+        (Layout(dp=2, cp=2), "qwen2", {**SETTINGS, "use_dora": True}),
+        (Layout(moe=True, dp=2, ep=2), "qwen3_moe", SETTINGS),
+    ],
+    ids=lambda value: getattr(value, "id", None),
+)
+def test_a_folder_of_peft_comes_back(layout: Layout, family: str, lora: dict[str, Any], tmp_path: Path) -> None:
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    run_ranks(layout.world_size, train, folder(family), layout, lora, steps=2, adapter=first)
+    run_ranks(1, copy_adapter, folder(family), first, second)
+    before, after = (load_file(f"{path}/adapter_model.safetensors") for path in (first, second))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    configs = [json.loads(Path(path, "adapter_config.json").read_text()) for path in (first, second)]
+    assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "lora"),
+    [(Layout(tp=2, sp=True), SETTINGS), (Layout(tp=2, pp=2), {**SETTINGS, "use_dora": True, "use_rslora": True})],
+    ids=lambda value: getattr(value, "id", "lora"),
+)
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_an_export_is_what_peft_merges(layout: Layout, lora: dict[str, Any], tmp_path: Path) -> None:
+    """To the last bit with LoRA; the lengths of DoRA are computed in other ways."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    adapter, merged = str(tmp_path / "adapter"), str(tmp_path / "merged")
+    run_ranks(layout.world_size, train, folder("llama"), layout, lora, steps=2, adapter=adapter, hf=merged)
+    base = AutoModelForCausalLM.from_pretrained(folder("llama"), dtype=torch.float32)
+    unloaded = PeftModel.from_pretrained(base, adapter).merge_and_unload()
+    exported = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).state_dict()
+    for name, wanted in unloaded.state_dict().items():
+        difference = (exported[name] - wanted).abs().max().item()
+        assert difference <= (1e-6 if "use_dora" in lora else 0), name
+
+
+def copy_adapter(family: str, source: str, target: str) -> None:
+    """Read an adapter and write it again."""
+    module = MCoreGPT.from_pretrained(family, seq_length=LENGTH, lora=source)
+    trainer = make_trainer(MCoreStrategy())
+    trainer.strategy.connect(module)
+    with single_process():
+        module.configure_model()
+        save_adapter(module, target)

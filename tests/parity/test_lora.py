@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters equal PEFT's on every layout: logits, the loss, and each gradient of a training step, in fp32.
+
+The adapters have random A and B, for with B = 0 nothing flows through A. The embedding is trained whole beside them:
+its gradient shows what flows to the layers below.
+"""
+
+import functools
+import hashlib
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lightning_mcore import LoRA, MCoreStrategy
+from lightning_mcore.hf.peft_folder import adapter_pieces
+from tests.hf_models import tiny_folder
+from tests.layouts import Layout
+from tests.parity.global_tensors import whole_gradients
+from tests.parity.hf_training import LENGTH, ROWS, Part, Seen, Watched, _mean, text
+from tests.ranks import run_ranks
+from tests.toy import make_trainer
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT asks
+]
+
+LOGITS, LOSS, GRADIENT = 1e-5, 1e-5, 1e-4  # the first two absolute, the third of the greatest value of a tensor
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "all": ("llama", {"target_modules": [*ATTENTION, *MLP], "modules_to_save": ["embed_tokens"]}),
+    "query and value": ("qwen3", {"target_modules": ["q_proj", "v_proj"], "r": 3}),
+    "patterns": (
+        "qwen2",
+        {
+            "target_modules": [*ATTENTION, *MLP],
+            "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.up_proj": 7},
+            "alpha_pattern": {"k_proj": 5},
+            "use_rslora": True,
+        },
+    ),
+    "some layers": ("mistral", {"target_modules": ATTENTION, "layers_to_transform": [3]}),
+    "lengths": ("llama", {"target_modules": [*ATTENTION, *MLP], "use_dora": True, "modules_to_save": ["embed_tokens"]}),
+    "lengths with biases": ("qwen2", {"target_modules": ["q_proj", "down_proj"], "use_dora": True}),
+    "latent attention": ("deepseek_v3", {"target_modules": LATENT, "modules_to_save": ["embed_tokens"]}),
+    "shared expert": ("qwen2_moe", {"target_modules": [*ATTENTION, *MLP]}),
+}
+
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "experts": ("qwen3_moe", {"target_modules": [*ATTENTION, *MLP]}),
+    "some experts": ("deepseek_v3", {"target_modules": r".*\.mlp\.experts\.[0-4]\.(up|down)_proj|.*o_proj"}),
+}
+"""PEFT does not make such adapters any more; the step with them is transformers' with the changed weights."""
+
+EXPERT_LAYOUTS: tuple[Layout, ...] = (
+    Layout(),
+    Layout(tp=2, sp=True),  # experts are cut like the rest: expert_tensor_parallel_size=2
+    Layout(moe=True, dp=2, ep=2),
+    Layout(moe=True, tp=2, sp=True, ep=2, etp=1),
+    Layout(moe=True, dp=2, pp=2, ep=2),
+)
+
+LAYOUTS: dict[Layout, tuple[str, ...]] = {
+    Layout(): tuple(CASES),
+    Layout(tp=2): ("all", "query and value", "patterns", "some layers", "lengths", "lengths with biases"),
+    Layout(tp=2, sp=True): ("all", "patterns", "lengths", "lengths with biases", "latent attention", "shared expert"),
+    Layout(pp=2): ("all", "some layers", "patterns"),
+    Layout(pp=2, vp=2): ("all", "some layers"),
+    Layout(cp=2): ("all", "lengths", "latent attention"),
+    Layout(tp=2, pp=2, sp=True): ("all", "shared expert"),
+}
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model with an adapter by PEFT, and what a step with it gives.
+
+    Attributes:
+        folder: Of the adapter.
+        logits: [b, s, v].
+        loss: Mean over the tokens that count.
+        gradients: By the names of the adapter's file.
+    """
+
+    folder: str
+    logits: Tensor
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+@functools.cache
+def reference(case: str) -> Adapted:
+    """Run a step of a tiny model with a random adapter, with PEFT in fp32."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    family, settings = CASES[case]
+    base = AutoModelForCausalLM.from_pretrained(
+        tiny_folder(family), dtype=torch.float32, attn_implementation="eager"
+    ).train()
+    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 6, **settings}))
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            if "lora_" in name:
+                noise = torch.randn(parameter.shape, generator=_generator(name))
+                parameter.copy_(noise * 0.05 if "lora_A" in name or "lora_B" in name else parameter * (1 + 0.1 * noise))
+    folder = tempfile.mkdtemp(prefix="adapter_")
+    model.save_pretrained(folder)
+    batch = text()
+    logits = model(batch["tokens"]).logits
+    loss = _mean(logits, batch["labels"])
+    loss.backward()
+    gradients = {
+        name.replace(".default", "").replace(".modules_to_save", "").replace("vector.weight", "vector"): parameter.grad
+        for name, parameter in trained.items()
+    }
+    return Adapted(folder, logits.detach(), loss.item(), gradients)
+
+
+@functools.cache
+def reference_of_experts(case: str) -> Adapted:
+    """Run a step of a tiny model whose weights are W + scale * B A, which autograd follows to A and B."""
+    from transformers import AutoModelForCausalLM
+
+    family, settings = EXPERTS[case]
+    lora = LoRA(r=3, lora_alpha=6, **settings)
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny_folder(family), dtype=torch.float32, attn_implementation="eager"
+    ).train()
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    trained: dict[str, Tensor] = {}
+
+    def changed(name: str, weight: Tensor) -> Tensor:
+        module = name.removesuffix(".weight")
+        if not lora.adapts(module):
+            return weight
+        a, b = torch.empty(lora.r, weight.shape[1]), torch.empty(weight.shape[0], lora.r)
+        for kind, tensor in (("lora_A", a), ("lora_B", b)):
+            key = f"base_model.model.{module}.{kind}.weight"
+            trained[key] = tensor.normal_(std=0.05, generator=_generator(key)).requires_grad_()
+        return weight + lora.scale(module) * b @ a
+
+    for name, weight in weights.items():
+        stem, _, last = name.rpartition(".")
+        if last == "gate_up_proj":
+            halves = [weight[:, : weight.shape[1] // 2], weight[:, weight.shape[1] // 2 :]]
+            parts = [
+                [changed(f"{stem}.{expert}.{part}_proj.weight", rows) for expert, rows in enumerate(half)]
+                for part, half in zip(("gate", "up"), halves, strict=True)
+            ]
+            weights[name] = torch.cat([torch.stack(part) for part in parts], 1)
+        elif last == "down_proj":
+            weights[name] = torch.stack(
+                [changed(f"{stem}.{expert}.{last}.weight", rows) for expert, rows in enumerate(weight)]
+            )
+        elif weight.dim() == 2:
+            weights[name] = changed(name, weight)
+    folder = tempfile.mkdtemp(prefix="adapter_")
+    save_file({key: tensor.detach() for key, tensor in trained.items()}, f"{folder}/adapter_model.safetensors")
+    Path(folder, "adapter_config.json").write_text(json.dumps({**lora.plain(), "peft_type": "LORA"}))
+    batch = text()
+    logits = torch.func.functional_call(model, weights, (batch["tokens"],)).logits
+    loss = _mean(logits, batch["labels"])
+    loss.backward()
+    # An expert that no token chose has gradients of zero.
+    gradients = {key: torch.zeros_like(x) if x.grad is None else x.grad for key, x in trained.items()}
+    return Adapted(folder, logits.detach(), loss.item(), gradients)
+
+
+def _generator(name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(int(hashlib.sha256(name.encode()).hexdigest()[:12], 16))
+
+
+class WatchedAdapters(Watched):
+    """Keeps the gradients of adapters under their names in PEFT's file."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        gradients: dict[int, Tensor] = {}
+        for chunk in self.trainer.strategy._chunks.ddp:
+            gradients |= whole_gradients(chunk)
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        kept = [parameter.data.clone() for parameter in trained]
+        for parameter in trained:
+            parameter.data.copy_(gradients[parameter.data_ptr()])
+        pieces = adapter_pieces(self, *self.hf_names())
+        self.gradients = [Part(piece.key, piece.start, piece.data.detach().clone()) for piece in pieces]
+        for parameter, old in zip(trained, kept, strict=True):
+            parameter.data.copy_(old)
+
+
+def train(adapters: dict[str, tuple[str, str]], layout: Layout) -> dict[str, Seen]:
+    """Predict with several models and their adapters, one after the other, and train each for one step."""
+    return {case: _train(folder, adapter, layout) for case, (folder, adapter) in adapters.items()}
+
+
+def _train(folder: str, adapter: str, layout: Layout) -> Seen:
+    module = WatchedAdapters.from_pretrained(folder, seq_length=LENGTH, lora=adapter)
+    arguments = layout.strategy_arguments | ({"micro_batch_size": 1} if layout.dp == 1 else {})
+    trainer = make_trainer(MCoreStrategy(**arguments), max_steps=1, use_distributed_sampler=False)
+    predicted: Any = trainer.predict(module)
+    trainer.fit(module)
+    loss = float(trainer.callback_metrics["train_loss"])
+    return Seen(module.rows, torch.cat(list(predicted)), loss, module.gradients)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.id)
+def test_a_step_with_adapters_is_that_of_peft(layout: Layout) -> None:
+    cases = LAYOUTS[layout]
+    _compare(layout, {case: (CASES[case][0], reference(case)) for case in cases})
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS, ids=lambda layout: layout.id)
+def test_a_step_with_adapters_of_experts_is_that_of_changed_weights(layout: Layout) -> None:
+    _compare(layout, {case: (EXPERTS[case][0], reference_of_experts(case)) for case in EXPERTS})
+
+
+def _compare(layout: Layout, cases: dict[str, tuple[str, Adapted]]) -> None:
+    adapters = {case: (str(tiny_folder(family)), wanted.folder) for case, (family, wanted) in cases.items()}
+    ranks = run_ranks(layout.world_size, train, adapters, layout, timeout=120)
+    found = {case: _differences(wanted, [seen[case] for seen in ranks]) for case, (_, wanted) in cases.items()}
+    assert {case: wrong for case, wrong in found.items() if wrong} == {}
+
+
+def _differences(wanted: Adapted, ranks: list[Seen]) -> dict[str, float]:
+    """Return what differs by more than it may; nothing may be missing."""
+    worst = {"logits": 0.0, "loss": 0.0}
+    for seen in ranks:
+        worst["logits"] = max(worst["logits"], (seen.logits - wanted.logits[seen.rows]).abs().max().item())
+        worst["loss"] = max(worst["loss"], abs(seen.loss - wanted.loss))
+        for part in seen.gradients:
+            whole = wanted.gradients[part.name]
+            difference = (part.values - part.of(whole)).abs().max().item() / max(whole.abs().max().item(), 1e-30)
+            worst[part.name] = max(worst.get(part.name, 0.0), difference)
+    assert {row for seen in ranks for row in seen.rows} == set(range(ROWS))
+    assert wanted.gradients.keys() == worst.keys() - {"logits", "loss"}
+    allowed = {"logits": LOGITS, "loss": LOSS}
+    return {key: value for key, value in worst.items() if not value <= allowed.get(key, GRADIENT)}

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of adapters: what they mean, and the sentence for each that cannot be."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lightning_mcore import LoRA, MCoreGPT
+from lightning_mcore.hf import find_family
+from lightning_mcore.hf.adapters import projection_names
+from lightning_mcore.hf.peft_folder import read_lora
+from tests.hf_models import tiny_folder
+
+FIELDS = {"num_layers": 2, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 8, "num_moe_experts": 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "sentence"),
+    [
+        ({"r": 0}, ValueError, r"r=0 is too small; choose 1 or more"),
+        ({"r": 2.5}, TypeError, r"r=2.5 is not a rank; give a whole number of 1 or more"),
+        ({"rank_pattern": {"q_proj": 0}}, ValueError, r"rank_pattern\['q_proj'\]=0 is too small"),
+        ({"rank_pattern": ["q_proj"]}, TypeError, r"rank_pattern=\['q_proj'\] is not a mapping"),
+        ({"lora_alpha": "16"}, TypeError, r"lora_alpha='16' is not a number; give one"),
+        ({"lora_dropout": 1.0}, ValueError, r"lora_dropout=1.0 is not in \[0, 1\); choose 0 for none"),
+        ({"lora_dropout": "no"}, TypeError, r"lora_dropout='no' is not a number"),
+        ({"init_lora_weights": "pissa"}, ValueError, r"init_lora_weights='pissa' is not supported; choose True"),
+        ({"target_modules": []}, ValueError, r"target_modules=\[\] names nothing"),
+        ({"target_modules": "(q"}, ValueError, r"target_modules='\(q' is not a regular expression"),
+        ({"modules_to_save": "lm_head"}, TypeError, r"modules_to_save='lm_head' is not a list of names"),
+        ({"layers_to_transform": [-1]}, TypeError, r"layers_to_transform=\[-1\] is not a list of numbers of layers"),
+        ({"rank": 4}, ValueError, r"'rank' is not a setting of LoRA; did you mean .*rank_pattern"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_a_sentence(
+    settings: dict[str, Any], error: type[Exception], sentence: str
+) -> None:
+    with pytest.raises(error, match=sentence):
+        LoRA.of(settings)
+
+
+def test_ranks_and_scales_follow_patterns() -> None:
+    lora = LoRA(r=4, lora_alpha=8, rank_pattern={"q_proj": 16, r"layers\.1\..*up_proj": 2}, alpha_pattern={"q_proj": 4})
+    assert lora.rank("model.layers.0.self_attn.q_proj") == 16
+    assert lora.scale("model.layers.0.self_attn.q_proj") == 0.25
+    assert lora.rank("model.layers.1.mlp.up_proj") == 2
+    assert lora.scale("model.layers.0.mlp.up_proj") == 2
+    assert LoRA(r=4, lora_alpha=8, use_rslora=True).scale("model.layers.0.mlp.up_proj") == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        ({}, 2 * (4 + 4 * 3)),  # attention and each expert; not the router
+        ({"target_modules": ["q_proj", "v_proj"]}, 2 * 2),
+        ({"target_modules": r".*\.(q|k)_proj", "layers_to_transform": 1}, 2),
+        ({"exclude_modules": ["experts"]}, 2 * 4),
+        ({"exclude_modules": ["o_proj", "experts.0"]}, 2 * (3 + 3 * 3)),
+        ({"target_modules": ["q_proj", "gate"], "modules_to_save": ["q_proj"]}, 2),
+    ],
+)
+def test_names_choose_projections(settings: dict[str, Any], count: int) -> None:
+    lora, names = LoRA(**settings), projection_names(find_family("mixtral"), FIELDS)
+    names = [name.replace("block_sparse_moe", "mlp") for name in names]
+    lora.check_targets(names)
+    assert sum(lora.adapts(name) for name in names) == count
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"target_modules": ["q_proj", "v_porj"]}, "target_modules has 'v_porj', .* did you mean v_proj"),
+        ({"modules_to_save": ["lm_haed"]}, "modules_to_save has 'lm_haed', .* did you mean lm_head"),
+        ({"target_modules": ".*nothing"}, "leaves no projection that gets an adapter"),
+        ({"layers_to_transform": [7]}, "leaves no projection that gets an adapter"),
+    ],
+)
+def test_targets_that_match_nothing_are_refused_before_anything_is_built(
+    settings: dict[str, Any], sentence: str
+) -> None:
+    module = MCoreGPT.from_pretrained(str(tiny_folder("llama")), lora=LoRA(**settings))
+    with pytest.raises(ValueError, match=sentence):
+        module.check_settings()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type='LOHA', and only 'LORA' is supported"),
+        ({"bias": "all"}, "bias='all', and only 'none' is supported"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens=.* is not supported"),
+        ({"r": -1}, "adapter_config.json: r=-1 is too small"),
+    ],
+)
+def test_other_adapters_are_refused_by_name(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    config = {"peft_type": "LORA", "target_modules": ["q_proj"], "r": 4, **change}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file({"base_model.model.x.lora_A.weight": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=sentence):
+        read_lora(str(tmp_path))
+
+
+def test_a_pickled_adapter_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "target_modules": ["q_proj"]}))
+    (tmp_path / "adapter_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"adapter_model.bin, which may run code when it is read"):
+        read_lora(str(tmp_path))
