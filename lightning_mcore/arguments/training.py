@@ -55,8 +55,8 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         resume: Any = self.resume_from_checkpoint
         if isinstance(resume, bool):  # as Trainer.train takes it, and YAML reads it
             self.resume_from_checkpoint = str(resume).lower()
-        self._check_types()
         check_foreign(self, self._foreign())
+        self._check_types()
         MegatronArguments.__post_init__(self)
         check_training(self)
         if self.bf16:
@@ -78,13 +78,14 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         kept = {name: getattr(self, name) for name in names}
         for name in names:
             setattr(self, name, None if name == "tf32" or name in _CHECKPOINTING else False)
-        metric = self.greater_is_better
+        metric, accelerator = self.greater_is_better, self.accelerator_config
         try:
             HFTrainingArguments.__post_init__(self)  # type: ignore[no-untyped-call]
         finally:
             checkpointing = any(kept.get(name) for name in _CHECKPOINTING)
             for name in names:
                 setattr(self, name, checkpointing if name in _CHECKPOINTING else kept[name])
+            self.accelerator_config = accelerator  # where accelerate is installed, its defaults as an object
         if metric is None and self.metric_for_best_model is not None:  # transformers looks at the end of the name only
             self.greater_is_better = not self.metric_for_best_model.endswith(("loss", "perplexity"))
 
