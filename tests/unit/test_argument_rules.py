@@ -446,8 +446,10 @@ print([name for name in ("torch", "transformers", "lightning", "megatron.core") 
 
 def test_training_arguments_touch_no_device_and_need_no_accelerate() -> None:
     script = """
+import importlib.util
 import sys
-sys.modules["accelerate"] = None  # as where it is not installed
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "accelerate" else find_spec(name, *rest)
 import torch
 def refuse(*_):
     raise AssertionError("a device was asked for")
@@ -455,7 +457,7 @@ torch.cuda.set_device = refuse
 from lightning_mcore.arguments import TrainingArguments
 args = TrainingArguments(output_dir="x", bf16=True, tf32=True, fp8_recipe="delayed")
 settings = args.settings(devices=8)
-heavy = [name for name in ("lightning", "megatron.core") if name in sys.modules]
+heavy = [name for name in ("lightning", "megatron.core", "accelerate") if name in sys.modules]
 print(heavy, torch.cuda.is_initialized(), torch.get_float32_matmul_precision(), settings.trainer["devices"])
 """
     assert in_fresh_process(script).strip() == "[] False highest 8"  # TF32 is set when the trainer is made
