@@ -56,6 +56,8 @@ def encode_manifest(manifest: Mapping[str, Any], files: Mapping[str, FileRecord]
     records = {name: dataclasses.asdict(files[name]) for name in sorted(files)}
     return json.dumps({**head, **manifest, **head, "files": records}, indent=1).encode()
 
+_SECTIONS = ("model", "contents", "layout", "versions", "tensors")
+
 
 def decode_manifest(path: str, text: bytes) -> dict[str, Any]:
     """Return the manifest in ``text``.
@@ -65,7 +67,7 @@ def decode_manifest(path: str, text: bytes) -> dict[str, Any]:
     """
     try:
         manifest = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise damaged(path, f"{MANIFEST_FILE} is not JSON, or only a part of it") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(
@@ -82,6 +84,9 @@ def decode_manifest(path: str, text: bytes) -> dict[str, Any]:
         )
     if not _describes_files(manifest.get("files")):
         raise damaged(path, f"{MANIFEST_FILE} does not list its files")
+    for section in _SECTIONS:
+        if not isinstance(manifest.get(section) or {}, dict):
+            raise damaged(path, f"{section!r} in {MANIFEST_FILE} is not a section of it")
     return manifest
 
 
@@ -240,7 +245,7 @@ def check_model(path: str, manifest: Mapping[str, Any], module: "LightningModule
     Raises:
         ValueError: The vocabularies differ in size.
     """
-    saved, own = manifest.get("model", {}).get("vocab_size"), _vocabulary(module)
+    saved, own = (manifest.get("model") or {}).get("vocab_size"), _vocabulary(module)
     if saved is not None and own is not None and saved != own:
         raise ValueError(
             f"{path} was written by a model with vocab_size={saved}, and this one has vocab_size={own}; make it with"
@@ -256,7 +261,7 @@ def check_optimizer(path: str, manifest: Mapping[str, Any], optimizers: "Sequenc
     """
     from torch.optim import Adam
 
-    contents = manifest.get("contents", {})
+    contents = manifest.get("contents") or {}
     saved, own = contents.get("optimizer_class"), [type(optimizer).__name__ for optimizer in optimizers]
     if saved not in own and not (_is_adam(saved) and any(isinstance(optimizer, Adam) for optimizer in optimizers)):
         raise ValueError(

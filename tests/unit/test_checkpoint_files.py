@@ -838,6 +838,8 @@ def rewrite(path: Path, **entries: Any) -> None:
         ({"files": {"../../secret": {"size": 1, "crc32": "00000000"}}}, r"checkpoint\.json does not list its files"),
         ({"files": {"/secret": {"size": 1, "crc32": "00000000"}}}, r"checkpoint\.json does not list its files"),
         ({"files": {"a": 3}}, r"checkpoint\.json does not list its files"),
+        ({"model": "other"}, r"'model' in checkpoint\.json is not a section of it"),
+        ({"contents": [1]}, r"'contents' in checkpoint\.json is not a section of it"),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(tmp_path: Path, entries: dict[str, Any], message: str) -> None:
