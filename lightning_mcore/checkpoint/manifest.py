@@ -56,6 +56,7 @@ def encode_manifest(manifest: Mapping[str, Any], files: Mapping[str, FileRecord]
     records = {name: dataclasses.asdict(files[name]) for name in sorted(files)}
     return json.dumps({**head, **manifest, **head, "files": records}, indent=1).encode()
 
+
 _SECTIONS = ("model", "contents", "layout", "versions", "tensors")
 
 
