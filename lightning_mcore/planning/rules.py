@@ -32,6 +32,7 @@ from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.field_homes import REQUIRED, check_owned_by_precision, ddp_fields_of
 from lightning_mcore.config.fp8 import FP8Settings, check_layers, check_microbatch, check_model, check_start
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.positions import check_positions
 from lightning_mcore.config.rules import strategy as strategy_rules
 from lightning_mcore.config.rules.model import (
@@ -274,6 +275,8 @@ def check_gpt(book: RuleBook, model: Mapping[str, Any]) -> GPTFields | None:
     """
     known = of_model()
     given = book.check_arguments("argument of MCoreGPT", model, known)
+    if isinstance(given.get("lora"), Mapping):
+        book.attempt(lambda: LoRA.of(given["lora"]))
     missing = [name for name, argument in known.items() if argument.default is ... and name not in model]
     if missing:
         book.refuse(f"MCoreGPT lacks {' and '.join(missing)}; give {'it' if len(missing) == 1 else 'them'}")

@@ -194,6 +194,26 @@ def test_the_example_of_a_hugging_face_model_runs(tmp_path: Path, capsys: pytest
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "finetuned").dtype == torch.bfloat16
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
+def test_the_example_of_adapters_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    script = tmp_path / "finetune.py"
+    run = 'finetune_adapters("model", "chats.jsonl", seq_length=64, accelerator="cpu")'
+    script.write_text(blocks(guide("adapters"), "python")[0] + f'\n\nif __name__ == "__main__":\n    {run}\n')
+    write(tmp_path / "chats.jsonl", exchanges(60))
+    _save_model(tmp_path / "model")
+    output = run_on_ranks(capsys, 2, str(script), folder=tmp_path)
+    assert "`max_epochs=1` reached" in output
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    merged = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).state_dict()
+    for name, weight in merged.items():
+        torch.testing.assert_close(exported[name], weight, rtol=2**-7, atol=1e-4)  # the run is in bf16
+
+
 def test_the_example_of_plan_gives_a_plan() -> None:
     names: dict[str, object] = {"__name__": "page"}
     exec(blocks(guide("plan"), "python")[0], names)
