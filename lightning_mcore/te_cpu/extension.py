@@ -23,14 +23,15 @@ _SOURCES = {
     optimizer: "multi_tensor_adam multi_tensor_sgd multi_tensor_scale multi_tensor_scale_tensor multi_tensor_l2norm"
     " multi_tensor_unscale_l2norm",
     experts: "fused_multi_row_padding fused_multi_row_unpadding",
-    attention: "get_fused_attn_backend convert_thd_to_bshd convert_bshd_to_thd",
+    attention: "get_fused_attn_backend fused_attn_fwd fused_attn_bwd convert_thd_to_bshd convert_bshd_to_thd"
+    " thd_read_half_tensor thd_second_half_lse_correction thd_read_second_half_lse thd_out_correction"
+    " thd_grad_correction thd_get_partitioned_indices",
 }
 
 _ABSENT = {
     "user buffers": "CommOverlap CommOverlapHelper CommOverlapP2P bulk_overlap_ag_with_external_gemm"
     " ubuf_built_with_mpi device_supports_multicast get_stream_priority_range",
-    "attention": "fa_prepare_fwd fa_prepare_bwd fused_attn_fwd fused_attn_bwd thd_grad_correction thd_out_correction"
-    " thd_read_half_tensor thd_read_second_half_lse thd_second_half_lse_correction",
+    "FlashAttention": "fa_prepare_fwd fa_prepare_bwd",
     "inference": "copy_to_kv_cache",  # MCoreGPT generates without it
     "CUDA graphs, and optimizer state in few bits": "multi_tensor_adam_capturable multi_tensor_adam_capturable_master"
     " multi_tensor_adam_fp8 multi_tensor_adam_param_remainder",

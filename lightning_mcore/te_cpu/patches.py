@@ -72,6 +72,31 @@ def _with_a_device(function: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
+class _WaitedOnce:
+    """A message on its way, for which one may wait twice; with gloo the second wait would not end.
+
+    Args:
+        work: What torch returned for the message.
+    """
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """Wait until the message is there."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = None
+
+
+def _waited_once(communicate: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(communicate)
+    def sent(*args: Any, **kwargs: Any) -> Any:
+        return [_WaitedOnce(work) for work in communicate(*args, **kwargs)]
+
+    return sent
+
+
 def patch_transformer_engine() -> None:
     """Answer TransformerEngine's questions about the device."""
 
@@ -87,6 +112,8 @@ def patch_transformer_engine() -> None:
         is_static = isinstance(vars(holder).get(method), staticmethod)
         wrapped = _seen_on_cuda(getattr(holder, method))
         setattr(holder, method, staticmethod(wrapped) if is_static else wrapped)
+    parallel = part(f"{_ATTENTION}.context_parallel")
+    parallel.flash_attn_p2p_communicate = _waited_once(parallel.flash_attn_p2p_communicate)
     part("utils")._get_device_compute_capability = lambda device: _CAPABILITY
     quantization = part("quantization")
     quantization.check_recipe_support = lambda recipe: None
