@@ -130,7 +130,9 @@ def _says_a_type_of_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(type_of)
     def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = type_of(tensor, *args, **kwargs)
-        return result if args or kwargs else result.replace("torch.", "torch.cuda.", 1)
+        if args or kwargs or result.startswith("torch.cuda."):  # a subclass of Tensor calls this function again
+            return result
+        return result.replace("torch.", "torch.cuda.", 1)
 
     return call
 

@@ -183,7 +183,7 @@ def fused_attn_bwd(*args: Any) -> list[Any]:
         )
         for gradient, index, value in zip(gradients, (of_q, of_k, of_k), found, strict=True):
             own = gradient[index]
-            by_head = value.transpose(0, 1).reshape(own.shape[0], own.shape[1], -1, own.shape[2])
+            by_head = value.transpose(0, 1).reshape(*own.shape[:2], value.shape[0] // own.shape[1], own.shape[2])
             own.copy_(by_head.sum(2))
     return [*gradients, None, None]
 

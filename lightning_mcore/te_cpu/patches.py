@@ -97,6 +97,14 @@ def _waited_once(communicate: Callable[..., Any]) -> Callable[..., Any]:
     return sent
 
 
+def _made_on_the_cpu(new: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(new)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        return new(*args, **(kwargs | {"device": torch.device("cpu")}))
+
+    return made
+
+
 def patch_transformer_engine() -> None:
     """Answer TransformerEngine's questions about the device."""
 
@@ -112,6 +120,11 @@ def patch_transformer_engine() -> None:
         is_static = isinstance(vars(holder).get(method), staticmethod)
         wrapped = _seen_on_cuda(getattr(holder, method))
         setattr(holder, method, staticmethod(wrapped) if is_static else wrapped)
+    quantized = part("quantized_tensor").QuantizedTensor
+    quantized.__new__ = _made_on_the_cpu(quantized.__new__)
+    distributed = part("distributed")  # recomputation puts back the generators of the device
+    distributed._lazy_init = lambda: None
+    distributed._lazy_call = lambda call, **kwargs: call()
     parallel = part(f"{_ATTENTION}.context_parallel")
     parallel.flash_attn_p2p_communicate = _waited_once(parallel.flash_attn_p2p_communicate)
     part("utils")._get_device_compute_capability = lambda device: _CAPABILITY

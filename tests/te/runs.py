@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_mcore import MCoreGPT, MCorePrecision, MCoreStrategy, Recipe
+from lightning_mcore.data.packing.best_fit import TokenSample
+from lightning_mcore.data.packing.rows import build_row, collate_rows
 
 VOCABULARY = 128
 LENGTH = 128  # tokens of a row; blockwise needs multiples of 128 on each tensor-parallel rank
@@ -38,6 +40,17 @@ class Counting(Dataset[dict[str, Tensor]]):
         return {"tokens": text[:-1], "labels": text[1:]}
 
 
+class Packed(Counting):
+    """Rows that hold several counts, of different lengths, with padding between them."""
+
+    def __getitem__(self, index: int) -> Any:
+        samples = []
+        for number, length in enumerate((37, 5 + index % 9, 50)):
+            tokens = (torch.arange(length + 1) * (1 + number) + 7 * index) % VOCABULARY
+            samples.append(TokenSample(tokens.numpy(), (torch.arange(length + 1) > 0).numpy(), 3 * index + number))
+        return build_row(samples, LENGTH, 8)
+
+
 @dataclass(frozen=True)
 class Run:
     """A training.
@@ -50,6 +63,7 @@ class Run:
         layout: Arguments of ``MCoreStrategy``.
         steps: Optimizer steps.
         model: More arguments of ``MCoreGPT``.
+        packed: Train on packed rows.
     """
 
     impl: str = "transformer_engine"
@@ -59,6 +73,7 @@ class Run:
     layout: dict[str, Any] = field(default_factory=dict)
     steps: int = 3
     model: dict[str, Any] = field(default_factory=dict)
+    packed: bool = False
 
 
 class Numbers(pl.Callback):
@@ -80,7 +95,7 @@ def make_trainer(run: Run, world_size: int, *callbacks: pl.Callback, **options: 
     return pl.Trainer(
         accelerator="cpu",
         devices=world_size,
-        strategy=MCoreStrategy(**({"micro_batch_size": 2} | run.layout)),
+        strategy=MCoreStrategy(**({"micro_batch_size": 1 if run.packed else 2} | run.layout)),
         plugins=[MCorePrecision(run.precision, **run.fp8)],  # type: ignore[arg-type]
         max_steps=run.steps,
         log_every_n_steps=1,
@@ -101,6 +116,6 @@ def train(run: Run, world_size: int = 1) -> tuple[list[float], list[float]]:
     torch.set_num_threads(1)
     pl.seed_everything(1, verbose=False)
     numbers = Numbers()
-    loader = DataLoader(Counting(), batch_size=4)
+    loader = DataLoader(Packed(), 1, collate_fn=collate_rows) if run.packed else DataLoader(Counting(), batch_size=4)
     make_trainer(run, world_size, numbers).fit(make_model(run), loader)
     return numbers.losses, numbers.norms
