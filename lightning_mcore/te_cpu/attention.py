@@ -81,8 +81,10 @@ class _Call:
                 of_q = slice(q_starts[row], q_starts[row] + lengths[0])
                 yield of_q, slice(k_starts[row], k_starts[row] + lengths[1]), of_q
                 continue
-            parts = [(slice(length), row) if self.layout == "SBHD" else (row, slice(length)) for length in lengths]
-            yield *parts, (row, slice(None), slice(lengths[0]))
+            parts: list[Any] = [
+                (slice(length), row) if self.layout == "SBHD" else (row, slice(length)) for length in lengths
+            ]
+            yield parts[0], parts[1], (row, slice(None), slice(lengths[0]))
 
     def visible(self, queries: int, keys: int) -> Tensor:
         """Return which keys each query sees, [queries, keys]."""
