@@ -39,6 +39,10 @@ _ABSENT = {
     " moe_unpermute_bwd",
     "moe_router_fusion": "fused_topk_with_score_function_fwd fused_topk_with_score_function_bwd"
     " fused_score_for_moe_aux_loss_fwd fused_score_for_moe_aux_loss_bwd fused_moe_aux_loss_fwd fused_moe_aux_loss_bwd",
+    "optimizers and experts of later releases": "cusolvermp_ctx_create cusolvermp_ctx_destroy newton_schulz ep_combine"
+    " ep_combine_bwd ep_dispatch ep_dispatch_bwd ep_finalize ep_get_zero_copy ep_handle_mem_size ep_initialize"
+    " ep_prepare ep_prepare_and_dispatch ep_zero_copy_supported splits_to_offsets fused_moe_aux_loss_fwd_graph_safe"
+    " fused_topk_with_score_function_qb_fwd",
     "te.ops": "dropout_fwd dropout_bwd",
     "ONNX": "LayerNorm layernorm gemm_inf fp8_quantize fp8_dequantize fp8_cs_quantize mxfp8_quantize mxfp8_dequantize",
     "NVFP4, and grouped tensors of later releases": "bgrad_group_quantize group_quantize"

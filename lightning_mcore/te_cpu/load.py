@@ -10,15 +10,11 @@ TransformerEngine, and one with its CUDA library is never touched.
 The values of FP8 tensors and their scales are those of a device; sums are fp32 and in another order.
 """
 
-import contextlib
 import importlib
 import importlib.machinery
-import importlib.util
 import os
 import sys
 import types
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 TESTED = ("2.11.0", "2.20.2")
@@ -31,7 +27,8 @@ ONLY_ON_THE_CPU = (
 """What is wrong where the TransformerEngine of this room meets a CUDA device."""
 
 _NAME = "transformer_engine"
-_SHADOW = str(Path(__file__).parent / "shadow")
+_SETTINGS = {"NVTE_PROJECT_BUILDING": "1", "NVTE_RELEASE_BUILD": "0", "NVTE_TORCH_COMPILE": "0"}
+_SHADOW = os.path.join(os.path.dirname(__file__), "shadow")
 
 
 def prepare() -> None:
@@ -44,7 +41,7 @@ def prepare() -> None:
     if version not in TESTED:
         sys.modules[_NAME] = None  # type: ignore[assignment]  # as if it were not installed
         return
-    folder = str(Path(spec.origin).parent.parent)
+    folder = os.path.dirname(os.path.dirname(spec.origin))
     sys.path.insert(sys.path.index(folder) if folder in sys.path else 0, _SHADOW)
 
 
@@ -65,16 +62,16 @@ def version_without_core() -> str | None:
     spec = _installed()
     if spec is None or spec.origin is None:
         return None
-    package = Path(spec.origin).parent
-    folders = {package.parent, *(Path(path) for path in sys.path if path.endswith("-packages"))}
-    places = [place for folder in folders for place in (folder, folder / _NAME, folder / _NAME / "wheel_lib")]
+    folder = os.path.dirname(os.path.dirname(spec.origin))
+    folders = {folder, *(path for path in sys.path if path.endswith("-packages"))}
+    places = [os.path.join(one, part) for one in folders for part in ("", _NAME, os.path.join(_NAME, "wheel_lib"))]
     if any(name.startswith("libtransformer_engine") for place in places for name in _names(place)):
         return None
-    versions = [name for name in _names(package.parent) if name.startswith(f"{_NAME}-") and name.endswith(".dist-info")]
+    versions = [name for name in _names(folder) if name.startswith(f"{_NAME}-") and name.endswith(".dist-info")]
     return versions[0].removeprefix(f"{_NAME}-").removesuffix(".dist-info") if len(versions) == 1 else None
 
 
-def _names(folder: Path) -> list[str]:
+def _names(folder: str) -> list[str]:
     try:
         return os.listdir(folder)
     except OSError:
@@ -126,28 +123,19 @@ def _load_into(module: types.ModuleType) -> None:
         kernels = extension.refusing_module(f"{prefix}.triton.{name}", functions)
         sys.modules[f"{prefix}.triton.{name}"] = kernels
         setattr(package, name, kernels)
-    script = torch.jit.script
-    with _environment(NVTE_PROJECT_BUILDING="1", NVTE_RELEASE_BUILD="0", NVTE_TORCH_COMPILE="0"):
+    script, environment = torch.jit.script, dict(os.environ)
+    os.environ |= _SETTINGS
+    try:
         common: Any = importlib.import_module(f"{_NAME}.common")  # without the CUDA libraries
         common.load_framework_extension = lambda framework: None
         torch.jit.script = lambda function: function  # decorates its small functions
-        try:
-            spec.loader.exec_module(module)
-        finally:
-            torch.jit.script = script
+        spec.loader.exec_module(module)
+    finally:
+        torch.jit.script = script
+        for name in _SETTINGS:
+            os.environ.pop(name)
+            if name in environment:
+                os.environ[name] = environment[name]
     if "pytorch" not in module.__dict__:  # TransformerEngine hides why
         importlib.import_module(prefix)
     importlib.import_module("lightning_mcore.te_cpu.patches").patch_transformer_engine()
-
-
-@contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
