@@ -248,24 +248,27 @@ def thd_read_second_half_lse(statistics: Tensor, bounds: Tensor, packed: bool, l
     return result
 
 
-def thd_out_correction(
-    out: Tensor,
-    of_step: Tensor,
-    statistics: Tensor,
-    statistics_of_step: Tensor,
-    bounds: Tensor,
-    second: bool,
-    packed: bool,
-) -> None:
-    """Add the result [t, h, d] of a step, in the weight that its denominators have in the sum of all, in place."""
+def thd_out_correction(out: Tensor, of_step: Tensor, *args: Any) -> None:
+    """Add the result [t, h, d] of a step, in the weight that its denominators have in the sum of all, in place.
+
+    Args:
+        out: Of all tokens.
+        of_step: Of all tokens, or of second halves.
+        args: Statistics [h, t] of all steps, those of this step, bounds, whether the step has second halves alone, and
+            whether statistics are packed. In 2.20 before them the statistics that ``out`` has been weighted by.
+    """
+    before, (statistics, statistics_of_step, bounds, second, packed) = args[:-5], args[-5:]
     _check_packed(packed)
     index = _half(bounds, 1) if second else torch.arange(int(bounds[-1]))
     heads = statistics.shape[0]
     target, step = out.view(-1, heads, out.shape[-1]), of_step.view(-1, heads, out.shape[-1])[: len(index)]
     weight = torch.exp(statistics_of_step[:, : len(index)] - statistics[:, index]).t()[..., None]
-    target[index] += torch.where(step == 0, torch.zeros_like(step), (step.float() * weight).to(step.dtype)).to(
-        out.dtype
-    )
+    part = torch.where(step == 0, torch.zeros_like(step), (step.float() * weight).to(step.dtype)).to(out.dtype)
+    if before:
+        again = torch.exp(before[0][:, index] - statistics[:, index]).t()[..., None]
+        target[index] = torch.where(target[index] == 0, 0.0, target[index].float() * again).to(out.dtype) + part
+    else:
+        target[index] += part
 
 
 def thd_grad_correction(grad: Tensor, of_step: Tensor, bounds: Tensor, first: str, second: str) -> None:
@@ -275,17 +278,19 @@ def thd_grad_correction(grad: Tensor, of_step: Tensor, bounds: Tensor, first: st
         grad: Of all tokens.
         of_step: Of all tokens, or of the halves that are not ``"none"``.
         bounds: Of what this rank has.
-        first: ``"copy"``, ``"add"`` or ``"none"``, for first halves.
+        first: ``"copy"``, ``"add"``, ``"zero"`` or ``"none"``, for first halves.
         second: Likewise for second halves.
     """
     axis = grad.dim() - 3
-    both = "none" not in (first, second)
+    both = "none" not in (first, second) and of_step.shape[axis] == grad.shape[axis]
     for which, how in enumerate((first, second)):
         if how == "none":
             continue
         index = _half(bounds, which)
         step = of_step.index_select(axis, index) if both else of_step.narrow(axis, 0, len(index))
-        if how == "copy":
+        if how == "zero":
+            grad.index_fill_(axis, index, 0)
+        elif how == "copy":
             grad.index_copy_(axis, index, step)
         else:
             grad.index_add_(axis, index, step)

@@ -33,6 +33,15 @@ _ASK_FOR_CUDA = (
 )
 
 
+_FUNCTIONS_OF_EXPERTS = (
+    "moe_permute",
+    "moe_permute_with_probs",
+    "moe_unpermute",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+)
+
+
 class _SeenOnCuda(TorchFunctionMode):
     """Answers that every tensor is on a GPU."""
 
@@ -127,6 +136,9 @@ def patch_transformer_engine() -> None:
     distributed._lazy_call = lambda call, **kwargs: call()
     parallel = part(f"{_ATTENTION}.context_parallel")
     parallel.flash_attn_p2p_communicate = _waited_once(parallel.flash_attn_p2p_communicate)
+    for name in _FUNCTIONS_OF_EXPERTS:
+        for module in (part("permutation"), importlib.import_module("transformer_engine.pytorch")):
+            setattr(module, name, _seen_on_cuda(getattr(module, name)))
     part("utils")._get_device_compute_capability = lambda device: _CAPABILITY
     quantization = part("quantization")
     quantization.check_recipe_support = lambda recipe: None
