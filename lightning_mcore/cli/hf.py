@@ -55,6 +55,7 @@ def _export_parser() -> CommandParser:
         "--dtype", choices=_DTYPES, default="auto", help="dtype of the weights (default: the checkpoint's)"
     )
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file, such as 500MB (5GB)")
+    parser.add_argument("--adapter", action="store_true", help="write the LoRA adapters alone, as a PEFT folder")
     return parser
 
 

@@ -44,6 +44,7 @@ from lightning_mcore.hf.safetensors import write_safetensors
 from lightning_mcore.hf.stored_tensors import StoredTensors
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import Shape
+from lightning_mcore.layers.session import single_process
 from lightning_mcore.parallel.consensus import decide, on_all
 from lightning_mcore.strategy import MCoreStrategy
 
@@ -59,8 +60,11 @@ def export_checkpoint(
     family: str | None = None,
     dtype: str = "auto",
     max_shard_size: str | int = MAX_SHARD_SIZE,
+    adapter: bool = False,
 ) -> None:
     """Write the weights of a sharded checkpoint as a Hugging Face model, in one process without a GPU.
+
+    A checkpoint of LoRA adapters is merged with the weights of its base, which is then whole in memory.
 
     Layers of multi-token prediction are written as in the published models. transformers does not run them: it ignores
     those of as many layers as the published model has, and reports others as unexpected keys.
@@ -74,6 +78,7 @@ def export_checkpoint(
             for the family in the checkpoint or in ``like``, or else the first that fits the model.
         dtype: ``"bfloat16"``, ``"float16"``, ``"float32"``, or ``"auto"`` for the type in the checkpoint.
         max_shard_size: Size of a file in bytes, or as text, such as ``"5GB"``.
+        adapter: Write the LoRA adapters alone, as a PEFT folder.
 
     Raises:
         FileNotFoundError: There is nothing at ``path`` or ``like``.
@@ -87,12 +92,30 @@ def export_checkpoint(
         raise ValueError(f"{out} lies inside the checkpoint {path}; give a folder outside of it")
     state = MCoreCheckpointIO().load_checkpoint(path) if stored.is_ours else {}
     settings = state.get(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY) or {}
+    if settings.get("lora"):
+        _export_adapted(path, out, adapter, like=like, family=family, dtype=dtype, max_shard_size=max_shard_size)
+        return
+    if adapter:
+        raise ValueError(f"{path} has no LoRA adapters; leave --adapter (adapter=True) out")
     description = describe(path, settings, stored.shapes, like, family)
     plan = _plan(description, family, stored.shapes, stored.places, *options)
     warn_of_what_is_lost(description, settings, like)
     with _new_folder(out) as folder, _progress(plan, out) as bar, saving(out):
         _write_all(plan, folder, stored.read, bar)
         _finish(plan, description, folder)
+
+
+def _export_adapted(path: str, out: str, adapter: bool, **options: Any) -> None:
+    """Write the adapters of a checkpoint, or its base with them merged into it."""
+    from lightning_mcore.hf.peft_folder import save_adapter
+    from lightning_mcore.models.gpt import MCoreGPT
+
+    with single_process():
+        module = MCoreGPT.load_from_checkpoint(path)
+        if adapter:
+            save_adapter(module, out)
+        else:
+            export_model(module, out, **options)
 
 
 def export_model(

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore import LoRA, MCoreGPT, MCoreStrategy, Recipe, single_process
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
-from lightning_mcore.hf import export_model
+from lightning_mcore.hf import export_checkpoint, export_model
 from lightning_mcore.hf.peft_folder import adapter_pieces, save_adapter
 from tests.hf_models import VOCAB_SIZE, tiny_folder
 from tests.layouts import Layout
@@ -204,13 +204,27 @@ def test_an_export_is_what_peft_merges(layout: Layout, lora: dict[str, Any], tmp
     from transformers import AutoModelForCausalLM
 
     adapter, merged = str(tmp_path / "adapter"), str(tmp_path / "merged")
-    run_ranks(layout.world_size, train, folder("llama"), layout, lora, steps=2, adapter=adapter, hf=merged)
+    saved = str(tmp_path / "saved")
+    run_ranks(layout.world_size, train, folder("llama"), layout, lora, steps=2, save=saved, adapter=adapter, hf=merged)
     base = AutoModelForCausalLM.from_pretrained(folder("llama"), dtype=torch.float32)
     unloaded = PeftModel.from_pretrained(base, adapter).merge_and_unload()
     exported = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).state_dict()
     for name, wanted in unloaded.state_dict().items():
         difference = (exported[name] - wanted).abs().max().item()
         assert difference <= (1e-6 if "use_dora" in lora else 0), name
+    checkpoint, again = f"{saved}/step=2.ckpt", [str(tmp_path / name) for name in ("adapter again", "merged again")]
+    run_ranks(1, export_both, checkpoint, *again, open_group=False)
+    for one, other, file in ((adapter, again[0], "adapter_model"), (merged, again[1], "model")):
+        before, after = (load_file(f"{path}/{file}.safetensors") for path in (one, other))
+        assert before.keys() == after.keys()
+        for name, tensor in before.items():
+            torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-6 if "use_dora" in lora else 0)
+
+
+def export_both(checkpoint: str, adapter: str, merged: str) -> None:
+    """Export a checkpoint as the command does."""
+    export_checkpoint(checkpoint, adapter, adapter=True)
+    export_checkpoint(checkpoint, merged)
 
 
 def copy_adapter(family: str, source: str, target: str) -> None:
