@@ -82,6 +82,37 @@ LLAMA3: dict[str, Any] = {  # examples/megatron_bridge/llama3_sft.yaml, with fin
     "use_packed_sequences": False,
     "export_hf_on_finish": False,
 }
+QWEN3_LORA: dict[str, Any] = {  # examples/train_lora/qwen3_lora_sft.yaml
+    "model_name_or_path": "model",
+    "trust_remote_code": True,
+    "stage": "sft",
+    "do_train": True,
+    "finetuning_type": "lora",
+    "lora_rank": 8,
+    "lora_target": "all",
+    "dataset": "alpaca_en_demo",
+    "template": "qwen3_nothink",
+    "cutoff_len": 32,
+    "max_samples": 1000,
+    "preprocessing_num_workers": 2,
+    "dataloader_num_workers": 0,
+    "output_dir": "out",
+    "logging_steps": 1,
+    "save_steps": 6,
+    "plot_loss": True,
+    "overwrite_output_dir": True,
+    "save_only_model": False,
+    "report_to": "none",
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 5.0e-2,
+    "max_steps": 12,
+    "lr_scheduler_type": "cosine",
+    "warmup_ratio": 0.1,
+    "bf16": True,
+    "ddp_timeout": 180000000,
+    "resume_from_checkpoint": None,
+}
 _MARKS = ("<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "user", "assistant")
 WORDS = 60
 

@@ -7,8 +7,8 @@
     torchrun --nnodes 2 --nproc-per-node 8 ... -m lightning_mcore.cli llamafactory file.yaml
 
 The whole file is checked before anything slow is imported. The run prints its layout and batch, saves checkpoints in
-``output_dir`` and losses in ``trainer_log.jsonl``, and writes the model in Hugging Face form at the end. Ranks are
-started here, one for each device, or by ``torchrun``.
+``output_dir`` and losses in ``trainer_log.jsonl``, and writes the model in Hugging Face form, or the adapters in
+PEFT's, at the end. Ranks are started here, one for each device, or by ``torchrun``.
 """
 
 import math
@@ -48,7 +48,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser("llamafactory", "Run a training file of LLaMA-Factory (stage pt or sft, full fine-tuning).")
+    parser = CommandParser("llamafactory", "Run a training file of LLaMA-Factory (stage pt or sft; full or lora).")
     parser.add_argument("file", metavar="FILE", help="the training file, YAML or JSON")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="keys that replace those of the file; values are YAML"
@@ -80,7 +80,7 @@ def _train(asked: "FactoryRun", options: dict[str, Any], beginning: "Beginning")
     exports = asked.keys.export_hf_on_finish and bool(arguments.do_train)
     callbacks: list[Any] = [beginning, record, *_early_stopping(asked)]
     if exports:
-        callbacks.append(SaveHFModel(unfinished(folder)))
+        callbacks.append(SaveHFModel(unfinished(folder), adapter=asked.keys.lora is not None))
     trainer = _trainer(asked, options, callbacks)
     _finish_moving(folder, trainer)
     resume = _resume(asked)
@@ -209,7 +209,8 @@ def _outcome(asked: "FactoryRun", record: "LossRecord", exports: bool) -> str:
     if asked.keys.plot_loss:
         lines.append(f"picture: {os.path.join(folder, PICTURE)}")
     if exports:
-        lines.append(f"model in Hugging Face form: {folder}")
+        kind = "model in Hugging Face form" if asked.keys.lora is None else "adapters in PEFT's form"
+        lines.append(f"{kind}: {folder}")
     return "\n".join(lines)
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lightning-mcore llamafactory`` on ranks: the text models of LLaMA-Factory's Megatron examples, at tiny size."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -10,14 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from lightning_mcore.arguments.llamafactory.dft_loss import DFTModel
 from lightning_mcore.cli.llamafactory import run
+from lightning_mcore.hf import export_checkpoint
 from lightning_mcore.models.recipe import Recipe
-from tests.factory_files import LLAMA3, QWEN3_MOE, losses, rows, write_run
+from tests.factory_files import LLAMA3, QWEN3_LORA, QWEN3_MOE, losses, rows, write_run
 from tests.hf_models import tiny_folder
 from tests.parity.hf_training import LENGTH, text
 from tests.ranks import program_environment, run_ranks
@@ -74,6 +77,37 @@ def test_the_file_of_the_dense_model_runs(tmp_path: Path, capfd: pytest.CaptureF
     assert found[-1] < 0.9 * found[0]
     assert (tmp_path / "out" / "training_loss.png").stat().st_size > 1000
     assert not (tmp_path / "out" / "config.json").exists()  # export_hf_on_finish: false
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
+def test_the_file_of_adapters_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its folder is PEFT's; another run goes on with it, merges it, and gives what transformers gives."""
+    from peft import PeftModel
+
+    layout = ("tensor_model_parallel_size=2", "sequence_parallel=true", "bf16=false")
+    file = write_run(tmp_path, QWEN3_LORA, "qwen3")
+    assert run_all(2, file, *layout) == [0, 0]
+    assert "adapters in PEFT's form" in capfd.readouterr().out
+    found = [float(line.split()[1]) for line in losses(tmp_path)]
+    assert len(found) == 12
+    assert sum(found[-3:]) < 0.9 * sum(found[:3])
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (8, 16)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "out").eval()
+    tokens = torch.arange(5, 25)[None]
+    wanted = adapted(tokens).logits
+    merged = str(tmp_path / "merged")
+    run_ranks(1, export_checkpoint, str(tmp_path / "out" / "checkpoint-12.ckpt"), merged, open_group=False)
+    exported = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
+    torch.testing.assert_close(exported(tokens).logits, wanted, rtol=0, atol=1e-5)
+    again = [f"adapter_name_or_path={tmp_path / 'out'}", f"output_dir={tmp_path / 'again'}", "max_steps=1"]
+    without = {key: value for key, value in QWEN3_LORA.items() if key not in ("lora_rank", "lora_target")}
+    file = write_run(tmp_path / "second", {**without, "learning_rate": 0.0, "plot_loss": False}, "qwen3")
+    assert run_all(2, file, *layout, *again, f"model_name_or_path={tmp_path / 'model'}") == [0, 0]
+    first, second = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "again"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_a_run_is_resumed_exactly(tmp_path: Path) -> None:

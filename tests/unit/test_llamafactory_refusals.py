@@ -32,8 +32,13 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["finetuning_type=lora"], "finetuning_type: lora trains a part of the weights, and here all of them are"),
-        (["finetuning_type=freeze"], "finetuning_type: freeze trains a part of the weights"),
+        (["finetuning_type=freeze"], "finetuning_type: freeze is not supported; choose full or lora"),
+        (["lora_rank=4"], "lora_rank: 4 is for finetuning_type: lora; leave it out, or choose that"),
+        (["finetuning_type=lora", "lora_rank=0"], "r=0 is too small; choose 1 or more"),
+        (["finetuning_type=lora", "lora_dropout=1.5"], r"lora_dropout=1.5 is not in \[0, 1\)"),
+        (["finetuning_type=lora", "adapter_name_or_path=a,b"], "adapter_name_or_path: a,b names several adapters"),
+        (["finetuning_type=lora", "adapter_name_or_path=a", "lora_rank=4"], "lora_rank: 4 contradicts adapter_name_or"),
+        (["finetuning_type=lora", "pissa_init=true"], "pissa_init: True belongs to a way of fine-tuning that is not"),
         (["stage=dpo"], "stage: dpo is not supported; choose pt or sft"),
         (["stage=sfd"], "stage='sfd' is not available; choose 'pt', 'sft', 'rm', 'ppo', 'dpo' or 'kto'"),
         (["cutoff_len=long"], "cutoff_len='long' is of type str"),

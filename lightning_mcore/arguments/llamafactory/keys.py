@@ -37,7 +37,15 @@ class FactoryKeys:
         model_name_or_path: A Hugging Face folder or name, or a checkpoint of ours.
         trust_remote_code: Changes nothing here: code of a model is never run.
         stage: ``pt`` trains on text, ``sft`` on conversations; the others are refused.
-        finetuning_type: ``full``; the others are refused, among them the default.
+        finetuning_type: ``full`` or ``lora``; the others are refused.
+        lora_rank: Rank of the adapters.
+        lora_alpha: Their scale is this divided by the rank; None for twice the rank.
+        lora_dropout: Dropout before them.
+        lora_target: ``all``, or endings of names of projections, with commas between them.
+        use_rslora: Divide by the root of the rank.
+        use_dora: Train the lengths of the rows too.
+        additional_target: Endings of names of modules that are trained whole, with commas between them.
+        adapter_name_or_path: The PEFT folder of an adapter to go on with; it has settings of its own.
         dataset: Names in ``dataset_info.json``, with commas between them.
         eval_dataset: The same, to evaluate on.
         dataset_dir: The folder with ``dataset_info.json`` and the files.
@@ -86,6 +94,14 @@ class FactoryKeys:
     trust_remote_code: bool = False
     stage: Stage = "sft"
     finetuning_type: FinetuningType = "lora"
+    lora_rank: int = 8
+    lora_alpha: int | None = None
+    lora_dropout: float = 0.0
+    lora_target: str = "all"
+    use_rslora: bool = False
+    use_dora: bool = False
+    additional_target: str | None = None
+    adapter_name_or_path: str | None = None
     dataset: str | list[str] | None = None
     eval_dataset: str | list[str] | None = None
     dataset_dir: str = "data"
@@ -130,6 +146,24 @@ class FactoryKeys:
     use_megatron_bridge: bool = False
 
     @property
+    def lora(self) -> dict[str, Any] | str | None:
+        """The adapters to train, as ``MCoreGPT.from_pretrained`` takes them; None for the whole model."""
+        if self.finetuning_type != "lora":
+            return None
+        if self.adapter_name_or_path is not None:
+            return self.adapter_name_or_path
+        more = self.additional_target
+        return {
+            "r": self.lora_rank,
+            "lora_alpha": 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha,
+            "lora_dropout": self.lora_dropout,
+            "target_modules": "all-linear" if self.lora_target == "all" else _names(self.lora_target),
+            "modules_to_save": None if more is None else _names(more),
+            "use_rslora": self.use_rslora,
+            "use_dora": self.use_dora,
+        }
+
+    @property
     def packs(self) -> bool:
         """Whether several samples, or texts, share a row."""
         if self.neat_packing or self.sequence_packing or self.use_packed_sequences:
@@ -137,7 +171,14 @@ class FactoryKeys:
         return self.stage == "pt" if self.packing is None else self.packing
 
 
-_FULL = "belongs to fine-tuning a part of the weights, and here all of them are trained (finetuning_type: full)"
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+LORA = "lora_rank lora_alpha lora_dropout lora_target use_rslora use_dora additional_target adapter_name_or_path"
+"""Keys of ``finetuning_type: lora`` alone."""
+
+_FULL = "belongs to a way of fine-tuning that is not available; choose finetuning_type: full or lora without it"
 _PREFERENCES = "belongs to learning from preferences or rewards, and the stages here are pt and sft"
 _VISION = "belongs to models of images, video or sound, and those here read text"
 _QUANTIZED = "belongs to quantised weights; numbers are chosen here with bf16, fp16 and fp8"
@@ -162,20 +203,12 @@ _RAY = "belongs to a launch on Ray, which is not supported yet; start the same c
 
 _GROUPS: dict[str, dict[str, Any]] = {
     _FULL: {
-        "adapter_name_or_path": None,
         "adapter_folder": None,
         "freeze_trainable_layers": 2,
         "freeze_trainable_modules": "all",
         "freeze_extra_modules": None,
-        "additional_target": None,
-        "lora_alpha": None,
-        "lora_dropout": 0.0,
-        "lora_rank": 8,
-        "lora_target": "all",
         "loraplus_lr_ratio": None,
         "loraplus_lr_embedding": 1e-6,
-        "use_rslora": False,
-        "use_dora": False,
         "pissa_init": False,
         "pissa_iter": 16,
         "pissa_convert": False,

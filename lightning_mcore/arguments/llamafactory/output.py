@@ -7,7 +7,8 @@ evaluation. Rank 0 writes it, and a resumed run appends to it.
 
 Checkpoints (``checkpoint-<step>...``) are saved while a run goes on. The model in Hugging Face form follows at the end,
 beside them, so that the folder itself can be loaded. It is first written whole to a folder inside, and then moved;
-``config.json``, without which nothing can load it, moves last. The next run finishes a move that was interrupted.
+``config.json``, without which nothing can load it, moves last. The next run finishes a move that was interrupted. So it
+is with adapters and their ``adapter_config.json``.
 """
 
 import json
@@ -113,7 +114,9 @@ def _require_matplotlib() -> None:
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)(-v\d+)?\.ckpt")
 _PREEMPTED = re.compile(r"last-preempted(-v\d+)?\.ckpt")  # of enable_jit_checkpoint
+_CONFIGS = ("config.json", "adapter_config.json")  # nothing can load a model, or adapters, without it
 _OF_A_MODEL = ("config.json", "model.safetensors", "model.safetensors.index.json")
+_OF_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 _UNFINISHED = "unfinished-model"
 _NAMES, _PART = ".files-of-the-model", ".part"  # the names of the files to move
 
@@ -136,7 +139,7 @@ def where_to_resume(output_dir: str, overwrite: bool) -> str | None:
     newest = ([max(found)[1]] if found else []) + preempted
     if newest:
         return str(max(newest, key=lambda path: path.stat().st_mtime))
-    there = [name for name in _OF_A_MODEL if (folder / name).exists()]
+    there = [name for name in _OF_A_MODEL + _OF_ADAPTERS if (folder / name).exists()]
     if there:
         raise ValueError(
             f"output_dir: {output_dir} holds a model already ({there[0]}), and no checkpoint to resume from; choose"
@@ -153,7 +156,7 @@ def unfinished(output_dir: str) -> str:
 def is_waiting(output_dir: str) -> bool:
     """Return whether a complete model is in the folder inside, not yet moved or being moved."""
     source = Path(unfinished(output_dir))
-    return (source / _NAMES).is_file() or (source / _OF_A_MODEL[0]).is_file()
+    return any((source / name).is_file() for name in (_NAMES, *_CONFIGS))
 
 
 def _noted(source: Path) -> list[str]:
@@ -184,10 +187,12 @@ def move_in(output_dir: str) -> None:
     if not (source / _NAMES).is_file():
         _note(source, sorted({path.name for path in source.iterdir()} - {_NAMES + _PART}))
     names = _noted(source)
-    config, *_ = _OF_A_MODEL
+    model, adapters = _CONFIGS
+    config = adapters if adapters in names else model
     if (source / config).exists():
         (target / config).unlink(missing_ok=True)
-    for stale in (*target.glob("model*.safetensors"), target / _OF_A_MODEL[2]):
+    older = [*target.glob("model*.safetensors"), *(target / name for name in (_OF_A_MODEL[2], *_OF_ADAPTERS))]
+    for stale in older if config == model else ():  # adapters leave a model where it is
         if stale.name not in names:
             stale.unlink(missing_ok=True)
     for name in sorted(names, key=lambda name: (name == config, name)):

@@ -8,7 +8,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_mcore.arguments.llamafactory.keys import REFUSED, FactoryKeys
+from lightning_mcore.arguments.llamafactory.keys import LORA, REFUSED, FactoryKeys
+from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.text import unknown_name
 
 OWN = {field.name for field in dataclasses.fields(FactoryKeys)}
@@ -68,6 +69,7 @@ def check_keys(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
         ValueError: A value is not supported, or two keys contradict each other.
     """
     _check_stage(keys)
+    _check_adapters(keys, given)
     _check_sizes(keys)
     _check_packing(keys, given)
     _check_learning(keys)
@@ -79,13 +81,30 @@ def check_keys(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
 def _check_stage(keys: FactoryKeys) -> None:
     if keys.stage not in ("pt", "sft"):
         raise ValueError(f"stage: {keys.stage} is not supported; choose pt or sft")
-    if keys.finetuning_type != "full":
-        raise ValueError(
-            f"finetuning_type: {keys.finetuning_type} trains a part of the weights, and here all of them are trained;"
-            " set finetuning_type: full"
-        )
+    if keys.finetuning_type not in ("full", "lora"):
+        raise ValueError(f"finetuning_type: {keys.finetuning_type} is not supported; choose full or lora")
     if keys.use_mca and keys.use_megatron_bridge:
         raise ValueError("use_mca: True contradicts use_megatron_bridge: True; leave one of them out")
+
+
+def _check_adapters(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
+    named = [name for name in LORA.split() if given.get(name) is not None]
+    if keys.finetuning_type == "full" and named:
+        raise ValueError(f"{named[0]}: {given[named[0]]!r} is for finetuning_type: lora; leave it out, or choose that")
+    if isinstance(keys.lora, dict):
+        LoRA.of(keys.lora)
+    path = keys.adapter_name_or_path
+    if path is not None and "," in path:
+        raise ValueError(
+            f"adapter_name_or_path: {path} names several adapters, and one can be continued; merge the others first"
+            " (lightning-mcore export, or PEFT's merge_and_unload)"
+        )
+    others = [name for name in named if name != "adapter_name_or_path"]
+    if path is not None and others:
+        raise ValueError(
+            f"{others[0]}: {given[others[0]]!r} contradicts adapter_name_or_path: {path}, whose adapter_config.json"
+            " has the settings; leave one of them out"
+        )
 
 
 def _check_sizes(keys: FactoryKeys) -> None:

@@ -69,7 +69,10 @@ class FactoryRun:
         """
         length = self.keys.cutoff_len
         settings = self.arguments.settings(self.model_path, seq_length=length, devices=devices, num_nodes=num_nodes)
-        return dataclasses.replace(settings, data={**settings.data, **self.data_settings()}, notes=self.notes)
+        lora = self.keys.lora
+        model = settings.model if lora is None else {**settings.model, "lora": lora}
+        data = {**settings.data, **self.data_settings()}
+        return dataclasses.replace(settings, model=model, data=data, notes=self.notes)
 
     def model(self) -> "MCoreGPT":
         """Make the model, with the loss that the file asks for.
