@@ -98,7 +98,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["use_asft_loss=true"], "use_asft_loss: True needs a second model, .* use_dft_loss"),
         (["use_eaft_loss=true"], "use_eaft_loss: True weighs tokens by the entropy of their logits"),
         (["tokenized_path=there"], "tokenized_path: 'there' is where LLaMA-Factory keeps tokens; .* cache_dir"),
-        (["freeze_trainable_layers=8"], "freeze_trainable_layers: 8 .* all of them are trained"),
+        (["freeze_trainable_layers=8"], "freeze_trainable_layers: 8 .* way of fine-tuning that is not available"),
         (["overlap_grad_reduce=false"], "overlap_param_gather"),
         (["recompute_method=recompute"], "recompute_method"),
         (["learning_rate"], "'learning_rate' is not key=value"),
