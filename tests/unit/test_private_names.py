@@ -31,6 +31,8 @@ from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.optimizer import DistributedOptimizer
+from torch.distributed import distributed_c10d
+from torch.jit import _builtins
 
 from lightning_mcore.strategy import LIGHTNING, check_lightning
 
@@ -43,6 +45,7 @@ OWNERS: dict[str, type | ModuleType] = {
     "_build_megatron_dataset_splits": BlendedMegatronDatasetBuilder,
     "_callback_metrics": _LoggerConnector,
     "_checkpoint_connector": pl.Trainer,
+    "_coalescing_manager": distributed_c10d,
     "_combined_loader": _FitLoop,
     "_combined_loader_states_to_load": _FitLoop,
     "_console_kwargs": RichProgressBar,
@@ -52,6 +55,7 @@ OWNERS: dict[str, type | ModuleType] = {
     "_datahook_selector": _DataConnector,
     "_defaults": torchmetrics.Metric,
     "_evaluation_loop": pl.Trainer,
+    "_find_builtin": _builtins,
     "_find_last_checkpoints": ModelCheckpoint,
     "_generate_state_key": pl.Callback,
     "_get": LightningCLI,
@@ -74,6 +78,7 @@ OWNERS: dict[str, type | ModuleType] = {
     "_option_string_actions": jsonargparse.ArgumentParser,
     "_pickle_storage_type": torch.FloatStorage,
     "_precision_flag": _AcceleratorConnector,
+    "_register_builtin": _builtins,
     "_reset_optimizers_and_schedulers": DDPStrategy,
     "_results": pl.Trainer,
     "_save_topk_checkpoint": ModelCheckpoint,
@@ -87,7 +92,20 @@ OWNERS: dict[str, type | ModuleType] = {
     "_subcommand_parsers": LightningCLI,
     "_timeout": DDPStrategy,
     "_update_count": torchmetrics.Metric,
+    "_world": distributed_c10d,
 }
+OF_TRANSFORMER_ENGINE = {
+    "_canonicalized_amax_reduction_group",
+    "_columnwise_data",
+    "_columnwise_scale_inv",
+    "_fp8_dtype",
+    "_is_2D_scaled",
+    "_rowwise_data",
+    "_rowwise_scale_inv",
+    "_scale_inv",
+    "_transpose",
+}
+"""Names of its quantized tensors and quantizers; ``tests/te`` looks for them where it is installed."""
 OF_PYTHON = {"_exit"}  # os._exit, which has a page of documentation
 
 
@@ -105,7 +123,7 @@ def foreign_names() -> set[str]:
                     read.add(node.attr)
                 elif isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
                     own.add(node.attr)
-    return read - own - OF_PYTHON
+    return read - own - OF_PYTHON - OF_TRANSFORMER_ENGINE
 
 
 def test_every_private_name_of_another_package_has_its_owner_in_the_table() -> None:
