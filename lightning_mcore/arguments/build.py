@@ -61,10 +61,21 @@ def make_strategy(settings: Mapping[str, Any]) -> MCoreStrategy:
     _check_optimizer(values)
     for name, config in _CONFIGS.items():
         if isinstance(values.get(name), Mapping):
-            values[name] = config(**values[name])
+            values[name] = _made(config, values[name])
     if isinstance(values.get("timeout"), int | float):
         values["timeout"] = timedelta(seconds=values["timeout"])
     return MCoreStrategy(**values)
+
+
+def _made(kind: Any, given: Mapping[str, Any]) -> Any:
+    """Return an object of a class from its arguments, or from the form of a YAML file; None if it names another class.
+
+    Source: the form ``{class_path: ..., init_args: ...}`` of jsonargparse.
+    """
+    if "class_path" not in given:
+        return kind(**given)
+    is_it = str(given["class_path"]).rpartition(".")[2] == kind.__name__
+    return kind(**(given.get("init_args") or {})) if is_it else None
 
 
 def _check_optimizer(settings: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ import finetune_hf
 import pretrain_gpt
 import run_report
 from lightning_mcore import MCoreGPT, MCoreStrategy, ParallelLayout
+from lightning_mcore.cli import plan
 from lightning_mcore.layers.transformer_config import build_transformer_config
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.parameters import model_parameters
@@ -207,6 +208,12 @@ def test_every_yaml_builds(config: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     fields = built.model.transformer | (fused if "moe_permute_fusion" in built.model.transformer else {})
     config_of_megatron = build_transformer_config(fields, strategy.megatron_fields())
     assert (config_of_megatron.fp8 is not None) == ("fp8" in config.stem)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_plan_accepts_every_yaml(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = plan.run([str(config)])
+    assert code == 0, capsys.readouterr().out
 
 
 SIZES = {  # parameters in all and for a token, in billions, as the models are known
