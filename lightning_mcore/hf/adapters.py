@@ -25,7 +25,7 @@ from lightning_mcore.config.lora import ALL_LINEAR, LoRA
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.pretrained import pieces_of_module
 from lightning_mcore.hf.weight_map import WeightMap, whole_name, whole_names
-from lightning_mcore.hf.weight_rules import Block, Shape
+from lightning_mcore.hf.weight_rules import Block, Experts, Shape
 from lightning_mcore.layers.lora import ADAPTERS, Projection, Rows, adapt
 from lightning_mcore.parallel.chunks import ModelChunks
 from lightning_mcore.parallel.consensus import gather
@@ -231,7 +231,7 @@ def projection_names(family: Family, fields: Mapping[str, Any]) -> list[str]:
     for layer in range(int(fields["num_layers"])):
         prefix = family.layer_prefix.replace("{layer}", str(layer))
         for rule in family.layer:
-            is_stack = type(rule).__name__ == "Experts"
+            is_stack = isinstance(rule, Experts)
             if is_stack and not experts:
                 continue
             blocks = rule.blocks((experts, size, size) if is_stack else (size, size), fields)

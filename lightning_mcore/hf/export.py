@@ -100,7 +100,7 @@ def export_checkpoint(
     description = describe(path, settings, stored.shapes, like, family)
     plan = _plan(description, family, stored.shapes, stored.places, *options)
     warn_of_what_is_lost(description, settings, like)
-    with _new_folder(out) as folder, _progress(plan, out) as bar, saving(out):
+    with new_folder(out) as folder, _progress(plan, out) as bar, saving(out):
         _write_all(plan, folder, stored.read, bar)
         _finish(plan, description, folder)
 
@@ -297,7 +297,7 @@ def _finish(plan: ExportPlan, description: Description, folder: str) -> None:
 
 
 @contextlib.contextmanager
-def _new_folder(out: str) -> Iterator[str]:
+def new_folder(out: str) -> Iterator[str]:
     """Yield a folder to write into, which appears at ``out`` at the end."""
     with saving(out):
         folder = atomic.begin(out)

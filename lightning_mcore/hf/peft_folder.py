@@ -6,7 +6,6 @@ used and each adapter filled, or it is an error. :func:`save_adapter` writes a f
 Experts have one pair for each projection of each expert (``mlp.experts.5.gate_proj.lora_A.weight``).
 """
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -17,16 +16,15 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_mcore.checkpoint.manifest import saving, some_of
-from lightning_mcore.checkpoint.storage import atomic
 from lightning_mcore.config.lora import ALL_LINEAR, LoRA
 from lightning_mcore.hf.adapters import weights_trained_whole
-from lightning_mcore.hf.export import require_free
-from lightning_mcore.hf.family import Family
+from lightning_mcore.hf.export import new_folder, require_free
+from lightning_mcore.hf.export_config import write_json
 from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, read_json
+from lightning_mcore.hf.safetensors import write_safetensors
 from lightning_mcore.hf.source import local_folder
 from lightning_mcore.layers.lora import Adapter
 from lightning_mcore.parallel.chunks import built_chunks
@@ -110,15 +108,14 @@ class _Piece:
         return tuple(slice(a, a + n) for a, n in zip(self.start, self.data.shape, strict=True))
 
 
-def adapter_pieces(module: pl.LightningModule, family: Family, fields: Mapping[str, Any]) -> Iterator[_Piece]:
+def adapter_pieces(module: pl.LightningModule) -> Iterator[_Piece]:
     """Yield what this rank holds of the tensors of an adapter's file.
 
     Args:
-        module: A module whose adapters are on its model.
-        family: The rules of its Hugging Face names.
-        fields: Settings of the model.
+        module: An ``MCoreGPT`` whose adapters are on its model.
     """
-    for block, values in weights_trained_whole(built_chunks(module), family, fields):
+    names: Any = module
+    for block, values in weights_trained_whole(built_chunks(module), *names.hf_names()):
         whole = tuple(a + n for a, n in zip(block.hf_start, block.hf_shape, strict=True))
         yield _Piece(_PREFIX + block.hf, values, whole, block.hf_start)
     for child in module.modules():
@@ -132,21 +129,19 @@ def adapter_pieces(module: pl.LightningModule, family: Family, fields: Mapping[s
                 yield _Piece(f"{stem}.lora_magnitude_vector", lengths, (p.out_features,), (p.first_row,))
 
 
-def load_adapter(module: pl.LightningModule, path: str, family: Family, fields: Mapping[str, Any]) -> None:
+def load_adapter(module: pl.LightningModule, path: str) -> None:
     """Fill the adapters of a model from a PEFT folder; collective over the world.
 
     Args:
         module: A module whose adapters are on its model.
         path: The folder, or a name on the Hugging Face hub.
-        family: The rules of its Hugging Face names.
-        fields: Settings of the model.
 
     Raises:
         FileNotFoundError: There is no such adapter.
         ValueError: It does not fit this model: a tensor is missing, unknown, or of another shape.
     """
     folder = on_all(lambda: _folder_with_weights(path))
-    pieces = list(adapter_pieces(module, family, fields))
+    pieces = list(adapter_pieces(module))
     shapes = _shapes(pieces)
     on_all(lambda: _fill(folder, pieces, shapes))
 
@@ -217,8 +212,7 @@ def save_adapter(module: pl.LightningModule, out: str, replace: bool = False) ->
     """
     lora = require_adapters(module)
     out = decide(partial(require_free, out, replace))
-    names: Any = module
-    pieces = list(adapter_pieces(module, *names.hf_names()))
+    pieces = list(adapter_pieces(module))
     shapes = _shapes(pieces)
     tensors: dict[str, Tensor] = {}
     for batch in _batches(_owned(pieces)):
@@ -270,16 +264,10 @@ def _collect(batch: list[_Piece], tensors: dict[str, Tensor], shapes: Mapping[st
 
 
 def _write(out: str, tensors: dict[str, Tensor], lora: LoRA) -> None:
-    with saving(out):
-        folder = atomic.begin(out)
-        try:
-            save_file(tensors, os.path.join(folder, WEIGHTS_FILE), metadata={"format": "pt"})
-            with open(os.path.join(folder, ADAPTER_CONFIG_FILE), "w", encoding="utf-8") as file:
-                json.dump(_config(lora, tensors), file, indent=2, sort_keys=True)
-            atomic.publish(out)
-        except BaseException:
-            atomic.abandon(out)
-            raise
+    described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    with new_folder(out) as folder, saving(out):
+        write_safetensors(os.path.join(folder, WEIGHTS_FILE), described, tensors.__getitem__)
+        write_json(os.path.join(folder, ADAPTER_CONFIG_FILE), _config(lora, tensors))
 
 
 def _config(lora: LoRA, names: Iterable[str]) -> dict[str, Any]:

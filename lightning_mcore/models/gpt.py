@@ -244,7 +244,7 @@ class MCoreGPT(SpeedLogs):
             if self._adapter is not None and not self._resumes:
                 from lightning_mcore.hf.peft_folder import load_adapter
 
-                load_adapter(self, self._adapter, *self.hf_names())
+                load_adapter(self, self._adapter)
 
     def hf_names(self) -> tuple[Any, dict[str, Any]]:
         """Return the family whose names the projections have, and the settings of the model."""

@@ -99,14 +99,12 @@ def train(
         enable_checkpointing=save is not None,
     )
     trainer.fit(module, DataLoader(Rows(), batch_size=1), ckpt_path=start)
-    names = module.hf_names()
     if adapter is not None:
         save_adapter(module, adapter)
     if hf is not None:
         export_model(module, hf)
-    held = [(piece.key, piece.start, piece.data.detach().clone()) for piece in adapter_pieces(module, *names)]
-    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
-    return {"losses": course.losses, "norms": course.norms, "held": held, "frozen": len(frozen)}
+    held = [(piece.key, piece.start, piece.data.detach().clone()) for piece in adapter_pieces(module)]
+    return {"losses": course.losses, "norms": course.norms, "held": held}
 
 
 def whole(ranks: list[dict[str, Any]]) -> dict[Any, Tensor]:
@@ -230,8 +228,6 @@ def export_both(checkpoint: str, adapter: str, merged: str) -> None:
 def copy_adapter(family: str, source: str, target: str) -> None:
     """Read an adapter and write it again."""
     module = MCoreGPT.from_pretrained(family, seq_length=LENGTH, lora=source)
-    trainer = make_trainer(MCoreStrategy())
-    trainer.strategy.connect(module)
     with single_process():
         module.configure_model()
         save_adapter(module, target)

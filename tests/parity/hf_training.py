@@ -244,6 +244,11 @@ def _train(folder: str, layout: Layout) -> Seen:
     if layout.first is not None:
         fields["num_layers_in_first_pipeline_stage"] = layout.first
     module = Watched.from_pretrained(folder, seq_length=LENGTH, transformer=fields)
+    return predict_and_step(module, layout)
+
+
+def predict_and_step(module: Watched, layout: Layout) -> Seen:
+    """Predict with a model and train it for one step, on this rank of a layout."""
     arguments = layout.strategy_arguments | ({"micro_batch_size": 1} if layout.dp == 1 else {})
     trainer = make_trainer(MCoreStrategy(**arguments), max_steps=1, use_distributed_sampler=False)
     predicted: Any = trainer.predict(module)

@@ -18,14 +18,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_mcore import LoRA, MCoreStrategy
+from lightning_mcore import LoRA
 from lightning_mcore.hf.peft_folder import adapter_pieces
 from tests.hf_models import tiny_folder
 from tests.layouts import Layout
 from tests.parity.global_tensors import whole_gradients
-from tests.parity.hf_training import LENGTH, ROWS, Part, Seen, Watched, _mean, text
+from tests.parity.hf_training import LENGTH, ROWS, Part, Seen, Watched, _mean, predict_and_step, text
 from tests.ranks import run_ranks
-from tests.toy import make_trainer
 
 pytestmark = [
     pytest.mark.distributed,
@@ -194,7 +193,7 @@ class WatchedAdapters(Watched):
         kept = [parameter.data.clone() for parameter in trained]
         for parameter in trained:
             parameter.data.copy_(gradients[parameter.data_ptr()])
-        pieces = adapter_pieces(self, *self.hf_names())
+        pieces = adapter_pieces(self)
         self.gradients = [Part(piece.key, piece.start, piece.data.detach().clone()) for piece in pieces]
         for parameter, old in zip(trained, kept, strict=True):
             parameter.data.copy_(old)
@@ -207,12 +206,7 @@ def train(adapters: dict[str, tuple[str, str]], layout: Layout) -> dict[str, See
 
 def _train(folder: str, adapter: str, layout: Layout) -> Seen:
     module = WatchedAdapters.from_pretrained(folder, seq_length=LENGTH, lora=adapter)
-    arguments = layout.strategy_arguments | ({"micro_batch_size": 1} if layout.dp == 1 else {})
-    trainer = make_trainer(MCoreStrategy(**arguments), max_steps=1, use_distributed_sampler=False)
-    predicted: Any = trainer.predict(module)
-    trainer.fit(module)
-    loss = float(trainer.callback_metrics["train_loss"])
-    return Seen(module.rows, torch.cat(list(predicted)), loss, module.gradients)
+    return predict_and_step(module, layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.id)
