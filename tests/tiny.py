@@ -73,6 +73,7 @@ class Recipe:
         loss_scale_window: Steps without overflow after which it doubles.
         options: Fields of the TransformerConfig that make another model of it, as items; a tuple stands for a list.
         model_options: Arguments of GPTModel, as items.
+        impl: ``transformer_impl``, whose layers the model is built from.
     """
 
     precision: Precision = "32-true"
@@ -90,6 +91,7 @@ class Recipe:
     loss_scale_window: int = 1000
     options: tuple[tuple[str, Any], ...] = ()
     model_options: tuple[tuple[str, Any], ...] = ()
+    impl: Literal["local", "transformer_engine"] = "local"
 
     def num_microbatches(self, layout: Layout) -> int:
         """Microbatches of one step on one data-parallel rank."""
@@ -129,12 +131,12 @@ def build_gpt(
     vp_stage: int | None,
 ) -> GPTModel:
     """Build the chunk of the tiny model that holds the layers of ``vp_stage`` on this pipeline rank."""
-    block = gpt_block_spec(config, "local", vp_stage=vp_stage)
+    block = gpt_block_spec(config, recipe.impl, vp_stage=vp_stage)
     arguments: dict[str, Any] = {"position_embedding_type": "rope"} | dict(recipe.model_options)
     if "yarn" in arguments:
         set_yarn(config, dict(arguments.pop("yarn")))
     if config.mtp_num_layers:
-        arguments["mtp_block_spec"] = gpt_mtp_block_spec(config, "local", vp_stage=vp_stage)
+        arguments["mtp_block_spec"] = gpt_mtp_block_spec(config, recipe.impl, vp_stage=vp_stage)
     return GPTModel(
         config,
         block,

@@ -20,6 +20,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.extensions import transformer_engine
 from megatron.core.fp8_utils import correct_amax_history_if_needed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -182,6 +183,8 @@ def wrap_chunks(
     Source: ``get_model`` and ``train`` in megatron/training/training.py (0.16).
     """
     wrapped: list[nn.Module] = list(modules)
+    if transformer_engine.HAVE_TE:
+        _mark_whole_weights(wrapped)
     if pipeline is not None and (config.bf16 or config.fp16):
         wrapped = [Float16Module(config, module) for module in wrapped]
         if config.fp8_param:
@@ -204,6 +207,22 @@ def wrap_chunks(
     if align_grad_reduce:
         config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in ddp])
     return ModelChunks(config, list(ddp), pipeline)
+
+
+def _mark_whole_weights(modules: Sequence[nn.Module]) -> None:
+    """Mark the weights that every tensor-parallel rank has whole, so that the norm of the gradient counts them once.
+
+    TransformerEngine marks the weights of all its linear layers as slices. Compressed attention and latent experts have
+    layers that are not cut.
+
+    Source: ``TELinear`` (megatron.core.extensions.transformer_engine, 0.16.1 and 0.19.2), ``reset_parameters`` of
+    TransformerEngine's ``Linear``, and ``param_is_not_tensor_parallel_duplicate`` (megatron.core.tensor_parallel).
+    """
+    for module in modules:
+        for layer in module.modules():
+            if type(layer) is transformer_engine.TELinear:  # its subclasses are cut
+                for parameter in layer.parameters(recurse=False):
+                    parameter.tensor_model_parallel = False
 
 
 def unwrap_chunks(chunks: ModelChunks) -> ModelChunks:

@@ -240,7 +240,7 @@ def _rope(
     if starts is not None:
         rows = rows + starts[:, None]
     result = _rotate(by_batch, freqs[rows][:, :, None], interleaved, backward)
-    return result.transpose(0, 1).contiguous() if form.name == "NVTE_SBHD" else result
+    return result.transpose(0, 1).clone(memory_format=torch.contiguous_format) if form.name == "NVTE_SBHD" else result
 
 
 def fused_rope_forward(

@@ -20,16 +20,13 @@ def numbers(run: Run, ranks: int) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [({}, 1), (TP2, 2)], ids=["one-rank", "tp2-sp"])
-@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("bf16-mixed", 5e-3)])
-def test_both_kinds_of_layers_compute_the_same(
-    precision: str, tolerance: float, layout: dict[str, Any], ranks: int
-) -> None:
-    # measured: losses 2e-7, gradient norms 2.4e-6; in bf16, which is rounded at other places, 3e-4
-    run = Run(precision=precision, layout=layout)
+def test_both_kinds_of_layers_compute_nearly_the_same_in_bf16(layout: dict[str, Any], ranks: int) -> None:
+    # which is rounded at other places; measured: 3e-4; tests/te/test_layouts.py compares fp32
+    run = Run(precision="bf16-mixed", layout=layout)
     losses, norms = numbers(run, ranks)
     local_losses, local_norms = numbers(replace(run, impl="local"), ranks)
-    assert losses == pytest.approx(local_losses, rel=tolerance)
-    assert norms == pytest.approx(local_norms, rel=tolerance, nan_ok=True)
+    assert losses == pytest.approx(local_losses, rel=5e-3)
+    assert norms == pytest.approx(local_norms, rel=5e-3)
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [({}, 1), (TP2, 2)], ids=["one-rank", "tp2-sp"])
@@ -40,5 +37,5 @@ def test_a_recipe_trains_close_to_bf16(recipe: str, layout: dict[str, Any], rank
     in_bf16, norms_in_bf16 = numbers(replace(run, fp8={}), ranks)
     assert losses != in_bf16
     assert losses == pytest.approx(in_bf16, rel=0.01)
-    assert norms == pytest.approx(norms_in_bf16, rel=0.1, nan_ok=True)
+    assert norms == pytest.approx(norms_in_bf16, rel=0.1)
     assert losses[-1] < losses[0]
