@@ -56,6 +56,12 @@ def _export_parser() -> CommandParser:
     )
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file, such as 500MB (5GB)")
     parser.add_argument("--adapter", action="store_true", help="write the LoRA adapters alone, as a PEFT folder")
+    parser.add_argument(
+        "--experts",
+        choices=["stacked", "each"],
+        default="stacked",
+        help="with --adapter: experts as PEFT with transformers 5 stores them, or a pair for each (default: stacked)",
+    )
     return parser
 
 

@@ -15,8 +15,13 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 ALL_LINEAR = "all-linear"
+EXPERTS = ".experts."  # part of the name of each projection of a routed expert
+_NAMES = ("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _OUTSIDE_OF_ALL = ("lm_head", "embed_tokens", "gate")  # the router is a "gate"
+_EXPERT = re.compile(r"(.*\.)?\w+\.experts\.\d+\.(\w+)")
+TRIPLES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""Names of the projections of an expert: gate, up and down."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,11 @@ class LoRA:
         target_modules: Which projections get an adapter: endings of their Hugging Face names, such as
             ``["q_proj", "v_proj"]``; a regular expression that matches whole names; or ``"all-linear"``, all
             projections of attention, of MLPs, of shared experts and of each expert.
-        exclude_modules: Which of them get none: endings, such as ``["experts"]`` for all that is inside, or a regular
-            expression.
+        target_parameters: Endings of names of parameters that get an adapter too, whatever the next two settings say.
+            ``["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]`` are the routed experts as transformers 5 stores
+            them: the gate and the up projection of an expert then share one A.
+        exclude_modules: Which of ``target_modules`` get none: endings, such as ``["experts"]`` for all that is inside,
+            or a regular expression.
         layers_to_transform: Numbers of the layers that get adapters; None for all.
         rank_pattern: Other ranks, by ending or regular expression of a name.
         alpha_pattern: Other values of ``lora_alpha``, likewise.
@@ -51,6 +59,7 @@ class LoRA:
     lora_alpha: float = 8
     lora_dropout: float = 0.0
     target_modules: list[str] | str = ALL_LINEAR
+    target_parameters: list[str] | None = None
     exclude_modules: list[str] | str | None = None
     layers_to_transform: list[int] | int | None = None
     rank_pattern: dict[str, int] | None = None
@@ -81,15 +90,15 @@ class LoRA:
         self._check_names()
 
     def _check_names(self) -> None:
-        for name in ("target_modules", "exclude_modules", "modules_to_save"):
+        for name in _NAMES:
             given = getattr(self, name)
             if given is None and name != "target_modules":
                 continue
-            if isinstance(given, str) and name != "modules_to_save":
+            if isinstance(given, str) and name in ("target_modules", "exclude_modules"):
                 _compiled(name, given)
             elif not isinstance(given, list | tuple) or not all(isinstance(item, str) for item in given):
                 raise TypeError(f"{name}={given!r} is not a list of names of modules; give one, such as ['q_proj']")
-            elif not given:
+            elif not given and not (name == "target_modules" and self.target_parameters):
                 raise ValueError(f"{name}=[] names nothing; name a module, or leave it out")
         layers = self.layers_to_transform
         if layers is not None:
@@ -128,7 +137,11 @@ class LoRA:
         Args:
             name: Its Hugging Face name, such as ``model.layers.3.self_attn.q_proj``.
         """
-        if self.saves(name) or self._excludes(name):
+        if self.saves(name):
+            return False
+        if self.targets_parameter(name):
+            return True
+        if self._excludes(name):
             return False
         if self.layers_to_transform is not None:
             layer = _LAYER.search(f".{name}")
@@ -139,6 +152,10 @@ class LoRA:
             last = name.rpartition(".")[2]
             return last not in _OUTSIDE_OF_ALL and not last.endswith("norm")
         return _matches(self.target_modules, name)
+
+    def targets_parameter(self, name: str) -> bool:
+        """Return whether a projection is named by the parameter of transformers that holds it."""
+        return bool(self.target_parameters) and _matches(list(self.target_parameters or ()), parameter_of(name))
 
     def _excludes(self, name: str) -> bool:
         excluded = self.exclude_modules
@@ -153,13 +170,21 @@ class LoRA:
 
     def rank(self, name: str) -> int:
         """Return the rank of a projection's adapter."""
-        rank: int = _by_pattern(self.rank_pattern, name, self.r)
+        rank: int = by_pattern(self.rank_pattern, self._known_as(name), self.r)
         return rank
+
+    def alpha(self, name: str) -> float:
+        """Return ``lora_alpha`` of a projection's adapter."""
+        alpha: float = by_pattern(self.alpha_pattern, self._known_as(name), self.lora_alpha)
+        return alpha
 
     def scale(self, name: str) -> float:
         """Return the factor of a projection's adapter."""
-        rank, alpha = self.rank(name), _by_pattern(self.alpha_pattern, name, self.lora_alpha)
+        rank, alpha = self.rank(name), self.alpha(name)
         return float(alpha / math.sqrt(rank) if self.use_rslora else alpha / rank)
+
+    def _known_as(self, name: str) -> str:
+        return parameter_of(name) if self.targets_parameter(name) else name
 
     def check_targets(self, names: Iterable[str]) -> None:
         """Refuse a target or a module to save that matches nothing in a model.
@@ -171,11 +196,14 @@ class LoRA:
             ValueError: There is one; the message has the nearest names.
         """
         known = list(names)
-        for field in ("target_modules", "modules_to_save"):
+        parameters = list(dict.fromkeys(map(parameter_of, known)))
+        for field in ("target_modules", "target_parameters", "modules_to_save"):
             entries = getattr(self, field)
+            of_field = parameters if field == "target_parameters" else known
             for entry in entries if isinstance(entries, list | tuple) else ():
-                if not any(_matches([entry], name) for name in known):
-                    endings = sorted({name.rpartition(".")[2] for name in known})
+                if not any(_matches([entry], name) for name in of_field):
+                    parts = 2 if field == "target_parameters" else 1
+                    endings = sorted({".".join(name.split(".")[-parts:]) for name in of_field})
                     near = difflib.get_close_matches(entry, endings, 3) or endings
                     raise ValueError(
                         f"{field} has {entry!r}, and the model has no such module; did you mean {', '.join(near)}?"
@@ -186,6 +214,19 @@ class LoRA:
                 f" layers_to_transform={self.layers_to_transform!r} leaves no projection that gets an adapter; name"
                 " some, such as ['q_proj', 'v_proj']"
             )
+
+
+def parameter_of(name: str) -> str:
+    """Return the name of the parameter of transformers 5 that holds a projection: one holds all experts of a layer.
+
+    Args:
+        name: Hugging Face's name of the module, such as ``model.layers.3.mlp.experts.5.up_proj``.
+    """
+    expert = _EXPERT.fullmatch(name)
+    for gate, up, down in TRIPLES if expert else ():
+        if expert is not None and expert[2] in (gate, up, down):
+            return f"{expert[1] or ''}mlp.experts.{'down_proj' if expert[2] == down else 'gate_up_proj'}"
+    return f"{name}.weight"
 
 
 def _entries(field: str, pattern: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -208,7 +249,7 @@ def _matches(entries: list[str] | str, name: str) -> bool:
     return any(name == entry or name.endswith(f".{entry}") for entry in entries)
 
 
-def _by_pattern(pattern: Mapping[str, Any] | None, name: str, default: Any) -> Any:
+def by_pattern(pattern: Mapping[str, Any] | None, name: str, default: Any) -> Any:
     """Return the value of the first pattern that a name, or its ending after a dot, matches, as PEFT looks it up."""
     for key, value in (pattern or {}).items():
         if _compiled("rank_pattern or alpha_pattern", rf"(.*\.)?({key})").fullmatch(name):

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from lightning_mcore.checkpoint.model_state import TRAINED_ONLY, sharded_chunk
 from lightning_mcore.checkpoint.optimizer_state import pieces_of
-from lightning_mcore.config.lora import ALL_LINEAR, LoRA
+from lightning_mcore.config.lora import ALL_LINEAR, EXPERTS, LoRA
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.pretrained import pieces_of_module
 from lightning_mcore.hf.weight_map import WeightMap, whole_name, whole_names
 from lightning_mcore.hf.weight_rules import Block, Experts, Shape
-from lightning_mcore.layers.lora import ADAPTERS, Projection, Rows, adapt
+from lightning_mcore.layers.lora import ADAPTERS, Projection, Rows, adapt, share_a
 from lightning_mcore.parallel.chunks import ModelChunks
 from lightning_mcore.parallel.consensus import gather
 
@@ -136,10 +136,12 @@ def _train(weight: _Weight, lora: LoRA) -> None:
     _check_experts(weight, adapted, lora)
     projections = [_projection(weight, name) for name in adapted]
     adapt(weight.module, projections, lora, _split(weight))
+    if EXPERTS in adapted[0] and lora.targets_parameter(adapted[0]):
+        share_a(weight.module)
 
 
 def _check_experts(weight: _Weight, adapted: list[str], lora: LoRA) -> None:
-    if ".experts." not in weight.name or ".shared_experts." in weight.name:
+    if EXPERTS not in weight.name or ".shared_experts." in weight.name:
         return
     for field in ("lora_dropout", "use_dora"):
         if getattr(lora, field):

@@ -20,7 +20,8 @@ from lightning_mcore.checkpoint.storage import atomic
 from lightning_mcore.hf.export import check_export, export_model, require_free
 from lightning_mcore.hf.export_plan import MAX_SHARD_SIZE, parse_dtype, parse_size
 from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, CONFIG_FILE
-from lightning_mcore.hf.peft_folder import require_adapters, save_adapter
+from lightning_mcore.hf.peft_folder import check_adapter_export, save_adapter
+from lightning_mcore.hf.peft_tensors import ExpertLayout
 from lightning_mcore.parallel.consensus import decide
 
 SUFFIX = "-hf"
@@ -54,6 +55,8 @@ class SaveHFModel(Callback):
         max_shard_size: Size of a file in bytes, or as text, such as ``"5GB"``.
         adapter: Write the LoRA adapters alone, as a PEFT folder; False for the whole model, with them merged into its
             weights.
+        experts: With ``adapter``, the layout of routed experts: ``"stacked"``, a tensor for all experts of a layer, as
+            PEFT with transformers 5 and vLLM from 0.23 read; ``"each"``, a pair for each projection of each expert.
 
     Raises:
         ValueError: Nothing would be written, or an argument has an unknown value.
@@ -68,6 +71,7 @@ class SaveHFModel(Callback):
         dtype: str = "auto",
         max_shard_size: str | int = MAX_SHARD_SIZE,
         adapter: bool = False,
+        experts: ExpertLayout = "stacked",
     ) -> None:
         super().__init__()
         if folder is None and not every_checkpoint:
@@ -79,6 +83,7 @@ class SaveHFModel(Callback):
         self.folder = None if folder is None else os.path.abspath(folder)
         self.every_checkpoint = every_checkpoint
         self.adapter = adapter
+        self.experts = experts
         self._options: dict[str, Any] = {
             "like": like,
             "family": family,
@@ -135,7 +140,7 @@ class SaveHFModel(Callback):
                     f" {checkpoint.dirpath} is not on one; give folder, or export the checkpoints afterwards"
                 )
         if self.adapter:
-            require_adapters(pl_module)
+            check_adapter_export(pl_module, self.experts)
         else:
             check_export(pl_module, **self._options)
         self._looks = [_Look(checkpoint) for checkpoint in _model_checkpoints(trainer)]
@@ -181,7 +186,7 @@ class SaveHFModel(Callback):
 
     def _write(self, module: pl.LightningModule, out: str, replace: bool) -> None:
         if self.adapter:
-            save_adapter(module, out, replace)
+            save_adapter(module, out, replace, self.experts)
         else:
             export_model(module, out, **self._options, replace=replace)
 

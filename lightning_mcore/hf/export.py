@@ -61,6 +61,7 @@ def export_checkpoint(
     dtype: str = "auto",
     max_shard_size: str | int = MAX_SHARD_SIZE,
     adapter: bool = False,
+    experts: str = "stacked",
 ) -> None:
     """Write the weights of a sharded checkpoint as a Hugging Face model, in one process without a GPU.
 
@@ -79,6 +80,8 @@ def export_checkpoint(
         dtype: ``"bfloat16"``, ``"float16"``, ``"float32"``, or ``"auto"`` for the type in the checkpoint.
         max_shard_size: Size of a file in bytes, or as text, such as ``"5GB"``.
         adapter: Write the LoRA adapters alone, as a PEFT folder.
+        experts: With ``adapter``, the layout of routed experts: ``"stacked"``, a tensor for all experts of a layer, as
+            PEFT with transformers 5 and vLLM from 0.23 read; ``"each"``, a pair for each projection of each expert.
 
     Raises:
         FileNotFoundError: There is nothing at ``path`` or ``like``.
@@ -93,7 +96,8 @@ def export_checkpoint(
     state = MCoreCheckpointIO().load_checkpoint(path) if stored.is_ours else {}
     settings = state.get(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY) or {}
     if settings.get("lora"):
-        _export_adapted(path, out, adapter, like=like, family=family, dtype=dtype, max_shard_size=max_shard_size)
+        layout = experts if adapter else None
+        _export_adapted(path, out, layout, like=like, family=family, dtype=dtype, max_shard_size=max_shard_size)
         return
     if adapter:
         raise ValueError(f"{path} has no LoRA adapters; leave --adapter (adapter=True) out")
@@ -105,15 +109,15 @@ def export_checkpoint(
         _finish(plan, description, folder)
 
 
-def _export_adapted(path: str, out: str, adapter: bool, **options: Any) -> None:
-    """Write the adapters of a checkpoint, or its base with them merged into it."""
+def _export_adapted(path: str, out: str, experts: Any, **options: Any) -> None:
+    """Write the adapters of a checkpoint in a layout of experts, or its base with them merged into it for None."""
     from lightning_mcore.hf.peft_folder import save_adapter
     from lightning_mcore.models.gpt import MCoreGPT
 
     with single_process():
         module = MCoreGPT.load_from_checkpoint(path)
-        if adapter:
-            save_adapter(module, out)
+        if experts is not None:
+            save_adapter(module, out, experts=experts)
         else:
             export_model(module, out, **options)
 

@@ -3,14 +3,16 @@
 
 :func:`read_lora` reads the settings, :func:`load_adapter` the weights into a running model: each key of the file is
 used and each adapter filled, or it is an error. :func:`save_adapter` writes a folder that ``peft`` and vLLM read.
-Experts have one pair for each projection of each expert (``mlp.experts.5.gate_proj.lora_A.weight``).
+``peft_tensors.py`` knows the two layouts of experts.
 """
 
+import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
-from functools import partial
-from typing import Any
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from functools import lru_cache, partial
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -20,20 +22,23 @@ from torch import Tensor
 
 from lightning_mcore.checkpoint.manifest import saving, some_of
 from lightning_mcore.config.lora import ALL_LINEAR, LoRA
-from lightning_mcore.hf.adapters import weights_trained_whole
+from lightning_mcore.hf.adapters import projection_names
 from lightning_mcore.hf.export import new_folder, require_free
 from lightning_mcore.hf.export_config import write_json
 from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, read_json
+from lightning_mcore.hf.peft_tensors import (
+    ExpertLayout,
+    Piece,
+    adapter_pieces,
+    described_targets,
+    require_stackable,
+)
 from lightning_mcore.hf.safetensors import write_safetensors
 from lightning_mcore.hf.source import local_folder
-from lightning_mcore.layers.lora import Adapter
-from lightning_mcore.parallel.chunks import built_chunks
 from lightning_mcore.parallel.consensus import collect, control_group, decide, gather, on_all
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
-_PREFIX = "base_model.model."
-_EXPERTS = ".experts."
 _SHOWN = 5  # names in an error
 _BATCH = 1 << 26  # bytes that ranks send to rank 0 at a time
 _SETTINGS = frozenset(field.name for field in fields(LoRA))
@@ -66,9 +71,12 @@ def read_lora(path: str) -> LoRA:
         if key not in _SETTINGS and key not in _INDIFFERENT and key not in _ONLY and value:
             raise ValueError(f"{folder}/{ADAPTER_CONFIG_FILE} has {key}={value!r}, which is not supported; remove it")
     given = {key: value for key, value in config.items() if key in _SETTINGS and value not in (None, {}, [])}
+    if "target_modules" not in given and "target_parameters" in given:
+        given["target_modules"] = []
     if given.get("init_lora_weights") != "gaussian":
         given.pop("init_lora_weights", None)  # its weights are read
-    if not any(_EXPERTS in key for key in _keys(folder)):  # endings such as gate_proj mean dense layers alone there
+    each = any(re.search(r"\.experts\.\d", key) for key in _keys(folder))
+    if not each:  # endings such as gate_proj mean dense layers alone there
         excluded = given.get("exclude_modules", [])
         is_pattern = isinstance(excluded, str)
         given["exclude_modules"] = rf"(?:{excluded})|.*\.experts\..*" if is_pattern else [*excluded, "experts"]
@@ -87,48 +95,6 @@ def _keys(folder: str) -> list[str]:
         raise ValueError(f"{path} is damaged ({error}); copy it again") from error
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A part of a tensor of the file that this rank holds.
-
-    Args:
-        key: Name of the tensor in the file.
-        data: The values, in the memory of the model.
-        whole: Shape of the tensor.
-        start: Where the part begins in it.
-    """
-
-    key: str
-    data: Tensor
-    whole: tuple[int, ...]
-    start: tuple[int, ...]
-
-    @property
-    def place(self) -> tuple[slice, ...]:
-        return tuple(slice(a, a + n) for a, n in zip(self.start, self.data.shape, strict=True))
-
-
-def adapter_pieces(module: pl.LightningModule) -> Iterator[_Piece]:
-    """Yield what this rank holds of the tensors of an adapter's file.
-
-    Args:
-        module: An ``MCoreGPT`` whose adapters are on its model.
-    """
-    names: Any = module
-    for block, values in weights_trained_whole(built_chunks(module), *names.hf_names()):
-        whole = tuple(a + n for a, n in zip(block.hf_start, block.hf_shape, strict=True))
-        yield _Piece(_PREFIX + block.hf, values, whole, block.hf_start)
-    for child in module.modules():
-        if isinstance(child, Adapter):
-            p, stem = child.projection, _PREFIX + child.projection.name
-            rank = child.lora_A.shape[0]
-            yield _Piece(f"{stem}.lora_A.weight", child.lora_A, (rank, p.in_features), (0, p.column))
-            yield _Piece(f"{stem}.lora_B.weight", child.lora_B, (p.out_features, rank), (p.first_row, 0))
-            if child.lora_magnitude_vector is not None:
-                lengths = child.lora_magnitude_vector
-                yield _Piece(f"{stem}.lora_magnitude_vector", lengths, (p.out_features,), (p.first_row,))
-
-
 def load_adapter(module: pl.LightningModule, path: str) -> None:
     """Fill the adapters of a model from a PEFT folder; collective over the world.
 
@@ -141,7 +107,7 @@ def load_adapter(module: pl.LightningModule, path: str) -> None:
         ValueError: It does not fit this model: a tensor is missing, unknown, or of another shape.
     """
     folder = on_all(lambda: _folder_with_weights(path))
-    pieces = list(adapter_pieces(module))
+    pieces = list(adapter_pieces(module, require_adapters(module)))
     shapes = _shapes(pieces)
     on_all(lambda: _fill(folder, pieces, shapes))
 
@@ -157,15 +123,17 @@ def _folder_with_weights(path: str) -> str:
     raise FileNotFoundError(f"{folder} has no {WEIGHTS_FILE}; give the folder of a PEFT adapter")
 
 
-def _fill(folder: str, pieces: list[_Piece], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _fill(folder: str, pieces: list[Piece], shapes: Mapping[str, tuple[int, ...]]) -> None:
     path = os.path.join(folder, WEIGHTS_FILE)
     try:
         with safe_open(path, framework="pt") as file:
             found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - not a dict
             _check(path, shapes, found)
+            whole = lru_cache(maxsize=1)(file.get_tensor)  # each expert takes its part of the same tensor
             with torch.no_grad():
-                for piece in pieces:
-                    piece.data.copy_(file.get_slice(piece.key)[piece.place])
+                for piece in sorted(pieces, key=lambda piece: piece.key):
+                    part = whole(piece.key).view(piece.view) if piece.view else file.get_slice(piece.key)
+                    piece.data.copy_(part[piece.place])
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged ({error}); copy it again") from error
 
@@ -198,38 +166,66 @@ def require_adapters(module: pl.LightningModule) -> LoRA:
     return lora
 
 
-def save_adapter(module: pl.LightningModule, out: str, replace: bool = False) -> None:
+def check_adapter_export(module: pl.LightningModule, experts: ExpertLayout = "stacked") -> LoRA:
+    """Refuse now what :func:`save_adapter` would refuse, except for a taken folder; return the LoRA settings.
+
+    Args:
+        module: As in :func:`save_adapter`.
+        experts: As in :func:`save_adapter`.
+
+    Raises:
+        ValueError: The module has no adapters, or the layout of experts cannot hold them.
+    """
+    names: Any = module
+    lora = require_adapters(module)
+    if experts not in get_args(ExpertLayout):
+        raise ValueError(f"experts={experts!r} is not a layout of experts; choose 'stacked' or 'each'")
+    if experts == "stacked":
+        require_stackable(lora, projection_names(*names.hf_names()))
+    return lora
+
+
+def save_adapter(
+    module: pl.LightningModule, out: str, replace: bool = False, experts: ExpertLayout = "stacked"
+) -> None:
     """Write the adapters of a model as a PEFT folder, which appears whole or not at all; collective over the world.
 
     Args:
         module: A module whose adapters are on its model.
         out: The folder.
         replace: Whether to replace a Hugging Face folder at ``out``, when the new one is whole.
+        experts: The layout of routed experts: ``"stacked"``, a tensor for all experts of a layer, as PEFT with
+            transformers 5 and vLLM from 0.23 read; ``"each"``, a pair for each projection of each expert.
 
     Raises:
         OSError: The disk refuses.
-        ValueError: The module has no adapters, or ``out`` is taken.
+        ValueError: The module has no adapters, the layout of experts cannot hold them, or ``out`` is taken.
     """
-    lora = require_adapters(module)
+    names: Any = module
+    lora = check_adapter_export(module, experts)
     out = decide(partial(require_free, out, replace))
-    pieces = list(adapter_pieces(module))
+    pieces = list(adapter_pieces(module, lora, experts))
     shapes = _shapes(pieces)
     tensors: dict[str, Tensor] = {}
     for batch in _batches(_owned(pieces)):
         _collect(batch, tensors, shapes)
-    collect(lambda: None, lambda _: _write(out, tensors, lora))
+    family, fields = names.hf_names()
+    config = _config(lora, tensors)
+    if fields.get("num_moe_experts"):
+        config |= described_targets(lora, projection_names(family, fields), experts)
+    collect(lambda: None, lambda _: _write(out, tensors, config))
 
 
-def _shapes(pieces: list[_Piece]) -> dict[str, tuple[int, ...]]:
+def _shapes(pieces: list[Piece]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors of the file; collective over the world."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for of_rank in gather([(piece.key, piece.whole) for piece in pieces]):
+    for of_rank in gather([(piece.key, piece.shape) for piece in pieces]):
         for key, whole in of_rank:
             shapes[key] = tuple(map(max, shapes.get(key, whole), whole))
     return shapes
 
 
-def _owned(pieces: list[_Piece]) -> list[_Piece]:
+def _owned(pieces: list[Piece]) -> list[Piece]:
     """Return the pieces that this rank sends: the first of the ranks with the same one does."""
     own = [(piece.key, piece.start) for piece in pieces]
     first: dict[Any, int] = {}
@@ -239,9 +235,9 @@ def _owned(pieces: list[_Piece]) -> list[_Piece]:
     return [piece for piece in pieces if first[piece.key, piece.start] == dist.get_rank()]
 
 
-def _batches(pieces: list[_Piece]) -> list[list[_Piece]]:
+def _batches(pieces: list[Piece]) -> list[list[Piece]]:
     """Return the pieces in batches of limited size, as many on every rank."""
-    batches: list[list[_Piece]] = [[]]
+    batches: list[list[Piece]] = [[]]
     size = 0
     for piece in pieces:
         if size > _BATCH:
@@ -252,26 +248,27 @@ def _batches(pieces: list[_Piece]) -> list[list[_Piece]]:
     return batches + [[]] * (max(gather(len(batches))) - len(batches))
 
 
-def _collect(batch: list[_Piece], tensors: dict[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _collect(batch: list[Piece], tensors: dict[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Bring the pieces of all ranks into whole tensors on rank 0."""
-    own = [_Piece(p.key, p.data.detach().cpu(), p.whole, p.start) for p in batch]
+    own = [dataclasses.replace(piece, data=piece.data.detach().cpu()) for piece in batch]
     parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(own, parts, dst=0, group=control_group())
     for piece in (piece for of_rank in parts or () for piece in of_rank):
         if piece.key not in tensors:
-            tensors[piece.key] = torch.empty(shapes[piece.key], dtype=piece.data.dtype)
-        tensors[piece.key][piece.place] = piece.data
+            tensors[piece.key] = torch.zeros(shapes[piece.key], dtype=piece.data.dtype)
+        whole = tensors[piece.key]
+        whole.view(piece.view or whole.shape)[piece.place] = piece.data
 
 
-def _write(out: str, tensors: dict[str, Tensor], lora: LoRA) -> None:
+def _write(out: str, tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
     described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     with new_folder(out) as folder, saving(out):
         write_safetensors(os.path.join(folder, WEIGHTS_FILE), described, tensors.__getitem__)
-        write_json(os.path.join(folder, ADAPTER_CONFIG_FILE), _config(lora, tensors))
+        write_json(os.path.join(folder, ADAPTER_CONFIG_FILE), config)
 
 
 def _config(lora: LoRA, names: Iterable[str]) -> dict[str, Any]:
-    """Return ``adapter_config.json``."""
+    """Return ``adapter_config.json`` of a model without experts."""
     targets: Any = lora.target_modules
     if targets == ALL_LINEAR:  # PEFT counts neither experts nor those of other libraries among them
         targets = sorted({key.rpartition(".lora_")[0].rpartition(".")[2] for key in names if ".lora_A." in key})

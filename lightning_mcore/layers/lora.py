@@ -329,7 +329,7 @@ class Adapters(nn.ModuleDict):
             if self.split == axis and self.group.size() > 1:
                 axes[name] = axis
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
+            dict(self.named_parameters()),  # one that is shared, once
             prefix,
             axes,
             sharded_offsets,
@@ -387,6 +387,13 @@ def adapt(layer: Any, projections: Sequence[Projection], lora: LoRA, split: int 
     layer.add_module(ADAPTERS, adapters)
     if lora.use_dora:
         adapters.start_magnitudes(layer.weight)
+
+
+def share_a(layer: Any) -> None:
+    """Let all adapters of a layer have the A of the first; of equal rank."""
+    first, *others = layer.lora.values()
+    for other in others:
+        other.lora_A = first.lora_A
 
 
 def merging(layer: nn.Module) -> Callable[[], Tensor] | None:

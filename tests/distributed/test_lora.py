@@ -17,9 +17,12 @@ from torch.utils.data import DataLoader
 from lightning_mcore import LoRA, MCoreGPT, MCoreStrategy, Recipe, single_process
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.hf import export_checkpoint, export_model
-from lightning_mcore.hf.peft_folder import adapter_pieces, save_adapter
+from lightning_mcore.hf.peft_folder import save_adapter
+from lightning_mcore.hf.peft_tensors import adapter_pieces
 from tests.hf_models import VOCAB_SIZE, tiny_folder
 from tests.layouts import Layout
+from tests.parity.hf_training import text
+from tests.parity.test_lora import reference
 from tests.ranks import RanksFailedError, run_ranks
 from tests.toy import make_trainer
 
@@ -35,7 +38,13 @@ LAYOUTS = (
     Layout(pp=2, vp=2),
     Layout(cp=2, dp=2, distributed_optimizer=True),
 )
-RESUMED = (Layout(), Layout(tp=2, pp=2, sp=True), Layout(dp=2, distributed_optimizer=True))
+RESUMED = (
+    (Layout(), "llama"),
+    (Layout(tp=2, pp=2, sp=True), "llama"),
+    (Layout(dp=2, distributed_optimizer=True), "llama"),
+    (Layout(moe=True, dp=2, ep=2, distributed_optimizer=True), "qwen3_moe"),
+)
+STACKED: dict[str, Any] = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -78,6 +87,7 @@ def train(
     adapter: str | None = None,
     hf: str | None = None,
     fields: dict[str, Any] | None = None,
+    experts: Any = "stacked",
 ) -> dict[str, Any]:
     """Train some steps on a layout; return the course and what this rank holds of the adapter's file at the end."""
     recipe = Recipe(learning_rate=1e-2, min_learning_rate=1e-2, warmup_steps=0)
@@ -100,10 +110,10 @@ def train(
     )
     trainer.fit(module, DataLoader(Rows(), batch_size=1), ckpt_path=start)
     if adapter is not None:
-        save_adapter(module, adapter)
+        save_adapter(module, adapter, experts=experts)
     if hf is not None:
         export_model(module, hf)
-    held = [(piece.key, piece.start, piece.data.detach().clone()) for piece in adapter_pieces(module)]
+    held = [(piece.key, piece.start, piece.data.detach().clone()) for piece in adapter_pieces(module, module.lora)]
     return {"losses": course.losses, "norms": course.norms, "held": held}
 
 
@@ -146,18 +156,18 @@ def test_a_checkpoint_holds_what_is_trained_alone(one_rank: dict[str, Any]) -> N
     assert len(weights) == len(one_rank["held"])
 
 
-@pytest.mark.parametrize("layout", RESUMED, ids=lambda layout: layout.id)
-def test_a_run_goes_on_where_it_was_saved(layout: Layout, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "family"), RESUMED, ids=lambda value: getattr(value, "id", value))
+def test_a_run_goes_on_where_it_was_saved(layout: Layout, family: str, tmp_path: Path) -> None:
     """Bit for bit on the same layout; on another one within what layouts differ by."""
-    lora = {**SETTINGS, "modules_to_save": ["lm_head"]}
-    undisturbed = run_ranks(layout.world_size, train, folder("llama"), layout, lora)
-    run_ranks(layout.world_size, train, folder("llama"), layout, lora, steps=5, save=str(tmp_path))
+    lora = {**SETTINGS, "modules_to_save": ["lm_head"], **(STACKED if layout.moe else {})}
+    undisturbed = run_ranks(layout.world_size, train, folder(family), layout, lora)
+    run_ranks(layout.world_size, train, folder(family), layout, lora, steps=5, save=str(tmp_path))
     start = str(tmp_path / "step=5.ckpt")
-    resumed = run_ranks(layout.world_size, train, folder("llama"), layout, lora, start=start)
+    resumed = run_ranks(layout.world_size, train, folder(family), layout, lora, start=start)
     wanted, found = whole(undisturbed), whole(resumed)
     assert wanted.keys() == found.keys()
     assert all(torch.equal(wanted[place], found[place]) for place in wanted)
-    for rank in run_ranks(2, train, folder("llama"), Layout(pp=2), lora, start=start):
+    for rank in run_ranks(2, train, folder(family), Layout(pp=2), lora, start=start):
         assert rank["losses"] == pytest.approx(undisturbed[0]["losses"][5:], abs=LOSS)
 
 
@@ -217,6 +227,75 @@ def test_an_export_is_what_peft_merges(layout: Layout, lora: dict[str, Any], tmp
         assert before.keys() == after.keys()
         for name, tensor in before.items():
             torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-6 if "use_dora" in lora else 0)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, sp=True),
+        Layout(moe=True, dp=2, ep=2),
+        Layout(moe=True, tp=2, sp=True, ep=2, etp=1),
+        Layout(moe=True, pp=2),
+    ],
+    ids=lambda layout: layout.id,
+)
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not:RuntimeWarning")  # they are parameters
+def test_both_layouts_of_experts_come_back(layout: Layout, tmp_path: Path) -> None:
+    """From PEFT's stacked tensors to those of each expert and back, bit for bit; PEFT computes the same."""
+    source, stacked, each = reference("stacked experts"), str(tmp_path / "stacked"), str(tmp_path / "each")
+    again, stacked_again = str(tmp_path / "each again"), str(tmp_path / "stacked again")
+    copies = {
+        source.folder: {stacked: "stacked", each: "each"},
+        stacked: {stacked_again: "stacked"},
+        each: {again: "each"},
+    }
+    run_ranks(layout.world_size, copy_adapters, folder("deepseek_v3"), copies, layout)
+    for before, after in ((source.folder, stacked), (stacked, stacked_again), (each, again)):
+        wanted, found = (load_file(f"{path}/adapter_model.safetensors") for path in (before, after))
+        assert wanted.keys() == found.keys()
+        assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+    configs = [json.loads(Path(path, "adapter_config.json").read_text()) for path in (stacked, stacked_again)]
+    assert configs[0] == configs[1]
+    assert (logits_of_peft("deepseek_v3", stacked) - source.logits).abs().max() <= 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not:RuntimeWarning")
+def test_experts_with_an_a_each_fit_both_layouts(tmp_path: Path) -> None:
+    """PEFT computes with either what transformers computes with the merged weights."""
+    from transformers import AutoModelForCausalLM
+
+    first, each, stacked, merged = (str(tmp_path / name) for name in ("first", "each", "stacked", "merged"))
+    layout = Layout(moe=True, dp=2, ep=2)
+    run_ranks(2, train, folder("qwen3_moe"), layout, SETTINGS, steps=2, adapter=first, hf=merged, experts="each")
+    run_ranks(1, copy_adapters, folder("qwen3_moe"), {first: {each: "each", stacked: "stacked"}}, Layout(moe=True))
+    wanted, found = (load_file(f"{path}/adapter_model.safetensors") for path in (first, each))
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+    logits = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).eval()(text()["tokens"]).logits
+    for path in (each, stacked):
+        assert (logits_of_peft("qwen3_moe", path) - logits).abs().max() <= 1e-5
+
+
+def logits_of_peft(family: str, adapter: str) -> Tensor:
+    """Return what PEFT computes of the text of the parity tests, [b, s, v]."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(folder(family), dtype=torch.float32, attn_implementation="eager")
+    logits: Tensor = PeftModel.from_pretrained(base, adapter).eval()(text()["tokens"]).logits
+    return logits.detach()
+
+
+def copy_adapters(family: str, copies: dict[str, dict[str, Any]], layout: Layout) -> None:
+    """Read adapters on a layout and write each in the layouts of experts that are asked for."""
+    for source, targets in copies.items():
+        module = MCoreGPT.from_pretrained(family, seq_length=LENGTH, lora=source)
+        trainer = make_trainer(MCoreStrategy(**layout.strategy_arguments, micro_batch_size=1), limit_val_batches=1)
+        trainer.validate(module, DataLoader(Rows(), batch_size=1), verbose=False)
+        for target, experts in targets.items():
+            save_adapter(module, target, experts=experts)
 
 
 def export_both(checkpoint: str, adapter: str, merged: str) -> None:

@@ -150,15 +150,19 @@ class Part:
         name: Of the tensor.
         start: Where it begins.
         values: In the axes of that tensor.
+        view: A shape of the tensor in which it is a rectangle; None for its own.
     """
 
     name: str
     start: tuple[int, ...]
     values: Tensor
+    view: tuple[int, ...] | None = None
 
     def of(self, whole: Tensor) -> Tensor:
         """Return the same rectangle of ``whole``."""
-        return whole[tuple(slice(a, a + n) for a, n in zip(self.start, self.values.shape, strict=True))]
+        return whole.view(self.view or whole.shape)[
+            tuple(slice(a, a + n) for a, n in zip(self.start, self.values.shape, strict=True))
+        ]
 
 
 @dataclass(frozen=True)

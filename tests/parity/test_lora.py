@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_mcore import LoRA
-from lightning_mcore.hf.peft_folder import adapter_pieces
+from lightning_mcore.hf.peft_tensors import adapter_pieces
 from tests.hf_models import tiny_folder
 from tests.layouts import Layout
 from tests.parity.global_tensors import whole_gradients
@@ -29,6 +29,9 @@ from tests.ranks import run_ranks
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT asks
+    pytest.mark.filterwarnings(
+        "ignore:The following rank_pattern keys did not match:RuntimeWarning"
+    ),  # but of parameters
 ]
 
 LOGITS, LOSS, GRADIENT = 1e-5, 1e-5, 1e-4  # the first two absolute, the third of the greatest value of a tensor
@@ -54,6 +57,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lengths with biases": ("qwen2", {"target_modules": ["q_proj", "down_proj"], "use_dora": True}),
     "latent attention": ("deepseek_v3", {"target_modules": LATENT, "modules_to_save": ["embed_tokens"]}),
     "shared expert": ("qwen2_moe", {"target_modules": [*ATTENTION, *MLP]}),
+    "stacked experts": (
+        "deepseek_v3",
+        {
+            "target_modules": ["o_proj"],
+            "target_parameters": [
+                "experts.gate_up_proj",
+                "experts.down_proj",
+                "shared_experts.up_proj.weight",
+                "mlp.down_proj.weight",
+            ],
+            "rank_pattern": {"gate_up_proj": 3},
+            "modules_to_save": ["embed_tokens"],
+        },
+    ),
+    "stacked experts alone": ("mixtral", {"target_modules": [], "target_parameters": ["experts.gate_up_proj"]}),
 }
 
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -70,13 +88,25 @@ EXPERT_LAYOUTS: tuple[Layout, ...] = (
     Layout(moe=True, dp=2, pp=2, ep=2),
 )
 
+STACKED = ("stacked experts", "stacked experts alone")
 LAYOUTS: dict[Layout, tuple[str, ...]] = {
     Layout(): tuple(CASES),
     Layout(tp=2): ("all", "query and value", "patterns", "some layers", "lengths", "lengths with biases"),
-    Layout(tp=2, sp=True): ("all", "patterns", "lengths", "lengths with biases", "latent attention", "shared expert"),
+    Layout(tp=2, sp=True): (
+        "all",
+        "patterns",
+        "lengths",
+        "lengths with biases",
+        "latent attention",
+        "shared expert",
+        *STACKED,
+    ),
     Layout(pp=2): ("all", "some layers", "patterns"),
     Layout(pp=2, vp=2): ("all", "some layers"),
     Layout(cp=2): ("all", "lengths", "latent attention"),
+    Layout(moe=True, dp=2, ep=2): STACKED,
+    Layout(moe=True, tp=2, sp=True, ep=2, etp=1): STACKED,
+    Layout(moe=True, dp=2, pp=2, ep=2): STACKED,
     Layout(tp=2, pp=2, sp=True): ("all", "shared expert"),
 }
 
@@ -193,8 +223,8 @@ class WatchedAdapters(Watched):
         kept = [parameter.data.clone() for parameter in trained]
         for parameter in trained:
             parameter.data.copy_(gradients[parameter.data_ptr()])
-        pieces = adapter_pieces(self)
-        self.gradients = [Part(piece.key, piece.start, piece.data.detach().clone()) for piece in pieces]
+        pieces = adapter_pieces(self, self.lora)
+        self.gradients = [Part(piece.key, piece.start, piece.data.detach().clone(), piece.view) for piece in pieces]
         for parameter, old in zip(trained, kept, strict=True):
             parameter.data.copy_(old)
 

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tensors a PEFT adapter has, and which part of them a rank holds.
+
+A projection has A, B and, with DoRA, the lengths of its rows. There are two layouts of routed experts (E experts, rank
+r, o outputs, i inputs):
+
+- ``"stacked"``, PEFT's with transformers 5: one A and one B for all experts of a layer, of ``gate_up_proj`` and of
+  ``down_proj``. A is [E r, i], and row ``e r + k`` belongs to expert e. B is [o, r E], and column ``k E + e`` belongs
+  to it. PEFT wraps the module of the experts once for each, so the names of the inner one contain ``base_layer``.
+- ``"each"``: a pair for each projection of each expert, ``mlp.experts.5.gate_proj.lora_A.weight``.
+
+In the stacked layout the gate and the up projection share one A. Where they have an A each, both are in it, one after
+the other, and B has zeros where the rows of one meet the columns of the other. ``peft_folder.py`` reads and writes.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lightning_mcore.config.lora import TRIPLES, LoRA, by_pattern, parameter_of
+from lightning_mcore.hf.adapters import projection_names, weights_trained_whole
+from lightning_mcore.layers.lora import Adapter
+from lightning_mcore.parallel.chunks import built_chunks
+
+ExpertLayout = Literal["stacked", "each"]
+PREFIX = "base_model.model."
+_A, _B, _LENGTHS = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor of the file that this rank holds.
+
+    Args:
+        key: Name of the tensor in the file.
+        data: The values, in the memory of the model.
+        shape: Shape of the tensor.
+        start: Where the part begins in it, seen as ``view``.
+        view: Where experts are stacked, the shape in which the part is a rectangle; else None.
+    """
+
+    key: str
+    data: Tensor
+    shape: Shape
+    start: Shape
+    view: Shape | None = None
+
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """The part, in a tensor that is seen as ``view``."""
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.data.shape, strict=True))
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where the adapter of one projection is in the tensors of the file.
+
+    Args:
+        stem: Their names without the last part.
+        rank: Rank of the tensors.
+        first: The first of it that belongs to the projection.
+        row: The first row of B that belongs to it.
+        outputs: Rows of B.
+        inputs: Columns of A.
+        expert: Its number, where the tensors hold all experts; else None.
+        experts: How many they hold.
+    """
+
+    stem: str
+    rank: int
+    first: int
+    row: int
+    outputs: int
+    inputs: int
+    expert: int | None = None
+    experts: int = 1
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Shapes of A and B by name."""
+        rank = self.rank * self.experts
+        return {f"{self.stem}.{_A}": (rank, self.inputs), f"{self.stem}.{_B}": (self.outputs, rank)}
+
+    def a(self, values: Tensor, column: int) -> Piece:
+        """Return the place of A of this rank, [r, columns]."""
+        key = f"{self.stem}.{_A}"
+        if self.expert is None:
+            return Piece(key, values, self.shapes[key], (0, column))
+        view = (self.experts, self.rank, self.inputs)
+        return Piece(key, values[None], self.shapes[key], (self.expert, self.first, column), view)
+
+    def b(self, values: Tensor, row: int) -> Piece:
+        """Return the place of B of this rank, [rows, r]."""
+        key = f"{self.stem}.{_B}"
+        if self.expert is None:
+            return Piece(key, values, self.shapes[key], (row, 0))
+        view = (self.outputs, self.rank, self.experts)
+        return Piece(key, values[..., None], self.shapes[key], (self.row + row, self.first, self.expert), view)
+
+
+def slot_of(name: str, shape: Sequence[int], lora: LoRA, experts: int, layout: ExpertLayout) -> Slot:
+    """Return where the adapter of a projection is.
+
+    Args:
+        name: Hugging Face's name of the projection.
+        shape: ``(outputs, inputs)`` of its weight.
+        lora: The settings.
+        experts: Routed experts of a layer.
+        layout: The layout of experts.
+    """
+    outputs, inputs = shape
+    if layout == "each" or not is_stacked(name):
+        return Slot(f"{PREFIX}{name}", lora.rank(name), 0, 0, outputs, inputs)
+    prefix, _, last = name.rpartition(".")
+    gate, up, down = (f"{prefix}.{other}" for other in next(names for names in TRIPLES if last in names))
+    number = int(prefix.rpartition(".")[2])
+    stem = PREFIX + parameter_of(name).rpartition(".")[0]
+    if name == down:
+        return Slot(stem, lora.rank(name), 0, 0, outputs, inputs, number, experts)
+    stem += ".base_layer" if lora.adapts(down) else ""
+    ranks = [lora.rank(other) if lora.adapts(other) else 0 for other in (gate, up)]
+    shared = lora.targets_parameter(name)
+    first = ranks[0] if name == up and not shared else 0
+    row = outputs if name == up else 0
+    return Slot(stem, ranks[0] if shared else sum(ranks), first, row, 2 * outputs, inputs, number, experts)
+
+
+def is_stacked(name: str) -> bool:
+    """Return whether transformers 5 keeps a projection in a parameter of all experts of a layer."""
+    return not parameter_of(name).endswith(".weight")
+
+
+def adapter_pieces(module: pl.LightningModule, lora: LoRA, layout: ExpertLayout | None = None) -> Iterator[Piece]:
+    """Yield what this rank holds of the tensors of an adapter's file.
+
+    Args:
+        module: An ``MCoreGPT`` whose adapters are on its model.
+        lora: Their settings.
+        layout: The layout of experts; None for the one that their settings describe.
+    """
+    names: Any = module
+    family, fields = names.hf_names()
+    experts = int(fields.get("num_moe_experts") or 0)
+    layout = layout or own_layout(lora, projection_names(family, fields))
+    for block, values in weights_trained_whole(built_chunks(module), family, fields):
+        shape = tuple(a + n for a, n in zip(block.hf_start, block.hf_shape, strict=True))  # at least this large
+        yield Piece(PREFIX + block.hf, values, shape, block.hf_start)
+    for child in module.modules():
+        if isinstance(child, Adapter):
+            p = child.projection
+            slot = slot_of(p.name, (p.out_features, p.in_features), lora, experts, layout)
+            yield slot.a(child.lora_A, p.column)
+            yield slot.b(child.lora_B, p.first_row)
+            if child.lora_magnitude_vector is not None:
+                lengths, shape = child.lora_magnitude_vector, (p.out_features,)
+                yield Piece(f"{slot.stem}.{_LENGTHS}", lengths, shape, (p.first_row,))
+
+
+def own_layout(lora: LoRA, names: Sequence[str]) -> ExpertLayout:
+    """Return the layout of experts that the settings of an adapter describe.
+
+    Args:
+        lora: The settings.
+        names: All projections of the model.
+    """
+    return "stacked" if any(is_stacked(name) and lora.targets_parameter(name) for name in names) else "each"
+
+
+def require_stackable(lora: LoRA, names: Sequence[str]) -> None:
+    """Refuse adapters of experts that the stacked layout cannot hold.
+
+    Args:
+        lora: The settings.
+        names: All projections of the model.
+
+    Raises:
+        ValueError: Experts of a layer, or the gate and the up projection, differ.
+    """
+    found: dict[str, dict[str, set[Any]]] = {}
+    for name in names:
+        if is_stacked(name):
+            adapted = lora.adapts(name)
+            kind = (lora.rank(name), lora.scale(name)) if adapted else None
+            found.setdefault(parameter_of(name), {}).setdefault(name.rpartition(".")[2], set()).add(kind)
+    for parameter, projections in found.items():
+        scales = {kind[1] for kinds in projections.values() for kind in kinds if kind is not None}
+        if any(len(kinds) > 1 for kinds in projections.values()) or len(scales) > 1:
+            raise ValueError(
+                f"the experts' adapters of {parameter} differ in target, rank or scale, and the stacked layout has one"
+                " rank and scale for all; write them with experts='each' (--experts each)"
+            )
+
+
+def described_targets(lora: LoRA, names: Sequence[str], layout: ExpertLayout) -> dict[str, Any]:
+    """Return the settings of ``adapter_config.json`` that say which modules have adapters, for a model with experts.
+
+    PEFT reads ``gate_proj`` and the like among ``target_modules`` as routed experts, whatever else has that name, and
+    then leaves the others out. So those others are in ``target_parameters``, as their weights.
+
+    Args:
+        lora: The settings.
+        names: All projections of the model.
+        layout: The layout of experts.
+    """
+    projections = {last for names_of_one in TRIPLES for last in names_of_one}
+    plain = not (lora.lora_dropout or lora.use_dora)  # PEFT supports neither on parameters
+    modules: dict[str, tuple[int, float]] = {}  # rank and alpha by name
+    parameters: dict[str, tuple[int, float]] = {}
+    for name in (name for name in names if lora.adapts(name)):
+        rank, alpha = lora.rank(name), lora.alpha(name)
+        if layout == "stacked" and (is_stacked(name) or (plain and name.rpartition(".")[2] in projections)):
+            whole = slot_of(name, (1, 1), lora, 1, layout).rank
+            alpha *= (whole / rank) ** 0.5 if lora.use_rslora else whole / rank
+            parameters[parameter_of(name)] = (whole, alpha)
+        else:
+            modules[name] = (rank, alpha)
+    of_all = {**parameters, **modules}
+    return {
+        "target_modules": _endings(modules, names),
+        "target_parameters": _endings(parameters, map(parameter_of, names), 1) or None,
+        "exclude_modules": None,
+        "layers_to_transform": None,
+        "rank_pattern": _pattern({name: rank for name, (rank, _) in of_all.items()}, lora.r, lora.rank_pattern),
+        "alpha_pattern": _pattern({n: alpha for n, (_, alpha) in of_all.items()}, lora.lora_alpha, lora.alpha_pattern),
+    }
+
+
+def _endings(chosen: Collection[str], names: Iterable[str], shortest: int = 0) -> list[str]:
+    """Return endings of names that mean all chosen ones and no other: the last part, or what follows the layer."""
+
+    def endings(name: str) -> list[str]:
+        return [name.rpartition(".")[2], _within_layer(name)][shortest:]
+
+    ambiguous = {ending for name in names if name not in chosen for ending in endings(name)}
+    return sorted({next((ending for ending in endings(name) if ending not in ambiguous), name) for name in chosen})
+
+
+def _within_layer(name: str) -> str:
+    return re.sub(r"^.*?\.\d+\.", "", name)
+
+
+def _pattern(values: Mapping[str, Any], default: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a pattern that gives each name its value: the given one, with more before it where that is not enough."""
+    of_ending: dict[str, set[Any]] = {}
+    for name, value in values.items():
+        of_ending.setdefault(_within_layer(name), set()).add(value)
+    own = {
+        re.escape(name if len(of_ending[_within_layer(name)]) > 1 else _within_layer(name)): value
+        for name, value in values.items()
+        if by_pattern(given, name, default) != value
+    }
+    return {**own, **(given or {})}
