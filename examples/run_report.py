@@ -218,6 +218,28 @@ def draw_losses(file: Path, train: Curve, val: Curve, strategy: Any) -> None:
     pyplot.close(figure)
 
 
+def draw_side_by_side(file: Path, metrics: dict[str, Path], names: dict[str, str]) -> None:
+    """Draw metrics of several runs into one picture.
+
+    Args:
+        file: The picture; its suffix chooses the format.
+        metrics: The CSV file of each run, by the name of the run.
+        names: The label of each metric, by its name; each gets axes of its own.
+    """
+    figure, all_axes = pyplot.subplots(1, len(names), figsize=(6 * len(names), 4.5), dpi=120, squeeze=False)
+    for axes, (name, label) in zip(all_axes[0], names.items(), strict=True):
+        for run, rows in metrics.items():
+            axes.plot(*zip(*read_curve(rows, name), strict=True), linewidth=1, label=run)
+        axes.set_xlabel("optimizer step")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[0][0].legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(file)
+    pyplot.close(figure)
+
+
 def _csv_loggers(trainer: pl.Trainer) -> list[CSVLogger]:
     return [logger for logger in trainer.loggers if isinstance(logger, CSVLogger)]
 

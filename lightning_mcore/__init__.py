@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from lightning_mcore.models.gpt import MCoreGPT
     from lightning_mcore.models.recipe import Recipe
     from lightning_mcore.optimizer.muon import MuonWithAdamW
+    from lightning_mcore.strategy.fp8_monitor import FP8Monitor
     from lightning_mcore.strategy.module import MCoreModule
     from lightning_mcore.strategy.precision import MCorePrecision
     from lightning_mcore.strategy.preemption import PreemptionCheckpoint
@@ -53,6 +54,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CommunicationOptions",
+    "FP8Monitor",
     "LoRA",
     "MCoreCheckpointIO",
     "MCoreFinetuningData",
@@ -86,6 +88,7 @@ __all__ = [
 
 _HOMES = {
     "CommunicationOptions": "config.communication",
+    "FP8Monitor": "strategy.fp8_monitor",
     "LoRA": "config.lora",
     "MCoreCheckpointIO": "checkpoint.io",
     "MCoreFinetuningData": "data.finetuning.datamodule",

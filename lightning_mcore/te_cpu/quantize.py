@@ -12,7 +12,7 @@ Sources: ``recipe_common.cuh``, ``ptx.cuh`` (``float_to_e8m0``) and ``delayed_sc
 
 import importlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from lightning_mcore.te_cpu.enums import TORCH_DTYPES, DType
 
 _CPU = torch.device("cpu")
 _BLOCK = 32  # values that share a scale of mxfp8
+observer: Callable[[Any, Tensor, Any], None] | None = None
+"""Called after each cast, where it is set, with the quantizer, the values and the quantized tensor."""
 _BUFFERS = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
 
 
@@ -229,7 +231,27 @@ def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Tensor | Non
         {"tensor": _fill_tensor, "block": _fill_block, "mxfp8": _fill_mxfp8}[_kind(quantizer)](
             output, values, quantizer, torch.finfo(dtype).max
         )
+        if observer is not None:
+            observer(quantizer, values, output)
     return output
+
+
+def lost(values: Tensor, output: Any) -> tuple[int, int]:
+    """Count what a cast lost.
+
+    Args:
+        values: Any shape, fp32.
+        output: The same values, quantized.
+
+    Returns:
+        How many values were larger than the largest one of their scale, which only the scale of earlier steps allows;
+        and how many were not zero and became zero.
+    """
+    saturated = 0
+    if hasattr(output, "_scale_inv"):  # other scales come from the largest value that they apply to
+        limit = _fp8(output._fp8_dtype)[1] * output._scale_inv * (1 + 2**-20)
+        saturated = int((values.abs() > limit).sum())
+    return saturated, int(((to_float(output) == 0) & (values != 0)).sum())
 
 
 def _fill_tensor(output: Any, values: Tensor, quantizer: Any, limit: float) -> None:
