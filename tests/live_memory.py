@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_mcore import MCoreGPT, MCoreStrategy
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.optimizer.megatron import optimizer_parts
+from lightning_mcore.planning.adapters import with_adapters
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.state_memory import RankMemory, optimizer_of, rank_memory
 from lightning_mcore.strategy.precision import MCorePrecision
@@ -64,7 +65,7 @@ class LiveRun:
         """Return what the plan says of a rank."""
         place = self.layout.coordinates(rank, self.world).pipeline_model_parallel_rank
         return rank_memory(
-            GPTFields.of(self.model),
+            with_adapters(GPTFields.of(self.model), self.model),
             self.layout,
             place,
             world_size=self.world,

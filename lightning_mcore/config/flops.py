@@ -11,9 +11,13 @@ from typing import Any
 
 _FORWARD_AND_BACKWARD = 3
 """A backward pass costs two forward passes: one for the gradient of the input, one for that of the weight."""
+_FORWARD_AND_INPUT = 2
+"""The gradient of a frozen weight is not computed."""
 
 
-def training_flops_per_token(fields: Mapping[str, Any], vocab_size: int, seq_length: int) -> float:
+def training_flops_per_token(
+    fields: Mapping[str, Any], vocab_size: int, seq_length: int, trained: tuple[float, float] | None = None
+) -> float:
     """Return the floating point operations that training a GPT costs for each token, forward and backward.
 
     Matrix products only, a multiplication and an addition counted as two; norms, activations and the embedding
@@ -26,10 +30,22 @@ def training_flops_per_token(fields: Mapping[str, Any], vocab_size: int, seq_len
         fields: Fields of ``TransformerConfig`` by name; an absent one has Megatron's default.
         vocab_size: Rows of the output layer, padding included.
         seq_length: Tokens of a sequence.
+        trained: Where weights are frozen: how many multiplications of one token are with matrices that are trained all
+            the same, and with those of adapters. None where all weights are trained.
 
     Returns:
         Operations for one token, averaged over the positions of a sequence.
     """
+    forward = _forward(fields, vocab_size, seq_length)
+    if trained is None:
+        return _FORWARD_AND_BACKWARD * forward
+    saved, added = (2 * count for count in trained)
+    products = _forward(fields, vocab_size, 0)
+    scores = _FORWARD_AND_BACKWARD * (forward - products)  # of attention: they have no weight
+    return scores + _FORWARD_AND_INPUT * products + saved + _FORWARD_AND_BACKWARD * added
+
+
+def _forward(fields: Mapping[str, Any], vocab_size: int, seq_length: int) -> float:
     windows = _windowed_layers(fields)
     layers = [
         _attention(fields, _attended_keys(seq_length, fields.get("window_size") if windowed else None))
@@ -39,7 +55,7 @@ def training_flops_per_token(fields: Mapping[str, Any], vocab_size: int, seq_len
     width = fields["hidden_size"]
     ahead = fields.get("mtp_num_layers") or 0
     forward = sum(layers) + ahead * (layers[-1] + _product(2 * width, width))
-    return _FORWARD_AND_BACKWARD * (forward + (1 + ahead) * _product(width, vocab_size))
+    return forward + (1 + ahead) * _product(width, vocab_size)
 
 
 def moe_layers(fields: Mapping[str, Any]) -> list[bool]:

@@ -229,6 +229,76 @@ def parameter_of(name: str) -> str:
     return f"{name}.weight"
 
 
+@dataclass(frozen=True)
+class Pair:
+    """Sizes of the A and B of one projection.
+
+    Args:
+        rank: Rows of A, columns of B.
+        rows: Rows of B.
+        columns: Columns of A.
+        expert: Of experts, the number of this one.
+        has_lengths: Whether DoRA's trained length of each row goes with it.
+    """
+
+    rank: int
+    rows: int
+    columns: int
+    expert: int = 0
+    has_lengths: bool = False
+
+    @property
+    def multiplications(self) -> int:
+        """Of one token with A and B."""
+        return self.rank * (self.rows + self.columns)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What of one of Megatron's weights is trained.
+
+    Args:
+        is_saved: Whether it is trained whole.
+        shape: Of the whole weight, of experts with their number first.
+        pairs: Its adapters, in order; of experts one expert after the other.
+    """
+
+    is_saved: bool
+    shape: tuple[int, ...]
+    pairs: tuple[Pair, ...]
+
+
+@dataclass(frozen=True)
+class AdaptedModel:
+    """What of a model is trained beside its frozen weights.
+
+    Args:
+        lora: The settings.
+        of: By the name of the weight in a checkpoint; one that is absent is frozen and has no adapter.
+        is_tied: Whether the embedding is the output layer too.
+    """
+
+    lora: LoRA
+    of: Mapping[str, Trained]
+    is_tied: bool = False
+
+    def multiplications(self, prefix: str | tuple[str, ...] = "", topk: int = 0) -> tuple[float, float]:
+        """Return how many multiplications of one token are with trained matrices, and with A and B.
+
+        Args:
+            prefix: How the names of the weights to count begin; a look-up in an embedding counts as nothing.
+            topk: Experts that a token goes to.
+        """
+        saved = added = 0.0
+        for name, trained in self.of.items():
+            if not name.startswith(prefix) or (name.startswith("embedding.") and not self.is_tied):
+                continue
+            share = topk / trained.shape[0] if len(trained.shape) == 3 else 1.0
+            saved += share * math.prod(trained.shape) if trained.is_saved and len(trained.shape) > 1 else 0
+            added += share * sum(pair.multiplications for pair in trained.pairs)
+        return saved, added
+
+
 def _entries(field: str, pattern: Mapping[str, Any] | None) -> dict[str, Any]:
     if pattern is not None and not isinstance(pattern, Mapping):
         raise TypeError(f"{field}={pattern!r} is not a mapping; give {{'q_proj': 16}}, for example")

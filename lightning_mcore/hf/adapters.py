@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_mcore.checkpoint.model_state import TRAINED_ONLY, sharded_chunk
 from lightning_mcore.checkpoint.optimizer_state import pieces_of
-from lightning_mcore.config.lora import ALL_LINEAR, EXPERTS, LoRA
+from lightning_mcore.config.lora import ALL_LINEAR, EXPERTS, AdaptedModel, LoRA, Pair, Trained
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.pretrained import pieces_of_module
 from lightning_mcore.hf.weight_map import WeightMap, whole_name, whole_names
@@ -31,6 +31,7 @@ from lightning_mcore.parallel.chunks import ModelChunks
 from lightning_mcore.parallel.consensus import gather
 
 _COMPARED = 8  # values of each tensor
+_OTHERS = ("embedding.", "output_layer.")  # weights that are not of linear layers inside the transformer
 _LINEAR: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear)
 if te.HAVE_TE:
     _LINEAR += (te.TELinear, te.TELayerNormColumnParallelLinear)
@@ -217,6 +218,38 @@ def weights_trained_whole(
                     count = block.shape[-weight.parameter.dim()]
                     rows = weight.parameter[row : row + count]
                     yield block, rows.t() if block.transposed else rows
+
+
+def adapted_model(tensors: Mapping[str, Shape], family: Family, fields: Mapping[str, Any], lora: LoRA) -> AdaptedModel:
+    """Return what :func:`add_adapters` makes of a model, which need not be built.
+
+    Args:
+        tensors: Shapes of its weights by their names in a checkpoint; experts are stacked.
+        family: The rules of its Hugging Face names.
+        fields: Settings of the model.
+        lora: The settings.
+
+    Raises:
+        ValueError: The family has no rule for a weight.
+    """
+    found: dict[str, Trained] = {}
+    for name, blocks in WeightMap(family, fields, tensors).blocks.items():
+        shape = tensors[name]
+        sizes: dict[str, tuple[int, int, int]] = {}  # rows, columns and the expert
+        for block in blocks:
+            module = block.hf.rpartition(".")[0]
+            expert = block.start[0] if len(shape) > 2 else 0
+            sizes[module] = (sizes.get(module, (0,))[0] + block.shape[-2:][0], block.shape[-1], expert)
+        is_saved = any(lora.saves(module) for module in sizes)
+        pairs = [
+            Pair(lora.rank(module), *size, has_lengths=lora.use_dora)
+            for module, size in sizes.items()
+            if name.endswith(".weight") and len(shape) > 1 and not name.startswith(("mtp.", *_OTHERS))
+            if not is_saved and "router" not in name and lora.adapts(module)
+        ]
+        if is_saved or pairs:
+            found[name] = Trained(is_saved, shape, tuple(sorted(pairs, key=lambda pair: pair.expert)))
+    return AdaptedModel(lora, found, is_tied="output_layer.weight" not in tensors)
 
 
 def projection_names(family: Family, fields: Mapping[str, Any]) -> list[str]:

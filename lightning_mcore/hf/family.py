@@ -228,6 +228,20 @@ def _normal_experts(whole: Mapping[str, Any]) -> dict[str, Any]:
     return {"moe_layer_freq": tuple(map(bool, every))}
 
 
+def family_and_fields(model: Mapping[str, Any], family: str | None = None) -> tuple[Family, dict[str, Any]]:
+    """Return the family whose names the weights of an ``MCoreGPT`` have, and all fields of the model.
+
+    Args:
+        model: Arguments of ``MCoreGPT``.
+        family: Name or path of the family; None for that of its Hugging Face model, or the nearest one.
+    """
+    transformer = model["transformer"]
+    nearest = "qwen3_moe" if transformer.get("num_moe_experts") else "qwen3"
+    nearest = "deepseek_v3" if transformer.get("multi_latent_attention") else nearest
+    named = family or (model.get("hf") or {}).get("family") or nearest
+    return find_family(named), complete_fields({**transformer, "vocab_size": model["vocab_size"]})
+
+
 MODULE_DEFAULTS: dict[str, Any] = {
     "position_embedding_type": "rope",
     "rotary_percent": 1.0,

@@ -163,8 +163,10 @@ class Adapters(nn.ModuleDict):
         self.uses_dora = lora.use_dora
         adapters: list[Adapter] = list(self.values())  # type: ignore[arg-type]
         self._adapters = adapters
-        self.order: Tensor
-        self.register_buffer("order", _order(adapters, weight.shape[0]).to(weight.device), persistent=False)
+        order = _order(adapters, weight.shape[0])
+        is_as_stacked = torch.equal(order, torch.arange(len(order)))
+        self.order: Tensor | None  # None where the stacked rows are those of the layer
+        self.register_buffer("order", None if is_as_stacked else order.to(weight.device), persistent=False)
         self._mark_parameters(weight)
 
     def _mark_parameters(self, weight: Tensor) -> None:
@@ -229,13 +231,13 @@ class Adapters(nn.ModuleDict):
 
     def _a(self) -> Tensor:
         """Return the A of all projections, [sum of r, columns]."""
-        stacked = torch.cat([adapter.lora_A for adapter in self._adapters])
+        stacked = _stacked([adapter.lora_A for adapter in self._adapters], lambda all_a: torch.cat([*all_a]))
         return self._summed(stacked) if self.split == 0 else stacked
 
     def _b(self) -> Tensor:
         """Return the B of all projections as one matrix, [rows of this rank, sum of r]."""
         diagonal: Any = torch.block_diag
-        stacked = self._in_rows(diagonal(*(adapter.lora_B for adapter in self._adapters)))
+        stacked = self._in_rows(_stacked([x.lora_B for x in self._adapters], lambda all_b: diagonal(*all_b)))
         return self._summed(stacked) if self.split == 1 else stacked
 
     def _scales(self, like: Tensor) -> Tensor | float:
@@ -254,6 +256,8 @@ class Adapters(nn.ModuleDict):
 
     def _in_rows(self, stacked: Tensor) -> Tensor:
         """Bring rows of the projections, one after the other, to the places that they have in the layer."""
+        if self.order is None:
+            return stacked
         padded = functional.pad(stacked, (0, 0, 0, 1) if stacked.dim() > 1 else (0, 1))  # for rows without adapter
         return padded[self.order]
 
@@ -304,6 +308,8 @@ class Adapters(nn.ModuleDict):
             for part in sums:
                 dist.all_reduce(part, group=self.group)
         squares = sums[0] + 2 * (sums[1] * b).sum(1) + ((b @ sums[2]) * b).sum(1)
+        if self.order is None:
+            return squares.sqrt()
         absent = self.order.eq(sum(x.lora_B.shape[0] for x in self._adapters))
         return squares.sqrt().masked_fill(absent, 1.0)
 
@@ -424,6 +430,11 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
     finally:
         for child, enabled in zip(found, before, strict=True):
             child.enabled = enabled
+
+
+def _stacked(parameters: list[nn.Parameter], join: Callable[[list[nn.Parameter]], Tensor]) -> Tensor:
+    """Return parameters as one matrix; a single one itself, without a copy that backward would keep."""
+    return parameters[0] if len(parameters) == 1 else join(parameters)
 
 
 def _last(name: str) -> str:

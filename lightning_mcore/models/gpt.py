@@ -237,9 +237,12 @@ class MCoreGPT(SpeedLogs):
             load_pretrained(self, self._starts_from, self._given_family)
             self._starts_from = None  # the weights that a run has trained stay in the next one
         if self.lora is not None and not hasattr(self.model.chunks[0], TRAINED_ONLY):
-            from lightning_mcore.hf.adapters import add_adapters, fingerprint
+            from lightning_mcore.hf.adapters import adapted_model, add_adapters, fingerprint
+            from lightning_mcore.hf.pretrained import pieces_of_module
 
             self._base = fingerprint(self)
+            adapted = adapted_model(pieces_of_module(self).shapes, *self.hf_names(), self.lora)
+            self.trained_products = adapted.multiplications(topk=self.config.moe_router_topk)
             add_adapters(built_chunks(self), *self.hf_names(), self.lora)
             if self._adapter is not None and not self._resumes:
                 from lightning_mcore.hf.peft_folder import load_adapter
@@ -248,15 +251,9 @@ class MCoreGPT(SpeedLogs):
 
     def hf_names(self) -> tuple[Any, dict[str, Any]]:
         """Return the family whose names the projections have, and the settings of the model."""
-        from lightning_mcore.hf.family import complete_fields, find_family
+        from lightning_mcore.hf.family import family_and_fields
 
-        family = self._given_family or (self.hparams["hf"] or {}).get("family") or self._nearest_family()
-        return find_family(family), complete_fields({**self.transformer, "vocab_size": self.vocab_size})
-
-    def _nearest_family(self) -> str:
-        if self.transformer.get("multi_latent_attention"):
-            return "deepseek_v3"
-        return "qwen3_moe" if self.transformer.get("num_moe_experts") else "qwen3"
+        return family_and_fields({**self.hparams, "transformer": self.transformer}, self._given_family)
 
     @property
     def _resumes(self) -> bool:

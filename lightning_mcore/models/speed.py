@@ -25,11 +25,14 @@ class SpeedLogs(MCoreModule):
         transformer: Fields of ``TransformerConfig``, which the module has to set; so are the two that follow.
         padded_vocab_size: Rows of the embedding.
         seq_length: Tokens of a sequence.
+        trained_products: Where weights are frozen: multiplications of one token with matrices that are trained all the
+            same, and with those of adapters.
     """
 
     transformer: dict[str, Any]
     padded_vocab_size: int
     seq_length: int
+    trained_products: tuple[float, float] | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,4 +81,5 @@ class SpeedLogs(MCoreModule):
 
     @functools.cached_property
     def _flops_per_token(self) -> float:
-        return training_flops_per_token(self.transformer, self.padded_vocab_size, self.seq_length)
+        sizes = (self.padded_vocab_size, self.seq_length)
+        return training_flops_per_token(self.transformer, *sizes, self.trained_products)

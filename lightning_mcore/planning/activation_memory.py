@@ -108,8 +108,10 @@ class _Meter:
     def chunk(self, chunk: ChunkLayers) -> _ChunkBytes:
         """Return what a microbatch takes in a chunk."""
         fields, form = self.fields, self.setting.form
-        kinds = {kind: self._layer(kind) for kind in {fields.is_moe[layer] for layer in chunk.layers}}
-        kept, again = self._recomputed([kinds[fields.is_moe[layer]] for layer in chunk.layers])
+        same = fields.adapters is None  # layers with the same feed-forward part
+        kinds = {fields.is_moe[layer] if same else layer: layer for layer in chunk.layers}
+        layers = {kind: self._layer(fields.is_moe[layer], layer) for kind, layer in kinds.items()}
+        kept, again = self._recomputed([layers[fields.is_moe[n] if same else n] for n in chunk.layers])
         kept += self._weigh(embedding_rows(fields, form)) if chunk.embedding else 0.0
         output = self._weigh(output_rows(fields, form)) if chunk.output else 0.0
         output += self._ahead() * chunk.mtp
@@ -132,9 +134,9 @@ class _Meter:
             return 2 * self.hidden + self._weigh(rows)
         return self._weigh(row for row in rows if not self._is_recomputed(row))
 
-    def _layer(self, is_moe: bool) -> tuple[float, float]:
+    def _layer(self, is_moe: bool, layer: int) -> tuple[float, float]:
         """Return the bytes that a layer keeps, and those it keeps where all of it is recomputed."""
-        rows = layer_rows(self.fields, is_moe, self.setting.seq_length, self.setting.form)
+        rows = layer_rows(self.fields, is_moe, self.setting.seq_length, self.setting.form, layer)
         return self._weigh(rows), self._weigh(row for row in rows if not self._is_recomputed(row))
 
     def _is_recomputed(self, row: SavedTensor) -> bool:
@@ -169,7 +171,8 @@ class _Meter:
         copied = halves or bool(fields.transformer.get("cross_entropy_loss_fusion"))
         logits = self._tokens * rows * element if copied else 0.0
         # Whole sequences, and the gradient of the matrix; by then 16-bit gradients stand for fp32 probabilities.
-        gradient = rows * fields.hidden_size * element + self._tokens * fields.hidden_size * element
+        trained = fields.adapters is None or any(name.startswith("output_layer.") for name in fields.adapters.of)
+        gradient = rows * fields.hidden_size * element * trained + self._tokens * fields.hidden_size * element
         freed = self._tokens * rows * (_FP32 - element) if halves else 0.0
         return max(logits, gradient - freed)
 
@@ -204,6 +207,12 @@ class _Meter:
         }
         total = 0.0
         for row in rows:
+            if row.shared in ("stacked", "stacked rows"):
+                of_expert = row.part == "moe"
+                ranks = layout.expert_model_parallel_size if of_expert else 1
+                ranks *= (etp if of_expert else tp) if row.shared == "stacked rows" else 1
+                total += row.width * row.element / ranks
+                continue
             tokens = self._tokens if row.of_rows else self._tokens / self.setting.micro_batch_size
             total += row.width * row.element * tokens * share[row.shared]
         return total

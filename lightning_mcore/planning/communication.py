@@ -92,7 +92,8 @@ def communication_volume(
         for axis, volume in sent.items():
             volumes[axis].sent += volume * batch.num_microbatches
     _add_gradients(volumes, fields, layout, traffic, stage)
-    if fields.tied and len(stages) > 1 and stage in (0, len(stages) - 1):
+    trained = fields.adapters is None or "embedding.word_embeddings.weight" in fields.adapters.of
+    if fields.tied and trained and len(stages) > 1 and stage in (0, len(stages) - 1):
         rows = fields.padded_vocab_size / layout.tensor_model_parallel_size
         volumes["embedding"].sent += rows * fields.hidden_size * traffic.gradient_bytes
     return [volume for volume in volumes.values() if volume.group_size > 1 and volume.sent]
@@ -208,7 +209,7 @@ def _add_gradients(
     volumes: Mapping[str, AxisVolume], fields: GPTFields, layout: ParallelLayout, traffic: Traffic, stage: int
 ) -> None:
     parameters = rank_parameters(fields, layout, stage, traffic.backend)
-    for axis, count in (("dp", parameters.dense), ("edp", parameters.expert)):
+    for axis, count in (("dp", parameters.trained_dense), ("edp", parameters.trained_expert)):
         size = volumes[axis].group_size
         bytes_each = 2 * traffic.gradient_bytes
         if traffic.distributed_optimizer:

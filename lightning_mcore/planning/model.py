@@ -22,6 +22,7 @@ from typing import Any
 
 from lightning_mcore.config.flops import moe_layers
 from lightning_mcore.config.layout import ModelShape, ParallelLayout
+from lightning_mcore.config.lora import AdaptedModel
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
@@ -115,6 +116,7 @@ class GPTFields:
         recompute: What backward computes again.
         shape: The sizes that a layout must divide, as ``ParallelLayout.validate_model`` takes them.
         transformer: The fields of ``TransformerConfig`` as they were given.
+        adapters: What is trained beside frozen weights, as ``adapters.py`` fills it in; None where all weights are.
     """
 
     vocab_size: int
@@ -145,6 +147,7 @@ class GPTFields:
     recompute: Recompute
     shape: ModelShape
     transformer: Mapping[str, Any]
+    adapters: AdaptedModel | None = None
 
     @classmethod
     def of(cls, model: Mapping[str, Any]) -> "GPTFields":

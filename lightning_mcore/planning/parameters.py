@@ -7,14 +7,17 @@ tensor-parallel rank. All ranks of a stage hold as many: axes divide evenly (``c
 sum over ranks is more than the model has: besides what is whole on every rank, a tied embedding is on the first and on
 the last stage, and multi-token prediction has an embedding of its own stage. Pure arithmetic.
 
+With adapters (``adapters.py``), those of a weight follow it, and what is not trained is marked.
+
 Source: ``GPTModel``, ``SelfAttention``, ``MLASelfAttention``, ``MLP``, ``MoELayer``, ``SharedExpertMLP`` and
 ``MultiTokenPredictionLayer`` of megatron-core 0.16.1, in the order of ``named_parameters``.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.lora import Pair
 from lightning_mcore.planning.model import ChunkLayers, Experts, GPTFields, LatentAttention, stage_layers
 
 
@@ -23,13 +26,16 @@ class ParameterTensor:
     """Parameters of one kind and size.
 
     Args:
-        name: The end of their name.
+        name: The name in a checkpoint, of a layer's without its prefix.
         size: Elements of one of them on this rank.
         copies: How many there are, such as one for each expert.
         expert: Whether they belong to routed experts.
         is_matrix: Whether they have two dimensions.
         is_linear: Whether they are the weight of a linear layer inside a transformer layer, which FP8 may hold.
         is_shared: Whether another stage has a copy of them: an embedding that is tied, or that predicts more tokens.
+        shape: Of a matrix: rows and columns on all ranks together.
+        split: The axis of a matrix that tensor-parallel ranks share; None where each has the whole.
+        is_trained: Whether they have a gradient; all do without adapters.
     """
 
     name: str
@@ -39,6 +45,9 @@ class ParameterTensor:
     is_matrix: bool = False
     is_linear: bool = False
     is_shared: bool = False
+    shape: tuple[int, ...] = ()
+    split: int | None = None
+    is_trained: bool = True
 
     @property
     def elements(self) -> int:
@@ -58,121 +67,203 @@ def chunk_tensors(
         backend: Whose layers: ``"local"`` or ``"transformer_engine"``. With tensor parallelism the second keeps the
             compressing projections of multi-latent attention whole on every rank.
     """
-    return list(_of_chunk(fields, layout, chunk, backend))
+    return [
+        trained
+        for prefix, tensor in _of_chunk(fields, layout, chunk, backend)
+        for trained in _with_adapters(fields, layout, prefix, tensor)
+    ]
 
 
-def _of_chunk(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, backend: str) -> Iterator[ParameterTensor]:
+def whole_shapes(fields: GPTFields) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all parameters of the model by their names in a checkpoint; experts are stacked."""
+    return {
+        prefix + tensor.name: (tensor.copies,) * tensor.expert + (tensor.shape or (tensor.size,))
+        for prefix, tensor in _of_chunk(fields, ParallelLayout(), _whole(fields), "local")
+    }
+
+
+def _with_adapters(
+    fields: GPTFields, layout: ParallelLayout, prefix: str, tensor: ParameterTensor
+) -> Iterator[ParameterTensor]:
+    """Yield a tensor, and the adapters that are on it."""
+    if fields.adapters is None:
+        yield tensor
+        return
+    own = fields.adapters.of.get(prefix + tensor.name)
+    yield replace(tensor, is_trained=own is not None and own.is_saved)
+    pairs = own.pairs if own is not None else ()
+    if not tensor.expert:
+        for pair in pairs:
+            yield from _pair(pair, layout.tensor_model_parallel_size, tensor)
+        return
+    # Experts may differ in rank by a pattern; the rank with most adapters counts.
+    of_ranks: dict[int, list[Pair]] = {}
+    for pair in pairs:
+        of_ranks.setdefault(pair.expert // tensor.copies, []).append(pair)
+    most = max(of_ranks.values(), key=lambda of_rank: sum(pair.rank for pair in of_rank), default=[])
+    for pair in most:
+        yield from _pair(pair, layout.expert_tensor_size, tensor)
+
+
+def _pair(pair: Pair, ranks: int, tensor: ParameterTensor) -> Iterator[ParameterTensor]:
+    """Yield A, B, and with DoRA the lengths, as tensor-parallel ranks share them."""
+    of_a, of_b = (ranks if tensor.split == axis else 1 for axis in (1, 0))
+    for name, size in (("lora_A", pair.rank * pair.columns // of_a), ("lora_B", pair.rows * pair.rank // of_b)):
+        yield ParameterTensor(name, size, expert=tensor.expert, is_matrix=True)
+    if pair.has_lengths:
+        yield ParameterTensor("lora_magnitude_vector", pair.rows // of_b)
+
+
+_Placed = Iterator[tuple[str, ParameterTensor]]  # a prefix of the name, and the tensor
+
+
+def _of_chunk(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, backend: str) -> _Placed:
     tp, hidden = layout.tensor_model_parallel_size, fields.hidden_size
     staged = layout.pipeline_model_parallel_size > 1
+    whole = (fields.padded_vocab_size, hidden)
     vocabulary = fields.padded_vocab_size // tp * hidden
     if chunk.embedding or chunk.mtp:
         shared = staged and (fields.tied or fields.mtp_num_layers > 0)
-        yield ParameterTensor("word_embeddings.weight", vocabulary, is_matrix=True, is_shared=shared)
+        yield (
+            "embedding.",
+            ParameterTensor(
+                "word_embeddings.weight", vocabulary, is_matrix=True, is_shared=shared, shape=whole, split=0
+            ),
+        )
         if fields.learned_positions:
-            yield ParameterTensor("position_embeddings.weight", fields.learned_positions * hidden, is_matrix=True)
+            size = fields.learned_positions * hidden
+            yield "embedding.", ParameterTensor("position_embeddings.weight", size, is_matrix=True)
     kinds = {is_moe: list(_of_layer(fields, layout, is_moe, backend)) for is_moe in set(fields.is_moe)}
     for layer in chunk.layers:
-        yield from kinds[fields.is_moe[layer]]
+        yield from ((f"decoder.layers.{layer}.", tensor) for tensor in kinds[fields.is_moe[layer]])
     # Without multi-token prediction the final norm stands before the output layer, with it behind the last layer.
     if (fields.num_layers - 1 in chunk.layers) if fields.mtp_num_layers else chunk.output:
-        yield from _norm(fields, "final_layernorm", hidden)
-    for _ in range(chunk.mtp):
-        for norm in ("enorm", "hnorm"):
-            yield from _norm(fields, norm, hidden)
-        yield _matrix("eh_proj.weight", 2 * hidden * hidden // tp)
-        yield from kinds[fields.is_moe[-1]]
-        yield from _norm(fields, "final_layernorm", hidden)
+        yield from (("decoder.", tensor) for tensor in _norm(fields, "final_layernorm.", hidden))
+    for ahead in range(chunk.mtp):
+        prefix = f"mtp.layers.{ahead}."
+        for norm in ("enorm.", "hnorm."):
+            yield from ((prefix, tensor) for tensor in _norm(fields, norm, hidden))
+        yield prefix, _matrix("eh_proj.weight", (hidden, 2 * hidden), tp, 0)
+        yield from ((f"{prefix}transformer_layer.", tensor) for tensor in kinds[fields.is_moe[-1]])
+        yield from ((prefix, tensor) for tensor in _norm(fields, "final_layernorm.", hidden))
     if chunk.output and not (fields.tied and chunk.embedding):
-        yield ParameterTensor("output_layer.weight", vocabulary, is_matrix=True, is_shared=staged and fields.tied)
+        name, shared = (
+            "embedding.word_embeddings.weight" if fields.tied else "output_layer.weight",
+            staged and fields.tied,
+        )
+        yield "", ParameterTensor(name, vocabulary, is_matrix=True, is_shared=shared, shape=whole, split=0)
 
 
 def _of_layer(fields: GPTFields, layout: ParallelLayout, is_moe: bool, backend: str) -> Iterator[ParameterTensor]:
     tp = layout.tensor_model_parallel_size
-    yield from _norm(fields, "input_layernorm", fields.hidden_size)
     if fields.attention is None:
+        yield from _norm(fields, "self_attention.linear_qkv.layer_norm_", fields.hidden_size)
         yield from _grouped_attention(fields, tp)
     else:
+        yield from _norm(fields, "input_layernorm.", fields.hidden_size)
         yield from _latent_attention(fields, fields.attention, tp, backend)
-    yield from _norm(fields, "pre_mlp_layernorm", fields.hidden_size)
+    yield from _norm(fields, "pre_mlp_layernorm." if is_moe else "mlp.linear_fc1.layer_norm_", fields.hidden_size)
     if is_moe:
         assert fields.experts is not None
         yield from _experts(fields, fields.experts, layout)
     else:
-        yield from _mlp(fields, fields.ffn_hidden_size, tp)
+        yield from _mlp(fields, "mlp.", fields.ffn_hidden_size, tp)
 
 
 def _grouped_attention(fields: GPTFields, tp: int) -> Iterator[ParameterTensor]:
     hidden, queries = fields.hidden_size, fields.num_attention_heads * fields.kv_channels
     rows = (2 if fields.attention_output_gate else 1) * queries + 2 * fields.num_query_groups * fields.kv_channels
-    yield _matrix("linear_proj.weight", hidden * queries // tp)
+    yield _matrix("self_attention.linear_proj.weight", (hidden, queries), tp, 1)
     if fields.add_bias_linear:
-        yield ParameterTensor("linear_proj.bias", hidden)
-    yield _matrix("linear_qkv.weight", rows * hidden // tp)
+        yield ParameterTensor("self_attention.linear_proj.bias", hidden)
+    yield _matrix("self_attention.linear_qkv.weight", (rows, hidden), tp, 0)
     if fields.add_bias_linear or fields.add_qkv_bias:
-        yield ParameterTensor("linear_qkv.bias", rows // tp)
+        yield ParameterTensor("self_attention.linear_qkv.bias", rows // tp)
     if fields.qk_layernorm:
         for name in ("q_layernorm", "k_layernorm"):
-            yield from _norm(fields, name, fields.kv_channels)
+            yield from _norm(fields, f"self_attention.{name}.", fields.kv_channels)
 
 
 def _latent_attention(fields: GPTFields, latent: LatentAttention, tp: int, backend: str) -> Iterator[ParameterTensor]:
-    hidden, heads = fields.hidden_size, fields.num_attention_heads
+    hidden, heads, queries, keys = (
+        fields.hidden_size,
+        fields.num_attention_heads,
+        latent.q_lora_rank,
+        latent.kv_lora_rank,
+    )
     whole = 1 if backend == "transformer_engine" else tp  # who shares the compressing projections
     # Megatron counts the output of attention in heads of v_head_dim.
-    yield _matrix("linear_proj.weight", hidden * heads * latent.v_head_dim // tp)
+    yield _matrix("self_attention.linear_proj.weight", (hidden, heads * latent.v_head_dim), tp, 1)
     if fields.add_bias_linear:
-        yield ParameterTensor("linear_proj.bias", hidden)
-    if latent.q_lora_rank is None:
-        yield _matrix("linear_q_proj.weight", heads * latent.query_width * hidden // tp)
+        yield ParameterTensor("self_attention.linear_proj.bias", hidden)
+    if queries is None:
+        yield _matrix("self_attention.linear_q_proj.weight", (heads * latent.query_width, hidden), tp, 0)
     else:
-        yield _matrix("linear_q_down_proj.weight", latent.q_lora_rank * hidden // whole)
-        yield _matrix("linear_q_up_proj.weight", heads * latent.query_width * latent.q_lora_rank // tp)
-    yield _matrix("linear_kv_down_proj.weight", (latent.kv_lora_rank + latent.qk_pos_emb_head_dim) * hidden // whole)
+        yield _matrix("self_attention.linear_q_down_proj.weight", (queries, hidden), whole, 0)
+        yield _matrix("self_attention.linear_q_up_proj.weight", (heads * latent.query_width, queries), tp, 0)
+    compressed = (keys + latent.qk_pos_emb_head_dim, hidden)
+    yield _matrix("self_attention.linear_kv_down_proj.weight", compressed, whole, 0)
     width = latent.qk_head_dim + latent.v_head_dim
-    yield _matrix("linear_kv_up_proj.weight", heads * width * latent.kv_lora_rank // tp)
-    if fields.qk_layernorm and latent.q_lora_rank is not None:
-        yield from _norm(fields, "q_layernorm", latent.q_lora_rank)
+    yield _matrix("self_attention.linear_kv_up_proj.weight", (heads * width, keys), tp, 0)
+    if fields.qk_layernorm and queries is not None:
+        yield from _norm(fields, "self_attention.linear_q_up_proj.layer_norm_", queries)
     if fields.qk_layernorm:
-        yield from _norm(fields, "kv_layernorm", latent.kv_lora_rank)
+        yield from _norm(fields, "self_attention.linear_kv_up_proj.layer_norm_", keys)
 
 
 def _mlp(
-    fields: GPTFields, width: int, tp: int, copies: int = 1, expert: bool = False, hidden: int | None = None
+    fields: GPTFields,
+    prefix: str,
+    width: int,
+    tp: int,
+    copies: int = 1,
+    expert: bool = False,
+    hidden: int | None = None,
 ) -> Iterator[ParameterTensor]:
     hidden = hidden or fields.hidden_size
     inner = (2 if fields.gated_linear_unit else 1) * width
-    yield _matrix("linear_fc1.weight", inner * hidden // tp, copies, expert)
+    yield _matrix(f"{prefix}linear_fc1.weight", (inner, hidden), tp, 0, copies, expert)
     if fields.add_bias_linear:
-        yield ParameterTensor("linear_fc1.bias", inner // tp, copies, expert)
-    yield _matrix("linear_fc2.weight", hidden * width // tp, copies, expert)
+        yield ParameterTensor(f"{prefix}linear_fc1.bias", inner // tp, copies, expert)
+    yield _matrix(f"{prefix}linear_fc2.weight", (hidden, width), tp, 1, copies, expert)
     if fields.add_bias_linear:
-        yield ParameterTensor("linear_fc2.bias", hidden, copies, expert)
+        yield ParameterTensor(f"{prefix}linear_fc2.bias", hidden, copies, expert)
 
 
 def _experts(fields: GPTFields, experts: Experts, layout: ParallelLayout) -> Iterator[ParameterTensor]:
     tp, hidden, latent = layout.tensor_model_parallel_size, fields.hidden_size, experts.latent_width
-    yield ParameterTensor("router.weight", experts.count * hidden, is_matrix=True)
+    yield ParameterTensor("mlp.router.weight", experts.count * hidden, is_matrix=True, shape=(experts.count, hidden))
     if fields.add_bias_linear:
-        yield ParameterTensor("router.bias", experts.count)
+        yield ParameterTensor("mlp.router.bias", experts.count)
     if latent is not None:
-        for name in ("fc1_latent_proj", "fc2_latent_proj"):
-            yield _matrix(f"{name}.weight", latent * hidden)
+        for name, shape in (("fc1_latent_proj", (latent, hidden)), ("fc2_latent_proj", (hidden, latent))):
+            yield _matrix(f"mlp.{name}.weight", shape)
     here = experts.count // layout.expert_model_parallel_size
-    yield from _mlp(fields, experts.width, layout.expert_tensor_size, here, True, latent)
+    yield from _mlp(fields, "mlp.experts.experts.", experts.width, layout.expert_tensor_size, here, True, latent)
     if experts.shared_width:
-        yield from _mlp(fields, experts.shared_width, tp)
+        yield from _mlp(fields, "mlp.shared_experts.", experts.shared_width, tp)
         if experts.shared_gate:
-            yield ParameterTensor("gate_weight", hidden, is_matrix=True)
+            yield ParameterTensor("mlp.shared_experts.gate_weight", hidden, is_matrix=True, shape=(1, hidden))
 
 
-def _norm(fields: GPTFields, name: str, width: int) -> Iterator[ParameterTensor]:
-    yield ParameterTensor(f"{name}.weight", width)
+def _norm(fields: GPTFields, stem: str, width: int) -> Iterator[ParameterTensor]:
+    yield ParameterTensor(f"{stem}weight", width)
     if fields.layer_norm_has_bias:
-        yield ParameterTensor(f"{name}.bias", width)
+        yield ParameterTensor(f"{stem}bias", width)
 
 
-def _matrix(name: str, size: int, copies: int = 1, expert: bool = False) -> ParameterTensor:
-    return ParameterTensor(name, size, copies, expert, is_matrix=True, is_linear=True)
+def _matrix(
+    name: str,
+    shape: tuple[int, int],
+    ranks: int = 1,
+    split: int | None = None,
+    copies: int = 1,
+    expert: bool = False,
+) -> ParameterTensor:
+    """Return a weight of a linear layer; ``ranks`` share it along ``split``."""
+    size = shape[0] * shape[1] // ranks
+    axis = split if ranks > 1 else None
+    return ParameterTensor(name, size, copies, expert, is_matrix=True, is_linear=True, shape=shape, split=axis)
 
 
 @dataclass(frozen=True)
@@ -182,14 +273,18 @@ class ParameterCount:
     Args:
         dense: Those outside routed experts.
         expert: Those of routed experts.
+        trained_dense: Of ``dense``, those that have a gradient.
+        trained_expert: Of ``expert``, likewise.
     """
 
     dense: int
     expert: int
+    trained_dense: int
+    trained_expert: int
 
     @property
     def total(self) -> int:
-        """Both."""
+        """All that the rank holds."""
         return self.dense + self.expert
 
 
@@ -198,12 +293,14 @@ class ModelParameters:
     """Parameters of a whole model, in elements; embedding and output layer are counted, a tied one once.
 
     Args:
-        total: All.
+        total: All, adapters included.
         active: Those that one token meets: of the routed experts of a layer, the ``moe_router_topk`` it goes to.
+        trained: Those that have a gradient; without adapters all.
     """
 
     total: int
     active: int
+    trained: int
 
 
 def rank_parameters(
@@ -218,8 +315,9 @@ def rank_parameters(
         backend: Whose layers, ``"local"`` or ``"transformer_engine"``; they differ for multi-latent attention alone.
     """
     tensors = [tensor for chunk in rank_tensors(fields, layout, pipeline_rank, backend) for tensor in chunk]
-    expert = sum(tensor.elements for tensor in tensors if tensor.expert)
-    return ParameterCount(dense=sum(tensor.elements for tensor in tensors) - expert, expert=expert)
+    dense, expert = ([tensor for tensor in tensors if tensor.expert is kind] for kind in (False, True))
+    trained = [sum(tensor.elements for tensor in kind if tensor.is_trained) for kind in (dense, expert)]
+    return ParameterCount(sum(tensor.elements for tensor in dense), sum(tensor.elements for tensor in expert), *trained)
 
 
 def rank_tensors(
@@ -232,10 +330,12 @@ def rank_tensors(
 
 def model_parameters(fields: GPTFields) -> ModelParameters:
     """Return how many parameters the model has, on however many ranks."""
-    whole = ChunkLayers(tuple(range(fields.num_layers)), embedding=True, output=True, mtp=fields.mtp_num_layers)
-    tensors = chunk_tensors(fields, ParallelLayout(), whole)
+    tensors = chunk_tensors(fields, ParallelLayout(), _whole(fields))
     total = sum(tensor.elements for tensor in tensors)
-    if fields.experts is None:
-        return ModelParameters(total, total)
-    idle = 1 - fields.experts.topk / fields.experts.count
-    return ModelParameters(total, total - round(idle * sum(t.elements for t in tensors if t.expert)))
+    trained = sum(tensor.elements for tensor in tensors if tensor.is_trained)
+    idle = 0 if fields.experts is None else 1 - fields.experts.topk / fields.experts.count
+    return ModelParameters(total, total - round(idle * sum(t.elements for t in tensors if t.expert)), trained)
+
+
+def _whole(fields: GPTFields) -> ChunkLayers:
+    return ChunkLayers(tuple(range(fields.num_layers)), embedding=True, output=True, mtp=fields.mtp_num_layers)

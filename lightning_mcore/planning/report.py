@@ -112,7 +112,8 @@ def _run(console: "Console", plan: Plan) -> None:
     if plan.parameters is not None:
         total, active = plan.parameters.total, plan.parameters.active
         of_token = "" if total == active else f"; {count(active)} of them for one token"
-        lines.append(("parameters", f"{count(total)}{of_token}"))
+        trained = "" if plan.parameters.trained == total else f"; {count(plan.parameters.trained)} trained"
+        lines.append(("parameters", f"{count(total)}{of_token}{trained}"))
     if plan.layout is not None:
         stands = plan.grid is not None
         lines.append(("layout", plan.layout.describe(plan.devices) if stands else "does not fit (see errors)"))

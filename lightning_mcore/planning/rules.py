@@ -32,7 +32,6 @@ from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.field_homes import REQUIRED, check_owned_by_precision, ddp_fields_of
 from lightning_mcore.config.fp8 import FP8Settings, check_layers, check_microbatch, check_model, check_start
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.positions import check_positions
 from lightning_mcore.config.rules import strategy as strategy_rules
 from lightning_mcore.config.rules.model import (
@@ -56,6 +55,7 @@ from lightning_mcore.optimizer.rules import (
     refused_on_device,
 )
 from lightning_mcore.parallel.pipeline import check_uniform_recompute
+from lightning_mcore.planning.adapters import with_adapters
 from lightning_mcore.planning.batch import GlobalBatch, global_batch
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.signatures import (
@@ -275,8 +275,6 @@ def check_gpt(book: RuleBook, model: Mapping[str, Any]) -> GPTFields | None:
     """
     known = of_model()
     given = book.check_arguments("argument of MCoreGPT", model, known)
-    if isinstance(given.get("lora"), Mapping):
-        book.attempt(lambda: LoRA.of(given["lora"]))
     missing = [name for name, argument in known.items() if argument.default is ... and name not in model]
     if missing:
         book.refuse(f"MCoreGPT lacks {' and '.join(missing)}; give {'it' if len(missing) == 1 else 'them'}")
@@ -296,8 +294,10 @@ def check_gpt(book: RuleBook, model: Mapping[str, Any]) -> GPTFields | None:
         if right.get(name) is not None:
             book.attempt(lambda name=name: require_size(name, right[name]))  # type: ignore[misc]
     book.attempt(lambda: check_positions(settings, transformer))
+    arguments = {**given, "transformer": right}
     try:  # also of a model with wrong fields, so that errors further on are found as well
-        return GPTFields.of({**given, "transformer": right})
+        fields = GPTFields.of(arguments)
+        return book.attempt(lambda: with_adapters(fields, arguments)) or fields
     except (ValueError, TypeError, ArithmeticError, LookupError) as error:
         if not book.errors:
             book.refuse(f"the sizes of the model do not add up: {error}")

@@ -8,6 +8,8 @@ arithmetic.
 The rows of the torch backend are those that ``torch.autograd.graph.saved_tensors_hooks`` shows on a CPU with PyTorch
 2.13 and megatron-core 0.16.1. With TransformerEngine norms keep their input and one number, linear layers in FP8 their
 input in 8 bits, and dropout one byte for each element, as its documentation says; that needs a GPU and is not measured.
+A tensor that only the gradient of a frozen weight would need is not kept; adapters keep their input and ``A x``, and
+where a layer has several the matrices that it stacks them in.
 Routed experts are taken to be evenly loaded, and what ``cpu_offloading`` would move to the host is counted as if
 it stayed.
 """
@@ -18,10 +20,11 @@ from typing import Literal
 
 from lightning_mcore.planning.model import Experts, GPTFields, LatentAttention
 
-Shared = Literal["sequence", "tensor", "expert", "gathered", "nobody"]
+Shared = Literal["sequence", "tensor", "expert", "gathered", "nobody", "stacked", "stacked rows"]
 
 _FP32 = 4
 _INDEX = 8  # bytes of an int64
+_PROJECTION = ("self_attention.linear_proj.weight",)
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,11 @@ class SavedTensor:
         shared: Which tensor-parallel ranks share it, beside the context-parallel ones, which share all: ``"tensor"``,
             by its width; ``"sequence"``, by its tokens where the sequence is parallel; ``"gathered"``, likewise, but
             the ranks that share an expert have all their tokens together; ``"expert"``, so too, and each a part of
-            its width; or nobody.
+            its width; or nobody. ``"stacked"`` is of ``width`` in all, for any number of tokens, and of
+            ``"stacked rows"`` each tensor-parallel rank has a part.
         of_rows: Whether each row of a microbatch has its own.
         part: What of a layer it belongs to, in the words of ``recompute_modules``; empty for the rest.
+        weights: The weights of which only the gradients need it; empty where others need it too.
     """
 
     name: str
@@ -46,6 +51,7 @@ class SavedTensor:
     shared: Shared
     of_rows: bool = True
     part: str = ""
+    weights: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,9 @@ class NumberFormat:
         return self.element if self.is_local else 1
 
 
-def layer_rows(fields: GPTFields, is_moe: bool, seq_length: int, form: NumberFormat) -> list[SavedTensor]:
+def layer_rows(
+    fields: GPTFields, is_moe: bool, seq_length: int, form: NumberFormat, layer: int | None = None
+) -> list[SavedTensor]:
     """Return what a transformer layer keeps.
 
     Args:
@@ -88,10 +96,12 @@ def layer_rows(fields: GPTFields, is_moe: bool, seq_length: int, form: NumberFor
         is_moe: Whether its feed-forward part is a mixture of experts.
         seq_length: Tokens of a row, for attention that keeps its weights.
         form: How activations are kept.
+        layer: Its number, from 0, by which its adapters are found; None for a layer of multi-token prediction.
     """
-    rows = [*_norm(fields, "input_layernorm", fields.hidden_size, form)]
+    rows = [*_norm(fields, "input_layernorm", fields.hidden_size, form, weights=_BEHIND_NORM)]
     rows += _attention(fields, seq_length, form)
-    rows += _norm(fields, "pre_mlp_layernorm", fields.hidden_size, form, is_moe)
+    of_mlp = () if is_moe else ("mlp.linear_fc1.weight",)
+    rows += _norm(fields, "pre_mlp_layernorm", fields.hidden_size, form, is_moe, weights=of_mlp)
     if is_moe:
         assert fields.experts is not None
         rows += _experts(fields, fields.experts, form)
@@ -99,7 +109,44 @@ def layer_rows(fields: GPTFields, is_moe: bool, seq_length: int, form: NumberFor
         rows += _mlp(fields, fields.ffn_hidden_size, form, "mlp")
     if fields.hidden_dropout:
         rows.append(SavedTensor("dropout masks", 2 * fields.hidden_size, form.mask, "sequence"))
-    return rows
+    return [*_needed(fields, rows, f"decoder.layers.{layer}."), *_adapters(fields, form, f"decoder.layers.{layer}.")]
+
+
+def _needed(fields: GPTFields, rows: list[SavedTensor], prefix: str) -> list[SavedTensor]:
+    """Return the rows without those that only gradients of frozen weights without adapters need."""
+    if fields.adapters is None:
+        return rows
+    trained = fields.adapters.of
+    return [row for row in rows if not row.weights or any(prefix + name in trained for name in row.weights)]
+
+
+def _adapters(fields: GPTFields, form: NumberFormat, prefix: str) -> Iterator[SavedTensor]:
+    """Yield what the adapters of a layer keep beside the inputs of its weights."""
+    if fields.adapters is None:
+        return
+    lora = fields.adapters.lora
+    for name, trained in fields.adapters.of.items():
+        if not name.startswith(prefix) or not trained.pairs:
+            continue
+        is_row = "linear_fc2" in name or "linear_proj" in name
+        part = next((part for part, start in _PARTS.items() if name.startswith(prefix + start)), "")
+        whole: Shared = "sequence" if is_row else "nobody"
+        split: Shared = whole if is_row else "tensor"
+        share, experts = 1.0, len(trained.shape) > 2
+        if experts:
+            assert fields.experts is not None
+            share, whole = fields.experts.topk / fields.experts.count, "gathered"
+        ranks, (rows, columns) = sum(pair.rank for pair in trained.pairs), trained.shape[-2:]
+        yield SavedTensor(f"{name}: A x", ranks * share, form.element, whole, part=part)
+        several = len(trained.pairs) > (fields.experts.count if experts and fields.experts else 1)
+        if several:
+            yield SavedTensor(f"{name}: every A", ranks * columns, form.element, "stacked", part=part)
+            yield SavedTensor(f"{name}: every B", ranks * rows, form.element, "stacked rows", part=part)
+        if lora.use_dora:
+            yield SavedTensor(f"{name}: output before its length", rows, form.element, split, part=part)
+        if lora.lora_dropout:
+            inputs: Shared = "tensor" if is_row else "sequence"
+            yield SavedTensor(f"{name}: input, dropped", columns, form.element + form.mask, inputs, part=part)
 
 
 def embedding_rows(fields: GPTFields, form: NumberFormat) -> list[SavedTensor]:
@@ -112,11 +159,13 @@ def embedding_rows(fields: GPTFields, form: NumberFormat) -> list[SavedTensor]:
 
 def output_rows(fields: GPTFields, form: NumberFormat) -> list[SavedTensor]:
     """Return what the final norm, the output layer and the loss keep; arguments as above."""
-    return [
-        *_norm(fields, "final_layernorm", fields.hidden_size, form),
+    output = "embedding.word_embeddings.weight" if fields.tied else "output_layer.weight"
+    rows = [
+        *_norm(fields, "decoder.final_layernorm", fields.hidden_size, form, weights=(output,)),
         SavedTensor("probabilities", fields.padded_vocab_size, _FP32, "tensor"),
         SavedTensor("labels and their mask", 1, _INDEX + 1, "nobody"),
     ]
+    return _needed(fields, rows, "")
 
 
 def multi_token_rows(fields: GPTFields, seq_length: int, form: NumberFormat) -> list[SavedTensor]:
@@ -130,18 +179,39 @@ def multi_token_rows(fields: GPTFields, seq_length: int, form: NumberFormat) -> 
     ]
 
 
+_ATTENTION = "self_attention."
+_BEHIND_NORM = tuple(
+    f"{_ATTENTION}{name}.weight"
+    for name in ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")
+)
+_PARTS = {
+    "moe": "mlp.experts.",
+    "shared_experts": "mlp.shared_experts.",
+    "mlp": "mlp.linear_",
+    "mla_up_proj": f"{_ATTENTION}linear_kv_up_proj.",
+}
+"""How the names of weights begin that belong to a part which can be recomputed."""
+
+
 def _norm(
-    fields: GPTFields, name: str, width: int, form: NumberFormat, kept_whole: bool = False, shared: Shared = "sequence"
+    fields: GPTFields,
+    name: str,
+    width: int,
+    form: NumberFormat,
+    kept_whole: bool = False,
+    shared: Shared = "sequence",
+    weights: tuple[str, ...] = (),
 ) -> Iterator[SavedTensor]:
-    """Yield what a norm keeps, and its output, which the linear layer behind it keeps."""
+    """Yield what a norm keeps, and its output, which the linear layer behind it keeps for ``weights``."""
     fused = not form.is_local or fields.layer_norm_has_bias
     kept = _FP32 if fields.fp32_residual_connection or not fused else form.element
     yield SavedTensor(f"{name} input", width, kept, shared)
     if not fused:
-        yield SavedTensor(f"{name} input, scaled", width, _FP32, shared)
+        yield SavedTensor(f"{name} input, scaled", width, _FP32, shared, weights=(f"{name}.weight",))
     yield SavedTensor(f"{name} statistics", 2 if fields.layer_norm_has_bias else 1, _FP32, shared)
     # A router reads the output beside the experts, so that it stays as it is.
-    yield SavedTensor(f"{name} output", width, form.element if kept_whole else form.linear_input, shared)
+    kept = form.element if kept_whole else form.linear_input
+    yield SavedTensor(f"{name} output", width, kept, shared, weights=weights)
 
 
 def _attention(fields: GPTFields, seq_length: int, form: NumberFormat) -> Iterator[SavedTensor]:
@@ -164,7 +234,7 @@ def _attention(fields: GPTFields, seq_length: int, form: NumberFormat) -> Iterat
         yield SavedTensor("attention output in 8 bits", output, form.linear_input, "tensor")
     if fields.attention_output_gate:
         yield SavedTensor("output gate", output, _FP32, "tensor")
-        yield SavedTensor("gated output", output, form.linear_input, "tensor")
+        yield SavedTensor("gated output", output, form.linear_input, "tensor", weights=_PROJECTION)
 
 
 def _grouped_attention(fields: GPTFields, form: NumberFormat) -> Iterator[SavedTensor]:
@@ -188,20 +258,22 @@ def _head_norms(fields: GPTFields, queries: int, keys: int, form: NumberFormat) 
     else:
         yield SavedTensor("queries before their norm", queries, form.element, "tensor")
     if not fused:
-        yield SavedTensor("queries and keys, scaled", queries + keys, _FP32, "tensor")
+        of_norms = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
+        yield SavedTensor("queries and keys, scaled", queries + keys, _FP32, "tensor", weights=of_norms)
     yield SavedTensor("statistics of heads", heads * (2 if fields.layer_norm_has_bias else 1), _FP32, "tensor")
 
 
 def _latent_attention(fields: GPTFields, latent: LatentAttention, form: NumberFormat) -> Iterator[SavedTensor]:
     heads = fields.num_attention_heads
-    compressed = {"keys and values": latent.kv_lora_rank}
+    compressed = {"kv": latent.kv_lora_rank}
     if latent.q_lora_rank is not None:
-        compressed["queries"] = latent.q_lora_rank
+        compressed["q"] = latent.q_lora_rank
     for name, width in compressed.items():
+        behind = (f"{_ATTENTION}linear_{name}_up_proj.weight",)
         if fields.qk_layernorm:
-            yield from _norm(fields, f"compressed {name}", width, form)
+            yield from _norm(fields, f"{_ATTENTION}linear_{name}_up_proj.layer_norm", width, form, weights=behind)
         else:
-            yield SavedTensor(f"compressed {name}", width, form.linear_input, "sequence")
+            yield SavedTensor(f"compressed {name}", width, form.linear_input, "sequence", weights=behind)
     rotated = 4 * latent.qk_pos_emb_head_dim
     yield SavedTensor("cosines and sines", rotated, form.element, "nobody", form.packed, "mla_up_proj")
     wide = heads * latent.query_width
@@ -228,7 +300,9 @@ def _mlp(
     weighed = shared == "expert" and not fused
     if weighed:
         yield SavedTensor("activation before its weight", width * share, form.element, shared, part=part)
-    yield SavedTensor("activation", width * share, form.linear_input, shared, part=part)
+    prefix = {"mlp": "mlp.", "moe": "mlp.experts.experts."}.get(part, f"mlp.{part}.")
+    behind = (f"{prefix}linear_fc2.weight",)
+    yield SavedTensor("activation", width * share, form.linear_input, shared, part=part, weights=behind)
 
 
 def _experts(fields: GPTFields, experts: Experts, form: NumberFormat) -> Iterator[SavedTensor]:
@@ -240,7 +314,8 @@ def _experts(fields: GPTFields, experts: Experts, form: NumberFormat) -> Iterato
     yield SavedTensor(
         "routing", experts.count * scores + experts.topk * (3 * _INDEX + _FP32), 1, "sequence", part="moe"
     )
-    yield SavedTensor("input of experts", hidden * share, form.linear_input, "gathered", part="moe")
+    behind = ("mlp.experts.experts.linear_fc1.weight",)
+    yield SavedTensor("input of experts", hidden * share, form.linear_input, "gathered", part="moe", weights=behind)
     yield from _mlp(fields, experts.width, form, "moe", "expert", share)
     if experts.latent_width:
         yield SavedTensor("output of experts", hidden, form.element, "sequence", part="moe")

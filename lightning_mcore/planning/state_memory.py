@@ -166,6 +166,8 @@ def state_memory(
     weights = gradients = 0
     state = 0.0
     for index, tensors in enumerate(chunks):
+        frozen = [tensor for tensor in tensors if not tensor.is_trained]
+        weights += _weight_bytes(frozen, sum(tensor.elements for tensor in frozen), formats)
         for buffer in _buffers(tensors, layout, formats):
             shards = _shards(buffer[0].expert, layout, formats, world_size)
             bucket_size = formats.bucket_size if pipeline_rank == index == 0 else None
@@ -207,10 +209,10 @@ def _type_bytes(dtype: Any) -> int:
 def _buffers(
     tensors: Iterable[ParameterTensor], layout: ParallelLayout, formats: StateFormats
 ) -> list[list[ParameterTensor]]:
-    """Return the tensors of each buffer: experts apart where ranks share them, weights in FP8 apart."""
+    """Return the trained tensors of each buffer: experts apart where ranks share them, weights in FP8 apart."""
     apart = layout.expert_model_parallel_size > 1
     buffers: dict[tuple[bool, bool], list[ParameterTensor]] = {}
-    for tensor in tensors:
+    for tensor in (tensor for tensor in tensors if tensor.is_trained):
         key = (apart and tensor.expert, formats.fp8_param and tensor.is_linear)
         buffers.setdefault(key, []).append(tensor)
     return list(buffers.values())

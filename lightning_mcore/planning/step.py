@@ -62,7 +62,8 @@ def step_work(fields: GPTFields, layout: ParallelLayout, world_size: int, batch:
         world_size: Number of ranks.
         batch: Rows and tokens of a step.
     """
-    per_token = training_flops_per_token(fields.transformer, fields.padded_vocab_size, fields.seq_length)
+    trained = None if fields.adapters is None else fields.adapters.multiplications(topk=_topk(fields))
+    per_token = training_flops_per_token(fields.transformer, fields.padded_vocab_size, fields.seq_length, trained)
     ranks = world_size // layout.pipeline_model_parallel_size
     widths = _widths(fields, layout)
     of_stage, slowed = list[float](), list[float]()
@@ -75,8 +76,9 @@ def step_work(fields: GPTFields, layout: ParallelLayout, world_size: int, batch:
                 for part, flops in _layer_flops(fields, layer, runs).items():
                     parts[part] += flops
             outputs = int(chunk.output) + chunk.mtp
-            parts["output"] += _RUNS * (outputs * 2 * fields.hidden_size * fields.padded_vocab_size)
-            parts["attention"] += _RUNS * chunk.mtp * 4 * fields.hidden_size**2
+            head = "embedding." if fields.tied else "output_layer."
+            parts["output"] += outputs * _matrix_flops(fields, 2 * fields.hidden_size * fields.padded_vocab_size, head)
+            parts["attention"] += chunk.mtp * _matrix_flops(fields, 4 * fields.hidden_size**2, "mtp.layers.0.eh_proj.")
         of_stage.append(sum(parts.values()) * batch.tokens / ranks)
         slow = sum(flops * (1 + NARROW / widths[part]) for part, flops in parts.items())
         slowed.append(slow * batch.tokens / ranks)
@@ -95,10 +97,41 @@ def _widths(fields: GPTFields, layout: ParallelLayout) -> dict[str, float]:
     return {**widths, "output": fields.padded_vocab_size / tp}
 
 
+_DOWN = ("linear_proj.", "linear_qkv.", "linear_q_proj.", "linear_q_down_proj.", "linear_kv_down_proj.")
+_NAMES = {
+    "attention": tuple(f"self_attention.{name}" for name in _DOWN),
+    "mla_up_proj": ("self_attention.linear_q_up_proj.", "self_attention.linear_kv_up_proj."),
+    "mlp": ("mlp.linear_",),
+    "moe": ("mlp.experts.", "mlp.router."),
+    "shared_experts": ("mlp.shared_experts.linear_",),
+}
+"""How the names of the weights of each part of a layer begin; scores of attention have none."""
+
+
 def _layer_flops(fields: GPTFields, layer: int, runs: Mapping[str, int]) -> dict[str, float]:
     """Operations for one token of one layer by its parts, with what is run again."""
     parts = _parts(_hashable(one_layer(fields, layer)), fields.seq_length)
-    return {part: flops * (1 + (runs[part] - 1) / _RUNS) for part, flops in parts.items()}
+    if fields.adapters is None:
+        return {part: flops * (1 + (runs[part] - 1) / _RUNS) for part, flops in parts.items()}
+    found = {}
+    for part, flops in parts.items():
+        forward, names = flops / _RUNS, tuple(f"decoder.layers.{layer}.{name}" for name in _NAMES.get(part, ()))
+        of_weights = _matrix_flops(fields, forward, names) if names else flops
+        again = forward + (2 * fields.adapters.multiplications(names, _topk(fields))[1] if names else 0)
+        found[part] = of_weights + (runs[part] - 1) * again
+    return found
+
+
+def _matrix_flops(fields: GPTFields, forward: float, names: str | tuple[str, ...]) -> float:
+    """Operations for one token with matrices whose names begin so, and with their adapters, forward and backward."""
+    if fields.adapters is None:
+        return _RUNS * forward
+    saved, added = fields.adapters.multiplications(names, _topk(fields))
+    return _RUNS * (forward + 2 * added) - forward + 2 * saved
+
+
+def _topk(fields: GPTFields) -> int:
+    return fields.experts.topk if fields.experts is not None else 0
 
 
 def one_layer(fields: GPTFields, layer: int) -> dict[str, Any]:

@@ -34,20 +34,10 @@ def run_warnings(
     assert run.rules.layout is not None
     layout = run.rules.layout
     return [
-        *_of_adapters(run),
         *_of_pipeline(run, layout, bubble),
         *_of_overlaps(run, sizes),
         *_of_layout(run, layout, devices_per_node),
         *_of_memory(run, sizes, memory, limit),
-    ]
-
-
-def _of_adapters(run: CheckedRun) -> list[str]:
-    if not run.model.get("lora"):
-        return []
-    return [
-        "adapters (lora) are not counted: parameters, memory and work are those of training all weights; such"
-        " a run needs less"
     ]
 
 

@@ -16,9 +16,15 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore import LoRA, MCoreGPT, MCoreStrategy, Recipe, single_process
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
+from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.hf import export_checkpoint, export_model
 from lightning_mcore.hf.peft_folder import save_adapter
 from lightning_mcore.hf.peft_tensors import adapter_pieces
+from lightning_mcore.hf.source import planned_settings
+from lightning_mcore.planning.adapters import with_adapters
+from lightning_mcore.planning.batch import GlobalBatch
+from lightning_mcore.planning.model import GPTFields
+from lightning_mcore.planning.step import step_work
 from tests.hf_models import VOCAB_SIZE, tiny_folder
 from tests.layouts import Layout
 from tests.parity.hf_training import text
@@ -113,8 +119,9 @@ def train(
         save_adapter(module, adapter, experts=experts)
     if hf is not None:
         export_model(module, hf)
+    flops = module._flops_per_token
     held = [(piece.key, piece.start, piece.data.detach().clone()) for piece in adapter_pieces(module, module.lora)]
-    return {"losses": course.losses, "norms": course.norms, "held": held}
+    return {"losses": course.losses, "norms": course.norms, "held": held, "flops": flops}
 
 
 def whole(ranks: list[dict[str, Any]]) -> dict[Any, Tensor]:
@@ -138,7 +145,15 @@ def test_ten_steps_are_those_of_one_rank(layout: Layout, one_rank: dict[str, Any
     for rank in run_ranks(layout.world_size, train, folder("llama"), layout, SETTINGS):
         assert rank["losses"] == pytest.approx(one_rank["losses"], abs=LOSS)
         assert rank["norms"] == pytest.approx(one_rank["norms"], rel=1e-4)
+        assert rank["flops"] == one_rank["flops"]
     assert one_rank["losses"][-1] < one_rank["losses"][0] - 0.05
+
+
+def test_a_run_counts_the_work_that_is_planned(one_rank: dict[str, Any]) -> None:
+    arguments = {**planned_settings(folder("llama"), seq_length=LENGTH), "lora": SETTINGS}
+    fields = with_adapters(GPTFields.of(arguments), arguments)
+    planned = step_work(fields, ParallelLayout(), 1, GlobalBatch(1, 1, 1, 1, LENGTH))
+    assert one_rank["flops"] == planned.flops_per_token
 
 
 def test_recomputation_changes_nothing(one_rank: dict[str, Any]) -> None:

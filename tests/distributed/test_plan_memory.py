@@ -170,6 +170,18 @@ RUNS: dict[str, LiveRun] = {
     "tp2-sp-pp2-do-bf16": run(world=4, strategy=SP | PP | SHARDED, microbatches=4, precision="bf16-mixed"),
     "moe-dp4-ep2-do": run(MOE, 4, EP | SHARDED, precision="bf16-mixed"),
     "tp2-sp-cp2": run(world=4, strategy=SP | CP),
+    "adapters": run(lora={"r": 8}),
+    "adapters-bf16-query-and-value": run(precision="bf16-mixed", lora={"target_modules": ["q_proj", "v_proj"]}),
+    "adapters-lengths": run(lora={"use_dora": True, "modules_to_save": ["lm_head"]}),
+    "adapters-dropout": run(lora={"lora_dropout": 0.1, "target_modules": ["o_proj", "gate_proj", "up_proj"]}),
+    "adapters-recompute": run(full(DENSE, "uniform", 1), lora={"r": 8}),
+    "adapters-latent": run(LATENT, lora={"r": 8}),
+    "adapters-moe-bf16": run(MOE, precision="bf16-mixed", lora={"r": 8}),
+    "adapters-tp2": run(world=2, strategy=TP, lora={"r": 8}),
+    "adapters-tp2-sp-bf16": run(world=2, strategy=SP, precision="bf16-mixed", lora={"r": 8}),
+    "adapters-pp2": run(world=2, strategy=PP, microbatches=4, lora={"r": 8}),
+    "adapters-ep2-moe": run(MOE, 2, EP, lora={"r": 8}),
+    "adapters-dp2-do-bf16": run(world=2, strategy=SHARDED, precision="bf16-mixed", lora={"r": 8}),
     "tp2-sp-pp2-vp2-dp2-do": run(world=8, strategy=SP | VP | OVERLAPPED, microbatches=4),
 }
 

@@ -19,11 +19,16 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.lora import LoRA
+from lightning_mcore.hf.adapters import add_adapters
+from lightning_mcore.hf.family import family_and_fields
 from lightning_mcore.layers.multi_token import MultiTokenGPT, gpt_mtp_block_spec
 from lightning_mcore.layers.spec import gpt_block_spec
 from lightning_mcore.layers.transformer_config import build_transformer_config
+from lightning_mcore.parallel.chunks import ModelChunks
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.parallel.groups import close_process_groups, open_process_groups, pipeline_stage
+from lightning_mcore.planning.adapters import with_adapters
 from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
 from lightning_mcore.planning.parameters import (
     ParameterCount,
@@ -119,6 +124,10 @@ def of(base: dict[str, Any], **more: Any) -> dict[str, Any]:
     return base | more
 
 
+def adapters(**lora: Any) -> dict[str, Any]:
+    return {"lora": {"r": 3, "rank_pattern": {"k_proj": 5}, **lora}}
+
+
 CASES: dict[str, Case] = {
     "one": Case(1),
     "one-tied": Case(1, model=TIED),
@@ -185,6 +194,23 @@ CASES: dict[str, Case] = {
     "ahead-in-its-own-stage": Case(4, {"pp": 4, "split": "Et|tt|t|mL"}, of(DENSE, mtp_num_layers=1)),
     "ahead-before-the-last-stage": Case(4, {"pp": 4, "split": "Et|tt|tm|L"}, of(DENSE, mtp_num_layers=1)),
     "ahead-learned-pp2": Case(2, {"pp": 2}, of(BIASED, mtp_num_layers=1), LEARNED),
+    "adapters-tp2-sp": Case(2, {"tp": 2, "sp": True}, model=adapters()),
+    "adapters-pp2-vp2": Case(
+        2, {"pp": 2, "vp": 2}, model=adapters(target_modules=["q_proj", "down_proj"], layers_to_transform=[1, 2])
+    ),
+    "adapters-lengths-tp2-dp3": Case(
+        6, {"tp": 2}, model=adapters(use_dora=True, modules_to_save=["embed_tokens", "lm_head", "norm"])
+    ),
+    "adapters-tied-pp2": Case(2, {"pp": 2}, model=TIED | adapters(modules_to_save=["embed_tokens"])),
+    "adapters-latent-tp2-pp2": Case(4, {"tp": 2, "pp": 2, "sp": True}, LATENT, adapters()),
+    "adapters-moe-ep2": Case(4, {"ep": 2}, MOE, adapters(rank_pattern={r"experts\.[04]\.up_proj": 6})),
+    "adapters-moe-tp2-ep2-etp1": Case(4, {"tp": 2, "ep": 2, "etp": 1, "sp": True}, MOE, adapters()),
+    "adapters-shared-tp2": Case(
+        2,
+        {"tp": 2, "sp": True},
+        of(SHARED, moe_shared_expert_gate=False),
+        adapters(exclude_modules=["experts"]) | {"hf": {"family": "glm4_moe"}},
+    ),
 }
 
 
@@ -228,16 +254,23 @@ def build(case: Case) -> list[MultiTokenGPT]:
                 vp_stage=vp_stage,
             )
         )
+    if "lora" in given:
+        model = ModelChunks(config, list(chunks), None)
+        add_adapters(model, *family_and_fields(given), LoRA.of(given["lora"]))
     return chunks
 
 
-def held(chunk: MultiTokenGPT) -> tuple[ChunkLayers, list[int], list[int]]:
-    """Return what a chunk holds: its layers, and the sizes of its tensors, those of routed experts apart."""
+def planned_fields(case: Case) -> GPTFields:
+    return with_adapters(GPTFields.of(case.arguments), case.arguments)
+
+
+def held(chunk: MultiTokenGPT) -> tuple[ChunkLayers, list[tuple[int, bool]], list[tuple[int, bool]]]:
+    """Return what a chunk holds: its layers, and each tensor's size and whether it is trained; experts apart."""
     layers = tuple(layer.layer_number - 1 for layer in chunk.decoder.layers)
     ahead = len(chunk.mtp.layers) if hasattr(chunk, "mtp") else 0
-    sizes: dict[bool, list[int]] = {False: [], True: []}
+    sizes: dict[bool, list[tuple[int, bool]]] = {False: [], True: []}
     for name, parameter in chunk.named_parameters():
-        sizes[".local_experts." in name].append(parameter.numel())
+        sizes[".local_experts." in name].append((parameter.numel(), parameter.requires_grad))
     return ChunkLayers(layers, chunk.pre_process, chunk.post_process, ahead), sorted(sizes[False]), sorted(sizes[True])
 
 
@@ -278,6 +311,9 @@ BUFFERS: dict[str, Buffers] = {
     "moe-ep2-buckets": Buffers("shared-pp2-ep2", bucket_size=4000),
     "moe-16-ranks": Buffers("moe-tp4-ep2-etp2-pp2"),
     "ahead-pp2-buckets": Buffers("ahead-tp2-pp2", bucket_size=3000),
+    "adapters-dp3": Buffers("adapters-lengths-tp2-dp3"),
+    "adapters-moe-buckets": Buffers("adapters-moe-ep2", bucket_size=300),
+    "adapters-tied": Buffers("adapters-tied-pp2"),
 }
 
 
@@ -329,7 +365,7 @@ def test_there_are_enough_layouts() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_every_rank_has_the_layers_and_parameters_that_are_planned(name: str, built: Any) -> None:
     case = CASES[name]
-    fields, layout = GPTFields.of(case.arguments), case.parallel
+    fields, layout = planned_fields(case), case.parallel
     layout.validate_world(case.world)
     layout.validate_model(fields.shape)
     planned = stage_layers(fields, layout)
@@ -339,16 +375,19 @@ def test_every_rank_has_the_layers_and_parameters_that_are_planned(name: str, bu
         for (_, dense, expert), layers in zip(chunks, planned[place], strict=True):
             tensors = chunk_tensors(fields, layout, layers)
             for is_expert, sizes in ((False, dense), (True, expert)):
-                assert sorted(t.size for t in tensors if t.expert is is_expert for _ in range(t.copies)) == sizes
-        count = ParameterCount(*(sum(sum(chunk[kind]) for chunk in chunks) for kind in (1, 2)))
-        assert rank_parameters(fields, layout, place) == count
+                own = [(t.size, t.is_trained) for t in tensors if t.expert is is_expert for _ in range(t.copies)]
+                assert sorted(own) == sizes
+        dense, expert = ([tensor for chunk in chunks for tensor in chunk[kind]] for kind in (1, 2))
+        trained = (sum(size for size, is_trained in kind if is_trained) for kind in (dense, expert))
+        whole = (sum(size for size, _ in kind) for kind in (dense, expert))
+        assert rank_parameters(fields, layout, place) == ParameterCount(*whole, *trained)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.world == 1])
 def test_the_whole_model_has_the_parameters_that_are_planned(name: str, built: Any) -> None:
     ((_, [(_, dense, expert)]),) = built[name]
 
-    assert model_parameters(GPTFields.of(CASES[name].arguments)).total == sum(dense) + sum(expert)
+    assert model_parameters(GPTFields.of(CASES[name].arguments)).total == sum(size for size, _ in dense + expert)
 
 
 @pytest.mark.parametrize("name", BUFFERS)
@@ -357,6 +396,7 @@ def test_buffers_are_padded_as_planned(name: str, laid_out: Any) -> None:
     formats = StateFormats.of({}, {"ddp_config": ddp_arguments(BUFFERS[name])})
 
     for place, elements in laid_out[name]:
-        tensors = rank_tensors(GPTFields.of(case.arguments), case.parallel, place)
+        tensors = rank_tensors(planned_fields(case), case.parallel, place)
         planned = state_memory(tensors, case.parallel, formats, case.world, place)
-        assert planned.gradients == planned.weights == 4 * elements
+        frozen = sum(tensor.elements for chunk in tensors for tensor in chunk if not tensor.is_trained)
+        assert planned.gradients == planned.weights - 4 * frozen == 4 * elements

@@ -35,6 +35,14 @@ def test_output_gate_adds_a_projection_as_wide_as_the_queries() -> None:
     assert flops(attention_output_gate=True) - flops() == 3 * 2 * SQUARE
 
 
+def test_a_frozen_weight_costs_two_thirds_and_adapters_come_on_top() -> None:
+    products = 2 * (4 * SQUARE + 2 * (2 * 8 * 32)) + OUTPUT
+    scores = 2 * 2 * (2 * 8) * 8
+    saved, added = 8 * 32, 10  # the output layer is trained; multiplications of A and B
+    found = training_flops_per_token(DENSE, vocab_size=32, seq_length=16, trained=(saved, added))
+    assert found == 3 * scores + 2 * products + OUTPUT + 3 * 2 * added
+
+
 def test_another_token_ahead_costs_a_layer_a_projection_and_an_output_layer() -> None:
     more = flops(mtp_num_layers=2) - flops()
     assert more == 2 * (flops(num_layers=3) - flops() + 3 * (2 * 16 * 8 + OUTPUT))

@@ -4,6 +4,7 @@
 import pytest
 
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.planning.adapters import with_adapters
 from lightning_mcore.planning.batch import GlobalBatch, global_batch
 from lightning_mcore.planning.communication import Traffic, communication_volume
 from lightning_mcore.planning.model import GPTFields
@@ -25,6 +26,7 @@ GPT = {
         "normalization": "RMSNorm",
     },
 }
+LATENT = {"multi_latent_attention": True, "kv_lora_rank": 8, "q_lora_rank": 8, "num_query_groups": 4}
 
 
 def gpt(**changes: object) -> GPTFields:
@@ -166,6 +168,26 @@ def test_hardware_flops_add_what_is_recomputed() -> None:
     assert work.hardware_flops - work.model_flops == pytest.approx((work.model_flops - output) / 3)
     core = step_work(gpt(recompute_granularity="selective"), ParallelLayout(), 1, batch)
     assert core.hardware_flops - core.model_flops == pytest.approx(4 * 64 / 2 * 2 * 2 * 32 * 128)
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_moe_experts": 4, "moe_router_topk": 1}, LATENT])
+def test_adapters_cost_as_much_on_ranks_as_in_the_model(changes: dict[str, object]) -> None:
+    arguments = {**GPT, "transformer": {**GPT["transformer"], **changes}}  # type: ignore[dict-item]
+    arguments["lora"] = {"r": 4, "modules_to_save": ["lm_head"]}
+    fields = with_adapters(GPTFields.of(arguments), arguments)
+    layout = ParallelLayout(pipeline_model_parallel_size=2, tensor_model_parallel_size=2)
+    work = step_work(fields, layout, 8, GlobalBatch(1, 2, 2, 4, 64))
+    frozen = step_work(gpt(**changes), layout, 8, GlobalBatch(1, 2, 2, 4, 64))
+    assert sum(work.hardware_flops_of_rank) * 4 == pytest.approx(work.model_flops)
+    assert 0.67 * frozen.model_flops < work.model_flops < frozen.model_flops
+
+
+def test_frozen_gradients_are_not_sent() -> None:
+    arguments = {**GPT, "lora": {"r": 4}}
+    fields = with_adapters(GPTFields.of(arguments), arguments)
+    trained = rank_parameters(fields, ParallelLayout(), 0).trained_dense
+    assert trained == 4 * 4 * ((32 + 32) * 2 + (32 + 16) * 2 + (32 + 96) * 3)
+    assert sent(fields, ParallelLayout(), 2, traffic())["dp"] == pytest.approx(trained * 2 * 4 / 2)
 
 
 def test_the_work_of_all_ranks_is_that_of_the_model() -> None:
