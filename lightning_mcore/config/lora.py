@@ -238,6 +238,7 @@ class Pair:
         rows: Rows of B.
         columns: Columns of A.
         expert: Of experts, the number of this one.
+        has_a: Whether it has an A of its own; else that of the pair before it.
         has_lengths: Whether DoRA's trained length of each row goes with it.
     """
 
@@ -245,6 +246,7 @@ class Pair:
     rows: int
     columns: int
     expert: int = 0
+    has_a: bool = True
     has_lengths: bool = False
 
     @property

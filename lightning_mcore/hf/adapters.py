@@ -241,8 +241,14 @@ def adapted_model(tensors: Mapping[str, Shape], family: Family, fields: Mapping[
             expert = block.start[0] if len(shape) > 2 else 0
             sizes[module] = (sizes.get(module, (0,))[0] + block.shape[-2:][0], block.shape[-1], expert)
         is_saved = any(lora.saves(module) for module in sizes)
+        first = {expert: module for module, (*_, expert) in reversed(sizes.items())}
         pairs = [
-            Pair(lora.rank(module), *size, has_lengths=lora.use_dora)
+            Pair(
+                lora.rank(module),
+                *size,
+                has_a=first[size[2]] == module or EXPERTS not in module or not lora.targets_parameter(module),
+                has_lengths=lora.use_dora,
+            )
             for module, size in sizes.items()
             if name.endswith(".weight") and len(shape) > 1 and not name.startswith(("mtp.", *_OTHERS))
             if not is_saved and "router" not in name and lora.adapts(module)

@@ -108,8 +108,9 @@ def _with_adapters(
 def _pair(pair: Pair, ranks: int, tensor: ParameterTensor) -> Iterator[ParameterTensor]:
     """Yield A, B, and with DoRA the lengths, as tensor-parallel ranks share them."""
     of_a, of_b = (ranks if tensor.split == axis else 1 for axis in (1, 0))
-    for name, size in (("lora_A", pair.rank * pair.columns // of_a), ("lora_B", pair.rows * pair.rank // of_b)):
-        yield ParameterTensor(name, size, expert=tensor.expert, is_matrix=True)
+    if pair.has_a:
+        yield ParameterTensor("lora_A", pair.rank * pair.columns // of_a, expert=tensor.expert, is_matrix=True)
+    yield ParameterTensor("lora_B", pair.rows * pair.rank // of_b, expert=tensor.expert, is_matrix=True)
     if pair.has_lengths:
         yield ParameterTensor("lora_magnitude_vector", pair.rows // of_b)
 

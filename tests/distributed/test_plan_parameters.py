@@ -204,7 +204,12 @@ CASES: dict[str, Case] = {
     "adapters-tied-pp2": Case(2, {"pp": 2}, model=TIED | adapters(modules_to_save=["embed_tokens"])),
     "adapters-latent-tp2-pp2": Case(4, {"tp": 2, "pp": 2, "sp": True}, LATENT, adapters()),
     "adapters-moe-ep2": Case(4, {"ep": 2}, MOE, adapters(rank_pattern={r"experts\.[04]\.up_proj": 6})),
-    "adapters-moe-tp2-ep2-etp1": Case(4, {"tp": 2, "ep": 2, "etp": 1, "sp": True}, MOE, adapters()),
+    "adapters-moe-tp2-ep2-etp1": Case(
+        4,
+        {"tp": 2, "ep": 2, "etp": 1, "sp": True},
+        MOE,
+        adapters(target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]),
+    ),
     "adapters-shared-tp2": Case(
         2,
         {"tp": 2, "sp": True},
