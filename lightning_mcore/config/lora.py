@@ -49,6 +49,8 @@ class LoRA:
         init_lora_weights: How A begins: True for a uniform distribution, ``"gaussian"`` for a normal one of standard
             deviation ``1 / r``. B begins with zeros.
         base_model_name_or_path: The model whose weights are frozen, as ``from_pretrained`` fills it in.
+        merged_adapters: Folders of the PEFT adapters that were merged into those weights before, in order, as
+            ``from_pretrained(adapters=...)`` fills it in.
 
     Raises:
         ValueError: A value is out of range.
@@ -69,6 +71,7 @@ class LoRA:
     use_dora: bool = False
     init_lora_weights: bool | str = True
     base_model_name_or_path: str | None = None
+    merged_adapters: list[str] | None = None
 
     def __post_init__(self) -> None:
         for name, rank in {"r": self.r, **_entries("rank_pattern", self.rank_pattern)}.items():
@@ -186,14 +189,15 @@ class LoRA:
     def _known_as(self, name: str) -> str:
         return parameter_of(name) if self.targets_parameter(name) else name
 
-    def check_targets(self, names: Iterable[str]) -> None:
-        """Refuse a target or a module to save that matches nothing in a model.
+    def check_targets(self, names: Iterable[str], patterns: bool = True) -> None:
+        """Refuse a target, a module to save or a pattern that matches nothing in a model.
 
         Args:
             names: Hugging Face names of all its projections, and of other modules with a weight.
+            patterns: Whether to look at patterns; PEFT writes some that match nothing.
 
         Raises:
-            ValueError: There is one; the message has the nearest names.
+            ValueError: There is one, and the message has the nearest names; or these adapters are not for experts.
         """
         known = list(names)
         parameters = list(dict.fromkeys(map(parameter_of, known)))
@@ -208,12 +212,40 @@ class LoRA:
                     raise ValueError(
                         f"{field} has {entry!r}, and the model has no such module; did you mean {', '.join(near)}?"
                     )
-        if not any(self.adapts(name) for name in known):
+        adapted = [name for name in known if self.adapts(name)]
+        if not adapted:
             raise ValueError(
                 f"target_modules={self.target_modules!r} with exclude_modules={self.exclude_modules!r} and"
                 f" layers_to_transform={self.layers_to_transform!r} leaves no projection that gets an adapter; name"
                 " some, such as ['q_proj', 'v_proj']"
             )
+        self.check_experts(adapted)
+        for field in ("rank_pattern", "alpha_pattern"):
+            for key in (getattr(self, field) or {}) if patterns else ():
+                if not any(by_pattern({key: True}, self._known_as(name), False) for name in adapted):
+                    endings = sorted({name.rpartition(".")[2] for name in map(self._known_as, adapted)})
+                    near = difflib.get_close_matches(key, endings, 3) or endings
+                    raise ValueError(
+                        f"{field} has {key!r}, and no projection that gets an adapter matches it; did you mean"
+                        f" {', '.join(near)}?"
+                    )
+
+    def check_experts(self, adapted: Iterable[str]) -> None:
+        """Refuse dropout and DoRA on routed experts.
+
+        Args:
+            adapted: Hugging Face names of the projections that get an adapter.
+
+        Raises:
+            ValueError: A routed expert is among them, and one of the two is asked for.
+        """
+        expert = next((name for name in adapted if EXPERTS in name), None)
+        for field in ("lora_dropout", "use_dora"):
+            if expert is not None and getattr(self, field):
+                raise ValueError(
+                    f"{field}={getattr(self, field)!r} is not supported on experts such as {expert}, as in PEFT; leave"
+                    " it out, or the experts (exclude_modules)"
+                )
 
 
 def parameter_of(name: str) -> str:

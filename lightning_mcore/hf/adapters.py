@@ -7,7 +7,7 @@ layout. ``layers/lora.py`` has the adapters themselves, ``peft_folder.py`` reads
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.pretrained import pieces_of_module
 from lightning_mcore.hf.weight_map import WeightMap, whole_name, whole_names
 from lightning_mcore.hf.weight_rules import Block, Experts, Shape
-from lightning_mcore.layers.lora import ADAPTERS, Projection, Rows, adapt, share_a
+from lightning_mcore.layers.lora import ADAPTERS, Projection, Rows, adapt, merge, share_a
 from lightning_mcore.parallel.chunks import ModelChunks
 from lightning_mcore.parallel.consensus import gather
 
@@ -75,16 +75,42 @@ def add_adapters(chunks: ModelChunks, family: Family, fields: Mapping[str, Any],
     Raises:
         ValueError: Something is asked for that these adapters cannot do.
     """
+    for chunk in chunks.bare:
+        setattr(chunk, TRAINED_ONLY, lora.base_model_name_or_path is not None)
+        embedding = getattr(chunk, "embedding", None)
+        if embedding is not None:
+            embedding.register_forward_hook(_require_grad)
+    _put_on(chunks, family, fields, lora)
+
+
+def _put_on(chunks: ModelChunks, family: Family, fields: Mapping[str, Any], lora: LoRA) -> None:
     for index, chunk in enumerate(chunks.bare):
         found = list(_weights(chunks, index, family, fields))
         for parameter in chunk.parameters():
             parameter.requires_grad_(False)
         for weight in found:
             _train(weight, lora)
-        setattr(chunk, TRAINED_ONLY, lora.base_model_name_or_path is not None)
-        embedding = getattr(chunk, "embedding", None)
-        if embedding is not None:
-            embedding.register_forward_hook(_require_grad)
+
+
+def merge_adapters(
+    chunks: ModelChunks, family: Family, fields: Mapping[str, Any], lora: LoRA, fill: Callable[[], None]
+) -> None:
+    """Merge adapters into the weights of a model that has none; collective over the world.
+
+    Args:
+        chunks: The model as it was built, with its weights.
+        family: The rules of its Hugging Face names.
+        fields: Settings of the model.
+        lora: The settings of the adapters.
+        fill: Called when they are on the model, to give them their values.
+    """
+    trained = [(p, p.requires_grad) for chunk in chunks.bare for p in chunk.parameters()]
+    _put_on(chunks, family, fields, lora)
+    fill()
+    for layer in [layer for chunk in chunks.bare for layer in chunk.modules() if hasattr(layer, ADAPTERS)]:
+        merge(layer)
+    for parameter, was_trained in trained:
+        parameter.requires_grad_(was_trained)
 
 
 def fingerprint(module: pl.LightningModule) -> str:
@@ -134,22 +160,11 @@ def _train(weight: _Weight, lora: LoRA) -> None:
             f"target_modules has {adapted[0]}, and adapters are supported on linear layers only; train it whole with"
             " modules_to_save, or leave it out"
         )
-    _check_experts(weight, adapted, lora)
+    lora.check_experts(adapted)
     projections = [_projection(weight, name) for name in adapted]
     adapt(weight.module, projections, lora, _split(weight))
     if EXPERTS in adapted[0] and lora.targets_parameter(adapted[0]):
         share_a(weight.module)
-
-
-def _check_experts(weight: _Weight, adapted: list[str], lora: LoRA) -> None:
-    if EXPERTS not in weight.name or ".shared_experts." in weight.name:
-        return
-    for field in ("lora_dropout", "use_dora"):
-        if getattr(lora, field):
-            raise ValueError(
-                f"{field}={getattr(lora, field)!r} is not supported on experts such as {adapted[0]}, as in PEFT; leave"
-                " it out, or the experts (exclude_modules)"
-            )
 
 
 def _split(weight: _Weight) -> int | None:

@@ -6,10 +6,11 @@ used and each adapter filled, or it is an error. :func:`save_adapter` writes a f
 ``peft_tensors.py`` knows the two layouts of experts.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache, partial
 from typing import Any, get_args
@@ -22,30 +23,47 @@ from torch import Tensor
 
 from lightning_mcore.checkpoint.manifest import saving, some_of
 from lightning_mcore.config.lora import ALL_LINEAR, LoRA
-from lightning_mcore.hf.adapters import projection_names
+from lightning_mcore.hf.adapters import merge_adapters, projection_names
 from lightning_mcore.hf.export import new_folder, require_free
 from lightning_mcore.hf.export_config import write_json
+from lightning_mcore.hf.family import complete_fields
 from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, read_json
 from lightning_mcore.hf.peft_tensors import (
     ExpertLayout,
     Piece,
     adapter_pieces,
     described_targets,
+    expected_shapes,
     require_stackable,
 )
 from lightning_mcore.hf.safetensors import write_safetensors
-from lightning_mcore.hf.source import local_folder
+from lightning_mcore.hf.source import HFSource, is_own_checkpoint, local_folder
+from lightning_mcore.parallel.chunks import built_chunks
 from lightning_mcore.parallel.consensus import collect, control_group, decide, gather, on_all
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
 _SHOWN = 5  # names in an error
 _BATCH = 1 << 26  # bytes that ranks send to rank 0 at a time
-_SETTINGS = frozenset(field.name for field in fields(LoRA))
+_SETTINGS = frozenset(field.name for field in fields(LoRA)) - {"merged_adapters"}
 _WITHOUT_EFFECT = """
     auto_mapping inference_mode peft_version revision task_type runtime_config eva_config corda_config loftq_config
     lora_ga_config megatron_config megatron_core layers_pattern qalora_group_size ensure_weight_tying
 """
+_VARIANTS = {
+    "alora_invocation_tokens": "aLoRA",
+    "arrow_config": "Arrow",
+    "kasa_config": "KaSA",
+    "layer_replication": "layer replication",
+    "lora_bias": "a trained bias of B",
+    "monteclora_config": "MonteCLoRA",
+    "trainable_token_indices": "trained rows of the embedding",
+    "use_bdlora": "BD-LoRA",
+    "use_qalora": "QALoRA",
+    "velora_config": "VeLoRA",
+}
+_OF_PLAIN_BASES = (None, True, False, "gaussian", "eva", "orthogonal")  # values of init_lora_weights
+_LAYERS: tuple[Any, ...] = (None, [], "layers", ["layers"])
 _INDIFFERENT = frozenset(_WITHOUT_EFFECT.split())
 _ONLY: Mapping[str, Any] = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False}
 
@@ -62,14 +80,7 @@ def read_lora(path: str) -> LoRA:
     """
     folder = local_folder(path)
     config = read_json(folder, ADAPTER_CONFIG_FILE)
-    for key, only in _ONLY.items():
-        if config.get(key, only) != only:
-            raise ValueError(
-                f"{folder}/{ADAPTER_CONFIG_FILE} has {key}={config[key]!r}, and only {only!r} is supported"
-            )
-    for key, value in config.items():
-        if key not in _SETTINGS and key not in _INDIFFERENT and key not in _ONLY and value:
-            raise ValueError(f"{folder}/{ADAPTER_CONFIG_FILE} has {key}={value!r}, which is not supported; remove it")
+    _refuse_variants(f"{folder}/{ADAPTER_CONFIG_FILE}", config)
     given = {key: value for key, value in config.items() if key in _SETTINGS and value not in (None, {}, [])}
     if "target_modules" not in given and "target_parameters" in given:
         given["target_modules"] = []
@@ -86,30 +97,113 @@ def read_lora(path: str) -> LoRA:
         raise ValueError(f"{folder}/{ADAPTER_CONFIG_FILE}: {error}") from error
 
 
-def _keys(folder: str) -> list[str]:
-    path = os.path.join(_folder_with_weights(folder), WEIGHTS_FILE)
+def _refuse_variants(path: str, config: Mapping[str, Any]) -> None:
+    for key, only in _ONLY.items():
+        if config.get(key, only) != only:
+            raise ValueError(
+                f"{path} has {key}={config[key]!r}, and only {only!r} is supported; train a LoRA, or merge this one"
+                " into its base with PEFT's merge_and_unload() and start from that"
+            )
+    start = config.get("init_lora_weights")
+    if start not in _OF_PLAIN_BASES:
+        raise ValueError(
+            f"{path} has init_lora_weights={start!r}, which changes the weights of the base, so the adapter does not"
+            " fit the published one; convert it to plain LoRA with PEFT's path_initial_model_for_weight_conversion"
+            " (pissa_convert in LLaMA-Factory)"
+        )
+    if config.get("layers_pattern") not in _LAYERS:
+        raise ValueError(
+            f"{path} has layers_pattern={config['layers_pattern']!r}, and the layers of these models are called"
+            " 'layers'; leave it out"
+        )
+    for key, value in config.items():
+        if key not in _SETTINGS and key not in _INDIFFERENT and key not in _ONLY and value:
+            what = f" ({_VARIANTS[key]})" if key in _VARIANTS else ""
+            raise ValueError(
+                f"{path} has {key}={value!r}{what}, which is not supported; train without it, or merge the adapter into"
+                " its base with PEFT's merge_and_unload() and start from that"
+            )
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[Any]:
+    """Yield an open safetensors file; damage is a ValueError."""
     try:
         with safe_open(path, framework="pt") as file:
-            return list(file.keys())
+            yield file
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged ({error}); copy it again") from error
 
 
-def load_adapter(module: pl.LightningModule, path: str) -> None:
+def _keys(folder: str) -> list[str]:
+    with _opened(os.path.join(_folder_with_weights(folder), WEIGHTS_FILE)) as file:
+        return list(file.keys())
+
+
+def load_adapter(module: pl.LightningModule, path: str, lora: LoRA) -> None:
     """Fill the adapters of a model from a PEFT folder; collective over the world.
 
     Args:
         module: A module whose adapters are on its model.
         path: The folder, or a name on the Hugging Face hub.
+        lora: The settings of the adapters.
 
     Raises:
         FileNotFoundError: There is no such adapter.
         ValueError: It does not fit this model: a tensor is missing, unknown, or of another shape.
     """
     folder = on_all(lambda: _folder_with_weights(path))
-    pieces = list(adapter_pieces(module, require_adapters(module)))
+    pieces = list(adapter_pieces(module, lora))
     shapes = _shapes(pieces)
     on_all(lambda: _fill(folder, pieces, shapes))
+
+
+def merge_folders(module: pl.LightningModule, paths: Sequence[str]) -> None:
+    """Merge PEFT adapters into the weights of a model, one after the other; collective over the world.
+
+    Args:
+        module: An ``MCoreGPT`` whose model is built and has no adapters.
+        paths: Their folders, or names on the Hugging Face hub.
+
+    Raises:
+        FileNotFoundError: There is no such adapter.
+        ValueError: One does not fit this model.
+    """
+    names: Any = module
+    for path in paths:
+        lora = on_all(partial(read_lora, path))
+        family, fields = names.hf_names()
+        merge_adapters(built_chunks(module), family, fields, lora, partial(load_adapter, module, path, lora))
+
+
+def check_folders(base: str, paths: Sequence[str], family: str | None = None) -> None:
+    """Refuse PEFT adapters that do not fit a Hugging Face model, by names and shapes; reads no weights.
+
+    Args:
+        base: Folder of the model, or its name on the hub.
+        paths: Folders of the adapters, or their names on the hub.
+        family: Name or path of the model's family; None for the one in its config.
+
+    Raises:
+        FileNotFoundError: There is no such adapter.
+        ValueError: A tensor is missing, unknown, or of another shape.
+    """
+    if not paths or is_own_checkpoint(base):  # load_adapter() compares with the model itself
+        return
+    source = HFSource.open(base, family)
+    settings = complete_fields(source.fields)
+    names, shapes = projection_names(source.family, settings), source.open_tensors().shapes
+    for path in paths:
+        lora = read_lora(path)
+        lora.check_targets(names, patterns=False)
+        wanted = expected_shapes(lora, names, shapes, int(settings.get("num_moe_experts") or 0))
+        file = os.path.join(_folder_with_weights(path), WEIGHTS_FILE)
+        with _opened(file) as weights:
+            found = {key: tuple(weights.get_slice(key).get_shape()) for key in weights.keys()}  # noqa: SIM118
+        if lora.modules_to_save:  # a tied weight is not in the model's files
+            found = {key: shape for key, shape in found.items() if ".lora_" in key or key in wanted}
+            wanted = {key: shape for key, shape in wanted.items() if ".lora_" in key or key in found}
+        _check(file, wanted, found)
 
 
 def _folder_with_weights(path: str) -> str:
@@ -125,17 +219,12 @@ def _folder_with_weights(path: str) -> str:
 
 def _fill(folder: str, pieces: list[Piece], shapes: Mapping[str, tuple[int, ...]]) -> None:
     path = os.path.join(folder, WEIGHTS_FILE)
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - not a dict
-            _check(path, shapes, found)
-            whole = lru_cache(maxsize=1)(file.get_tensor)  # each expert takes its part of the same tensor
-            with torch.no_grad():
-                for piece in sorted(pieces, key=lambda piece: piece.key):
-                    part = whole(piece.key).view(piece.view) if piece.view else file.get_slice(piece.key)
-                    piece.data.copy_(part[piece.place])
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error}); copy it again") from error
+    with _opened(path) as file, torch.no_grad():
+        _check(path, shapes, {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()})  # noqa: SIM118
+        whole = lru_cache(maxsize=1)(file.get_tensor)  # each expert takes its part of the same tensor
+        for piece in sorted(pieces, key=lambda piece: piece.key):
+            part = whole(piece.key).view(piece.view) if piece.view else file.get_slice(piece.key)
+            piece.data.copy_(part[piece.place])
 
 
 def _check(path: str, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
@@ -273,7 +362,7 @@ def _config(lora: LoRA, names: Iterable[str]) -> dict[str, Any]:
     if targets == ALL_LINEAR:  # PEFT counts neither experts nor those of other libraries among them
         targets = sorted({key.rpartition(".lora_")[0].rpartition(".")[2] for key in names if ".lora_A." in key})
     return {
-        **lora.plain(),
+        **{name: value for name, value in lora.plain().items() if name in _SETTINGS},
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "target_modules": targets,

@@ -161,6 +161,27 @@ def adapter_pieces(module: pl.LightningModule, lora: LoRA, layout: ExpertLayout 
                 yield Piece(f"{slot.stem}.{_LENGTHS}", lengths, shape, (p.first_row,))
 
 
+def expected_shapes(lora: LoRA, names: Sequence[str], shapes: Mapping[str, Shape], experts: int) -> dict[str, Shape]:
+    """Return the shapes of all tensors that the file of an adapter has.
+
+    Args:
+        lora: Its settings.
+        names: All projections of the model.
+        shapes: Shapes of the model's tensors, by Hugging Face's names.
+        experts: Routed experts of a layer.
+    """
+    layout = own_layout(lora, names)
+    found = {PREFIX + key: shape for key, shape in shapes.items() if lora.saves(key.rpartition(".")[0])}
+    for name in names:
+        shape = shapes.get(f"{name}.weight", ())
+        if len(shape) == 2 and lora.adapts(name):
+            slot = slot_of(name, shape, lora, experts, layout)
+            found |= slot.shapes
+            if lora.use_dora:
+                found[f"{slot.stem}.{_LENGTHS}"] = shape[:1]
+    return found
+
+
 def own_layout(lora: LoRA, names: Sequence[str]) -> ExpertLayout:
     """Return the layout of experts that the settings of an adapter describe.
 

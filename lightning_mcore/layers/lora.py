@@ -414,6 +414,15 @@ def merging(layer: nn.Module) -> Callable[[], Tensor] | None:
     return partial(layer.lora.merged, weight.detach(), ratio)
 
 
+def merge(layer: Any) -> None:
+    """Merge the adapters of a layer into its weight and take them off; collective as :func:`merging` is."""
+    merged = merging(layer)
+    assert merged is not None
+    layer.weight.data.copy_(merged())
+    layer.__class__ = type(layer).__bases__[1]
+    delattr(layer, ADAPTERS)
+
+
 @contextlib.contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
     """Run the model without its adapters inside the ``with`` block, such as a reference model.

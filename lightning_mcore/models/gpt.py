@@ -138,6 +138,7 @@ class MCoreGPT(SpeedLogs):
             self.metrics[f"{stage}_accuracy"] = TokenAccuracy(vocab_size)
         self._config: TransformerConfig | None = None
         self._starts_from = None if self.lora is None else self.lora.base_model_name_or_path
+        self._merged = [] if self.lora is None else list(self.lora.merged_adapters or [])
         self._adapter: str | None = None
         self._base: str | None = None  # what tells the frozen weights from others
         self._given_family: str | None = None  # what a file calls it, in hparams, is not imported
@@ -154,6 +155,7 @@ class MCoreGPT(SpeedLogs):
         loss_normalization: LossNormalization = "tokens",
         family: str | None = None,
         lora: LoRA | dict[str, Any] | str | None = None,
+        adapters: list[str] | None = None,
     ) -> "MCoreGPT":  # not Self, which LightningCLI cannot resolve
         """Make a module from a Hugging Face model, and start from its weights on whatever layout it runs.
 
@@ -173,19 +175,22 @@ class MCoreGPT(SpeedLogs):
                 None for what its config says.
             lora: Train low-rank adapters and freeze the weights, as in the constructor; or go on with those of PEFT:
                 their folder, or their name on the hub.
+            adapters: Folders or names of PEFT adapters to merge into the weights first, one after the other.
 
         Raises:
-            FileNotFoundError: There is no such model.
+            FileNotFoundError: There is no such model, or no such adapter.
             ValueError: It is of no known family, or its config asks for something that is not supported.
         """
         from lightning_mcore.hf.pretrained import absolute, pretrained_settings
 
         own: dict[str, Any] = {}  # a subclass without adapters need not take the argument
+        merged = [absolute(adapter) for adapter in adapters or []]
         if lora is not None:
             from lightning_mcore.hf.peft_folder import read_lora
 
             settings = read_lora(lora) if isinstance(lora, str) else LoRA.of(lora)
-            own["lora"] = replace(settings, base_model_name_or_path=absolute(path))
+            base = absolute(path)
+            own["lora"] = replace(settings, base_model_name_or_path=base, merged_adapters=merged or None)
         module = cls(
             **pretrained_settings(path, family, seq_length, transformer),
             **own,
@@ -195,6 +200,7 @@ class MCoreGPT(SpeedLogs):
             loss_normalization=loss_normalization,
         )
         module._starts_from = absolute(path)  # the run may go on in another folder
+        module._merged = merged
         module._given_family = family
         module._adapter = absolute(lora) if isinstance(lora, str) else None
         return module
@@ -224,7 +230,12 @@ class MCoreGPT(SpeedLogs):
         if self.lora is not None:
             from lightning_mcore.hf.adapters import projection_names
 
-            self.lora.check_targets(projection_names(*self.hf_names()))
+            self.lora.check_targets(projection_names(*self.hf_names()), patterns=self._adapter is None)
+        if self._starts_from is not None:
+            from lightning_mcore.hf.peft_folder import check_folders
+
+            given = [] if self._adapter is None or self._resumes else [self._adapter]
+            check_folders(self._starts_from, [*self._merged, *given], self._given_family)
 
     def configure_model(self) -> None:
         """Build the chunks that this rank owns."""
@@ -235,6 +246,10 @@ class MCoreGPT(SpeedLogs):
             from lightning_mcore.hf.pretrained import load_pretrained
 
             load_pretrained(self, self._starts_from, self._given_family)
+            if self._merged:
+                from lightning_mcore.hf.peft_folder import merge_folders
+
+                merge_folders(self, self._merged)
             self._starts_from = None  # the weights that a run has trained stay in the next one
         if self.lora is not None and not hasattr(self.model.chunks[0], TRAINED_ONLY):
             from lightning_mcore.hf.adapters import adapted_model, add_adapters, fingerprint
@@ -247,7 +262,7 @@ class MCoreGPT(SpeedLogs):
             if self._adapter is not None and not self._resumes:
                 from lightning_mcore.hf.peft_folder import load_adapter
 
-                load_adapter(self, self._adapter)
+                load_adapter(self, self._adapter, self.lora)
 
     def hf_names(self) -> tuple[Any, dict[str, Any]]:
         """Return the family whose names the projections have, and the settings of the model."""

@@ -94,6 +94,7 @@ def train(
     hf: str | None = None,
     fields: dict[str, Any] | None = None,
     experts: Any = "stacked",
+    merged: list[str] | None = None,
 ) -> dict[str, Any]:
     """Train some steps on a layout; return the course and what this rank holds of the adapter's file at the end."""
     recipe = Recipe(learning_rate=1e-2, min_learning_rate=1e-2, warmup_steps=0)
@@ -103,6 +104,7 @@ def train(
         transformer=fields,
         recipe=recipe,
         lora=lora if isinstance(lora, str) else LoRA(**lora),
+        adapters=merged,
     )
     strategy = MCoreStrategy(**layout.strategy_arguments, micro_batch_size=1)
     course = Course()
@@ -291,6 +293,29 @@ def test_experts_with_an_a_each_fit_both_layouts(tmp_path: Path) -> None:
     logits = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).eval()(text()["tokens"]).logits
     for path in (each, stacked):
         assert (logits_of_peft("qwen3_moe", path) - logits).abs().max() <= 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_several_adapters_are_merged_one_after_the_other(tmp_path: Path) -> None:
+    """As PEFT does it; a third one is trained on top, and its checkpoint knows what was merged."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    first, second = reference("lengths").folder, reference("all").folder
+    adapter, exported, again = (str(tmp_path / name) for name in ("adapter", "exported", "again"))
+    layout, saved = Layout(tp=2, pp=2, sp=True), str(tmp_path)
+    options: dict[str, Any] = {"steps": 2, "merged": [first, second]}
+    run_ranks(4, train, folder("llama"), layout, SETTINGS, save=saved, adapter=adapter, hf=exported, **options)
+    run_ranks(1, export_checkpoint, f"{saved}/step=2.ckpt", again, open_group=False)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder("llama"), dtype=torch.float32)
+    for path in (first, second, adapter):
+        model = PeftModel.from_pretrained(model, path).merge_and_unload()
+    for path in (exported, again):
+        found = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+        for name, wanted in model.state_dict().items():
+            torch.testing.assert_close(found[name], wanted, rtol=0, atol=1e-6)  # lengths are computed in other ways
+    with pytest.raises(RanksFailedError, match="were trained on another base than"):
+        run_ranks(1, train, folder("llama"), Layout(), SETTINGS, start=f"{saved}/step=2.ckpt")
 
 
 def logits_of_peft(family: str, adapter: str) -> Tensor:

@@ -13,6 +13,7 @@ from lightning_mcore import LoRA, MCoreGPT
 from lightning_mcore.hf import find_family
 from lightning_mcore.hf.adapters import projection_names
 from lightning_mcore.hf.peft_folder import read_lora
+from lightning_mcore.hf.peft_tensors import require_stackable
 from tests.hf_models import tiny_folder
 
 FIELDS = {"num_layers": 2, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 8, "num_moe_experts": 4}
@@ -77,6 +78,15 @@ def test_names_choose_projections(settings: dict[str, Any], count: int) -> None:
         ({"modules_to_save": ["lm_haed"]}, "modules_to_save has 'lm_haed', .* did you mean lm_head"),
         ({"target_modules": ".*nothing"}, "leaves no projection that gets an adapter"),
         ({"layers_to_transform": [7]}, "leaves no projection that gets an adapter"),
+        ({"rank_pattern": {"q_prj": 4}}, "rank_pattern has 'q_prj', .* did you mean q_proj"),
+        (
+            {"target_modules": ["q_proj"], "alpha_pattern": {"v_proj": 4}},
+            "alpha_pattern has 'v_proj', and no projection",
+        ),
+        (
+            {"target_parameters": ["experts.gate_up_prj"]},
+            "target_parameters has 'experts.gate_up_prj', .* did you mean",
+        ),
     ],
 )
 def test_targets_that_match_nothing_are_refused_before_anything_is_built(
@@ -91,8 +101,12 @@ def test_targets_that_match_nothing_are_refused_before_anything_is_built(
     ("change", "sentence"),
     [
         ({"peft_type": "LOHA"}, "peft_type='LOHA', and only 'LORA' is supported"),
+        ({"peft_type": "XLORA"}, "peft_type='XLORA', and only 'LORA' is supported; train a LoRA, or merge"),
         ({"bias": "all"}, "bias='all', and only 'none' is supported"),
-        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens=.* is not supported"),
+        ({"alora_invocation_tokens": [1, 2]}, r"alora_invocation_tokens=\[1, 2\] \(aLoRA\), which is not supported"),
+        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights='pissa_niter_16', which changes .*pissa_convert"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights='loftq', which changes the weights of the base"),
+        ({"layers_pattern": "h"}, "layers_pattern='h', and the layers of these models are called 'layers'"),
         ({"r": -1}, "adapter_config.json: r=-1 is too small"),
     ],
 )
@@ -102,6 +116,55 @@ def test_other_adapters_are_refused_by_name(change: dict[str, Any], sentence: st
     save_file({"base_model.model.x.lora_A.weight": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=sentence):
         read_lora(str(tmp_path))
+
+
+@pytest.mark.parametrize("field", ["lora_dropout", "use_dora"])
+def test_what_experts_cannot_have_is_refused_before_anything_is_built(field: str) -> None:
+    module = MCoreGPT.from_pretrained(str(tiny_folder("qwen3_moe")), lora=LoRA(**{field: 0.5}))
+    with pytest.raises(ValueError, match=rf"{field}=0.5 is not supported on experts such as model.layers.0.mlp.expe"):
+        module.check_settings()
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "sentence"),
+    [
+        ("llama", {}, None),
+        ("llama", {"q_proj": None}, r"lacks base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"),
+        ("llama", {"v_proj": (4, 31)}, r"v_proj.lora_A.weight \(\[4, 31\] in it, \[4, 32\] in the model\)"),
+        ("qwen3", {}, r"q_proj.lora_B.weight \(\[32, 4\] in it, \[64, 4\] in the model\)"),
+    ],
+    ids=["its own base", "partial", "another shape", "another base"],
+)
+def test_an_adapter_that_does_not_fit_is_refused_before_anything_is_built(
+    family: str, change: dict[str, Any], sentence: str | None, tmp_path: Path
+) -> None:
+    config = {"peft_type": "LORA", "target_modules": ["q_proj", "v_proj"], "r": 4}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    tensors = {}
+    for layer in range(4):
+        for name, outputs in (("q_proj", 32), ("v_proj", 16)):
+            shapes = {"lora_A": change.get(name, (4, 32)), "lora_B": (outputs, 4)}
+            for kind, shape in shapes.items():
+                if shape is not None:
+                    key = f"base_model.model.model.layers.{layer}.self_attn.{name}.{kind}.weight"
+                    tensors[key] = torch.zeros(shape)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    for given in ({"lora": str(tmp_path)}, {"adapters": [str(tmp_path)]}):
+        module = MCoreGPT.from_pretrained(str(tiny_folder(family)), **given)
+        if sentence is None:
+            module.check_settings()
+            continue
+        with pytest.raises(ValueError, match=sentence):
+            module.check_settings()
+
+
+def test_experts_that_differ_do_not_fit_the_stacked_layout() -> None:
+    names = projection_names(find_family("qwen3_moe"), FIELDS)
+    require_stackable(LoRA(rank_pattern={"up_proj": 4}, alpha_pattern={"up_proj": 4}), names)
+    require_stackable(LoRA(target_modules=["q_proj"]), names)
+    for settings in ({"rank_pattern": {"up_proj": 4}}, {"target_modules": r".*experts\.[01]\.up_proj"}):
+        with pytest.raises(ValueError, match="experts.gate_up_proj differ in target, rank or scale"):
+            require_stackable(LoRA(**settings), names)  # type: ignore[arg-type]
 
 
 def test_a_pickled_adapter_is_refused(tmp_path: Path) -> None:
