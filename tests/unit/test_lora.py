@@ -163,7 +163,7 @@ def test_experts_that_differ_do_not_fit_the_stacked_layout() -> None:
     require_stackable(LoRA(rank_pattern={"up_proj": 4}, alpha_pattern={"up_proj": 4}), names)
     require_stackable(LoRA(target_modules=["q_proj"]), names)
     for settings in ({"rank_pattern": {"up_proj": 4}}, {"target_modules": r".*experts\.[01]\.up_proj"}):
-        with pytest.raises(ValueError, match="experts.gate_up_proj differ in target, rank or scale"):
+        with pytest.raises(ValueError, match=r"experts\.gate_up_proj differ in target, rank or scale"):
             require_stackable(LoRA(**settings), names)  # type: ignore[arg-type]
 
 
