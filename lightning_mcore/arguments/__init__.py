@@ -46,12 +46,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a class when it is first asked for."""
+    """Import a class on first use."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    """Name the classes, whether or not they are imported yet."""
+    """Return the names of all classes, imported or not."""
     return __all__

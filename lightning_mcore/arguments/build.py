@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning's objects made from a run's settings: strategy, precision, trainer, model and data.
+"""Build Lightning's objects from a run's settings: strategy, precision, trainer, model and data.
 
 ``TrainingArguments`` and the LLaMA-Factory command call these functions, which take plain data. In ``arguments/``, only
 this file, ``callbacks.py`` and three files of ``llamafactory/`` import Lightning.
@@ -48,10 +48,10 @@ _SPEAKERS = ("lightning_mcore", "lightning.pytorch", "transformers")
 
 
 def make_strategy(settings: Mapping[str, Any]) -> MCoreStrategy:
-    """Make the strategy.
+    """Build the strategy.
 
     Args:
-        settings: ``RunSettings.strategy``; configs as dicts, ``timeout`` in seconds.
+        settings: ``RunSettings.strategy``, with configs as dicts and ``timeout`` in seconds.
 
     Raises:
         ModuleNotFoundError: An option needs TransformerEngine.
@@ -79,7 +79,7 @@ def _made(kind: Any, given: Mapping[str, Any]) -> Any:
 
 
 def _check_optimizer(settings: Mapping[str, Any]) -> None:
-    """Refuse what Megatron's config would refuse later, in its own words."""
+    """Refuse optimizer options that Megatron's config would refuse later with its own message."""
     config, ddp_config = settings.get("optimizer_config"), settings.get("ddp_config")
     if not isinstance(config, Mapping):
         return
@@ -92,13 +92,13 @@ def _check_optimizer(settings: Mapping[str, Any]) -> None:
     if aware and importlib.util.find_spec("transformer_engine") is None:
         name = "optimizer_cpu_offload" if config.get("optimizer_cpu_offload") else "use_precision_aware_optimizer"
         raise ModuleNotFoundError(
-            f"{name}=True needs TransformerEngine, whose optimizer Megatron's offload shares, and it is not installed;"
-            " install it, or leave the option out"
+            f"{name}=True needs TransformerEngine, whose optimizer Megatron's offload uses, and it is not installed; "
+            "install it, or leave the option out"
         )
 
 
 def make_precision(settings: Mapping[str, Any]) -> MCorePrecision:
-    """Make the precision plugin.
+    """Build the precision plugin.
 
     Args:
         settings: ``RunSettings.precision``.
@@ -109,7 +109,7 @@ def make_precision(settings: Mapping[str, Any]) -> MCorePrecision:
 def make_model(
     settings: Mapping[str, Any], transformer: Mapping[str, Any], kind: type[MCoreGPT] = MCoreGPT
 ) -> MCoreGPT:
-    """Make the model from a Hugging Face model.
+    """Build the model from a Hugging Face model.
 
     Args:
         settings: ``RunSettings.model``, with ``path``.
@@ -124,7 +124,7 @@ def make_model(
 
 
 def make_data(settings: Mapping[str, Any]) -> MCoreFinetuningData:
-    """Make the data module.
+    """Build the data module.
 
     Args:
         settings: ``RunSettings.data``, with files and tokenizer.
@@ -134,12 +134,13 @@ def make_data(settings: Mapping[str, Any]) -> MCoreFinetuningData:
 
 
 def make_trainer(arguments: Any, settings: RunSettings, overrides: Mapping[str, Any]) -> pl.Trainer:
-    """Seed everything, and make the trainer.
+    """Seed everything, and build the trainer.
 
     Args:
         arguments: ``TrainingArguments``.
-        settings: The run that they describe.
-        overrides: Arguments of ``Trainer`` to use instead; ``callbacks`` and ``plugins`` are added to the others.
+        settings: The run that the arguments describe.
+        overrides: Arguments of ``Trainer`` that replace those of the run; ``callbacks`` and ``plugins`` are added
+            instead.
 
     Raises:
         ModuleNotFoundError: A logger of ``report_to`` is not installed.
@@ -169,7 +170,7 @@ def _as_list(given: Any) -> list[Any]:
 
 
 def make_callbacks(arguments: Any) -> list[Callback]:
-    """Make the callbacks that arguments ask for.
+    """Build the callbacks that arguments ask for.
 
     Args:
         arguments: ``TrainingArguments``.
@@ -182,13 +183,13 @@ def make_callbacks(arguments: Any) -> list[Callback]:
 
 
 def make_loggers(arguments: Any) -> list[Logger]:
-    """Make the loggers of ``report_to``.
+    """Build the loggers of ``report_to``.
 
     Args:
         arguments: ``TrainingArguments``.
 
     Raises:
-        ModuleNotFoundError: One is not installed.
+        ModuleNotFoundError: The package of a logger is not installed.
     """
     made = []
     for name, values in logger_settings(arguments).items():
@@ -203,7 +204,7 @@ def make_loggers(arguments: Any) -> list[Logger]:
 
 
 def seed_everything(arguments: Any) -> None:
-    """Seed all random number generators, those of loader workers too.
+    """Seed all random number generators, including those of loader workers.
 
     Args:
         arguments: ``TrainingArguments``.
@@ -212,7 +213,7 @@ def seed_everything(arguments: Any) -> None:
 
 
 def _set_process(arguments: Any) -> None:
-    """Set what belongs to the process and not to the trainer: TF32 and the log level."""
+    """Set the options of the process rather than the trainer: TF32 and the log level."""
     if arguments.tf32 is not None:
         torch.set_float32_matmul_precision("high" if arguments.tf32 else "highest")
     if arguments.log_level != "passive":

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Save and evaluate at the same steps as transformers' Trainer, where Lightning alone would not.
 
-transformers' Trainer also does after the last step what it does every n steps: a run of 700 steps with
-``save_steps=500`` leaves checkpoints of steps 500 and 700. Lightning saves and validates at multiples only. Lightning
-also treats an evaluation before the first step (``eval_on_start``) as a check of the code, and logs nothing of it.
+transformers' Trainer saves and evaluates every n steps and also after the last step: a run of 700 steps with
+``save_steps=500`` leaves checkpoints of steps 500 and 700. Lightning does so only at multiples of n. Lightning also
+treats an evaluation before the first step (``eval_on_start``) as a check of the code, and logs nothing from it.
 ``mapping.py`` decides which callbacks a run has; ``build.py`` makes them.
 """
 
@@ -14,13 +14,13 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 
 class StepCheckpoint(ModelCheckpoint):
-    """A ``ModelCheckpoint`` for every n steps, which saves at each of them and after the last step.
+    """A ``ModelCheckpoint`` that saves every n steps and after the last step.
 
     At the last batch of an epoch, Lightning's own callback postpones a save that depends on a metric to the next
-    validation. Here the metric is the number of the step, by which the newest are kept, and it is always up to date.
+    validation. Here the metric is the step number, which keeps the newest checkpoints and is always up to date.
 
     Args:
-        every: Optimizer steps from one checkpoint to the next.
+        every: Optimizer steps between two checkpoints.
         options: Other arguments of ``ModelCheckpoint``, by name.
     """
 
@@ -29,7 +29,7 @@ class StepCheckpoint(ModelCheckpoint):
         self._every = every
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note the step that a run resumes from, which is saved already."""
+        """Remember the step that a run resumes from, because it is already saved."""
         super().on_train_start(trainer, pl_module)
         self._last_global_step_saved = trainer.global_step
 
@@ -50,13 +50,13 @@ class StepEvaluation(Callback):
             logger.log_metrics(metrics, step=0)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """Make Lightning validate after the last step, which it does when a run is asked to stop."""
+        """Ask the run to stop after the last step, so that Lightning validates."""
         if is_last_step(trainer):
             trainer.should_stop = True
 
 
 def is_last_step(trainer: pl.Trainer) -> bool:
-    """Whether a run has made all its optimizer steps; False if their number is unknown.
+    """Return whether a run has made all its optimizer steps; False if their number is unknown.
 
     Args:
         trainer: The trainer, while it trains.

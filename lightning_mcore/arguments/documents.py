@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of settings as dicts: YAML or JSON, and the ``key=value`` that follow a file on the command line.
+"""Read settings as dicts from YAML or JSON files, and from the ``key=value`` words after a file on the command line.
 
-Files of arguments and of LLaMA-Factory are read here, so that they agree: numbers follow YAML 1.2, as in LightningCLI,
-so that ``3e-6`` is a number and not a text, and a repeated key is refused. A later ``key=value`` replaces an earlier
-one, and ``a.b=1`` sets a key of a dict. This file imports neither torch nor megatron-core.
+Argument files and LLaMA-Factory files are both read here, so they follow the same rules: numbers follow YAML 1.2, as in
+LightningCLI, so ``3e-6`` is a number and not text, and a repeated key is refused. A later ``key=value`` replaces an
+earlier one, and ``a.b=1`` sets a key of a dict. This file imports neither torch nor megatron-core.
 """
 
 import json
@@ -17,12 +17,12 @@ _FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|
 
 
 def read_file(path: str, what: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the keys of a file, changed by overrides.
+    """Return the keys and values of a file, with the overrides applied.
 
     Args:
         path: A ``.yaml``, ``.yml`` or ``.json`` file.
-        what: What the file should be, for the error, such as ``"a file of arguments"``.
-        overrides: Each ``key=value``; values are YAML.
+        what: The kind of file that errors ask for, such as ``"a file of arguments"``.
+        overrides: Texts ``key=value``; values are YAML.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -56,7 +56,7 @@ def read_text(path: str | Path) -> str:
     """Return the content of a file.
 
     Raises:
-        ValueError: It is not text in UTF-8.
+        ValueError: The file is not UTF-8 text.
     """
     try:
         return Path(path).read_text(encoding="utf-8")
@@ -65,14 +65,14 @@ def read_text(path: str | Path) -> str:
 
 
 def read_json(text: str, name: str) -> Any:
-    """Return the content of JSON text.
+    """Parse JSON text.
 
     Args:
         text: The text.
-        name: What to call it in an error.
+        name: The name of the text in errors.
 
     Raises:
-        ValueError: It is not JSON, is nested too deep, or has a number that is too long.
+        ValueError: The text is not JSON, is nested too deeply, or has a number that is too long.
     """
     try:
         return json.loads(text)
@@ -83,14 +83,14 @@ def read_json(text: str, name: str) -> Any:
 
 
 def read_yaml(text: str, name: str) -> Any:
-    """Return the content of YAML text.
+    """Parse YAML text.
 
     Args:
         text: The text.
-        name: What to call it in an error.
+        name: The name of the text in errors.
 
     Raises:
-        ValueError: It is not YAML, or a mapping has a key twice.
+        ValueError: The text is not YAML, or a mapping has a key twice.
     """
     import yaml
 
@@ -100,20 +100,20 @@ def read_yaml(text: str, name: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1} of {name}" if mark is not None else name
         raise ValueError(f"{place} is not YAML: {getattr(error, 'problem', None) or error}") from error
-    except Exception as error:  # what a value or a tag can raise, such as a date in month 13
+    except Exception as error:  # from a value or a tag, such as a date in month 13
         raise ValueError(f"{name} has a value that YAML does not allow: {str(error)[:200]}") from error
 
 
 @cache
 def _loader() -> Any:
-    """Return a safe YAML loader that reads ``3e-6`` as a number and refuses a repeated key."""
+    """Return the class of a safe YAML loader that reads ``3e-6`` as a number and refuses repeated keys."""
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
         """Reads the numbers of YAML 1.2."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            """Return a mapping whose keys are all different."""
+            """Return a mapping; refuse repeated keys."""
             seen = set()
             for key, _ in node.value:
                 if str(key.value) in seen:

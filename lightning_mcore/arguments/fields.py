@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of the argument classes: how a field is declared, and the check that its value has its type.
+"""Fields of the argument classes: declare a field, and check that its value has its type.
 
 transformers' ``HfArgumentParser`` checks types and choices on the command line only; it stores the values of a file or
-a dict unchecked. :func:`check_types` runs when an object is made, so that a wrong value is refused wherever it came
-from, in a sentence that names the field, the value and what is allowed. Nothing is converted.
+a dict unchecked. :func:`check_types` runs when an object is made, so that a wrong value is refused wherever it comes
+from. The error names the field, the value and what is allowed. Nothing is converted.
 """
 
 import dataclasses
@@ -17,18 +17,18 @@ def option(help: str, default: Any = None) -> Any:
     """Declare a field with its help text and its default.
 
     Args:
-        help: What it means; the help text of the command line.
+        help: The help text of the command line.
         default: Its default.
     """
     return dataclasses.field(default=default, metadata={"help": help})
 
 
 def flag(help: str, default: bool | None = None) -> Any:
-    """Declare a yes or no; on the command line the bare name means yes, whatever the default.
+    """Declare a yes-or-no field; on the command line the bare name means yes, whatever the default.
 
     Args:
-        help: What it means; the help text of the command line.
-        default: Its default; None keeps what the checkpoint, or Megatron, has.
+        help: The help text of the command line.
+        default: Its default; None keeps the value of the checkpoint, or Megatron's default.
     """
     metadata: dict[str, Any] = {"help": help}
     if default is None:
@@ -44,7 +44,7 @@ def check_types(arguments: Any, may_be_none: Collection[str] = ()) -> None:
         may_be_none: Fields that may be None though their type does not say so.
 
     Raises:
-        TypeError: A value has another type.
+        TypeError: A value does not have the type of its field.
         ValueError: A value is not one of the choices of its field.
     """
     hints = get_type_hints(type(arguments))
@@ -55,7 +55,7 @@ def check_types(arguments: Any, may_be_none: Collection[str] = ()) -> None:
 
 
 def check_type(name: str, value: Any, hint: Any) -> None:
-    """Refuse a value that does not have a type.
+    """Refuse a value that does not have the given type.
 
     Args:
         name: The name of the option.
@@ -63,14 +63,14 @@ def check_type(name: str, value: Any, hint: Any) -> None:
         hint: A type, as ``typing.get_type_hints`` returns it.
 
     Raises:
-        TypeError: It has another type.
-        ValueError: It is not one of the choices.
+        TypeError: The value has another type.
+        ValueError: The value is not one of the choices.
     """
     if _fits(value, hint):
         return
     choices = _choices(hint)
     if any(choice is not None for choice in choices):
-        written = ", which YAML makes of a no without quotes" if value is False and "no" in choices else ""
+        written = " (YAML reads an unquoted no as False)" if value is False and "no" in choices else ""
         raise ValueError(f"{name}={value!r}{written} is not available; choose {_listed(choices)}")
     raise TypeError(
         f"{name}={value!r} is of type {type(value).__name__}{_at_yaml(value, hint)}; give {_described(hint)}"
@@ -78,11 +78,11 @@ def check_type(name: str, value: Any, hint: Any) -> None:
 
 
 def _at_yaml(value: Any, hint: Any) -> str:
-    """Return why a number was read as text, if the value is one."""
+    """Return the reason why YAML read a number as text, if the value is one; otherwise empty text."""
     if not (isinstance(value, str) and _fits(0.5, hint) and _is_number(value)):
         return ""
     if "e" in value.lower():
-        return f", which YAML reads from 1e-5, for one; write {float(value):.1e}, with a point"
+        return f", because YAML reads numbers such as 1e-5 as text; write {float(value):.1e}, with a point"
     return "; write it without quotes"
 
 
@@ -115,7 +115,7 @@ def _alternatives(union: Any) -> list[Any]:
 
 
 def _choices(hint: Any) -> list[Any]:
-    """Return the choices of a type; an empty list if it is not a list of choices."""
+    """Return the choices of a ``Literal`` or enumeration; an empty list for other types."""
     if get_origin(hint) in (Union, types.UnionType):
         return [choice for argument in _alternatives(hint) for choice in _choices(argument)]
     if get_origin(hint) is Literal:

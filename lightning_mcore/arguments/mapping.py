@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where every field of ``TrainingArguments`` goes: a run as plain data, a ``RunSettings``.
+"""Translate the fields of ``TrainingArguments`` into a run as plain data, a ``RunSettings``.
 
-:data:`LANDINGS` is the table of the fields that keep their value; the functions below it handle the others. Callbacks
-and loggers are plain data too, names of classes with their arguments, which ``build.py`` makes. Checkpoints are
-``checkpoint-<step>.ckpt`` in ``output_dir``, as near to transformers' names as Lightning's suffix allows. Nothing slow
-is imported, so ``lightning-mcore plan`` can read a run here.
+:data:`LANDINGS` lists the fields that keep their value; the functions below it handle the others. Callbacks and loggers
+are plain data too: names of classes with their arguments, from which ``build.py`` makes the objects. Checkpoints are
+named ``checkpoint-<step>.ckpt`` in ``output_dir``, as in transformers except for Lightning's suffix. No slow module is
+imported, so ``lightning-mcore plan`` can use this file.
 """
 
 import json
@@ -74,7 +74,7 @@ LANDINGS: Mapping[str, str] = {
     "dataloader_num_workers": "data.num_workers",
     "sequence_packing": "data.packing",
 }
-"""Fields that keep their value, and where they go in ``RunSettings``; None is left out."""
+"""Fields that keep their value, and their places in ``RunSettings``; fields that are None are left out."""
 
 _NEVER = 10**9  # epochs
 _EXTRA_OF_STRATEGY = ("microbatch_group_size_per_vp_stage", "tp_comm_overlap")
@@ -95,8 +95,8 @@ def run_settings(
     Args:
         arguments: ``TrainingArguments``.
         model_path: Folder of the Hugging Face model, or its name on the hub; None for another model.
-        seq_length: Tokens of a row; None for as many as the model was made for.
-        devices: Ranks on each machine; None for what the Trainer finds.
+        seq_length: Tokens of a row; None for the longest that the model supports.
+        devices: Ranks on each machine; None for as many as the Trainer finds.
         num_nodes: Machines; None for one.
 
     Raises:
@@ -148,7 +148,7 @@ def _strategy(arguments: Any, ddp_config: dict[str, Any]) -> dict[str, Any]:
         values["optimizer_config"] = {
             "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": arguments.optimizer_offload_fraction,
-            "use_precision_aware_optimizer": True,  # Megatron's offload shares its code; it needs the next one
+            "use_precision_aware_optimizer": True,  # Megatron's offload uses its code; it needs the next option
             "use_distributed_optimizer": True,
         }
     communication = {name: extra[name] for name in _EXTRA_OF_COMMUNICATION if name in extra}
@@ -222,14 +222,14 @@ def _trainer(arguments: Any) -> dict[str, Any]:
 
 def _validation(arguments: Any) -> dict[str, Any]:
     strategy = text_of(arguments.eval_strategy)
-    if strategy == "no" and arguments.do_eval:  # after training, or alone: by Trainer.validate
+    if strategy == "no" and arguments.do_eval:  # Trainer.validate evaluates after training, or alone
         return {"check_val_every_n_epoch": _NEVER}
     if strategy == "no":
         return {"limit_val_batches": 0}
     if strategy == "epoch":
         return {"check_val_every_n_epoch": 1}
     every = steps_of(arguments, arguments.eval_steps)
-    # Lightning counts DataLoader batches; without a number of epochs it counts on past the end of an epoch.
+    # Lightning counts DataLoader batches; without a number of epochs it keeps counting past the end of an epoch.
     return {"val_check_interval": every * arguments.gradient_accumulation_steps, "check_val_every_n_epoch": None}
 
 
@@ -251,7 +251,7 @@ def _data(arguments: Any) -> dict[str, Any]:
 
 
 def _has_experts(model_path: str) -> bool:
-    """Whether the Hugging Face model in a local folder has experts; False for a name on the hub."""
+    """Return whether the Hugging Face model in a local folder has experts; False for a name on the hub."""
     path = Path(model_path) / "config.json"
     if not path.is_file():
         return False
@@ -264,7 +264,7 @@ def _has_experts(model_path: str) -> bool:
 
 
 def callback_settings(arguments: Any) -> dict[str, dict[str, Any]]:
-    """Return the arguments of each callback, by the name of its class, in the order in which they are added.
+    """Return the arguments of each callback by the name of its class, in the order in which Trainer gets them.
 
     Args:
         arguments: ``TrainingArguments``.
@@ -300,7 +300,7 @@ def _model_checkpoint(arguments: Any) -> dict[str, Any]:
         mode = "max" if arguments.greater_is_better else "min"
         return {**values, "monitor": metric, "mode": mode, "save_top_k": limit or 1}
     kept: dict[str, Any] = {"save_top_k": -1}
-    if limit is not None:  # the newest: those with the greatest step
+    if limit is not None:  # keep the newest: those with the greatest step
         kept = {"monitor": "step", "mode": "max", "save_top_k": limit}
     if strategy == "epoch":
         kept |= {"every_n_epochs": 1, "save_on_train_epoch_end": True}
@@ -308,7 +308,7 @@ def _model_checkpoint(arguments: Any) -> dict[str, Any]:
 
 
 def logger_settings(arguments: Any) -> dict[str, dict[str, Any]]:
-    """Return the arguments of each logger, by its name in ``report_to``; empty if nothing is logged.
+    """Return the arguments of each logger by its name in ``report_to``; an empty dict without loggers.
 
     Args:
         arguments: ``TrainingArguments``.
@@ -320,7 +320,7 @@ def logger_settings(arguments: Any) -> dict[str, dict[str, Any]]:
         "tensorboard": {"save_dir": folder, "name": name or "runs"},
         "csv": {"save_dir": folder, "name": name or "logs"},
         "mlflow": {"run_name": name, "save_dir": os.path.join(folder, "mlruns")},
-        # transformers' Trainer lets the environment name the project, and falls back on this name
+        # as in transformers' Trainer: the environment may name the project, and this is the default name
         "wandb": {"name": name, "save_dir": folder, "project": os.environ.get("WANDB_PROJECT", "huggingface")},
     }
     return {kind: made[kind] for kind in arguments.report_to}
@@ -333,7 +333,7 @@ def newest_checkpoint(folder: str) -> str:
         folder: ``output_dir`` of a run.
 
     Raises:
-        FileNotFoundError: There is none.
+        FileNotFoundError: The folder has no checkpoint.
     """
     found = [path for path in Path(folder).glob("*.ckpt") if not path.name.startswith(".")]
     if not found:

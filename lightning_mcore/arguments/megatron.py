@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MegatronArguments``: gradients, optimizer and checkpoints, under mcore_adapter's names.
+"""``MegatronArguments``: gradients, optimizer and checkpoints, with mcore_adapter's names.
 
-They extend ``DistributingParallelArguments``; ``TrainingArguments`` adds transformers' own.
+The class extends ``DistributingParallelArguments``; ``TrainingArguments`` adds transformers' fields.
 """
 
 import dataclasses
@@ -14,16 +14,16 @@ from lightning_mcore.arguments.parallel import DistributingParallelArguments
 
 @dataclasses.dataclass
 class MegatronArguments(DistributingParallelArguments):
-    """How gradients are reduced, which optimizer steps, and what is saved; each field's help text says what it means.
+    """How gradients are reduced, which optimizer steps, and what is saved; each field's help text explains it.
 
     Raises:
         FileNotFoundError: ``additional_configs`` names no file.
         TypeError: A value has another type.
-        ValueError: A value is not available, contradicts another one, or needs what is not there.
+        ValueError: A value is not available, contradicts another one, or needs one that is not set.
     """
 
     accumulate_allreduce_grads_in_fp32: bool = flag(
-        "Sum gradients in fp32. With bf16 and fp32 this is always so; with fp16 this flag decides.", default=False
+        "Sum gradients in fp32. bf16 and fp32 always do; with fp16 this flag decides.", default=False
     )
     use_distributed_optimizer: bool = flag("Shard the optimizer over the data-parallel ranks.", default=False)
     distrib_optim_fully_reshardable: bool = flag(
@@ -31,12 +31,12 @@ class MegatronArguments(DistributingParallelArguments):
         default=False,
     )
     distrib_optim_fully_reshardable_mem_efficient: bool = flag(
-        "Save them without gathering on GPUs. They are never gathered: each rank writes its own shard.", default=False
+        "Save them without gathering on GPUs. They are never gathered: each rank writes its shard.", default=False
     )
     overlap_grad_reduce: bool = flag("Reduce gradients while backward still runs.", default=False)
     delay_grad_reduce: bool = flag(
         "With overlap_grad_reduce and a pipeline: reduce on all stages at the same time (Megatron-LM's"
-        " align-grad-reduce), instead of on each as soon as it can.",
+        " align-grad-reduce), instead of on each stage as soon as possible.",
         default=True,
     )
     overlap_param_gather: bool = flag(
@@ -45,8 +45,8 @@ class MegatronArguments(DistributingParallelArguments):
         default=False,
     )
     check_for_nan_in_loss_and_grad: bool = flag(
-        "End the run at a NaN or an infinity in the gradients, which one in the loss causes. With fp16 such a step is"
-        " skipped instead.",
+        "End the run at a NaN or an infinity in the gradients; one in the loss causes that too. With fp16 such a "
+        "step is skipped instead.",
         default=True,
     )
     ddp_average_in_collective: bool = flag(
@@ -70,7 +70,7 @@ class MegatronArguments(DistributingParallelArguments):
         default="torch_dist",
     )
     ckpt_d2h_non_blocking: bool = flag(
-        "Copy checkpoints to pinned memory without blocking, and write them while training goes on.", default=False
+        "Copy checkpoints to pinned memory without blocking, and write them while training continues.", default=False
     )
     sequence_packing: bool = flag("Put several samples into a row.", default=False)
     compile_warmup: bool = flag("Warm up torch.compile. Not available.", default=False)

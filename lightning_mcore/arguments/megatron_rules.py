@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules between fields of the argument classes, checked when the object is made.
+"""The rules between fields of the argument classes, checked when the object is created.
 
 ``ParallelLayout`` checks sizes and ``FP8Settings`` checks FP8, as they do for ``MCoreStrategy`` and ``MCorePrecision``,
-so that the messages are the same. The rules below are those that these two do not know. Nothing is corrected silently:
-a contradiction is an error that names both sides.
+so the messages are the same. The rules below are those that these two classes do not have. Nothing is corrected
+silently: a contradiction is an error that names both sides.
 """
 
 from collections.abc import Mapping
@@ -26,21 +26,21 @@ _OF_LAYOUT = (
     "expert_tensor_parallel_size",
     "sequence_parallel",
 )
-# Those of 0.16.1 and 0.19.2; an older Megatron refuses what it lacks when the model is made.
+# Those of 0.16.1 and 0.19.2; an older Megatron refuses fields that it lacks when the model is built.
 _RECOMPUTED = (
     *("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"),
     "gdn_norm_out",
 )
 _NOT_YET = {
     "cuda_graph_impl": "capturing CUDA graphs belongs to Megatron-LM's training loop",
-    "moe_enable_routing_replay": "nothing would record and replay the routers' choices",
+    "moe_enable_routing_replay": "nothing records and replays the routers' choices here",
     "save_merged_model": "it merges LoRA adapters, which are not supported",
     "compile_warmup": "it warms up torch.compile for reinforcement learning, and nothing here is compiled",
 }
 
 
 def given_layout(arguments: Any) -> dict[str, Any]:
-    """Return the arguments of ``ParallelLayout`` that are given.
+    """Return the given arguments of ``ParallelLayout``.
 
     Args:
         arguments: ``DistributingParallelArguments``.
@@ -49,7 +49,7 @@ def given_layout(arguments: Any) -> dict[str, Any]:
 
 
 def interleaving_of(arguments: Any) -> int | None:
-    """Return the virtual pipeline size: what was given, or what the layout string says."""
+    """Return the virtual pipeline size: the given one, or that of the layout string."""
     return ParallelLayout(**given_layout(arguments)).virtual_pipeline_model_parallel_size
 
 
@@ -58,7 +58,7 @@ def check_distribution(arguments: Any, extra: Mapping[str, Any]) -> None:
 
     Args:
         arguments: The arguments.
-        extra: What ``additional_configs`` sets beside them.
+        extra: The fields that ``additional_configs`` sets beside them.
 
     Raises:
         ValueError: A value is not allowed, or two fields contradict each other.
@@ -91,7 +91,7 @@ def refuse_not_yet(arguments: Any, *names: str) -> None:
     """Refuse fields that are not supported yet.
 
     Raises:
-        ValueError: One is set.
+        ValueError: One of the fields is set.
     """
     for name in names:
         if value := getattr(arguments, name):
@@ -106,7 +106,7 @@ def fp8_settings(arguments: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
         extra: What ``additional_configs`` sets beside them, such as options of recipes.
 
     Raises:
-        ValueError: They contradict each other.
+        ValueError: The arguments contradict each other.
     """
     own = {"fp8": arguments.fp8, "fp8_recipe": arguments.fp8_recipe, "fp8_param": arguments.fp8_param}
     given = {name: value for name, value in own.items() if value not in (None, False)}
@@ -118,12 +118,12 @@ def fp8_settings(arguments: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_variable_lengths(arguments: Any, experts: bool, because: str) -> None:
-    """Refuse rows of different lengths with the dispatcher that gathers them.
+    """Refuse rows of different lengths with the ``allgather`` dispatcher.
 
     Args:
         arguments: ``DistributingParallelArguments``.
         experts: Whether the model has experts; dense models have no dispatcher.
-        because: How that is known, for the message.
+        because: The reason that the error gives for it.
 
     Raises:
         ValueError: The dispatcher is ``allgather``.
@@ -157,7 +157,7 @@ def _check_recompute(arguments: Any) -> None:
     layers, modules = arguments.recompute_num_layers, arguments.recompute_modules
     if arguments.moe_layer_recompute and kind == "full":
         raise ValueError(
-            "moe_layer_recompute=True contradicts recompute_granularity='full', which computes all of a layer again;"
+            "moe_layer_recompute=True contradicts recompute_granularity='full', which recomputes whole layers;"
             " leave one of them out"
         )
     if kind != "full":
@@ -198,13 +198,13 @@ def check_megatron(arguments: Any) -> None:
         raise ValueError(f"overlap_param_gather=True needs {' and '.join(f'{name}=True' for name in missing)}")
     if arguments.ckpt_format == "legacy":
         raise ValueError(
-            "ckpt_format='legacy' fits one layout only and is not written any more; choose 'torch_dist', which every"
+            "ckpt_format='legacy' fits only one layout and is no longer written; choose 'torch_dist', which every"
             " layout can load"
         )
     if arguments.ddp_bucket_size is not None and not arguments.overlap_grad_reduce:
         raise ValueError(
-            f"ddp_bucket_size={arguments.ddp_bucket_size} does nothing without overlap_grad_reduce=True, because"
-            " all gradients are then one bucket; set both"
+            f"ddp_bucket_size={arguments.ddp_bucket_size} does nothing without overlap_grad_reduce=True, because "
+            "otherwise all gradients are one bucket; set both"
         )
     if arguments.ddp_average_in_collective and arguments.calculate_per_token_loss in (None, True):
         raise ValueError(
@@ -221,7 +221,7 @@ def check_megatron(arguments: Any) -> None:
 def _check_offload(arguments: Any) -> None:
     fraction = arguments.optimizer_offload_fraction
     if not 0 <= fraction <= 1:
-        raise ValueError(f"optimizer_offload_fraction={fraction} is not a fraction; choose more than 0, and at most 1")
+        raise ValueError(f"optimizer_offload_fraction={fraction} is not a fraction; choose a number above 0, at most 1")
     if not arguments.optimizer_cpu_offload:
         if 0 < fraction < 1:
             raise ValueError(
@@ -231,12 +231,12 @@ def _check_offload(arguments: Any) -> None:
     if fraction == 0:
         raise ValueError(
             "optimizer_offload_fraction=0.0 contradicts optimizer_cpu_offload=True, because it offloads nothing;"
-            " choose more than 0, and at most 1"
+            " choose a number above 0, at most 1"
         )
     if not arguments.use_distributed_optimizer:
         raise ValueError(
-            "optimizer_cpu_offload=True needs use_distributed_optimizer=True, whose code Megatron's offload shares;"
-            " set both"
+            "optimizer_cpu_offload=True needs use_distributed_optimizer=True, whose code Megatron's offload uses; "
+            "set both"
         )
     if arguments.optimizer != "adam":
         raise ValueError(

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``DistributingParallelArguments``: how a model is split, recomputed and quantised, under mcore_adapter's names.
+"""``DistributingParallelArguments``: how a model is split, recomputed and quantised, with mcore_adapter's names.
 
-None keeps what the checkpoint says or, if it says nothing, Megatron's default (``calculate_per_token_loss``: ours).
+None keeps the checkpoint's value or, if it has none, Megatron's default (for ``calculate_per_token_loss``, ours).
 ``megatron_rules.py`` has the rules between fields; ``mapping.py`` says where each field goes. Where a default differs
-from mcore_adapter's, the help text says so: mcore_adapter overwrites the checkpoint there, or contradicts Megatron.
+from mcore_adapter's, the help text says so, because there mcore_adapter overwrites the checkpoint or contradicts
+Megatron.
 
 ``additional_configs`` gives the fields of Megatron's ``TransformerConfig`` that have no argument, as a dict or as the
-path of a JSON file with one. A name that Megatron does not have is refused with its nearest neighbour. A name that is
-also an argument sets the argument if that is None, and is refused if the two differ. What belongs to the strategy or to
-the precision plugin goes there (``mapping.py``); what others fill in is refused here.
+path of a JSON file with one. An unknown name is refused, and the error suggests the nearest known one. A name that is
+also an argument sets that argument if it is None, and is refused if the two differ. Fields of the strategy or the
+precision plugin are passed to them (``mapping.py``). Fields that other code fills in are refused.
 """
 
 import dataclasses
@@ -26,19 +27,19 @@ _KEEPS = "Default: the checkpoint's (mcore_adapter overwrites it with False)."
 
 @dataclasses.dataclass
 class DistributingParallelArguments:
-    """How a model is split, recomputed and quantised; the help text of each field says what it means.
+    """How a model is split, recomputed and quantised; each field's help text explains it.
 
     Raises:
         FileNotFoundError: ``additional_configs`` names no file.
         TypeError: A value has another type.
-        ValueError: A value is not available, contradicts another one, or needs what is not there.
+        ValueError: A value is not available, contradicts another one, or needs one that is not set.
     """
 
     tensor_model_parallel_size: int | None = option("Ranks that share each matrix. Default: 1.")
-    pipeline_model_parallel_size: int | None = option("Ranks that share the layers, each a stage. Default: 1.")
+    pipeline_model_parallel_size: int | None = option("Ranks that share the layers; each is a stage. Default: 1.")
     sequence_parallel: bool = flag(
-        "Share the activations between tensor-parallel regions over the same ranks. Needs tensor parallelism; tensor"
-        " and expert parallelism together need it.",
+        "Split the activations between tensor-parallel regions over the same ranks. Needs tensor parallelism, and is "
+        "needed by tensor and expert parallelism together.",
         default=False,
     )
     virtual_pipeline_model_parallel_size: int | None = option(
@@ -56,16 +57,16 @@ class DistributingParallelArguments:
         "Which layers each stage holds, as Megatron writes it, such as 'E,t*3|t*4,L'; it fixes the virtual pipeline."
     )
     overlap_p2p_comm: bool | None = flag(
-        "Send between stages while computing; with the interleaved schedule only. Default: on with it, off without"
+        "Send between stages while computing; only with the interleaved schedule. Default: on with it, off without"
         " (mcore_adapter: True, and turned off without it)."
     )
     variable_seq_lengths: bool = flag(
-        "Pad the rows of a batch to their longest, each batch its own, so that stages exchange shapes. Without it, and"
-        " with a pipeline, all rows have the full length. Not with the allgather dispatcher of experts.",
+        "Pad the rows of each batch only to the longest of the batch; stages then exchange shapes. Without it, and "
+        "with a pipeline, all rows have the full length. Not with the allgather dispatcher of experts.",
         default=False,
     )
     recompute_granularity: Literal["full", "selective"] | None = option(
-        "Compute activations again in backward: whole layers ('full') or parts of them ('selective'). 'full' without"
+        "Recompute activations in backward: whole layers ('full') or parts of them ('selective'). 'full' without"
         " recompute_method and recompute_num_layers means 'uniform' and 1."
     )
     recompute_method: Literal["uniform", "block"] | None = option(
@@ -81,7 +82,7 @@ class DistributingParallelArguments:
     apply_rope_fusion: bool | None = flag(f"Fuse rotary positions; needs TransformerEngine. {_KEEPS}")
     cross_entropy_loss_fusion: bool | None = flag(f"Fuse the cross entropy, at any tensor-parallel size. {_KEEPS}")
     moe_layer_recompute: bool | None = flag(
-        "Compute the layers of experts again in backward: adds 'moe' to recompute_modules, as Megatron does. Not with"
+        "Recompute the layers of experts in backward: adds 'moe' to recompute_modules, as Megatron does. Not with"
         f" recompute_granularity='full'. {_KEEPS}"
     )
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] | None = option(
@@ -89,8 +90,8 @@ class DistributingParallelArguments:
         " (mcore_adapter overwrites it with allgather and does not offer flex)."
     )
     moe_aux_loss_coeff: float | None = option("Weight of the loss that balances experts.")
-    moe_grouped_gemm: bool | None = flag("One kernel for all experts of a rank; needs TransformerEngine.")
-    moe_expert_capacity_factor: float | None = option("Tokens of an expert, as a multiple of its even share.")
+    moe_grouped_gemm: bool | None = flag("Use one kernel for all experts of a rank; needs TransformerEngine.")
+    moe_expert_capacity_factor: float | None = option("Tokens that an expert takes, as a multiple of an even share.")
     moe_pad_expert_input_to_capacity: bool | None = flag(
         "Pad each expert's tokens to its capacity; needs moe_expert_capacity_factor."
     )
@@ -106,19 +107,20 @@ class DistributingParallelArguments:
         "Layers of multi-token prediction; 0 for none. Default: the checkpoint's (mcore_adapter: 0, which drops them)."
     )
     calculate_per_token_loss: bool | None = flag(
-        "Weigh each token alike over all microbatches and ranks, as transformers' Trainer does, instead of each"
-        " microbatch. Default: yes (mcore_adapter: False, and its gradients are then wrong under context parallelism)."
+        "Give each token the same weight over all microbatches and ranks, as transformers' Trainer does, instead of "
+        "each microbatch. Default: yes (mcore_adapter: False, and its gradients are then wrong under context "
+        "parallelism)."
     )
     transformer_impl: Literal["local", "transformer_engine"] | None = option(
-        "Whose layers: plain PyTorch or TransformerEngine. Default: TransformerEngine where it is installed and the"
-        " device is a GPU."
+        "The layers to use: plain PyTorch or TransformerEngine. Default: TransformerEngine where it is installed and "
+        "the device is a GPU."
     )
     cuda_graph_impl: Literal["local", "transformer_engine"] | None = option("Capture CUDA graphs. Not available yet.")
     cuda_graph_scope: str = option("What CUDA graphs capture. Not available yet.", default="full")
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = option(
-        "How tensors are scaled into FP8; it alone turns FP8 on (in mcore_adapter it does nothing alone). Needs bf16."
+        "How tensors are scaled to FP8; turns FP8 on (in mcore_adapter it does nothing alone). Needs bf16."
     )
-    fp8_param: bool = flag("Keep the weights in FP8 and gather them so; needs FP8.", default=False)
+    fp8_param: bool = flag("Keep the weights in FP8, and gather them in FP8; needs FP8.", default=False)
     fp8: Literal["e4m3", "hybrid"] | None = option("Format of FP8. Default: hybrid if there is an fp8_recipe.")
     additional_configs: dict[str, Any] | str | None = dataclasses.field(
         default_factory=dict,
@@ -141,19 +143,19 @@ class DistributingParallelArguments:
 
     @property
     def extra_fields(self) -> dict[str, Any]:
-        """What ``additional_configs`` sets beside the fields of this class."""
+        """The fields of ``additional_configs`` that are not fields of this class."""
         assert isinstance(self.additional_configs, dict)
         own = {field.name for field in dataclasses.fields(self)}
         return {name: value for name, value in self.additional_configs.items() if name not in own}
 
     def get_config_dict(self) -> dict[str, Any]:
-        """Return this class's fields that are not None, with those of ``additional_configs`` among them."""
+        """Return the fields that are not None, including those of ``additional_configs``."""
         own = {field.name for field in dataclasses.fields(DistributingParallelArguments)} - {"additional_configs"}
         given = {name: getattr(self, name) for name in sorted(own)}
         return {**self.extra_fields, **{name: value for name, value in given.items() if value is not None}}
 
     def allow_variable_seq_lengths(self) -> bool:
-        """Whether the microbatches of a step may differ in length: if asked for, or without a pipeline."""
+        """Whether the microbatches of a step may differ in length: if it is set, or without a pipeline."""
         return self.variable_seq_lengths or (self.pipeline_model_parallel_size or 1) == 1
 
     @classmethod
@@ -161,7 +163,7 @@ class DistributingParallelArguments:
         """Make the arguments from a JSON file.
 
         Args:
-            path: A file with one object: values by the names of fields.
+            path: A file with one object that maps names of fields to values.
 
         Raises:
             FileNotFoundError: There is no such file.
@@ -186,7 +188,7 @@ _ELSEWHERE = {
     **dict.fromkeys(
         ("params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype"), "it follows from bf16 and fp16"
     ),
-    **dict.fromkeys(("bf16", "fp16"), "it is an argument of its own, beside additional_configs"),
+    **dict.fromkeys(("bf16", "fp16"), "it is a separate argument beside additional_configs"),
     **dict.fromkeys(("fp4", "fp4_recipe", "fp4_param"), "FP4 is not supported yet"),
     **dict.fromkeys(
         ("timers", "finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
@@ -199,7 +201,7 @@ _ELSEWHERE = {
 
 
 def load_additional_configs(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """Return ``additional_configs`` as a dict; it may be one, JSON text, or the path of a JSON file.
+    """Return ``additional_configs``, a dict, JSON text or the path of a JSON file, as a dict.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -233,17 +235,17 @@ def take_over(arguments: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         arguments: A dataclass of arguments, which is changed.
-        extra: The additional configs.
+        extra: The fields in ``additional_configs``.
 
     Returns:
-        Those that are not fields of the dataclass.
+        The fields that the dataclass does not have.
 
     Raises:
-        ValueError: A name is unknown or must not be set, or a field has another value.
+        ValueError: A name is unknown or must not be set, or its argument has another value.
     """
     if not extra:
         return {}
-    from megatron.core.transformer.transformer_config import MLATransformerConfig  # which takes seconds
+    from megatron.core.transformer.transformer_config import MLATransformerConfig  # takes seconds
 
     fields = {field.name: field for field in dataclasses.fields(arguments)}
     known = MLATransformerConfig.__dataclass_fields__

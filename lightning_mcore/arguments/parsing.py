@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments from the command line, from a YAML or JSON file, or from a dict, in one call.
 
-transformers' ``HfArgumentParser`` does the reading. For an unknown name it reports a list of what was left over; here
-it is one sentence with the nearest neighbour.
+transformers' ``HfArgumentParser`` reads them. For unknown names it reports a list of the leftovers; here the error is
+one sentence with the nearest known name.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ def parse_arguments(source: "Sequence[str] | str | Path | Mapping[str, Any]", *c
 
     Raises:
         FileNotFoundError: There is no such file.
-        SystemExit: Words of a command line are wrong; argparse has printed what.
-        TypeError: A value is of another type.
+        SystemExit: Words of a command line are wrong; argparse has printed the reason.
+        TypeError: A value has another type.
         ValueError: A name is unknown, a value is refused, or the file cannot be read.
     """
     from transformers import HfArgumentParser

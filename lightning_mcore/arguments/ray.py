@@ -17,12 +17,12 @@ _YES = {"1", "true", "y", "yes", "on"}
 
 @dataclasses.dataclass
 class RayArguments:
-    """Where Ray would start workers; each field's meaning is its help text.
+    """Where Ray would start workers; each field's help text explains it.
 
     Raises:
-        TypeError: A value is of another type.
-        ValueError: A value is out of range or not JSON, or it asks for Ray's workers; so does the environment variable
-            USE_RAY.
+        TypeError: A value has another type.
+        ValueError: A value is out of range or not JSON, or a value or the environment variable USE_RAY asks for Ray's
+            workers.
     """
 
     ray_num_workers: int = option("Workers that Ray would start; 1 for a launch without Ray.", default=1)
@@ -45,18 +45,18 @@ class RayArguments:
             raise ValueError(f"ray_num_workers={self.ray_num_workers} is too small; choose 1 or more")
         if self.ray_num_workers > 1:
             raise ValueError(
-                f"ray_num_workers={self.ray_num_workers} asks for workers of Ray, on which runs cannot be launched yet;"
-                " leave it out, and start the run with torchrun or srun"
+                f"ray_num_workers={self.ray_num_workers} asks for Ray's workers, but runs cannot be launched on Ray "
+                "yet; leave it out, and start the run with torchrun or srun"
             )
         if os.environ.get("USE_RAY", "0").lower() in _YES:
             raise ValueError(
-                f"USE_RAY={os.environ['USE_RAY']} asks for workers of Ray, on which runs cannot be launched yet; unset"
+                f"USE_RAY={os.environ['USE_RAY']} asks for Ray's workers, but runs cannot be launched on Ray yet; unset"
                 " it, and start the run with torchrun or srun"
             )
         if self.ray_init_kwargs:
             raise ValueError(
-                f"ray_init_kwargs={self.ray_init_kwargs!r} does nothing without workers of Ray, on which runs cannot be"
-                " launched yet; leave it out"
+                f"ray_init_kwargs={self.ray_init_kwargs!r} does nothing without Ray's workers, and runs cannot be "
+                "launched on Ray yet; leave it out"
             )
 
     def environment(self) -> dict[str, str]:

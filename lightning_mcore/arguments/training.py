@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``TrainingArguments``: transformers' training arguments and Megatron's in one object, and the run that it describes.
 
-Making one checks it and touches no device. transformers' class needs ``accelerate`` to choose a device, and a GPU for
-bf16; here the strategy chooses the device, and arguments are also read on machines without a GPU. ``mapping.py`` says
-where each field goes; ``build.py`` makes Lightning's objects.
+Creating the object checks the values and uses no device. transformers' class needs ``accelerate`` to choose a device,
+and a GPU for bf16; here the strategy chooses the device, so arguments can be read on machines without a GPU.
+``mapping.py`` says where each field goes; ``build.py`` makes Lightning's objects.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 
 @dataclasses.dataclass
 class TrainingArguments(MegatronArguments, HFTrainingArguments):
-    """transformers' training arguments and Megatron's; fields of transformers that are not supported are refused.
+    """transformers' training arguments and Megatron's; unsupported fields of transformers are refused.
 
     ``activation_checkpointing=True`` (or ``gradient_checkpointing``, its old name) means
     ``recompute_granularity="full"``. ``bf16`` accumulates gradients in fp32 and sets
@@ -47,13 +47,13 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
     Raises:
         FileNotFoundError: ``additional_configs`` names no file.
         TypeError: A value has another type.
-        ValueError: A value is not available, contradicts another one, or needs what is not there.
+        ValueError: A value is not available, contradicts another one, or needs one that is not set.
     """
 
     def __post_init__(self) -> None:
-        """Check every value, then the fields against each other, then let transformers read its own."""
+        """Check every value, then the fields against each other, and let transformers process its fields."""
         resume: Any = self.resume_from_checkpoint
-        if isinstance(resume, bool):  # as Trainer.train takes it, and YAML reads it
+        if isinstance(resume, bool):  # Trainer.train takes a bool, and YAML reads one
             self.resume_from_checkpoint = str(resume).lower()
         check_foreign(self, self._foreign())
         self._check_types()
@@ -66,7 +66,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         check_loggers(list(self.report_to or []))
 
     def _check_types(self) -> None:
-        check_types(self, may_be_none=REFUSED)  # what HfArgumentParser makes of the lists among them
+        check_types(self, may_be_none=REFUSED)  # HfArgumentParser turns their lists into None
 
     @staticmethod
     def _foreign() -> type:
@@ -85,13 +85,13 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
             checkpointing = any(kept.get(name) for name in _CHECKPOINTING)
             for name in names:
                 setattr(self, name, checkpointing if name in _CHECKPOINTING else kept[name])
-            self.accelerator_config = accelerator  # where accelerate is installed, its defaults as an object
-        if metric is None and self.metric_for_best_model is not None:  # transformers looks at the end of the name only
+            self.accelerator_config = accelerator  # accelerate's defaults as an object, if it is installed
+        if metric is None and self.metric_for_best_model is not None:  # transformers looks only at the end of the name
             self.greater_is_better = not self.metric_for_best_model.endswith(("loss", "perplexity"))
 
     @property
     def _setup_devices(self) -> "torch.device":
-        """The CPU: transformers would set up its device here, but the strategy does that when the trainer starts."""
+        """The CPU; transformers would set up its device here, but the strategy does that when the trainer starts."""
         self._n_gpu = 0
         self.distributed_state = None
         import torch
@@ -102,7 +102,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
 
     @property
     def stages(self) -> list[str]:
-        """What ``do_train``, ``do_eval`` and ``do_predict`` ask for, by Lightning's names and in this order."""
+        """The stages of ``do_train``, ``do_eval`` and ``do_predict``, with Lightning's names and in this order."""
         names = {"fit": self.do_train, "validate": self.do_eval and not self.do_train, "predict": self.do_predict}
         return [name for name, wanted in names.items() if wanted]
 
@@ -111,7 +111,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         """The checkpoint to resume from; ``resume_from_checkpoint="true"`` means the newest in ``output_dir``.
 
         Raises:
-            FileNotFoundError: The newest checkpoint of ``output_dir`` is asked for, and there is none.
+            FileNotFoundError: The newest checkpoint in ``output_dir`` is asked for, and there is none.
         """
         given = self.resume_from_checkpoint
         if given is None or given.lower() in ("false", "true"):
@@ -126,12 +126,12 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         devices: int | str | None = None,
         num_nodes: int | None = None,
     ) -> RunSettings:
-        """Return the run as plain data; makes nothing, and imports neither Lightning nor Megatron.
+        """Return the run as plain data, without building anything or importing Lightning or Megatron.
 
         Args:
             model_path: Folder of the Hugging Face model, or its name on the hub; None for another model.
-            seq_length: Tokens of a row; None for as many as the model was made for.
-            devices: Ranks on each machine; None for what the Trainer finds.
+            seq_length: Tokens of a row; None for the longest that the model supports.
+            devices: Ranks on each machine; None for as many as the Trainer finds.
             num_nodes: Machines; None for one.
 
         Raises:
@@ -140,23 +140,23 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         return run_settings(self, model_path, seq_length=seq_length, devices=devices, num_nodes=num_nodes)
 
     def strategy(self) -> "MCoreStrategy":
-        """Make the strategy."""
+        """Build the strategy."""
         from lightning_mcore.arguments.build import make_strategy
 
         return make_strategy(self.settings().strategy)
 
     def precision(self) -> "MCorePrecision":
-        """Make the precision plugin."""
+        """Build the precision plugin."""
         from lightning_mcore.arguments.build import make_precision
 
         return make_precision(self.settings().precision)
 
     def trainer(self, **overrides: Any) -> "pl.Trainer":
-        """Seed everything, and make a Trainer with strategy, precision, callbacks and loggers.
+        """Seed everything, and build a Trainer with strategy, precision, callbacks and loggers.
 
         Args:
-            overrides: Arguments of ``Trainer``, such as ``devices`` and ``num_nodes``, to use instead of those that
-                follow from the arguments; ``callbacks`` and ``plugins`` are added to the others.
+            overrides: Arguments of ``Trainer``, such as ``devices`` and ``num_nodes``, that replace those of the run;
+                ``callbacks`` and ``plugins`` are added instead.
 
         Raises:
             ModuleNotFoundError: A logger of ``report_to`` is not installed.
@@ -173,11 +173,11 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         seq_length: int | None = None,
         transformer: Mapping[str, Any] | None = None,
     ) -> "MCoreGPT":
-        """Make the model from a Hugging Face model, with the optimizer and fields of these arguments.
+        """Build the model from a Hugging Face model, with the optimizer and fields of these arguments.
 
         Args:
             path: Its folder or its name on the hub.
-            seq_length: Tokens of a row; None for as many as the model was made for.
+            seq_length: Tokens of a row; None for the longest that the model supports.
             transformer: More fields of ``TransformerConfig``; the arguments override them.
 
         Raises:
@@ -196,7 +196,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         *,
         overrides: Mapping[str, Any] | None = None,
     ) -> "MCoreFinetuningData":
-        """Make the data module for fine-tuning on files.
+        """Build the data module for fine-tuning on files.
 
         Args:
             train_files: Files, as ``MCoreFinetuningData`` takes them.
@@ -205,7 +205,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
             overrides: Other arguments of ``MCoreFinetuningData``, such as ``validation_files``.
 
         Raises:
-            ValueError: A setting does not fit.
+            ValueError: A setting is not allowed.
         """
         from lightning_mcore.arguments.build import make_data
 
@@ -214,7 +214,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         return make_data({"train_files": train_files, "tokenizer": tokenizer, **settings, **given})
 
     def seed_everything(self) -> None:
-        """Seed all random number generators with ``seed``, those of loader workers too; ``trainer`` does it as well."""
+        """Seed all random number generators with ``seed``, including those of loader workers, as ``trainer`` does."""
         from lightning_mcore.arguments.build import seed_everything
 
         seed_everything(self)
@@ -222,12 +222,12 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
 
 @dataclasses.dataclass
 class Seq2SeqTrainingArguments(TrainingArguments, HFSeq2SeqTrainingArguments):
-    """:class:`TrainingArguments` with transformers' fields for sequence to sequence, which are refused if set.
+    """:class:`TrainingArguments` with transformers' sequence-to-sequence fields, which are refused if set.
 
     Raises:
         FileNotFoundError: ``additional_configs`` names no file.
         TypeError: A value has another type.
-        ValueError: A value is not available, contradicts another one, or needs what is not there.
+        ValueError: A value is not available, contradicts another one, or needs one that is not set.
     """
 
     @staticmethod

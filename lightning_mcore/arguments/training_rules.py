@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of transformers' training arguments, checked when ``TrainingArguments`` is made.
+"""The rules of transformers' training arguments, checked when ``TrainingArguments`` is created.
 
-transformers' ``TrainingArguments`` has more than a hundred fields, all for its own Trainer. :data:`HONOURED` are
-supported (``mapping.py`` says where each goes). :data:`REFUSED` are an error unless they have their default, with the
-reason. :data:`AS_IT_IS` name what happens anyway, or what cannot be told from a default. A field of a newer
-transformers that is in none of these tables is refused as unknown.
+transformers' ``TrainingArguments`` has more than a hundred fields, all for its own Trainer. Those in :data:`HONOURED`
+are supported (``mapping.py`` says where each goes). Those in :data:`REFUSED` are an error, with the reason, unless they
+have their default. Those in :data:`AS_IT_IS` are ignored, because they ask for what happens anyway or cannot be told
+from a default. A field of a newer transformers that is in none of these tables is refused as unknown.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ METRICS = {
 LOGGERS = ("tensorboard", "wandb", "mlflow", "csv")
 _OPTIMIZERS = {"adamw_torch": "adam", "adamw_torch_fused": "adam", "sgd": "sgd"}
 _REFUSED_SCHEDULES = {
-    "reduce_lr_on_plateau": "it needs the loss of an evaluation, and this schedule goes by steps",
-    "greedy": "it needs the loss of an evaluation, and this schedule goes by steps",
+    "reduce_lr_on_plateau": "it needs the loss of an evaluation, and schedules here depend only on steps",
+    "greedy": "it needs the loss of an evaluation, and schedules here depend only on steps",
 }
 _BACKENDS = ("nccl", "gloo")
 
@@ -30,7 +30,7 @@ _SCHEDULES_THAT_NEED_OPTIONS = ("cosine_with_min_lr", "cosine_warmup_with_min_lr
 
 
 def text_of(value: Any) -> str:
-    """Return a value as text: a member of an enumeration by its value."""
+    """Return a value as text; for a member of an enumeration, its value."""
     return str(getattr(value, "value", value))
 
 
@@ -74,13 +74,13 @@ def _check_batches(arguments: Any) -> None:
         raise ValueError(f"max_steps={steps} is not a number of steps; choose 1 or more, or -1 for num_train_epochs")
     if steps == -1 and (epochs != int(epochs) or epochs < 1):
         raise ValueError(
-            f"num_train_epochs={epochs} is not a whole number of epochs, which Lightning needs; choose one, or set"
-            " max_steps"
+            f"num_train_epochs={epochs} is not a whole number of epochs, as Lightning needs; choose one, or set "
+            "max_steps"
         )
     if arguments.max_grad_norm < 0:
         raise ValueError(f"max_grad_norm={arguments.max_grad_norm} is too small; choose 0 for no clipping, or more")
     if arguments.ddp_timeout < 1:
-        raise ValueError(f"ddp_timeout={arguments.ddp_timeout} is too short; choose seconds, 1 or more")
+        raise ValueError(f"ddp_timeout={arguments.ddp_timeout} is too short; choose 1 second or more")
 
 
 def _check_numbers(arguments: Any) -> None:
@@ -127,7 +127,7 @@ def _check_optimizer(arguments: Any) -> None:
             f"optim={optim!r} is not available: the optimizer is Megatron's; choose"
             f" {', '.join(map(repr, list(_OPTIMIZERS)[:-1]))} or 'sgd'"
         )
-    is_default = optim == "adamw_torch_fused"  # so that optimizer="sgd" alone is enough
+    is_default = optim == "adamw_torch_fused"  # the default, so optimizer="sgd" alone is enough
     if _OPTIMIZERS[optim] != arguments.optimizer and not is_default:
         raise ValueError(
             f"optim={optim!r} contradicts optimizer={arguments.optimizer!r}; set optimizer={_OPTIMIZERS[optim]!r} too"
@@ -148,9 +148,9 @@ def _check_optimizer(arguments: Any) -> None:
 
 
 def check_course(arguments: Any) -> None:
-    """Refuse options that the learning-rate schedule does not take, and the lack of those that it needs.
+    """Refuse options that the learning-rate schedule does not take, and missing options that it needs.
 
-    transformers would refuse them when the run begins. It is asked now, with an optimizer of one parameter.
+    transformers would refuse them when the run starts. This asks it now, with an optimizer of one parameter.
 
     Args:
         arguments: ``TrainingArguments``, as transformers has read them.
@@ -179,7 +179,7 @@ def check_course(arguments: Any) -> None:
 
 
 def checkpoints_activations(arguments: Any) -> bool:
-    """Whether transformers' name for full recomputation is set, the new one or the old."""
+    """Return whether full recomputation is set by transformers' name for it, the new or the old."""
     names = ("activation_checkpointing", "gradient_checkpointing")
     return any(getattr(arguments, name, None) for name in names)
 
@@ -191,12 +191,11 @@ def _check_recompute(arguments: Any) -> None:
     name = next(name for name in names if getattr(arguments, name, None))
     if arguments.recompute_granularity == "selective":
         raise ValueError(
-            f"{name}=True, which computes whole layers again, contradicts recompute_granularity='selective'; leave one"
-            " out"
+            f"{name}=True, which recomputes whole layers, contradicts recompute_granularity='selective'; leave one out"
         )
     if arguments.moe_layer_recompute:
         raise ValueError(
-            f"{name}=True, which computes whole layers again, contradicts moe_layer_recompute=True; leave one out"
+            f"{name}=True, which recomputes whole layers, contradicts moe_layer_recompute=True; leave one out"
         )
 
 
@@ -219,10 +218,10 @@ def check_loggers(names: list[str]) -> None:
     """Refuse loggers that Lightning does not have.
 
     Args:
-        names: Those of ``report_to``, as transformers reads it.
+        names: The names in ``report_to``, as transformers reads it.
 
     Raises:
-        ValueError: A logger is not one of Lightning's.
+        ValueError: Lightning does not have the logger.
     """
     for name in names:
         if name not in LOGGERS:
@@ -252,7 +251,7 @@ def check_validation(arguments: Any, data: Mapping[str, Any]) -> None:
         data: The arguments of the data module.
 
     Raises:
-        ValueError: Neither files nor a share of the data are given.
+        ValueError: Neither validation files nor a share of the data is given.
     """
     strategy = text_of(arguments.eval_strategy)
     if strategy != "no" and not data.get("validation_files") and not data.get("validation_share"):
@@ -280,7 +279,7 @@ def _check_saving(arguments: Any) -> None:
         raise ValueError(f"save_strategy='best' needs {missing}; set it")
     if strategy != "best" and metric is not None:
         raise ValueError(
-            f"metric_for_best_model={metric!r} contradicts save_strategy={strategy!r}, which looks at no metric; set"
+            f"metric_for_best_model={metric!r} contradicts save_strategy={strategy!r}, which does not use a metric; set"
             " save_strategy='best', or leave it out"
         )
     if arguments.greater_is_better is not None and metric is None:
@@ -290,7 +289,7 @@ def _check_saving(arguments: Any) -> None:
 
 
 def check_steps(arguments: Any, name: str, used: bool) -> None:
-    """Refuse what is not a number of steps, and a share of all steps if their number is unknown."""
+    """Refuse a value that is not a number of steps, and a share of all steps if their number is unknown."""
     steps = getattr(arguments, name)
     if not used:
         return
@@ -310,8 +309,8 @@ _DDP = "it is an option of torch's DDP, and data parallelism is Megatron's"
 _COMPILE = "Megatron's layers are not compiled"
 _HUB = "nothing is uploaded while training; upload what save_hf_model=True writes with the tools of huggingface_hub"
 _EVALUATION = "evaluation logs loss, perplexity and accuracy of the next token, and gathers no predictions"
-_LOADER = "the data module makes its loaders; use a DataLoader of your own with Trainer.fit"
-_TRACKIO = "trackio is none of Lightning's loggers"
+_LOADER = "the data module builds its loaders; pass your own DataLoader to Trainer.fit"
+_TRACKIO = "Lightning has no trackio logger"
 _GENERATION = "evaluation does not generate; use MCoreGPT.generate"
 
 REFUSED: Mapping[str, str] = {
@@ -333,29 +332,29 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("predict_with_generate", "generation_max_length", "generation_num_beams"), _GENERATION),
     "generation_config": _GENERATION,
     "optim_args": "optimizer chooses between Megatron's AdamW and SGD, which have adam_beta1 and the like",
-    "optim_target_modules": "it is for optimizers of low rank, such as GaLore",
+    "optim_target_modules": "it is for low-rank optimizers such as GaLore",
     "label_smoothing_factor": "the loss is Megatron's vocabulary-parallel cross entropy, which has no smoothing",
     "use_liger_kernel": "Liger's kernels replace layers of transformers, and the model is Megatron's",
     "liger_kernel_config": "Liger's kernels replace layers of transformers, and the model is Megatron's",
     "use_cache": "Megatron's model keeps no cache while training",
     "neftune_noise_alpha": "it patches the embedding of transformers' models",
     "torch_empty_cache_steps": "Megatron's buffers stay; set PYTORCH_CUDA_ALLOC_CONF for fragmented memory",
-    "auto_find_batch_size": "a run cannot go on after running out of memory; lightning-mcore plan says what fits",
+    "auto_find_batch_size": "a run cannot continue after running out of memory; lightning-mcore plan shows what fits",
     "activation_checkpointing_kwargs": "recompute_granularity, recompute_method and recompute_modules say what and how",
     "gradient_checkpointing_kwargs": "recompute_granularity, recompute_method and recompute_modules say what and how",
-    "include_num_input_tokens_seen": "log the metric lightning_mcore.TokensSeen in a module of your own",
-    "log_level_replica": "ranks but the first log what Lightning's rank_zero functions leave",
-    "eval_delay": "Lightning validates from the first epoch or step on",
+    "include_num_input_tokens_seen": "log the metric lightning_mcore.TokensSeen in your own module",
+    "log_level_replica": "other ranks log everything that does not go through Lightning's rank_zero functions",
+    "eval_delay": "Lightning starts validating with the first epoch or step",
     "load_best_model_at_end": (
         "weights stay those of the last step; set save_strategy='best', and give the checkpoint to"
         " trainer.test(ckpt_path='best')"
     ),
     "save_on_each_node": "a checkpoint is one folder that all machines write to together",
-    "ignore_data_skip": "a resumed run goes on with the very next sample",
+    "ignore_data_skip": "a resumed run continues with the very next sample",
     "skip_memory_metrics": "use Trainer(profiler=...) or Lightning's DeviceStatsMonitor",
     "debug": "use Trainer(detect_anomaly=True)",
 }
-"""Fields that are not supported; the reason, as the end of a sentence."""
+"""The unsupported fields, each with the reason as the end of a sentence."""
 
 HONOURED = frozenset(
     {
@@ -374,29 +373,29 @@ HONOURED = frozenset(
         *("do_train", "do_eval", "do_predict", "resume_from_checkpoint"),
     }
 )
-"""Fields that are supported."""
+"""The supported fields."""
 
 AS_IT_IS: Mapping[str, str] = {
-    "log_on_each_node": "rank 0 of the run logs, and no other",
-    "logging_nan_inf_filter": "a loss that is NaN or infinite is logged as it is",
+    "log_on_each_node": "only rank 0 of the run logs",
+    "logging_nan_inf_filter": "a loss that is NaN or infinite is logged unchanged",
     "dataloader_pin_memory": "Lightning's loaders decide by the device",
     "restore_callback_states_from_checkpoint": "a resumed run restores the states of its callbacks",
-    "local_rank": "launchers before torchrun passed it; the environment says it now",
+    "local_rank": "launchers before torchrun passed it; now the environment has it",
 }
-"""Fields that are ignored, because their value cannot be told from what happens anyway; what happens."""
+"""The ignored fields, each with what happens anyway."""
 
 _OFF: tuple[Any, ...] = (None, False, "", "no", [], {})  # HfArgumentParser turns some of these into each other
 
 
 def check_foreign(arguments: Any, of: type) -> None:
-    """Refuse fields of transformers that are not supported.
+    """Refuse unsupported fields of transformers.
 
     Args:
         arguments: Arguments that have these fields.
         of: transformers' class.
 
     Raises:
-        ValueError: One differs from its default.
+        ValueError: An unsupported field does not have its default value.
     """
     for field in dataclasses.fields(of):
         if not field.init or field.name in HONOURED or field.name in AS_IT_IS:
@@ -404,7 +403,7 @@ def check_foreign(arguments: Any, of: type) -> None:
         value, default = getattr(arguments, field.name), _default(field)
         if _means_the_same(value, default):
             continue
-        reason = REFUSED.get(field.name, "this option of transformers is not known here")
+        reason = REFUSED.get(field.name, "this option of transformers is unknown here")
         raise ValueError(f"{field.name}={_shown(value)} is not available: {reason}; leave it out")
 
 
@@ -413,15 +412,15 @@ def _default(field: "dataclasses.Field[Any]") -> Any:
 
 
 def _means_the_same(value: Any, default: Any) -> bool:
-    """Whether a value is the default, as it was written or as transformers rewrites it when it reads it."""
+    """Return whether a value is the default, in its original form or as transformers rewrites it."""
     value, default = (getattr(item, "value", item) for item in (value, default))  # members of enumerations
     if value == default:
         return True
-    if type(value).__name__ == "AcceleratorConfig":  # what transformers makes of None
+    if type(value).__name__ == "AcceleratorConfig":  # transformers turns None into this
         return bool(value == type(value)())
     off = any(default == item and type(default) is type(item) for item in _OFF)
     return off and any(value == item and type(value) is type(item) for item in _OFF)
 
 
 def _shown(value: Any) -> str:
-    return "..." if isinstance(value, str) and value.startswith("hf_") else repr(value)  # a token stays secret
+    return "..." if isinstance(value, str) and value.startswith("hf_") else repr(value)  # do not show tokens

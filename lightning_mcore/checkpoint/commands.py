@@ -10,13 +10,13 @@ The commands::
 
 ``lightning-mcore checkpoint`` is the same command. In Python, :func:`verify` and :func:`inspect` do the same.
 
-Exit code 0 says that the checkpoint is whole. 1 says that it is damaged, unfinished or not a checkpoint. 2 says that
-the check could not be made: no such path, not readable, wrong arguments. Checkpoints in one file and those of
-Megatron-LM work too, as far as they describe themselves. To show a checkpoint, no tensor is read, nothing in it is run,
-and no ranks are needed.
+The exit code is 0 if the checkpoint is whole, 1 if it is damaged, unfinished or not a checkpoint, and 2 if the check
+was not possible: no such path, not readable, wrong arguments. Checkpoints in one file and those of Megatron-LM work
+too, as far as they describe themselves. ``inspect`` reads no tensor, runs no code from the checkpoint, and needs no
+ranks.
 
-:func:`render` makes the text from the manifest alone; an entry that is missing has no line. For checkpoints without a
-manifest, :func:`summary` makes something like one.
+:func:`render` builds the text from the manifest alone and skips missing entries. For checkpoints without a manifest,
+:func:`summary` makes something like one.
 """
 
 import argparse
@@ -52,12 +52,12 @@ from lightning_mcore.config.text import human
 __all__ = ["inspect", "main", "verify"]
 
 _PROGRAM = "python -m lightning_mcore.checkpoint"
-_SILENT_SECONDS = 1.0  # a check that takes no longer shows no progress
+_SILENT_SECONDS = 1.0  # shorter checks show no progress
 _BETWEEN_UPDATES = 0.2  # seconds
 
 
 def verify(path: str, on_progress: Callable[[int, int], None] | None = None) -> str:
-    """Check that a checkpoint is as it was saved; reads all of it.
+    """Check that a checkpoint has not changed since it was saved; reads all of it.
 
     Args:
         path: A checkpoint, local or remote.
@@ -95,7 +95,7 @@ def inspect(path: str, with_tensors: bool = False) -> str:
 
 
 def summary(path: str) -> dict[str, Any]:
-    """Return the manifest of a checkpoint; without one, what can be found out without reading tensors.
+    """Return the manifest of a checkpoint, or, if it has none, the entries that can be found without reading tensors.
 
     Raises:
         FileNotFoundError: There is nothing at ``path``.
@@ -111,7 +111,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run ``lightning-mcore checkpoint`` and return the exit code.
 
     Args:
-        arguments: What follows its name.
+        arguments: The words after the command's name.
     """
     return main(arguments, "lightning-mcore checkpoint")
 
@@ -120,8 +120,8 @@ def main(arguments: Sequence[str] | None = None, program: str = _PROGRAM) -> int
     """Run the command line and return its exit code.
 
     Args:
-        arguments: Arguments to parse; None takes those of the process.
-        program: Its name, as help shows it.
+        arguments: Arguments to parse; None means those of the process.
+        program: The program's name in the help text.
     """
     options = _parser(program).parse_args(arguments)
     progress = _Progress(sys.stderr)
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None, program: str = _PROGRAM) -> int
             text = inspect(options.path, options.tensors)
     except ValueError as error:
         return progress.refuse(error, 1)
-    except (OSError, ImportError) as error:  # of a store whose package is not installed
+    except (OSError, ImportError) as error:  # ImportError: the package for this store is not installed
         return progress.refuse(error, 2)
     with contextlib.suppress(BrokenPipeError):  # as under "| head"
         print(text, flush=True)
@@ -164,28 +164,28 @@ def _verify_single_file(fs: AbstractFileSystem, root: str, path: str) -> str:
     except OSError:
         raise
     except Exception as error:  # zipfile can raise anything on a damaged archive
-        raise damaged(path, "it is not an archive of torch.save, or only a part of one") from error
+        raise damaged(path, "it is not a torch.save archive, or only part of one") from error
     if broken is not None:
         raise damaged(path, f"the checksum of its record {broken} differs from the one that was saved")
     return f"{path} is whole: one file, the checksums in it are right, {bytes_text(fs.info(root)['size'])} in all"
 
 
 def _verify_torch_dist(fs: AbstractFileSystem, root: str, path: str) -> str:
-    """Check the sizes of the files of tensors, and the checksums that torch.save wrote for each piece in them."""
+    """Check the sizes of the tensor files, and the checksums that torch.save wrote for each piece in them."""
     metadata = read_metadata(path, fs.cat_file(f"{root}/{METADATA_FILE}"))
     sizes = least_sizes(metadata)
     for name, size in sizes.items():
         check_size(fs, root, path, name, size, or_more=True)
     places = (metadata.storage_data or {}).values()
     compared = sum(_has_right_checksums(fs, root, path, place) for place in places)
-    found = f"{path} has all its files of tensors ({len(sizes)}), as long as {METADATA_FILE} says"
+    found = f"{path} has all {len(sizes)} tensor files, with the sizes in {METADATA_FILE}"
     right = f", and the checksums of {compared} of its {len(places)} pieces are right" if compared else ""
     without = "no checksums of files" if compared else "no checksums"
     return f"{found}{right}; it was not written by lightning_mcore and has {without} to compare with"
 
 
 def _has_right_checksums(fs: AbstractFileSystem, root: str, path: str, place: Any) -> bool:
-    """Return whether a piece has checksums; they are right then."""
+    """Check the checksums of one piece; return False if it has none."""
     with fs.open(f"{root}/{place.relative_path}", "rb") as file:
         file.seek(place.offset)
         piece = io.BytesIO(file.read(place.length))
@@ -195,9 +195,7 @@ def _has_right_checksums(fs: AbstractFileSystem, root: str, path: str, place: An
                 return False
             broken = archive.testzip()
     except Exception as error:  # zipfile can raise anything on a damaged archive
-        raise damaged(
-            path, f"there is no archive of torch.save at byte {place.offset} of {place.relative_path}"
-        ) from error
+        raise damaged(path, f"{place.relative_path} has no torch.save archive at byte {place.offset}") from error
     if broken is not None:
         raise damaged(path, f"the checksum of a piece at byte {place.offset} of {place.relative_path} is wrong")
     return True
@@ -229,7 +227,7 @@ def _single_file(fs: AbstractFileSystem, root: str, path: str) -> dict[str, Any]
     except Exception as error:  # a damaged archive can raise anything
         if not zipfile.is_zipfile(root):
             raise ValueError(
-                f"{path} is not a checkpoint, or only a part of one; give the path of a checkpoint"
+                f"{path} is not a checkpoint, or only part of one; give the path of a checkpoint"
             ) from error
         classes = torch.serialization.get_unsafe_globals_in_checkpoint(root)
         return {**found, "note": f"not shown, because it holds objects of {', '.join(classes) or 'other kinds'}"}
@@ -267,7 +265,7 @@ class _Progress:
         self._shown = False
 
     def __call__(self, done: int, total: int) -> None:
-        """Write the line again, from time to time."""
+        """Update the line if enough time has passed."""
         now = time.monotonic()
         passed = now - self._begin
         is_due = passed > _SILENT_SECONDS and now - self._last > _BETWEEN_UPDATES
@@ -279,7 +277,7 @@ class _Progress:
             self.end()
 
     def end(self) -> None:
-        """End the line, if there is one."""
+        """Finish the line, if one was shown."""
         if self._shown:
             print(file=self._output)
         self._shown = False
@@ -316,15 +314,15 @@ _AXES = {
     "expert_model_parallel_size": "ep",
     "expert_tensor_parallel_size": "etp",
 }
-_OPTIMIZER = re.compile(r"(^|\.)optimizer\.")  # "optimizer.state.exp_avg.w"; of Megatron-LM "chained_0.optimizer. ..."
+_OPTIMIZER = re.compile(r"(^|\.)optimizer\.")  # "optimizer.state.exp_avg.w"; in Megatron-LM "chained_0.optimizer. ..."
 
 
 def render(path: str, manifest: Mapping[str, Any], with_tensors: bool = False) -> str:
-    """Return the text.
+    """Return the description of a checkpoint as text.
 
     Args:
         path: Where the checkpoint is.
-        manifest: Its manifest, or what :func:`summary` made in place of one.
+        manifest: Its manifest, or the result of :func:`summary` if it has none.
         with_tensors: Add a table of names, types and shapes.
     """
     rows = [(label, text) for label, text in _rows(manifest) if text]
@@ -336,7 +334,7 @@ def render(path: str, manifest: Mapping[str, Any], with_tensors: bool = False) -
 
 
 def bytes_text(size: int) -> str:
-    """Return a number of bytes in few characters: ``1.23GB``."""
+    """Return a number of bytes as short text, such as ``1.23GB``."""
     return f"{human(size)}B"
 
 
@@ -406,7 +404,7 @@ def _optimizer(contents: Mapping[str, Any], distributed: bool) -> str:
     if "optimizer" not in contents:
         return ""
     if not contents["optimizer"]:
-        return "none: weights alone"
+        return "none: weights only"
     return _plain(contents.get("optimizer_class") or "its state") + (", distributed" if distributed else "")
 
 
@@ -424,7 +422,7 @@ def _on_disk(tensors: Mapping[str, Any], files: Mapping[str, Any]) -> str:
 def _table(tensors: Mapping[str, Any]) -> Iterator[str]:
     rows = [(name, entry["dtype"], str(entry["shape"])) for name, entry in sorted(tensors.items())]
     if not rows:
-        yield "no names of tensors are recorded"
+        yield "tensor names are not recorded"
         return
     names, kinds = (max(len(row[column]) for row in rows) for column in (0, 1))
     for name, kind, shape in rows:

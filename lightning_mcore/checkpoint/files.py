@@ -5,18 +5,18 @@ A checkpoint is a directory::
 
     last.ckpt/
         .metadata, __<rank>_<n>.distcp     tensors in Megatron's torch_dist format, written by every rank
-        common.pt, metadata.json           what Megatron keeps beside them
-        lightning.pt                       Lightning's own state
-        ranks.pt                           what differs from rank to rank: random numbers, position in the data
-        checkpoint.json                    the manifest: what this is, and size and checksum of every other file
+        common.pt, metadata.json           Megatron's own files beside them lightning.pt
+        Lightning's own state ranks.pt                           what differs from rank to rank: random numbers,
+        position in the data checkpoint.json                    the manifest: a description, and size and checksum of
+        every other file
 
-Rank 0 calls :func:`begin`, every rank writes its files into that directory, and rank 0 calls :func:`finish` with what
-the others wrote. The manifest is the last file, and a directory without it is not a checkpoint, so this works on stores
-that cannot rename, too. ``storage/atomic.py`` puts the directory in place in one step.
+Rank 0 calls :func:`begin`, every rank writes its files into that directory, and rank 0 calls :func:`finish` with the
+records of all files. The manifest is written last, and a directory without it is not a checkpoint, so this also works
+on stores that cannot rename. ``storage/atomic.py`` puts the directory in place in one step.
 
 The functions that read (:func:`read_manifest`, :func:`check_sizes`, :func:`verify`) also take remote paths such as
-``s3://bucket/x.ckpt``; ``remote.py`` writes and loads those. This module knows nothing of
-ranks and ``torch.distributed``.
+``s3://bucket/x.ckpt``; ``remote.py`` writes and loads those. This module knows nothing about ranks or
+``torch.distributed``.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ _READERS = 4  # files read at once
 
 
 def record_file(path: str | os.PathLike[str]) -> FileRecord:
-    """Return size and checksum of a local file, which is read once."""
+    """Return size and checksum of a local file; reads it once."""
     with open(path, "rb") as file:
         return _record(file)
 
@@ -66,17 +66,17 @@ def writes_directly(path: str) -> bool:
 
 
 def begin(path: str) -> str:
-    """Return a new, empty directory in which to write the checkpoint ``path``; on rank 0 only.
+    """Return a new, empty directory to write the checkpoint ``path`` into; on rank 0 only.
 
-    It is ``<parent>/.unfinished/<name>``. Leftovers of crashed saves in that folder are deleted, and a checkpoint that
-    a crash left moved away is put back.
+    It is ``<parent>/.unfinished/<name>``. Leftovers of crashed saves there are deleted. A checkpoint that was moved
+    aside before a crash is put back.
 
     Args:
-        path: A local path; what is there stays until :func:`finish`.
+        path: A local path. A checkpoint there stays until :func:`finish`.
 
     Raises:
-        ValueError: There is a directory at ``path`` that is not a checkpoint, or as :func:`atomic.begin`.
-        RuntimeError: The same path is being written already.
+        ValueError: The directory at ``path`` is not a checkpoint, or :func:`atomic.begin` raised it.
+        RuntimeError: The path is already being written.
         OSError: The disk refuses.
     """
     path = _local(path)
@@ -91,11 +91,12 @@ def finish(path: str, manifest: dict[str, Any], files: Mapping[str, FileRecord])
 
     Args:
         path: As given to :func:`begin`.
-        manifest: The entries, as JSON can hold them; format and files are added here.
-        files: Records of the files that their writers have flushed, by name. All others are flushed and recorded here.
+        manifest: The entries, as values that JSON can hold; format and files are added here.
+        files: Records of the files that their writers have already flushed, by name. All others are flushed and
+            recorded here.
 
     Raises:
-        OSError: The disk refuses, or a recorded file is not there as it was recorded.
+        OSError: The disk refuses, or a file differs from its record.
     """
     path = _local(path)
     directory = atomic.unfinished(path)
@@ -112,17 +113,17 @@ def finish(path: str, manifest: dict[str, Any], files: Mapping[str, FileRecord])
 
 
 def abandon(path: str) -> None:
-    """Delete what a failed save has written; the checkpoint at ``path`` stays."""
+    """Delete the files of a failed save; the checkpoint at ``path`` stays."""
     atomic.abandon(_local(path))
 
 
 def link(path: str, target: str) -> None:
-    """Make ``path`` a link to the checkpoint ``target``, in place of the link or checkpoint that is there.
+    """Make ``path`` a link to the checkpoint ``target``; replaces a link or checkpoint that is there.
 
     Raises:
         ValueError: There is a directory at ``path`` that is not a checkpoint.
         RuntimeError: Another process is writing ``path``.
-        OSError: The disk refuses; what was there is still there.
+        OSError: The disk refuses; ``path`` is unchanged.
     """
     path, target = _local(path), _local(target)
     if not os.path.islink(path):
@@ -132,7 +133,7 @@ def link(path: str, target: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Delete a checkpoint so that a crash never leaves half of it. Of a link, only the link is deleted.
+    """Delete a checkpoint so that a crash never leaves half of it. If it is a link, only the link is deleted.
 
     Raises:
         OSError: The disk refuses.
@@ -161,11 +162,11 @@ def is_checkpoint(path: str) -> bool:
             return any(name.endswith("/data.pkl") for name in zipfile.ZipFile(file).namelist())
         except zipfile.BadZipFile:
             file.seek(0)
-            return bool(file.read(1) == b"\x80")  # torch.save of old
+            return bool(file.read(1) == b"\x80")  # torch.save before torch 1.6
 
 
 def lies_in(path: str, folder: str) -> bool:
-    """Return whether ``path`` lies in a folder or below it, after links and ``..`` are followed."""
+    """Return whether ``path`` lies in a folder or below it, with links and ``..`` resolved."""
     if writes_directly(path) != writes_directly(folder):
         return False
     if writes_directly(path):  # a link in the last part is not followed: only the link would be deleted
@@ -175,17 +176,17 @@ def lies_in(path: str, folder: str) -> bool:
 
 
 def recover(path: str) -> bool:
-    """Put back a checkpoint that a crash left moved away; any rank may call it. Return whether there was one."""
+    """Put back a checkpoint that a crash left moved aside, and return whether there was one; any rank may call it."""
     return atomic.recover(_local(path))
 
 
 def recover_all(folder: str) -> bool:
-    """Put back every checkpoint of a local folder that a crash left moved away; return whether there was one."""
+    """Put back every checkpoint of a local folder that a crash left moved aside; return whether there was one."""
     return atomic.recover_all(_local(folder))
 
 
 def is_checkpoint_directory(path: str) -> bool:
-    """Return whether ``path`` is a whole checkpoint directory of ours; it may have to be put back first."""
+    """Return whether ``path`` is a whole checkpoint directory of ours, after putting back one that was moved aside."""
     fs, root = open_store(path)
     return bool(fs.isfile(_join(root, MANIFEST_FILE)))
 
@@ -237,7 +238,7 @@ def check_sizes(path: str) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: There is nothing at ``path``.
-        ValueError: A file is missing or has another size, or as :func:`read_manifest`.
+        ValueError: A file is missing or has another size, or the manifest cannot be read (:func:`read_manifest`).
     """
     manifest = read_manifest(path)
     fs, root = open_store(path)
@@ -247,7 +248,7 @@ def check_sizes(path: str) -> dict[str, Any]:
 
 
 def verify(path: str, on_progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
-    """Check size and checksum of every file, which reads all of them.
+    """Check size and checksum of every file; reads all of them.
 
     Args:
         path: A checkpoint directory, local or remote.
@@ -258,7 +259,7 @@ def verify(path: str, on_progress: Callable[[int, int], None] | None = None) -> 
 
     Raises:
         FileNotFoundError: There is nothing at ``path``.
-        ValueError: A file is missing, has another size or another checksum, or as :func:`read_manifest`.
+        ValueError: A file is missing, has another size or another checksum, or the manifest cannot be read.
     """
     while True:
         manifest = check_sizes(path)
@@ -267,7 +268,7 @@ def verify(path: str, on_progress: Callable[[int, int], None] | None = None) -> 
         except (ValueError, FileNotFoundError):
             if read_manifest(path) == manifest:
                 raise
-            continue  # a running job has replaced it meanwhile; check the new one
+            continue  # a running job has replaced it in the meantime; check the new one
         return manifest
 
 
@@ -275,7 +276,7 @@ def require_replaceable(path: str) -> None:
     """Refuse to save over a directory of other files.
 
     Raises:
-        ValueError: It is neither empty nor a checkpoint.
+        ValueError: The directory is neither empty nor a checkpoint.
     """
     if not may_be_replaced(names_in(*open_store(path))):
         raise ValueError(f"{path} is a directory of other files, not a checkpoint; save under another name")
@@ -285,7 +286,7 @@ def check_size(fs: AbstractFileSystem, root: str, path: str, name: str, size: in
     """Check the size in bytes of one file in a store from :func:`open_store`.
 
     Raises:
-        ValueError: It is missing or has another size.
+        ValueError: The file is missing or has another size.
     """
     try:
         found = fs.info(_join(root, name))["size"]
@@ -296,7 +297,7 @@ def check_size(fs: AbstractFileSystem, root: str, path: str, name: str, size: in
 
 
 def names_in(fs: AbstractFileSystem, root: str) -> set[str]:
-    """Return the names in a directory; empty if it does not exist."""
+    """Return the names in a directory; an empty set if it does not exist."""
     if not fs.isdir(root):
         return set()
     return {posixpath.basename(name.rstrip("/")) for name in fs.ls(root, detail=False)}
@@ -310,7 +311,7 @@ def files_below(directory: str) -> Iterator[str]:
 
 
 def open_store(path: str) -> tuple[AbstractFileSystem, str]:
-    """Return the file system of a local or remote path, and the path there; a local one is put back if need be."""
+    """Return the file system of a local or remote path, and the path in it; recovers a local path if necessary."""
     fs, root = url_to_fs(str(path))
     fs.invalidate_cache()  # another process may have written since
     if writes_directly(str(path)):
@@ -379,7 +380,7 @@ def _check_written(path: str, name: str, record: FileRecord, file: str) -> None:
 
 
 def _local(path: str) -> str:
-    """Return a path without ``file://``."""
+    """Return a path without its ``file://`` prefix."""
     return str(url_to_fs(str(path))[1]) if "://" in str(path) else str(path)
 
 

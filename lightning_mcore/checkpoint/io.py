@@ -2,16 +2,17 @@
 """``MCoreCheckpointIO``, Lightning's plugin for checkpoints: saves in flight, links, deletion, loading in two steps.
 
 :class:`MCoreCheckpointIO` takes Lightning's dict. If the strategy has put a sharded state into it, all ranks write a
-directory together; otherwise rank 0 writes one file, as Lightning does. Loading takes two steps, because Lightning
+directory together. Otherwise rank 0 writes one file, as Lightning does. Loading takes two steps, because Lightning
 reads its own state before the model exists: :meth:`~MCoreCheckpointIO.load_checkpoint` reads that state, and
 :meth:`~MCoreCheckpointIO.load_shards` fills the tensors of any layout.
 
-With ``async_save=True`` a save returns when the tensors are copied, and is written while training goes on. It becomes a
-checkpoint between two steps, when all ranks have written (:meth:`~MCoreCheckpointIO.poll`). Until then it is not
-visible, and checkpoints that Lightning wants deleted stay: if the new one fails, the old one is still there. The link
-of ``ModelCheckpoint(save_last="link")`` is set when the checkpoint is whole, and its old target is deleted after that,
-so the link always leads to a whole checkpoint. If a rank dies, only what was in flight is lost. An unfinished save lies
-in a hidden folder, is never taken for a checkpoint, and is deleted by the next save there.
+With ``async_save=True`` a save returns as soon as the tensors are copied, and the files are written while training
+continues. The save becomes a checkpoint between two steps, once all ranks have written
+(:meth:`~MCoreCheckpointIO.poll`). Until then it is not visible, and checkpoints that Lightning wants to delete stay, so
+if the new one fails, the old one is still there. The link of ``ModelCheckpoint(save_last="link")`` is set once the
+checkpoint is whole, and its old target is deleted after that, so the link always leads to a whole checkpoint. If a rank
+dies, only what was in flight is lost. An unfinished save lies in a hidden folder, is never taken for a checkpoint, and
+is deleted by the next save there.
 """
 
 import atexit
@@ -57,7 +58,7 @@ from lightning_mcore.parallel.rank_watch import can_meet
 
 __all__ = ["CONTENT_METADATA", "MANIFEST", "RANK_STATE", "SHARDED_STATE", "MCoreCheckpointIO"]
 
-_LAST_TIMEOUT = 30.0  # seconds that ranks wait for each other at the end, when one of them may have died
+_LAST_TIMEOUT = 30.0  # seconds that ranks wait for each other at the end of the run, because one of them may have died
 
 _log = logging.getLogger(__name__)
 _in_use: weakref.WeakSet["MCoreCheckpointIO"] = weakref.WeakSet()
@@ -65,10 +66,10 @@ _in_use: weakref.WeakSet["MCoreCheckpointIO"] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class Contents:
-    """What is in a directory checkpoint.
+    """The contents of a directory checkpoint.
 
     Args:
-        manifest: Its manifest; empty for a checkpoint that Megatron wrote.
+        manifest: Its manifest; an empty dict for a checkpoint that Megatron wrote.
         shapes: Global shape of every tensor, by name.
         objects: Names of the entries that are not tensors.
     """
@@ -82,11 +83,11 @@ class MCoreCheckpointIO(TorchCheckpointIO):
     """Saves and loads checkpoints of :class:`~lightning_mcore.MCoreStrategy`.
 
     Args:
-        async_save: Let training go on while a sharded checkpoint is written. Takes memory on the host for one copy of
-            what each rank writes, for each save in flight.
-        max_in_flight: Saves that may be written at the same time; one more waits for the oldest.
-        verify: What is checked when a checkpoint is loaded: the ``"sizes"`` of its files, or also the
-            ``"checksums"`` of everything that is read.
+        async_save: Continue training while a sharded checkpoint is written. Each save in flight takes host memory for
+            one copy of what each rank writes.
+        max_in_flight: Number of saves that may be written at the same time; a further one waits for the oldest.
+        verify: What to check when a checkpoint is loaded: the ``"sizes"`` of its files, or also the ``"checksums"`` of
+            everything that is read.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         require_flag("async_save", async_save)
         require_size("max_in_flight", max_in_flight)
         if max_in_flight > 1 and not async_save:
-            raise ValueError(f"max_in_flight={max_in_flight} has an effect with async_save=True only; set both")
+            raise ValueError(f"max_in_flight={max_in_flight} has no effect without async_save=True; set both")
         if verify not in ("sizes", "checksums"):
             raise ValueError(f"verify={verify!r} is not known; choose 'sizes' or 'checksums'")
         self.async_save = async_save
@@ -109,11 +110,11 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         self._stagings: list[Staging] = []
         self._lost: BaseException | None = None  # why the newest save failed, if its folder was deleted
         self._links: set[str] = set()
-        self._unneeded: list[str] = []  # to be deleted when links no longer lead there
+        self._unneeded: list[str] = []  # deleted as soon as no link leads there
         self._planner = ShardPlanner()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process: saves in flight, their memory, and the last plan."""
+        """Leave out the state of this process: saves in flight, their memory, and the last plan."""
         return {name: getattr(self, name) for name in ("async_save", "max_in_flight", "verify")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -122,20 +123,20 @@ class MCoreCheckpointIO(TorchCheckpointIO):
 
     @property
     def has_saves_in_flight(self) -> bool:
-        """Whether :meth:`drain` has saves to finish, or a lost one to raise; the same on every rank."""
+        """Whether :meth:`drain` has saves to finish or the error of a lost one to raise; the same on every rank."""
         return bool(self._saves) or self._lost is not None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
         """Write a directory together with all ranks, or one file where the state is not sharded.
 
         Args:
-            checkpoint: Lightning's dict. With a sharded state in it the call is collective over the world.
+            checkpoint: Lightning's dict. If it has a sharded state, the call is collective over the world.
             path: Local, or anything that fsspec opens.
-            storage_options: Not supported, as in Lightning's own.
+            storage_options: Not supported, as in Lightning's plugin.
 
         Raises:
-            OSError: The disk refused; what was there before is still there.
-            ValueError: What is at ``path`` is not a checkpoint.
+            OSError: The disk refused; ``path`` is unchanged.
+            ValueError: The file or directory at ``path`` is not a checkpoint.
         """
         target = _absolute(path)
         self._unneeded = [unneeded for unneeded in self._unneeded if _absolute(unneeded) != target]
@@ -159,9 +160,9 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             self._finish_oldest()
 
     def poll(self) -> None:
-        """Finish the oldest save if all ranks have written it; collective over the world, to be called between steps.
+        """Finish the oldest save if all ranks have written it; collective over the world, called between steps.
 
-        Free when nothing is in flight.
+        It costs nothing when no save is in flight.
 
         Raises:
             OSError: The save failed, on some rank.
@@ -193,7 +194,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             except Exception as error:
                 failure = failure or error
         lost, self._lost = self._lost, None
-        if timeout is None:  # else another error ends the run
+        if timeout is None:  # with a timeout, another error ends the run
             failure = failure or lost
         if failure is not None:
             raise failure
@@ -209,9 +210,9 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         super().teardown()
 
     def remove_checkpoint(self, path: _PATH) -> None:
-        """Delete a checkpoint when the saves in flight are whole and links of this run no longer lead to it; on rank 0.
+        """Delete a checkpoint once the saves in flight are whole and no link of this run leads to it; on rank 0.
 
-        What is not a checkpoint, or cannot be deleted, stays. Either gives a warning, and training goes on.
+        A path that is not a checkpoint, or that cannot be deleted, stays: a warning says so, and training continues.
         """
         if self._saves:
             self._saves[-1].removals.append(str(path))
@@ -219,20 +220,20 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             self._remove_unneeded([str(path)])
 
     def watch_links(self, links: Iterable[str]) -> None:
-        """Keep checkpoints that these links lead to; :meth:`link_checkpoint` adds those that it sets."""
+        """Keep the checkpoints that these links lead to; :meth:`link_checkpoint` adds the links that it sets."""
         self._links |= {_absolute(link) for link in links}
 
     def link_checkpoint(self, path: _PATH, link: _PATH) -> None:
         """Make a link to a checkpoint, such as ``last.ckpt`` to the newest; collective over the world.
 
-        While the checkpoint is in flight, the link leads to the one before.
+        While the checkpoint is in flight, the link leads to the previous one.
 
         Args:
             path: A checkpoint that exists, or that this plugin is saving.
-            link: The name, on a disk of this machine.
+            link: The path of the link, on a disk of this machine.
 
         Raises:
-            OSError: The disk refused; the link leads to where it led before.
+            OSError: The disk refused; the link is unchanged.
         """
         target, name = _absolute(path), _absolute(link)
         if target == name:
@@ -251,17 +252,17 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         map_location: Any | None = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read Lightning's state: a whole file, or of a directory all but the tensors, which :meth:`load_shards` reads.
+        """Read Lightning's state: all of a file, or everything in a directory except the tensors (:meth:`load_shards`).
 
         Any rank may call it alone.
 
         Args:
             path: Local, or anything that fsspec opens.
-            map_location: As ``torch.load`` takes it; the CPU by default.
-            weights_only: As ``torch.load`` takes it; None, the default, is safe for directories.
+            map_location: As in ``torch.load``; the CPU by default.
+            weights_only: As in ``torch.load``; None, the default, is safe for directories.
 
         Returns:
-            Lightning's dict; for a directory also the manifest and the list of all ranks' own states.
+            Lightning's dict; for a directory also the manifest and the list of the states of all ranks.
 
         Raises:
             FileNotFoundError: There is nothing at ``path``.
@@ -275,8 +276,8 @@ class MCoreCheckpointIO(TorchCheckpointIO):
                     content = super().load_checkpoint(file, location, weights_only)
                 except pickle.UnpicklingError as error:
                     raise ValueError(
-                        f"{where} is not a checkpoint, or holds objects that could run code when they are read; give"
-                        " another path, or load it with weights_only=False if you trust who wrote it"
+                        f"{where} is not a checkpoint, or holds objects that could run code when they are read; give "
+                        "another path, or load it with weights_only=False if you trust its author"
                     ) from error
             if not isinstance(content, dict):
                 raise ValueError(f"{where} is not a checkpoint: it holds a {type(content).__name__}; give another path")
@@ -292,13 +293,13 @@ class MCoreCheckpointIO(TorchCheckpointIO):
     @staticmethod
     def is_directory(path: _PATH) -> bool:
         """Whether ``path`` is a directory, as sharded checkpoints are."""
-        if str(path).startswith("http"):  # fsspec would read all of it to look for links
+        if str(path).startswith("http"):  # fsspec would read the whole file to look for links
             return False
         fs, root = checkpoint_files.open_store(str(path))
         return bool(fs.isdir(root))
 
     def read_contents(self, path: _PATH) -> Contents:
-        """Return what is in a directory, ours or one that Megatron wrote, without reading a tensor.
+        """Return the contents of a checkpoint directory, ours or Megatron's, without reading a tensor.
 
         Any rank may call it alone.
 
@@ -322,14 +323,14 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         Args:
             path: A sharded checkpoint, ours or one that Megatron wrote; the same on every rank.
             sharded_state: This rank's sharded tensors and objects; tensors with data are read into it.
-            weights_only: Whether objects must be plain, as ``torch.load`` has it; None is True.
+            weights_only: Whether objects must be plain, as in ``torch.load``; None means True.
 
         Returns:
-            The state with tensors and objects in the places of their descriptions.
+            The state, with each description replaced by its tensor or object.
 
         Raises:
             FileNotFoundError: There is nothing at ``path``.
-            ValueError: It is not a checkpoint, is damaged, or lacks some of what is asked for.
+            ValueError: It is not a checkpoint, is damaged, or lacks a part that is asked for.
         """
         where = str(path)
         manifest = decide(lambda: _manifest_of(where))
@@ -345,7 +346,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             return load_shards(on_all(open_reader), sharded_state, process_group("dp_cp"))
 
     def _is_in_flight(self, target: str) -> bool:
-        """Return whether ``target`` is being written, under any name of its folder; collective over the world."""
+        """Return whether ``target`` is being written, whatever path leads to its folder; collective over the world."""
         return bool(self._saves) and decide(lambda: _place(target) in [_place(save.path) for save in self._saves])
 
     def _finish_oldest(self, another_follows: bool = False) -> None:
@@ -356,8 +357,8 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         """Take the next step of the oldest save and return whether it is finished; collective over the world.
 
         Args:
-            another_follows: Whether training goes on if the folder of a save was deleted. What is in memory may be the
-                only copy then, and the next save makes the folder again. :meth:`drain` raises if there is none.
+            another_follows: Whether training continues if the folder of a save was deleted. The memory may then hold
+                the only copy, and the next save creates the folder again. :meth:`drain` raises if no save follows.
         """
         save = self._saves[0]
         try:
@@ -369,7 +370,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
                 raise
             self._lost = error
             if dist.get_rank() == 0:
-                _log.warning("%s; training goes on, and the next save makes the folder again", error)
+                _log.warning("%s; training continues, and the next save creates the folder again", error)
             return True
         if finished:
             self._saves.remove(save)
@@ -383,7 +384,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         self._remove_unneeded(save.removals)
 
     def _remove_unneeded(self, paths: Iterable[str] = ()) -> None:
-        """Delete what Lightning wants deleted, except where a link leads; links first, so that their targets can go."""
+        """Delete the checkpoints that Lightning wants to delete, except targets of links; links go first."""
         unneeded = sorted([*self._unneeded, *paths], key=lambda path: not os.path.islink(path))
         self._unneeded = []
         for path in unneeded:
@@ -397,14 +398,15 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         content: bytes = fs.cat_file(f"{root}/{name}")
         record = manifest["files"].get(name) if manifest is not None else None
         if self.verify == "checksums" and record is not None and f"{zlib.crc32(content):08x}" != record["crc32"]:
-            raise damaged(path, f"the checksum of {name} differs from the one that it was saved with")
+            raise damaged(path, f"the checksum of {name} differs from the one in the manifest")
         return content
 
 
 def _finish_before_exit(plugin: MCoreCheckpointIO) -> None:
     """Finish the saves in flight when the process ends, before the process group is destroyed.
 
-    What is registered last runs first; Lightning registers the end of the group when it opens one for NCCL.
+    The function registered last runs first; Lightning registers the destruction of the group when it opens one for
+    NCCL.
 
     Source: Lightning 2.6.6, ``fabric.utilities.distributed._init_dist_connection``.
     """
@@ -424,7 +426,7 @@ def _all_come(timeout: float) -> bool:
 
 @contextlib.contextmanager
 def _without_advice_for_megatron() -> Iterator[None]:
-    """Hide a warning that torch means for the authors of Megatron: to use another class."""
+    """Hide torch's warning to use another class; only Megatron's authors can follow it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
         yield
@@ -437,14 +439,14 @@ def _manifest_of(path: str) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def checked_file(path: str, checksums: bool = True) -> Iterator[str]:
-    """Return the path to read a checkpoint in one file from, after comparing the checksums in it.
+    """Compare the checksums in a checkpoint in one file, and yield the path to read it from.
 
-    A remote file is fetched for the comparison and kept until the ``with`` statement ends. A file from ``http`` is
-    not, because Lightning fetches it into torch's cache.
+    A remote file is fetched for the comparison and kept until the ``with`` statement ends, except one from ``http``:
+    Lightning fetches it into torch's cache.
 
     Args:
         path: Local, or anything that fsspec opens.
-        checksums: Whether to compare checksums, which reads all of it.
+        checksums: Whether to compare checksums, which reads the whole file.
 
     Raises:
         ValueError: It is damaged, or not a file that ``torch.save`` wrote.
@@ -457,13 +459,13 @@ def checked_file(path: str, checksums: bool = True) -> Iterator[str]:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="checkpoint_"))
                 local = os.path.join(folder, os.path.basename(root))
                 fs.get_file(root, local)
-        if os.path.isfile(local):  # else Lightning fetches it, or says what is wrong
+        if os.path.isfile(local):  # otherwise Lightning fetches it, or reports the error
             _check_file(path, local, checksums)
         yield local
 
 
 def _check_file(path: str, local: str, checksums: bool) -> None:
-    """Refuse what ``torch.save`` cannot have written: to unpickle it, anything could happen."""
+    """Refuse a file that ``torch.save`` cannot have written, because unpickling it could run any code."""
     with open(local, "rb") as stream:
         begin = stream.read(2)
         if begin != b"PK" and begin[:1] != b"\x80":
@@ -482,7 +484,7 @@ def _absolute(path: _PATH) -> str:
 
 
 def _place(path: str) -> str:
-    """Return an absolute path without links in its folder; a remote one as it is."""
+    """Return the absolute path with links in its folder resolved; a remote path is returned unchanged."""
     if "://" in path:
         return path
     return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
@@ -492,7 +494,7 @@ def _remove(path: str) -> None:
     try:
         fs, root = checkpoint_files.open_store(path)
         if fs.lexists(root) and not checkpoint_files.is_checkpoint(path):
-            _log.warning("%s was to be deleted, but it is not a checkpoint, so it stays", path)
+            _log.warning("%s is not a checkpoint, so it is not deleted", path)
         elif checkpoint_files.writes_directly(path):
             checkpoint_files.remove(path)
         else:

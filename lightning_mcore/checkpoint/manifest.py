@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest ``checkpoint.json``: its text and its entries, and every refusal of a path that is not a checkpoint.
+"""The manifest ``checkpoint.json``: its text, its entries, and the errors for paths that are not checkpoints.
 
 The manifest is JSON, so that a checkpoint can be read without the code that wrote it::
 
@@ -33,7 +33,7 @@ LIGHTNING_FILE = "lightning.pt"  # Lightning's state: loops, callbacks, hyper-pa
 RANKS_FILE = "ranks.pt"  # a list over the global ranks
 METADATA_FILE = ".metadata"  # names, shapes and places of the tensors
 MEGATRON_FILES = ("metadata.json", METADATA_FILE)  # of every torch_dist checkpoint
-DELETED_FIRST = (MANIFEST_FILE, METADATA_FILE)  # without these, what is left is not taken for a checkpoint
+DELETED_FIRST = (MANIFEST_FILE, METADATA_FILE)  # without these, the rest is not taken for a checkpoint
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -51,7 +51,7 @@ class FileRecord:
 
 
 def encode_manifest(manifest: Mapping[str, Any], files: Mapping[str, FileRecord]) -> bytes:
-    """Return the text of the manifest; format, version and files are filled in."""
+    """Return the manifest as bytes, with format, version and files filled in."""
     head = {"format": FORMAT, "format_version": FORMAT_VERSION}
     records = {name: dataclasses.asdict(files[name]) for name in sorted(files)}
     return json.dumps({**head, **manifest, **head, "files": records}, indent=1).encode()
@@ -61,7 +61,7 @@ _SECTIONS = ("model", "contents", "layout", "versions", "tensors")
 
 
 def decode_manifest(path: str, text: bytes) -> dict[str, Any]:
-    """Return the manifest in ``text``.
+    """Return the manifest that ``text`` holds.
 
     Raises:
         ValueError: It is not a manifest, it is damaged, or it is of a newer version.
@@ -69,11 +69,11 @@ def decode_manifest(path: str, text: bytes) -> dict[str, Any]:
     try:
         manifest = json.loads(text)
     except (ValueError, RecursionError):
-        raise damaged(path, f"{MANIFEST_FILE} is not JSON, or only a part of it") from None
+        raise damaged(path, f"{MANIFEST_FILE} is not JSON, or only part of it") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(
-            f"{path} is not a checkpoint of lightning_mcore: its {MANIFEST_FILE} is of another program; give the path"
-            " of a checkpoint"
+            f"{path} is not a checkpoint of lightning_mcore: its {MANIFEST_FILE} was written by another program; give "
+            "the path of a checkpoint"
         )
     version = manifest.get("format_version")
     if not isinstance(version, int):
@@ -92,7 +92,7 @@ def decode_manifest(path: str, text: bytes) -> dict[str, Any]:
 
 
 def some_of(names: Collection[str], most: int) -> str:
-    """Return the first ``most`` names in alphabetical order, and how many more there are."""
+    """Return the first ``most`` names in alphabetical order, and the number of the others, as text."""
     shown = ", ".join(sorted(names)[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
@@ -102,7 +102,7 @@ def no_checkpoint(path: str, names: Collection[str]) -> ValueError:
 
     Args:
         path: The directory.
-        names: What lies in it.
+        names: The names in it.
     """
     if is_interrupted(names):
         return interrupted(path)
@@ -122,16 +122,16 @@ def interrupted(path: str) -> ValueError:
 
 
 def damaged(path: str, what: str) -> ValueError:
-    """Return the error for a checkpoint that has changed since it was saved; ``what`` names the file."""
+    """Return the error for a checkpoint that has changed since it was saved; ``what`` names the file and the fault."""
     return ValueError(f"{path} is damaged: {what}; use another checkpoint or a copy of this one")
 
 
 @contextlib.contextmanager
 def saving(path: str) -> Iterator[None]:
-    """Turn an error of the disk, in a ``with`` statement or a decorated function, into one sentence about ``path``.
+    """Turn a disk error into one sentence about ``path``; for a ``with`` statement or as a decorator.
 
     Raises:
-        OSError: The disk refused; of the same class, with the same ``errno``.
+        OSError: The disk refused; the class and the ``errno`` are those of the original.
     """
     try:
         yield
@@ -152,13 +152,13 @@ def _unsaved(path: str, error: OSError) -> OSError:
 
 
 def is_interrupted(names: Collection[str]) -> bool:
-    """Return whether the files of a directory are those of a checkpoint of ours that lacks its manifest."""
+    """Return whether a directory with these files is a checkpoint of ours that lacks its manifest."""
     shards = any(name.endswith(".distcp") for name in names)
     return MANIFEST_FILE not in names and (LIGHTNING_FILE in names or (shards and not is_megatron(names)))
 
 
 def is_megatron(names: Collection[str]) -> bool:
-    """Return whether the files of a directory are those of a ``torch_dist`` checkpoint that another program wrote."""
+    """Return whether a directory with these files is a ``torch_dist`` checkpoint that another program wrote."""
     return all(name in names for name in MEGATRON_FILES) and not {MANIFEST_FILE, LIGHTNING_FILE} & {*names}
 
 
@@ -173,7 +173,7 @@ def _writer(manifest: Mapping[str, Any]) -> str:
 
 
 def _describes_files(files: Any) -> bool:
-    """Return whether ``files`` of a manifest, which anybody may have written, lists files of its own directory."""
+    """Return whether ``files`` of an untrusted manifest lists only files of its own directory."""
     return isinstance(files, dict) and all(
         isinstance(record, dict)
         and isinstance(record.get("size"), int)
@@ -196,12 +196,12 @@ def describe(
 
     Args:
         module: The LightningModule.
-        layout: How the run is split.
+        layout: The parallel layout of the run.
         world_size: Number of ranks.
         precision: As in ``Trainer(precision=)``.
         use_distributed_optimizer: Whether the optimizer's state is sharded over data-parallel ranks.
         config: The model's TransformerConfig; None for a plain module.
-        optimizers: The user's optimizers whose state is saved; empty for weights alone.
+        optimizers: The user's optimizers whose state is saved; empty if only weights are saved.
 
     Returns:
         ``versions``, ``layout``, ``world_size``, ``precision``, ``use_distributed_optimizer``, ``global_step``,
@@ -212,7 +212,7 @@ def describe(
     import megatron.core
     import torch
 
-    trainer = module._trainer  # None for a checkpoint that is made without a run
+    trainer = module._trainer  # None if the checkpoint is saved without a run
     return {
         "versions": {
             "torch": torch.__version__,
@@ -241,7 +241,7 @@ def describe(
 
 
 def check_model(path: str, manifest: Mapping[str, Any], module: "LightningModule") -> None:
-    """Refuse a checkpoint of another vocabulary; shapes may not show it, because embeddings are padded.
+    """Refuse a checkpoint with another vocabulary; shapes may hide the difference, because embeddings are padded.
 
     Raises:
         ValueError: The vocabularies differ in size.
@@ -249,8 +249,8 @@ def check_model(path: str, manifest: Mapping[str, Any], module: "LightningModule
     saved, own = (manifest.get("model") or {}).get("vocab_size"), _vocabulary(module)
     if saved is not None and own is not None and saved != own:
         raise ValueError(
-            f"{path} was written by a model with vocab_size={saved}, and this one has vocab_size={own}; make it with"
-            f" vocab_size={saved}"
+            f"{path} was written by a model with vocab_size={saved}, and this one has vocab_size={own}; build it with "
+            f"vocab_size={saved}"
         )
 
 
@@ -267,7 +267,7 @@ def check_optimizer(path: str, manifest: Mapping[str, Any], optimizers: "Sequenc
     if saved not in own and not (_is_adam(saved) and any(isinstance(optimizer, Adam) for optimizer in optimizers)):
         raise ValueError(
             f"{path} holds the state of {saved}, and configure_optimizers returned {' and '.join(own)}; return"
-            f" {saved}, or start from its weights alone: self.load_weights(path) in configure_model"
+            f" {saved}, or load only its weights: self.load_weights(path) in configure_model"
         )
 
 
@@ -291,7 +291,7 @@ def _plain_fields(config: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value in a form that JSON can hold; None if there is none."""
+    """Return a value in a form that JSON can hold; None if it has no such form."""
     import torch
 
     if isinstance(value, _PLAIN):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pickles ``.metadata`` and ``common.pt`` of a ``torch_dist`` checkpoint, read without running what is in them.
+"""Read the pickles ``.metadata`` and ``common.pt`` of a ``torch_dist`` checkpoint without running code from them.
 
 ``.metadata`` holds the names, shapes, types and places of all tensors. It is a pickle, and a pickle can run anything.
 :func:`read_metadata` accepts only the classes that ``torch.distributed.checkpoint`` writes there, so a checkpoint from
-elsewhere can be shown safely. In ``common.pt`` Megatron-LM keeps its arguments: :func:`read_common` takes the plain
-values and replaces all others by empty objects. ``commands.py`` shows both.
+an untrusted source can be shown safely. ``common.pt`` holds Megatron-LM's arguments: :func:`read_common` takes the
+plain values and replaces all others by empty objects. ``commands.py`` shows both.
 
 Source: ``torch.distributed.checkpoint.filesystem.FileSystemWriter.finish``, torch 2.6 to 2.13.
 """
@@ -49,7 +49,7 @@ def read_metadata(path: str, content: bytes) -> Metadata:
     """Return the content of ``.metadata``; only the classes that belong there are accepted.
 
     Args:
-        path: The checkpoint, for the error.
+        path: The path of the checkpoint, named in errors.
         content: The bytes of the file.
 
     Raises:
@@ -65,7 +65,7 @@ def read_metadata(path: str, content: bytes) -> Metadata:
 
 
 def read_common(content: bytes) -> dict[str, Any]:
-    """Return the plain values in ``common.pt``; empty if it cannot be read.
+    """Return the plain values in ``common.pt``; an empty dict if it cannot be read.
 
     Args:
         content: The bytes of the file.
@@ -74,13 +74,13 @@ def read_common(content: bytes) -> dict[str, Any]:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
             found = _InertUnpickler(io.BytesIO(archive.read(name))).load()
-    except Exception:  # a damaged pickle can raise anything; nothing depends on this one
+    except Exception:  # a damaged pickle can raise anything, and these values are optional
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def tensors_of(metadata: Metadata) -> dict[str, dict[str, Any]]:
-    """Return shape and dtype of every tensor, in the form that the manifest has."""
+    """Return shape and dtype of every tensor, in the manifest's format."""
     return {
         name: {"shape": list(entry.size), "dtype": str(entry.properties.dtype).removeprefix("torch.")}
         for name, entry in metadata.state_dict_metadata.items()
@@ -89,7 +89,7 @@ def tensors_of(metadata: Metadata) -> dict[str, dict[str, Any]]:
 
 
 def least_sizes(metadata: Metadata) -> dict[str, int]:
-    """Return the least number of bytes that each file of tensors must have, by name."""
+    """Return the smallest size in bytes that each tensor file can have, by name."""
     places: Mapping[Any, Any] = metadata.storage_data or {}
     sizes: dict[str, int] = {}
     for place in places.values():
@@ -98,7 +98,7 @@ def least_sizes(metadata: Metadata) -> dict[str, int]:
 
 
 def tensor_bytes(shape: list[int], dtype: str) -> int:
-    """Return the size of a tensor in bytes; 0 for a type that this torch does not know."""
+    """Return the size of a tensor in bytes; 0 for a dtype that this version of torch does not know."""
     kind = getattr(torch, dtype, None)
     return math.prod(shape) * kind.itemsize if isinstance(kind, torch.dtype) else 0
 
@@ -113,7 +113,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Inert:
-    """Replaces an object of any class; keeps its plain attributes and does nothing."""
+    """A replacement for an object of any class: keeps its plain attributes and does nothing."""
 
     def __init__(self, *_: Any) -> None:
         pass

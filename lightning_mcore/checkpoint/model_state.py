@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model and its optimizer as sharded tensors: collected for a save, and filled again on any layout.
+"""The model and its optimizer as sharded tensors: collect them for a save, and fill them on any layout.
 
 Every tensor is a part of a global tensor with Megatron-LM's name, such as ``decoder.layers.mlp.linear_fc1.weight``. So
-a checkpoint does not depend on how it was cut: each rank that loads it asks for the parts that it holds. Megatron's
-modules know where their parts belong (``sharded_state_dict``). A plain LightningModule is whole on every rank and keeps
-its names. A chunk that is neither gets names after its place in the pipeline, ``chunk<n>.<name>``; it loads only with
-the same number of stages.
+a checkpoint does not depend on the layout that wrote it: each rank that loads it asks for the parts that it needs.
+Megatron's modules know where their parts belong (``sharded_state_dict``). A plain LightningModule is whole on every
+rank and keeps its names. A chunk that is neither is named by its position in the pipeline, ``chunk<n>.<name>``, and
+loads only with the same number of stages.
 
 ``strategy/checkpointing.py`` calls :func:`collect` and :func:`load`, ``weights.py`` only :func:`load`; both open a
 :class:`StoredState` to read from. The optimizer's part is ``optimizer_state.py``; ``io.py`` knows what is on the disk.
@@ -45,8 +45,8 @@ from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.pipeline import Pipeline
 
 Shape = tuple[int, ...]
-TRAINED_ONLY = "saves_trained_only"  # attribute of a chunk whose frozen weights are read from elsewhere
-OPTIMIZER = "optimizer"  # first word of the names of what belongs to one
+TRAINED_ONLY = "saves_trained_only"  # attribute of a chunk whose frozen weights come from another place
+OPTIMIZER = "optimizer"  # prefix of the names of optimizer state
 STRICT_LOADING = "set strict_loading=False in the module"
 _SHOWN = 8  # names in an error
 
@@ -55,12 +55,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class CollectedState:
-    """What is saved of a model and its optimizers.
+    """The saved state of a model and its optimizers.
 
     Args:
         tensors: Megatron's sharded tensors, which share the memory of model and optimizers.
         numbers: The rest of each optimizer's state; the same on every rank.
-        num_parameters: Parameters of the whole model.
+        num_parameters: Number of parameters of the whole model.
     """
 
     tensors: dict[str, Any]
@@ -68,7 +68,7 @@ class CollectedState:
     num_parameters: int
 
 
-# ---- a checkpoint and how it differs from a model
+# ---- a checkpoint and its differences from a model
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,11 @@ class StoredState:
     """A checkpoint opened for reading.
 
     Args:
-        path: Its path, for messages.
-        contents: What is in it. Objects of TransformerEngine's layers are missing if the model ran without it.
-        numbers: The ``numbers`` of :func:`collect`; None without the state of an optimizer.
-        read: Fills the tensors of a sharded state from it and returns it; collective over the world.
+        path: Its path, named in messages.
+        contents: Its contents. Objects of TransformerEngine's layers are missing if the model ran without
+            TransformerEngine.
+        numbers: The ``numbers`` of :func:`collect`; None if the checkpoint has no optimizer state.
+        read: Fills the tensors of a sharded state from the checkpoint and returns the state; collective over the world.
     """
 
     path: str
@@ -95,12 +96,12 @@ class StoredState:
         numbers: Sequence[Numbers] | None = None,
         weights_only: bool | None = None,
     ) -> Self:
-        """Read what is in a checkpoint; collective over the world."""
+        """Open a checkpoint and read its contents; collective over the world."""
         contents = on_all(lambda: io.read_contents(path))
         return cls(path, contents, numbers, partial(io.load_shards, path, weights_only=weights_only))
 
     def weights(self) -> dict[str, Shape]:
-        """Global shapes of the tensors that belong to no optimizer."""
+        """Global shapes of the tensors that are not optimizer state."""
         shapes = self.contents.shapes
         return {name: shape for name, shape in shapes.items() if not name.startswith(f"{OPTIMIZER}.")}
 
@@ -114,7 +115,7 @@ class Differences:
     shapes: list[str] = field(default_factory=list)
 
     def sentence(self, path: str, advice: str) -> str:
-        """Return the differences as one sentence, with the first names of each kind and what to do."""
+        """Return one sentence with the first names of each kind of difference, and the advice."""
         kinds = (
             ("lacks", self.missing),
             ("has what this model does not:", self.unexpected),
@@ -124,12 +125,12 @@ class Differences:
         return f"{path} is of another model: it {found}; {advice}"
 
     def check(self, path: str, strict: bool, advice: str) -> None:
-        """Refuse what cannot be loaded, and warn of what stays unchanged.
+        """Refuse a checkpoint that cannot be loaded, and warn about weights that stay unchanged.
 
         Args:
             path: The checkpoint.
-            strict: Whether names must agree; shapes must in any case.
-            advice: How the user allows names to differ.
+            strict: Whether names must agree; shapes always must.
+            advice: What the user can do to allow different names.
 
         Raises:
             ValueError: The checkpoint does not fit.
@@ -138,7 +139,7 @@ class Differences:
             other = "" if self.shapes else f", or {advice} to load what fits"
             raise ValueError(self.sentence(path, f"load it into the model that wrote it{other}"))
         if self.missing or self.unexpected:
-            rank_zero_warn(self.sentence(path, "what it lacks stays unchanged"))
+            rank_zero_warn(self.sentence(path, "weights that it lacks stay unchanged"))
 
 
 # ---- saving
@@ -149,7 +150,7 @@ def collect(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer]) -> Collec
 
     Args:
         chunks: The wrapped model.
-        optimizers: The optimizers whose state is saved; empty for weights alone.
+        optimizers: The optimizers whose state is saved; empty to save only weights.
     """
     model_state, shares = on_all(lambda: _shares(chunks, optimizers))
     state = dict(model_state)
@@ -183,9 +184,9 @@ def _state_blocks(index: int, shares: Sequence[Share]) -> Iterator[ShardedTensor
 
 
 def _blocks_of_untrained(index: int, shares: Sequence[Share], model_state: dict[str, Any]) -> Iterator[ShardedTensor]:
-    """Fill the global tensors of stacked layers where a layer has no state, such as a frozen one.
+    """Yield blocks for the layers of stacked tensors that have no state, such as frozen ones.
 
-    Moments are zero there, as before the first step, and the copy is the weight.
+    Their moments are zero, as before the first step, and their copy is the weight.
     """
     own = {share.sharded.key: {n: t.dtype for n, t in share.tensors().items()} for share in shares}
     copies = {share.sharded.key: {share.name_of_copy: share.copy().dtype} for share in shares if share.has_copy}
@@ -211,7 +212,7 @@ def _untrained(shares: Sequence[Share], model_state: dict[str, Any]) -> list[Sha
 
 
 def _merged(own: Sequence[dict[str, dict[str, torch.dtype]]]) -> dict[str, dict[str, torch.dtype]]:
-    """Merge what each rank knows of each parameter; collective over the world."""
+    """Merge the states that each rank has for each parameter; collective over the world."""
     known: dict[str, dict[str, torch.dtype]] = {}
     for one in (dictionary for rank in gather(own) for dictionary in rank):
         for key, names in one.items():
@@ -246,12 +247,12 @@ def _tensors_in(state: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
 
 
 def sharded_chunk(chunks: ModelChunks, index: int, whole: bool = False) -> dict[str, Any]:
-    """Return the sharded state of one chunk, with its parameters themselves as data.
+    """Return the sharded state of one chunk; its data are the parameters themselves.
 
     Args:
         chunks: The wrapped model.
-        index: Which of the chunks of this rank.
-        whole: Include frozen weights that checkpoints leave out, because they are read from elsewhere.
+        index: The index of the chunk on this rank.
+        whole: Include the frozen weights that checkpoints leave out because they come from another place.
     """
     chunk = chunks.bare[index]
     trained_only = getattr(chunk, TRAINED_ONLY, False)
@@ -280,7 +281,7 @@ def _is_trained(entry: Any) -> bool:
 def _whole(key: str, value: Any, replica: tuple[int, int, int]) -> ShardedTensor | ShardedObject:
     if isinstance(value, Tensor) and value.numel() > 0:
         return ShardedTensor.from_rank_offsets(key, value, replica_id=replica)
-    return ShardedObject(key, value, (1,), (0,), replica_id=replica)  # such as what get_extra_state() returns
+    return ShardedObject(key, value, (1,), (0,), replica_id=replica)  # such as the result of get_extra_state()
 
 
 def state_outside_chunks(module: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -318,14 +319,14 @@ def load(
     strict: bool,
     advice: str = STRICT_LOADING,
 ) -> None:
-    """Read weights and, where optimizers are given, their state into the running model; collective over the world.
+    """Read weights, and the state of the given optimizers, into the running model; collective over the world.
 
     Args:
         stored: The checkpoint.
         chunks: The wrapped model.
-        optimizers: The optimizers to read into; empty for weights alone.
-        strict: Refuse missing and unexpected names, instead of warning of them.
-        advice: How the user allows names to differ.
+        optimizers: The optimizers to fill; empty to load only weights.
+        strict: Refuse missing and unexpected names instead of warning about them.
+        advice: What the user can do to allow different names.
 
     Raises:
         ValueError: The checkpoint is of another model, or lacks the optimizer's state; the same on every rank.
@@ -340,7 +341,7 @@ def load(
         chunk.load_state_dict(loaded.get(key, {}), strict=is_all)
     if not optimizers:
         return
-    # The state is built again: loading has replaced the tensors of the first by the parameters.
+    # Build the state again: loading has replaced the tensors of the first one by the parameters.
     model_state, shares = on_all(lambda: _shares(chunks, optimizers))
     for index, own in enumerate(shares):
         _load_optimizer(stored, index, own, model_state)
@@ -367,7 +368,7 @@ def compare(stored: StoredState, model_state: dict[str, Any]) -> Differences:
 
 
 def _without(state: dict[str, Any], differences: Differences, stored: StoredState) -> dict[str, Any]:
-    """Leave out what the checkpoint lacks: it stays unchanged in the model."""
+    """Leave out the tensors that the checkpoint lacks; they stay unchanged in the model."""
     absent = set(differences.missing)
 
     def is_there(entry: Any) -> bool:
@@ -385,7 +386,7 @@ def _load_optimizer(stored: StoredState, index: int, shares: Sequence[Share], mo
     read: list[tuple[Share, dict[str, Tensor]]] = []
     for share in shares:
         names = names_of(share.sharded)
-        # A parameter that is not in the checkpoint begins as in a new run.
+        # A parameter that is not in the checkpoint starts as in a new run.
         own = numbers["own"].get(identity_of(share.sharded), numbers["common"] if names else None)
         targets = share.targets([name for name in names if name not in MAIN_NAMES] if own is not None else [])
         share.set_numbers(own or {})
@@ -410,7 +411,7 @@ def _load_optimizer(stored: StoredState, index: int, shares: Sequence[Share], mo
 
 
 def _stored_names(stored: StoredState, index: int) -> Callable[[ShardedTensor | ShardedTensorFactory], list[str]]:
-    """Return a function that lists the tensors of an optimizer's state that the checkpoint holds for a parameter."""
+    """Return a function that lists the optimizer tensors that the checkpoint holds for a parameter."""
     start = f"{OPTIMIZER}{index or ''}.state."
     known: dict[str, set[str]] = {}
     for stored_name in stored.contents.shapes:

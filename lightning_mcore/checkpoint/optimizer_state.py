@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer's state as sharded tensors, with the names and places of the weights that it belongs to.
+"""The optimizer's state as sharded tensors, named and placed like the weights that it belongs to.
 
-What an optimizer keeps for a parameter (``exp_avg``, a momentum, an fp32 copy) has the parameter's shape. So it is
-stored as the parameter is: as a part of one global tensor, ``optimizer.state.<name>.<name of the weight>``, from which
-every other layout takes the parts that it needs. Megatron's optimizers hold this state in three ways:
+The state that an optimizer keeps for a parameter (``exp_avg``, a momentum, an fp32 copy) has the parameter's shape. So
+it is stored like the parameter: as a part of one global tensor, ``optimizer.state.<name>.<name of the weight>``, from
+which any layout takes the parts that it needs. Megatron's optimizers hold this state in three ways:
 
 * ``FP32Optimizer`` steps the parameters themselves,
 * ``Float16OptimizerWithFloat16Params`` steps whole fp32 copies,
 * ``DistributedOptimizer`` steps flat ranges of the parameters, one share on each rank. A flat range of a matrix is
   at most three rectangles (the rest of a row, whole rows, the beginning of a row). So each rank writes and reads its
-  share in place, as rectangles of the global tensor. Megatron gathers the shares first and needs the memory for it.
+  share in place, as rectangles of the global tensor. Megatron instead gathers the shares first, which takes more
+  memory.
 
-One format serves all three, and each reads what another wrote. What does not have the parameter's shape, such as
-Adam's ``step`` or the rows and columns of Adafactor, is kept apart: :func:`gather_numbers`. An optimizer with such rows
-and columns needs whole matrices, so it is refused where tensors are split.
+All three share one format, so each reads what another wrote. State that does not have the parameter's shape, such as
+Adam's ``step`` or the rows and columns of Adafactor, is stored separately (:func:`gather_numbers`). An optimizer with
+such rows and columns needs whole matrices, so it is refused where tensors are split.
 
 ``model_state.py`` calls this with the sharded state of the model, in which the tensors are the parameters themselves.
 """
@@ -36,7 +37,7 @@ from lightning_mcore.parallel.consensus import gather
 
 Numbers = dict[str, Any]
 _STEP = "step"
-MAIN_NAMES = ("fp32_param", "param")  # of the copies of Megatron's unsharded and of its distributed optimizer
+MAIN_NAMES = ("fp32_param", "param")  # names of the copies in Megatron's unsharded and distributed optimizers
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Piece:
     """A flat range of a parameter on this rank, and its place in the global tensor.
 
     Args:
-        place: The sharded tensor of the weight, or of the part of it that Megatron stores by itself.
+        place: The sharded tensor of the weight, or of the part of it that Megatron stores separately.
         start: Where ``place`` begins in the parameter, in elements.
     """
 
@@ -57,10 +58,10 @@ class Share:
     """The share of one parameter that this rank steps.
 
     Args:
-        part: The optimizer.
+        part: Megatron's optimizer that steps it.
         stepped: The tensor that it steps: the parameter, a copy, or a flat range of either.
         parameter: The model's parameter.
-        group: The optimizer's group of the parameter.
+        group: The optimizer's parameter group.
         sharded: Its entry in the sharded state of the model.
         begin: Where the range begins in the flattened parameter, in elements.
     """
@@ -80,19 +81,19 @@ class Share:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The optimizer's state of the parameter, as it lies in the optimizer."""
+        """The state of the parameter, as the optimizer holds it."""
         state: dict[str, Any] = self.part.optimizer.state[self.stepped]
         return state
 
     def tensors(self) -> dict[str, Tensor]:
-        """The parts of the state that have the shape of what is stepped."""
+        """The state tensors that have the shape of the stepped tensor."""
         if _is_aware_of_precision(self.part):
             kept = self.part._get_main_param_and_optimizer_states(self.parameter)
             return {name: value for name, value in kept.items() if name != "param" and value.dim() > 0}
         return {name: value for name, value in self.state.items() if self._has_its_shape(name, value)}
 
     def numbers(self) -> Numbers:
-        """The rest of the state, and the step if the optimizer counts it for a whole group."""
+        """The rest of the state, including the step if the optimizer counts it for a whole group."""
         rest = {
             name: value.detach().cpu() if isinstance(value, Tensor) else value
             for name, value in self.state.items()
@@ -102,16 +103,16 @@ class Share:
 
     @property
     def has_state(self) -> bool:
-        """Whether the optimizer keeps any state of the parameter; most do from their first step on."""
+        """Whether the optimizer has any state for the parameter; most have some from the first step on."""
         return any(value is not None for value in self.state.values())
 
     def set_numbers(self, numbers: Numbers) -> None:
-        """Put back what :meth:`numbers` returned, even of an optimizer that counts steps elsewhere."""
+        """Restore the result of :meth:`numbers`, even from an optimizer that counts steps in another place."""
         for name, value in numbers.items():
             if name == _STEP and _counts_groups(self.part):
                 self.group[_STEP] = int(value)
             elif name == _STEP:
-                on_device = self.group.get("capturable") or self.group.get("fused")  # as torch's optimizers have it
+                on_device = self.group.get("capturable") or self.group.get("fused")  # as in torch's optimizers
                 self.state[_STEP] = torch.tensor(float(value), device=self.stepped.device if on_device else "cpu")
             else:
                 # Each parameter has its own copy. Arrays belong on its device; torch keeps counts on the CPU.
@@ -136,8 +137,8 @@ class Share:
     # ---- loading
 
     def targets(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return tensors to read these parts of the state into, and drop the parameter's other state."""
-        if _is_aware_of_precision(self.part):  # it keeps its state scaled, and the copy in it
+        """Return tensors to read these parts of the state into, by name, and drop the parameter's other state."""
+        if _is_aware_of_precision(self.part):  # it scales its state, and keeps the copy in it
             return {name: torch.empty_like(self.stepped, dtype=torch.float32) for name in names}
         for name in [name for name in self.state if name not in names]:
             del self.state[name]
@@ -153,7 +154,7 @@ class Share:
         return self.stepped.detach()
 
     def accept(self, tensors: dict[str, Tensor]) -> None:
-        """Pass on what was read into targets outside the optimizer's own memory."""
+        """Copy targets that lie outside the optimizer's memory into it."""
         if _is_aware_of_precision(self.part):
             self.part._set_main_param_and_optimizer_states(self.parameter, tensors)
 
@@ -173,7 +174,7 @@ def shares_of(optimizer: MCoreOptimizer, model_state: Mapping[str, Any]) -> list
         model_state: The sharded state of the chunks, with the parameters themselves as data.
 
     Raises:
-        ValueError: A trained parameter is missing in the model's state.
+        ValueError: A trained parameter is missing from the model's state.
     """
     entries = {id(entry.data): entry for entry in nested_values(model_state) if _is_tensor(entry)}
     stepped_here = [
@@ -185,8 +186,8 @@ def shares_of(optimizer: MCoreOptimizer, model_state: Mapping[str, Any]) -> list
     lost = [list(parameter.shape) for _, parameter, *_ in stepped_here if id(parameter) not in entries]
     if lost:
         raise ValueError(
-            f"{len(lost)} parameters are trained but not in state_dict(), the first of shape {lost[0]}, so their"
-            " optimizer's state cannot be saved; keep them in state_dict(), or save weights alone"
+            f"{len(lost)} parameters are trained but not in state_dict(), the first of shape {lost[0]}, so their "
+            "optimizer state cannot be saved; keep them in state_dict(), or save only weights"
         )
     return [
         Share(part, stepped, parameter, group, entries[id(parameter)], begin)
@@ -207,7 +208,7 @@ def _counts_groups(part: MegatronOptimizer) -> bool:
 
 
 def _ranges(part: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor, dict[str, Any], int]]:
-    """Yield each parameter of an optimizer, what it steps of it, the group, and where in the parameter that begins."""
+    """Yield each parameter, the tensor stepped for it, the group, and where that tensor begins in the parameter."""
     if isinstance(part, DistributedOptimizer):
         for parameter, (index, position) in part.model_param_group_index_map.items():
             group = part.optimizer.param_groups[index]
@@ -230,7 +231,7 @@ def pieces_of(sharded: ShardedTensor | ShardedTensorFactory) -> list[Piece]:
     """Return the stored tensors of a parameter and where each begins in it.
 
     A factory stores a parameter in parts, such as the two halves of a gated MLP's first matrix. It is called with a
-    tensor without memory: the views that it returns tell where the parts lie.
+    tensor without memory, and the views that it returns show where the parts lie.
 
     Raises:
         RuntimeError: A part is not a range of the parameter's elements.
@@ -242,8 +243,8 @@ def pieces_of(sharded: ShardedTensor | ShardedTensorFactory) -> list[Piece]:
     parts: list[ShardedTensor] = [built] if isinstance(built, ShardedTensor) else list(nested_values(built))
     if any(part.data is None or part.data._base is not template or not part.data.is_contiguous() for part in parts):
         raise RuntimeError(
-            f"{sharded.key} is stored in parts that are not ranges of its elements, which checkpoints of the optimizer"
-            " do not support; save weights alone (ModelCheckpoint(save_weights_only=True))"
+            f"{sharded.key} is stored in parts that are not ranges of its elements, which optimizer checkpoints do "
+            "not support; save only weights (ModelCheckpoint(save_weights_only=True))"
         )
     return [Piece(part, part.data.storage_offset()) for part in parts]
 
@@ -254,8 +255,8 @@ def place_range(
     """Return a flat range of a parameter as blocks of global tensors, which share their memory with ``flat``.
 
     Args:
-        key: Name of a global tensor, with ``{}`` for the name of the weight.
-        flat: The range of the flattened parameter, [n].
+        key: Name of the global tensor, with ``{}`` in place of the weight's name.
+        flat: The range of the flattened parameter, of shape ``[n]`` and any dtype.
         sharded: The parameter's entry in the sharded state of the model.
         begin: Where the range begins, in elements.
     """
@@ -285,14 +286,14 @@ def _block(
         local_shape=local_shape,
         global_shape=place.global_shape,
         global_offset=(*stacked, *(o + p for o, p in zip(offsets, within, strict=True))),
-        axis_fragmentations=None,  # blocks of any size
+        axis_fragmentations=None,  # blocks may have any size
         replica_id=place.replica_id,
         allow_shape_mismatch=place.allow_shape_mismatch,
     )
 
 
 def place_share(key: str, tensor: Tensor, share: Share) -> list[ShardedTensor]:
-    """Return a tensor of the shape of what is stepped as blocks of global tensors."""
+    """Return a tensor that has the shape of the stepped tensor, as blocks of global tensors."""
     blocks = place_range(key, tensor.reshape(-1), share.sharded, share.begin)
     if not isinstance(share.part, DistributedOptimizer):
         return blocks
@@ -305,12 +306,12 @@ def place_share(key: str, tensor: Tensor, share: Share) -> list[ShardedTensor]:
 
 
 def numbers_of(shares: Iterable[Share]) -> dict[str, Numbers | None]:
-    """Return the state that does not have the parameter's shape, by parameter; None for a parameter without state."""
+    """Return, by parameter, the state that does not have the parameter's shape; None for a parameter without state."""
     return {identity_of(share.sharded): share.numbers() if share.has_state else None for share in shares}
 
 
 def gather_numbers(numbers: Mapping[str, Numbers | None]) -> dict[str, Any]:
-    """Combine the numbers of all ranks, one entry for all parameters that agree; collective over the world.
+    """Combine the numbers of all ranks; parameters that agree share one entry. Collective over the world.
 
     Returns:
         ``{"common": {name: value}, "own": {parameter: {name: value}}}``; ``own`` has only the parameters that differ.
@@ -346,11 +347,11 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 def load_whole_state(optimizer: MCoreOptimizer, state: Mapping[str, Any]) -> None:
-    """Take this rank's share from the unsharded state of an optimizer, as a checkpoint in one file has it.
+    """Load this rank's share of the unsharded optimizer state in a checkpoint in one file.
 
     Args:
-        optimizer: The optimizer, of a module that is whole on every rank.
-        state: What ``torch.optim.Optimizer.state_dict()`` returned.
+        optimizer: The optimizer of a module that is whole on every rank.
+        state: The result of ``torch.optim.Optimizer.state_dict()``.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     indices = [index for group in state["param_groups"] for index in group["params"]]

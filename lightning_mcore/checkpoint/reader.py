@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the tensors of a ``torch_dist`` checkpoint into any layout, compare checksums, and run no code from it.
+"""Read the tensors of a ``torch_dist`` checkpoint into any layout, with checksums compared and no code run from it.
 
-Each rank asks for the pieces that its layout needs, as parts of whole tensors; ``.metadata`` says in which files they
-lie. In Megatron, data-parallel copies share the reading and exchange what they read. :class:`ShardLoadStrategy` is
-Megatron's strategy with a reader of our own, :class:`ShardReader`, because torch's reader
+Each rank asks for the pieces that its layout needs, as parts of whole tensors; ``.metadata`` says which files hold
+them. In Megatron, data-parallel copies divide the reading among themselves and exchange the results.
+:class:`ShardLoadStrategy` is Megatron's strategy with a reader of our own, :class:`ShardReader`, because torch's reader
 
-* unpickles ``.metadata`` and the objects of the checkpoint without care, and so runs any code in them. Here only the
+* * unpickles ``.metadata`` and the checkpoint's objects without checks, so it runs any code in them. Here only the
   classes that belong there are accepted, and objects are tried with ``weights_only=True`` first;
 * reads a whole piece for each request that touches it, and copies it twice. Here the files are mapped, and each request
   is copied once, into its place;
@@ -49,14 +49,14 @@ from lightning_mcore.checkpoint.storage.torch_archive import find_tensor
 from lightning_mcore.parallel.consensus import collect, on_all
 
 _SHOWN = 5  # names in an error
-_AHEAD = 16 << 20  # bytes to read ahead, instead of page by page
+_AHEAD = 16 << 20  # bytes to read ahead, faster than page by page
 
 
 class ShardReader(FileSystemReader):
     """Reads pieces of tensors from mapped files.
 
     Args:
-        path: The checkpoint, for messages.
+        path: The path of the checkpoint, named in errors.
         metadata: The content of ``.metadata``, read safely.
         locate: Returns the local path of a file of the checkpoint, given its name.
         check: Whether to compare checksums.
@@ -87,7 +87,7 @@ class ShardReader(FileSystemReader):
         return done
 
     def read_piece(self, index: MetadataIndex) -> Tensor:
-        """Return a stored piece of a tensor, in the memory of its mapped file; of the stored shape and dtype.
+        """Return a stored piece of a tensor, of the stored shape and dtype, in the memory of its mapped file.
 
         Raises:
             ValueError: The checkpoint lacks it, or it is damaged.
@@ -117,7 +117,7 @@ class ShardReader(FileSystemReader):
                 source = source.narrow(axis, start, length)
             target = planner.resolve_tensor(item).detach()
             if target.size() != source.size():
-                raise damaged(self.checkpoint, f"{item.storage_index.fqn} has another shape than {METADATA_FILE} says")
+                raise damaged(self.checkpoint, f"{item.storage_index.fqn} does not have the shape in {METADATA_FILE}")
             target.copy_(source)
             planner.commit_tensor(item, target)
 
@@ -133,7 +133,7 @@ class ShardReader(FileSystemReader):
         except (ValueError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
             raise self._broken(info, index.fqn, error) from error
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
-            raise damaged(self.checkpoint, f"{index.fqn} has another shape than {METADATA_FILE} says")
+            raise damaged(self.checkpoint, f"{index.fqn} does not have the shape in {METADATA_FILE}")
         return tensor
 
     def _object(self, file: int, info: _StorageInfo, name: str) -> io.BytesIO:
@@ -146,15 +146,15 @@ class ShardReader(FileSystemReader):
                 torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise ValueError(
-                f"{self.checkpoint} holds {name}, an object that could run code when it is read; load with"
-                " weights_only=False if you trust who wrote it"
+                f"{self.checkpoint} holds {name}, an object that could run code when it is read; load with "
+                "weights_only=False if you trust its author"
             ) from error
         except (ValueError, RuntimeError, EOFError) as error:
             raise self._broken(info, name, error) from error
         return io.BytesIO(content)
 
     def _map(self, file: int, info: _StorageInfo) -> mmap.mmap:
-        """Map the pages of a piece; its archive ends where the map ends."""
+        """Map the pages of a piece; the map ends with its archive."""
         if getattr(info, "transform_descriptors", None):  # since torch 2.7
             raise ValueError(f"{self.checkpoint} was written with an extension of torch, {info.transform_descriptors}")
         skipped = info.offset % mmap.ALLOCATIONGRANULARITY
@@ -168,18 +168,18 @@ class ShardReader(FileSystemReader):
 
 
 class ShardLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
-    """Megatron's strategy with our reader; a failure on one rank fails on all before they exchange tensors."""
+    """Megatron's strategy with our reader; a failure on one rank is raised on all before they exchange tensors."""
 
     def __init__(self, reader: ShardReader) -> None:
         super().__init__()
         self._reader = reader
 
     def load(self, sharded_state_dict: dict[Any, Any], checkpoint_dir: Any, *_: Any) -> dict[Any, Any]:
-        """Load this rank's part of the reading; collective over the world."""
+        """Read this rank's part; collective over the world."""
         return on_all(lambda: self._load(sharded_state_dict))
 
     def _load(self, sharded_state: dict[Any, Any]) -> dict[Any, Any]:
-        """Load without other ranks.
+        """Read this rank's part without communication.
 
         Source: megatron-core 0.16.1 to 0.19.2, ``TorchDistLoadShardedStrategy.load``.
         """
@@ -202,20 +202,20 @@ class ShardLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
 
 
 def load_shards(reader: ShardReader, sharded_state: dict[str, Any], copies: dist.ProcessGroup) -> dict[str, Any]:
-    """Read what ``sharded_state`` asks for; collective over the world.
+    """Read the tensors and objects of ``sharded_state``; collective over the world.
 
     Source: megatron-core 0.16.1 to 0.19.2, ``dist_checkpointing.load``, without the file ``common.pt``.
 
     Args:
         reader: Reads the checkpoint.
         sharded_state: What this rank needs; tensors with data are read into it.
-        copies: Ranks that need the same pieces, and share the reading of them.
+        copies: The group of ranks that need the same pieces and divide the reading of them.
 
     Returns:
-        The state with tensors and objects in the places of their descriptions.
+        The state, with each description replaced by its tensor or object.
 
     Raises:
-        ValueError: The checkpoint lacks some of it, holds it in another shape, or is damaged.
+        ValueError: The checkpoint lacks a part, holds one in another shape, or is damaged.
     """
 
     def prepare() -> tuple[Any, Any, Any]:
@@ -234,7 +234,7 @@ def load_shards(reader: ShardReader, sharded_state: dict[str, Any], copies: dist
 
 
 def _mismatches(metadata: Metadata, wanted: Any) -> tuple[set[str], set[str]]:
-    """Return the names that the checkpoint lacks, and those it has in another shape, with both shapes."""
+    """Return the names that the checkpoint lacks, and the names with other shapes together with both shapes."""
     stored, missing, other = metadata.state_dict_metadata, set(), set()
     for piece in nested_values(wanted):
         name = piece.unique_key if isinstance(piece, ShardedObject) else piece.key
@@ -263,5 +263,5 @@ def _refuse(reader: ShardReader, found: list[tuple[set[str], set[str]]]) -> None
 
 def _inside(path: str, name: str) -> str:
     if os.path.isabs(name) or ".." in name.split("/"):
-        raise damaged(path, f"{METADATA_FILE} names {name}, which lies outside")
+        raise damaged(path, f"{METADATA_FILE} names {name}, which lies outside the checkpoint")
     return name

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints on remote stores (``s3://``, ``gs://``, ``memory://``): written to a local disk first, then uploaded.
+"""Checkpoints on remote stores (``s3://``, ``gs://``, ``memory://``): write to a local disk first, then upload.
 
-A store cannot rename, so a directory does not appear there in one step. The manifest takes the place of the rename: it
-is uploaded last and deleted first, and a directory without it is not a checkpoint. While a checkpoint is being
-replaced, there is none under its name; save under a new name if that matters (``ModelCheckpoint`` does, except with
-``save_last=True``).
+A store cannot rename, so a directory cannot appear there in one step. The manifest replaces the rename: it is uploaded
+last and deleted first, and a directory without it is not a checkpoint. While a checkpoint is being replaced, its name
+leads to none; save under a new name if that matters (``ModelCheckpoint`` does, except with ``save_last=True``).
 
 In a save by many ranks, each writes its files into a local directory of its own. Then rank 0 calls
 :func:`begin_upload`, each rank calls :func:`upload_files`, and rank 0 calls :func:`finish_upload`. A load calls
@@ -28,7 +27,7 @@ from lightning_mcore.checkpoint.manifest import DELETED_FIRST, MANIFEST_FILE, ME
 
 
 def begin_upload(path: str) -> None:
-    """Delete what is at ``path``, its manifest first; on rank 0 only, when all is written locally.
+    """Delete the checkpoint at ``path``, manifest first; on rank 0 only, once all files are written locally.
 
     Raises:
         ValueError: There is a directory at ``path`` that is not a checkpoint.
@@ -41,13 +40,13 @@ def begin_upload(path: str) -> None:
 
 
 def upload_files(local_dir: str, path: str) -> None:
-    """Upload the files of a local directory, except a manifest; on every rank that has one.
+    """Upload the files of a local directory, except the manifest; on every rank that has files.
 
     Raises:
         OSError: The store refuses.
     """
     fs, root = open_store(path)
-    # The metadata last: without it, an interrupted upload is not taken for a checkpoint of Megatron-LM.
+    # Upload the metadata last: without it, an interrupted upload is not taken for a checkpoint of Megatron-LM.
     names = {*files_below(local_dir)} - {MANIFEST_FILE}
     for name in sorted(names, key=lambda name: (name == METADATA_FILE, name)):
         fs.makedirs(os.path.dirname(f"{root}/{name}"), exist_ok=True)
@@ -55,7 +54,7 @@ def upload_files(local_dir: str, path: str) -> None:
 
 
 def finish_upload(local_dir: str, path: str, manifest: dict[str, Any], files: Mapping[str, FileRecord]) -> None:
-    """Check that everything has arrived, and upload the manifest; on rank 0 only, when every rank has uploaded.
+    """Check that all files have arrived, and upload the manifest; on rank 0 only, after every rank has uploaded.
 
     Args:
         local_dir: The directory of rank 0; its files are recorded here unless they are in ``files``.
@@ -64,7 +63,7 @@ def finish_upload(local_dir: str, path: str, manifest: dict[str, Any], files: Ma
         files: What all ranks wrote, by name.
 
     Raises:
-        ValueError: A file has not arrived, or not whole.
+        ValueError: A file is missing or incomplete.
         OSError: The store refuses.
     """
     own = {*files_below(local_dir)} - {MANIFEST_FILE} - {*files}
@@ -77,7 +76,7 @@ def finish_upload(local_dir: str, path: str, manifest: dict[str, Any], files: Ma
 
 
 def upload(local_dir: str, path: str) -> None:
-    """Copy a whole local checkpoint to a store, in place of what is there.
+    """Copy a whole local checkpoint to a store, replacing the checkpoint there.
 
     Raises:
         FileNotFoundError: There is nothing at ``local_dir``.
@@ -95,15 +94,15 @@ def download(path: str, local_dir: str, names: Iterable[str] | None = None) -> s
 
     Args:
         path: The remote path.
-        local_dir: Made if it is not there.
-        names: Files to fetch, with their names in the manifest, or Megatron's names without one; None for all.
+        local_dir: The directory to copy to; created if it does not exist.
+        names: The files to fetch, as the manifest names them (or Megatron, if there is no manifest); None for all.
 
     Returns:
         ``local_dir``.
 
     Raises:
         FileNotFoundError: There is nothing at ``path``.
-        ValueError: A file is missing, or did not arrive whole.
+        ValueError: A file is missing or incomplete.
         OSError: The store or the disk refuses.
     """
     fs, root = open_store(path)
@@ -124,7 +123,7 @@ def download(path: str, local_dir: str, names: Iterable[str] | None = None) -> s
 
 
 def remote_remove(path: str) -> None:
-    """Delete a remote checkpoint, its manifest first; nothing happens if it does not exist.
+    """Delete a remote checkpoint, manifest first; do nothing if it does not exist.
 
     Raises:
         OSError: The store refuses.

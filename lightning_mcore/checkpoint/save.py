@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One save of a sharded checkpoint: plan it, write it in the background, put it in place.
+"""One save of a sharded checkpoint: plan it, write it in the background, and put it in place.
 
-:meth:`CheckpointSave.start` agrees with all ranks on who writes what and starts the writers. Training may go on then,
-if the save was given memory for a copy. :meth:`CheckpointSave.advance` waits for the writers; rank 0 then writes what
-belongs to all ranks and puts the checkpoint in place. A failure on one rank is a failure on all, and leaves only the
-checkpoint that was there before. Both methods are collective over the world. ``io.py`` keeps the saves in flight.
+:meth:`CheckpointSave.start` agrees with all ranks on who writes what, and starts the writers. Training may then
+continue, if the save was given memory for a copy. :meth:`CheckpointSave.advance` waits for the writers; rank 0 then
+writes the files common to all ranks and puts the checkpoint in place. A failure on one rank is raised on all, and
+leaves only the checkpoint that was there before. Both methods are collective over the world. ``io.py`` keeps the saves
+in flight.
 
 A checkpoint on a remote store is written to local disks first. Each rank then uploads its own files in the background.
 """
@@ -43,21 +44,21 @@ MANIFEST = "lightning_mcore/manifest"
 RANK_STATE = "lightning_mcore/rank_state"
 CONTENT_METADATA = "lightning_mcore/content_metadata"
 
-_MEGATRON_CHECKPOINT_VERSION = 3.0  # of Megatron-LM's checkpoints since 2020
-_PRIORITY = 10  # of -20, the highest, to 19; of a writer that gives way
+_MEGATRON_CHECKPOINT_VERSION = 3.0  # the version of Megatron-LM's checkpoints since 2020
+_PRIORITY = 10  # niceness of a writer that yields to training, from -20 (the highest priority) to 19
 
 T = TypeVar("T")
 Written = tuple[Places, dict[str, FileRecord]]
 
 
 class CheckpointSave:
-    """A save in flight; made by :meth:`start`.
+    """A save in flight, created by :meth:`start`.
 
     Attributes:
         path: Where the checkpoint will be.
         links: Links to set to this checkpoint when it is whole.
         removals: Checkpoints to delete after that; on rank 0.
-        staging: The memory of the copy; free again when the checkpoint is in place.
+        staging: The memory of the copy; free again once the checkpoint is in place.
     """
 
     def __init__(self, path: str, directory: str, manifest: dict[str, Any], metadata: Metadata | None) -> None:
@@ -81,18 +82,19 @@ class CheckpointSave:
         planner: ShardPlanner,
         staging: Staging | None = None,
     ) -> Self:
-        """Start to write; collective over the world.
+        """Start a save; collective over the world.
 
         Args:
             path: The same on every rank.
             checkpoint: Lightning's dict with this rank's sharded state, manifest and rank state.
-            copies: The ranks that hold copies of each other's tensors.
+            copies: The group of ranks that hold copies of each other's tensors.
             planner: Agrees on who writes what.
-            staging: Memory for a copy of the tensors; without it they must not change until the end.
+            staging: Memory for a copy of the tensors; without it, the tensors must not change until the save is
+                finished.
 
         Raises:
-            OSError: The disk refused.
-            ValueError: The pieces of all ranks do not make whole tensors, or something else is at ``path``.
+            OSError: The disk refuses.
+            ValueError: The pieces of all ranks do not form whole tensors, or ``path`` is not a checkpoint.
         """
         directory = _begin(path)
         try:
@@ -120,18 +122,18 @@ class CheckpointSave:
 
     @property
     def is_done(self) -> bool:
-        """Whether the next call of :meth:`advance` does not have to wait for this rank."""
+        """Whether the next call of :meth:`advance` need not wait for this rank."""
         task = self._uploading or self._writing
         return task is None or task.is_done
 
     def advance(self) -> bool:
-        """Wait for what all ranks do in the background and take the next step; collective over the world.
+        """Wait for the background work of all ranks and take the next step; collective over the world.
 
         Returns:
             Whether the checkpoint is in place now.
 
         Raises:
-            FileNotFoundError: Somebody has deleted the folder that the save writes into.
+            FileNotFoundError: The folder that the save writes into was deleted.
             OSError: The disk or the store refused, on some rank.
         """
         try:
@@ -156,7 +158,7 @@ class CheckpointSave:
             raise
 
     def _unless_deleted(self, function: Callable[[], T]) -> T:
-        """Return what ``function`` returns; explain a failure that comes from the folder having been deleted."""
+        """Call ``function`` and return its result; if it fails because the folder was deleted, say so."""
         try:
             return function()
         except OSError as error:
@@ -166,7 +168,7 @@ class CheckpointSave:
             raise FileNotFoundError(errno.ENOENT, what) from error
 
     def _complete(self, written: list[Written]) -> None:
-        """Write what belongs to all ranks, and put a local checkpoint in place; on rank 0."""
+        """Write the files common to all ranks, and put a local checkpoint in place; on rank 0."""
         metadata = self._metadata
         assert metadata is not None
         places = [of_rank for of_rank, _ in written]
@@ -181,18 +183,18 @@ class CheckpointSave:
 
 
 def save_file(content: Any, path: str) -> None:
-    """Write a checkpoint in one file, which appears only when it is whole; on one rank, to a local disk.
+    """Write a checkpoint in one file that appears only when it is whole; on one rank, to a local disk.
 
-    Lightning writes it to the disk for temporary files and then moves it, which is a copy if that is another disk.
+    Lightning writes to the folder for temporary files and then moves the file, which copies it if that is another disk.
 
     Args:
-        content: What ``torch.save`` takes.
-        path: Absolute; what is there, even a directory, is replaced.
+        content: Any object that ``torch.save`` takes.
+        path: An absolute path. A file or checkpoint directory there is replaced.
 
     Raises:
-        OSError: The disk refuses; what is at ``path`` stays.
-        ValueError: There is a directory at ``path`` that is not a checkpoint, or as :func:`atomic.begin`.
-        RuntimeError: Another process is writing it.
+        OSError: The disk refuses; ``path`` is unchanged.
+        ValueError: The directory at ``path`` is not a checkpoint, or :func:`atomic.begin` raised it.
+        RuntimeError: Another process is writing ``path``.
     """
     if not os.path.islink(path):
         checkpoint_files.require_replaceable(path)
@@ -224,7 +226,7 @@ def _abandon(path: str, directory: str) -> None:
 
 
 def _files_of_all(checkpoint: dict[str, Any], rank_states: list[Any]) -> dict[str, bytes]:
-    """Return the content of the files that rank 0 writes beside the tensors, as it is now."""
+    """Return the current content of the files that rank 0 writes beside the tensors."""
     ours = (SHARDED_STATE, MANIFEST, RANK_STATE, CONTENT_METADATA)
     common: dict[str, Any] = {
         "iteration": int(checkpoint.get("global_step", 0)),
@@ -250,15 +252,15 @@ def _saved(content: Any) -> bytes:
 
 
 class BackgroundTask(Generic[T]):
-    """A function in a thread of its own, whose result or error is fetched later; starts at once.
+    """Runs a function in its own thread, starting at once; its result or error is fetched later.
 
-    The thread ends with the process, whatever it is doing; nobody puts in place what it was writing. (Threads of
-    ``concurrent.futures`` would hold up the end of a process whose disk hangs.)
+    The thread ends with the process, whatever it is doing, and its unfinished files are never put in place. (Threads of
+    ``concurrent.futures`` would keep a process alive while its disk hangs.)
 
     Args:
-        name: Of the thread, for debuggers.
+        name: Name of the thread, for debuggers.
         function: What to run.
-        gives_way: Whether it yields the processor to the threads of the training.
+        gives_way: Whether it yields the processor to the training threads.
     """
 
     def __init__(self, name: str, function: Callable[[], T], gives_way: bool = False) -> None:
@@ -271,14 +273,14 @@ class BackgroundTask(Generic[T]):
 
     @property
     def is_done(self) -> bool:
-        """Whether it has returned or failed."""
+        """Whether the function has returned or failed."""
         return not self._thread.is_alive()
 
     def wait(self) -> T:
-        """Wait for the end and return the result.
+        """Wait for the function to end, and return its result.
 
         Raises:
-            BaseException: What the function raised.
+            BaseException: The error that the function raised.
         """
         self._thread.join()
         if self._error is not None:
@@ -287,7 +289,7 @@ class BackgroundTask(Generic[T]):
 
     def _run(self) -> None:
         assert self._function is not None
-        if self._gives_way and sys.platform == "linux":  # where each thread has a priority
+        if self._gives_way and sys.platform == "linux":  # Linux has a priority per thread
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PRIORITY)
         try:

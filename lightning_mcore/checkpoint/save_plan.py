@@ -2,10 +2,10 @@
 """Decide which rank writes which piece of a sharded checkpoint; all ranks agree on the plan.
 
 Megatron plans a save well: data-parallel copies share the work, and ``.metadata`` says where every piece belongs. But
-it checks the plan on rank 0 alone, and after an error there the other ranks wait for ever. So :class:`ShardPlanner`
-calls Megatron's functions in an order in which a failure on one rank is a failure on all. For a plan, all ranks
-exchange descriptions of all their pieces, which takes longer than copying them. Only the values change from one save of
-a run to the next, so the planner keeps the last plan and asks only whether it is still valid on every rank.
+it checks the plan only on rank 0, and after an error there the other ranks wait for ever. So :class:`ShardPlanner`
+calls Megatron's functions in an order in which a failure on one rank is raised on all. To plan, all ranks exchange
+descriptions of all their pieces, which takes longer than copying the pieces. Only the values change from one save of a
+run to the next, so the planner keeps the last plan and only checks that it is still valid on every rank.
 
 ``save.py`` calls it, and ``writer.py`` writes the pieces.
 """
@@ -53,11 +53,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """What one rank has to write.
+    """The pieces that one rank writes.
 
     Args:
-        pieces: The pieces that this rank writes; a piece may be made only when it is taken out.
-        metadata: What all ranks write; on rank 0 only.
+        pieces: The pieces that this rank writes; a piece may be built only when it is accessed.
+        metadata: The metadata of all ranks' pieces; on rank 0 only.
     """
 
     pieces: Sequence[Piece]
@@ -69,10 +69,10 @@ class _Outline:
     """A plan without values.
 
     Args:
-        groups: The groups of ranks that it is for: the world, and the copies that share the writing.
+        groups: The groups of ranks that it was made for: the world, and the copies that divide the writing.
         described: All pieces that this rank holds.
-        written: The pieces that it writes, as places in ``described``: one for a tensor, several for an object.
-        metadata: What all ranks write; on rank 0 only.
+        written: The pieces that it writes, as indices into ``described``: one for a tensor, several for an object.
+        metadata: The metadata of all ranks' pieces; on rank 0 only.
     """
 
     groups: tuple[Any, Any]
@@ -95,13 +95,13 @@ class ShardPlanner:
 
         Args:
             sharded_state: This rank's sharded tensors and objects, nested in any way; factories in it are applied.
-            copies: The ranks that hold copies of each other's tensors and share the writing.
+            copies: The group of ranks that hold copies of each other's tensors and divide the writing.
 
         Raises:
-            ValueError: The pieces of all ranks do not make whole tensors.
+            ValueError: The pieces of all ranks do not form whole tensors.
         """
         own, described = on_all(lambda: _describe(sharded_state))
-        held: list[Any] = list(nested_values(own))  # as described: what follows changes which copy is the main one
+        held: list[Any] = list(nested_values(own))  # before the calls below change which copy is the main one
         groups, kept = (dist.group.WORLD, copies), self._kept
         if not all_true(kept is not None and kept.groups == groups and kept.described == described):
             kept = _Outline(groups, described, *_agree(own, held, described, copies))
@@ -122,7 +122,7 @@ def _describe(sharded_state: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]
 def _agree(
     own: dict[str, Any], held: list[Any], described: list[Any], copies: dist.ProcessGroup
 ) -> tuple[list[tuple[MetadataIndex, list[int]]], Metadata | None]:
-    """Return which pieces this rank writes, and on rank 0 what all write; collective over the world."""
+    """Return the pieces that this rank writes, and on rank 0 the metadata of all pieces; collective over the world."""
     collect(lambda: described, _validate)
     shares = determine_main_replica_uniform_distribution(own, copies)
     distribute_main_replicas_with_precomputed_distribution(own, copies, shares)
@@ -183,4 +183,4 @@ def _validate(all_pieces: list[list[Any]]) -> None:
 
 
 def _not_whole(error: Exception) -> ValueError:
-    return ValueError(f"the pieces of all ranks do not make whole tensors: {error}")
+    return ValueError(f"the pieces of all ranks do not form whole tensors: {error}")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load weights alone: into the chunks of a new run, or into a whole module built from a checkpoint.
+"""Load only weights: into the chunks of a new run, or into a whole module built from a checkpoint.
 
-:func:`load_weights` fills the chunks that a rank has just built, on any layout. No rank ever holds the whole model.
+:func:`load_weights` fills the chunks that a rank has just built, on any layout, and no rank holds the whole model.
 :func:`build_from_checkpoint` makes a module from the hyper-parameters in a checkpoint, whole in this process.
-``MCoreModule`` has both as methods.
+``MCoreModule`` offers both as methods.
 """
 
 import sys
@@ -37,7 +37,7 @@ def load_weights(module: pl.LightningModule, path: str | Path, strict: bool = Tr
     Args:
         module: A module whose model is built and not wrapped yet, as at the end of ``configure_model``.
         path: A directory that ``MCoreStrategy`` or Megatron-LM wrote, on any layout.
-        strict: Refuse missing and unexpected names, instead of warning of them.
+        strict: Refuse missing and unexpected names instead of warning about them.
 
     Raises:
         FileNotFoundError: There is nothing at ``path``.
@@ -48,7 +48,7 @@ def load_weights(module: pl.LightningModule, path: str | Path, strict: bool = Tr
     check_start(bool(getattr(built_chunks(module).config, "fp8_param", False)), f"the weights of {where}")
     if not io.is_directory(where):
         raise ValueError(
-            f"{where} is not a directory, as MCoreStrategy and Megatron-LM write it; read a file of another strategy"
+            f"{where} is not a checkpoint directory of MCoreStrategy or Megatron-LM; load a file of another strategy"
             " with load_from_checkpoint"
         )
     _load(module, where, io, strict)
@@ -62,10 +62,10 @@ def build_from_checkpoint(
     hyper_parameters: Mapping[str, Any] | None = None,
     check: Callable[[str, Mapping[str, Any]], None] | None = None,
 ) -> _M:
-    """Make a module from a sharded checkpoint, with the whole model in this process.
+    """Build a module from a sharded checkpoint, with the whole model in this process.
 
-    Does for a directory what Lightning's ``load_from_checkpoint`` does for a file, with any module: the module is made
-    from the hyper-parameters in the checkpoint, and its weights are read in place, from any layout.
+    This is Lightning's ``load_from_checkpoint`` for a directory, with any module: the module is built from the
+    hyper-parameters in the checkpoint, and its weights are read in place, whatever layout wrote them.
 
     Args:
         cls: The module's class, a LightningModule or an ``MCoreModule``.
@@ -73,7 +73,7 @@ def build_from_checkpoint(
         strict: Whether names must agree; the module's ``strict_loading`` by default.
         weights_only: As for ``torch.load``; applies to Lightning's state.
         hyper_parameters: Values to use instead of those in the checkpoint.
-        check: Gets the path and the values in the checkpoint, and may refuse them.
+        check: Called with the path and the values in the checkpoint; may refuse them.
 
     Raises:
         FileNotFoundError: There is nothing at ``path``.
@@ -90,7 +90,7 @@ def hyper_parameters_of(path: str | Path, weights_only: bool | None, given: Coll
     Args:
         path: The file.
         weights_only: As for ``torch.load``.
-        given: Names that the user gives values for; they are left out.
+        given: Names for which the user gives values; they are left out.
     """
     state = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(path))
     recorded = state.get(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY) if isinstance(state, Mapping) else None
@@ -98,26 +98,26 @@ def hyper_parameters_of(path: str | Path, weights_only: bool | None, given: Coll
 
 
 def refuse_code(path: str | Path, hyper_parameters: Any) -> None:
-    """Refuse hyper-parameters of a file that name code to run: a module is imported only if the user names it.
+    """Refuse hyper-parameters that name code to run, because a file must not choose which code is imported.
 
     Args:
-        path: The file, for the message.
+        path: The file, named in errors.
         hyper_parameters: The values in it, except those that the user gives instead.
 
     Raises:
-        ValueError: They name a class that this process has not imported, or a function that is not Megatron's or
+        ValueError: They name a class that this process has not imported, or a function that is neither Megatron's nor
             torch's.
     """
     if not isinstance(hyper_parameters, Mapping):
         return
     instantiator = hyper_parameters.get("_instantiator")
     if instantiator not in _INSTANTIATORS:
-        raise ValueError(f"{path} asks for {instantiator!r} to make its module; only {_INSTANTIATORS[1]!r} may")
+        raise ValueError(f"{path} asks for {instantiator!r} to build its module; only {_INSTANTIATORS[1]!r} may")
     for class_path in _class_paths(hyper_parameters):
         if not _is_imported(class_path):
             raise ValueError(
-                f"{path} names the class {class_path!r}, and code is not imported because a file names it; import its"
-                " module yourself before, if it is your own"
+                f"{path} names the class {class_path!r}, and a file must not choose which code is imported; import "
+                "its module yourself first, if it is your own"
             )
     fields = hyper_parameters.get("transformer")
     if isinstance(fields, Mapping):
@@ -136,7 +136,7 @@ def _class_paths(value: Any) -> Iterator[Any]:
 
 
 def _is_imported(class_path: Any) -> bool:
-    """Return whether a class, or a method of one, is in a module that is already imported; imports nothing."""
+    """Return whether a class, or a method of one, is in an imported module; imports nothing."""
     module, _, name = str(class_path).rpartition(".")
     if module in sys.modules:
         return hasattr(sys.modules[module], name)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write one rank's files of a ``torch_dist`` checkpoint, in a thread of this process, and the host copy for that.
+"""Write one rank's files of a ``torch_dist`` checkpoint in a thread of this process; copy tensors to the host first.
 
-Megatron's own writer forks processes, and waits for ever for one that dies. It starts one more process, which imports
-the user's script again. It also copies tensors that lie in a common buffer, as all parameters of Megatron's
-DistributedDataParallel do. :func:`write_pieces` writes straight from the memory of the tensors, past the page cache,
-computes the checksum of the file as it goes, and flushes the file to the disk.
+Megatron's own writer forks processes and waits for ever if one dies. It starts another process, which imports the
+user's script again. It also copies tensors that share a buffer, as all parameters in Megatron's DistributedDataParallel
+do. :func:`write_pieces` writes straight from the memory of the tensors, past the page cache, computes the checksum of
+the file as it goes, and flushes the file to the disk.
 
-An asynchronous save writes from a copy. :class:`Staging` keeps the memory of that copy, because memory that is touched
-for the first time is slow. ``save.py`` calls this; any ``dist_checkpointing.load`` reads the result.
+An asynchronous save writes from a copy. :class:`Staging` keeps the memory of that copy, because the first access to new
+memory is slow. ``save.py`` calls this; any ``dist_checkpointing.load`` reads the result.
 """
 
 import os
@@ -25,15 +25,15 @@ from lightning_mcore.checkpoint.save_plan import Piece
 from lightning_mcore.checkpoint.storage.direct_file import ChecksummedFile
 from lightning_mcore.checkpoint.storage.torch_archive import frame_tensor, tensor_bytes
 
-_DCP_VERSION = "1.0.0"  # of torch.distributed.checkpoint's metadata, since torch 2.8
-_ALIGNMENT = 64  # bytes, of tensors in the staging memory and of archives in a file
+_DCP_VERSION = "1.0.0"  # version of torch.distributed.checkpoint's metadata since torch 2.8
+_ALIGNMENT = 64  # bytes; for tensors in the staging memory and archives in a file
 _BLOCK = 1 << 30  # bytes of staging memory taken at once, unless a tensor is larger
 
 Places = dict[MetadataIndex, _StorageInfo]
 
 
 def write_metadata(directory: str, metadata: Metadata, places: Sequence[Places]) -> FileRecord:
-    """Write ``.metadata``, which says where each piece lies; on rank 0, when all ranks have written.
+    """Write ``.metadata``, which says where each piece lies; on rank 0, after all ranks have written.
 
     Source: torch 2.13, ``FileSystemWriter.finish``.
     """
@@ -46,9 +46,9 @@ def write_metadata(directory: str, metadata: Metadata, places: Sequence[Places])
 
 
 class Staging:
-    """Host memory for a copy of what a rank is about to write; kept for the next save.
+    """Host memory for a copy of the tensors that a rank writes; kept for the next save.
 
-    It is allocated in blocks, because PyTorch rounds page-locked memory up to a power of two: 17 GB would take 32.
+    It is allocated in blocks, because PyTorch rounds page-locked memory up to a power of two: 17 GB would take 32 GB.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Staging:
         for number, (block, offset) in places.items():
             content = pieces[number].content
             assert isinstance(content, Tensor)
-            tensor = _plain(content)  # one at a time: this may allocate
+            tensor = _plain(content)  # one tensor at a time, because this may allocate memory
             memory = self._blocks[block][offset : offset + tensor.numel() * tensor.element_size()]
             copy = memory.view(tensor.dtype).view(tensor.shape)
             copy.copy_(tensor, non_blocking=True)
@@ -141,7 +141,7 @@ def write_pieces(
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return a plain tensor; the low-precision tensors of TransformerEngine, a subclass, are dequantized."""
+    """Return a plain tensor; TransformerEngine's low-precision tensors, a subclass, are dequantized."""
     plain: Tensor = tensor.dequantize() if "dequantize" in vars(type(tensor)) and tensor.is_cuda else tensor
     return plain
 

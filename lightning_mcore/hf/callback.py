@@ -202,7 +202,7 @@ class SaveHFModel(Callback):
                     atomic.remove(beside)
                 elif os.path.lexists(beside):
                     _log.warning(
-                        "%s was to be deleted, but it is not a model beside a checkpoint of this run, so it stays",
+                        "%s is not a model beside a checkpoint of this run, so it is not deleted",
                         beside,
                     )
             except (OSError, ValueError) as error:

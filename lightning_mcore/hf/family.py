@@ -308,8 +308,8 @@ def recorded_family(name: str) -> Family:
     family = getattr(sys.modules.get(module), "__dict__", {}).get(attribute)
     if not isinstance(family, Family):
         raise ValueError(
-            f"the checkpoint names the family {name!r}, and code is not imported because a file names it; if it is your"
-            f" own, name it yourself: family={name!r} (--family {name})"
+            f"the checkpoint names the family {name!r}, and a file must not choose which code is imported; if it is "
+            f"your own, name it yourself: family={name!r} (--family {name})"
         )
     return family
 

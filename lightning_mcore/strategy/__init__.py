@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MCoreStrategy``, ``MCorePrecision`` and ``MCoreModule``: what runs a LightningModule on megatron-core."""
+"""``MCoreStrategy``, ``MCorePrecision`` and ``MCoreModule`` run a LightningModule on megatron-core."""
 
 import lightning
 
@@ -10,10 +10,10 @@ LIGHTNING = "2.6"
 
 
 def check_lightning() -> None:
-    """Refuse another minor release of Lightning: some of what this package reads there has no public name.
+    """Refuse another minor release of Lightning, because this package uses some of its private names.
 
     Raises:
-        ImportError: Another one is installed.
+        ImportError: Another release is installed.
     """
     if not lightning.__version__.startswith(f"{LIGHTNING}."):
         following = f"2.{int(LIGHTNING.split('.')[1]) + 1}"

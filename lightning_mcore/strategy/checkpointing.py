@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning's checkpoint hooks: what is one file, what is a directory, and when each part is read.
+"""Lightning's checkpoint hooks: they write one file or a directory, and read each part when it can be read.
 
-The strategy owns a :class:`Checkpoints`, which saves and loads for it.
+The strategy owns a :class:`Checkpoints`, which does its saving and loading.
 
 ==========================================  ===================================================================
 a plain module, optimizer not sharded       one file, as Lightning writes it; ``"ddp"`` reads it and the other way,
@@ -10,8 +10,8 @@ a plain module, distributed optimizer       a directory
 a model built with ``pipeline()``           a directory, also on one rank: any layout reads it
 ==========================================  ===================================================================
 
-Lightning asks for a checkpoint in two pieces. Before ``setup`` it calls ``load_checkpoint`` and hands out its state;
-shards can only be read into the wrapped model, so they wait until the end of ``setup``.
+Lightning reads a checkpoint before the model exists: it calls ``load_checkpoint`` and distributes its own state before
+``setup``. Shards can only be read into the wrapped model, so they wait until the end of ``setup``.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _NUMBERS = "lightning_mcore/optimizer_numbers"
-# How Megatron-LM would say that every layout can read the optimizer's state.
+# Megatron-LM's way of saying that every layout can read the optimizer's state.
 _CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 _EXCEPTION_TIMEOUT = 30.0  # seconds
 
@@ -66,13 +66,13 @@ class Checkpoints:
         self._pending: StoredState | None = None  # shards that wait for the model
         self._saved: set[str] = set()  # paths of this process's checkpoints
 
-    # ---- what writes and reads
+    # ---- the plugin that writes and reads
 
     @staticmethod
     def resolve_io(io: CheckpointIO | None) -> CheckpointIO:
-        """Return what writes and reads checkpoints; a wrapper without a plugin of its own gets ours."""
+        """Return the plugin that writes and reads checkpoints; a wrapper around no plugin gets ours."""
         if isinstance(io, _WrappingCheckpointIO):
-            io.checkpoint_io = MCoreCheckpointIO()  # goes to the innermost, if that wraps nothing yet
+            io.checkpoint_io = MCoreCheckpointIO()  # set on the innermost wrapper, if it wraps nothing yet
         return io if io is not None else MCoreCheckpointIO()
 
     @property
@@ -87,18 +87,18 @@ class Checkpoints:
 
     @property
     def _own_io(self) -> MCoreCheckpointIO | None:
-        """Our own plugin, if one has been made or given."""
+        """Our own plugin, if one was created or given."""
         io = self._strategy._checkpoint_io
         return io if isinstance(io, MCoreCheckpointIO) else None
 
     @property
     def _chunks(self) -> ModelChunks | None:
-        """The chunks of this run or, after it, of the last one."""
+        """The chunks of this run, or of the last one after it has ended."""
         return self._strategy._chunks or self._strategy._finished_chunks
 
     @property
     def saves_one_file(self) -> bool:
-        """Whether the model is saved as one file, and not as a directory of shards."""
+        """Whether the model is saved as one file instead of a directory of shards."""
         if self._strategy.gradients.distributed:
             return False
         chunks = self._chunks
@@ -110,7 +110,7 @@ class Checkpoints:
     # ---- saving
 
     def module_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the weights for a one-file checkpoint, or what stands beside the shards of a split model.
+        """Return the weights for a one-file checkpoint, or the state beside the shards of a split model.
 
         Args:
             state: The module's ``state_dict()``.
@@ -118,7 +118,7 @@ class Checkpoints:
         return state if self.saves_one_file else sharded_state.state_outside_chunks(self._module, state)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state of the optimizer; beside shards only what LR schedulers read back."""
+        """Return the state of the optimizer; beside shards, only the part that LR schedulers read back."""
         owner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self.saves_one_file:
             state: dict[str, Any] = owner.state_dict()
@@ -158,7 +158,7 @@ class Checkpoints:
                 own[_NUMBERS] = state.numbers
                 own[CONTENT_METADATA] = _CONTENT
             io.save_checkpoint({**checkpoint, **own}, strategy.broadcast(str(filepath)), storage_options)
-            if not strategy.is_set_up:  # after a run there are no steps to finish it between
+            if not strategy.is_set_up:  # after a run, no steps follow that could finish it
                 io.drain()
 
     def _save_file(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
@@ -174,9 +174,9 @@ class Checkpoints:
             write()
 
     def remove(self, filepath: str | Path) -> None:
-        """Delete a checkpoint of this run; what lies elsewhere stays, with a warning.
+        """Delete a checkpoint of this run; others stay, with a warning.
 
-        The paths come from Lightning, which takes them over from the checkpoint that a run resumes from.
+        The paths come from Lightning, which copies them from the checkpoint that a run resumes from.
         """
         if not self._strategy.is_global_zero:
             return
@@ -188,20 +188,20 @@ class Checkpoints:
         if path in self._saved or any(checkpoint_files.lies_in(path, folder) for folder in folders):
             self._strategy.checkpoint_io.remove_checkpoint(filepath)
         else:
-            _log.warning("%s was to be deleted, and this run does not save there, so it stays", filepath)
+            _log.warning("%s is not deleted, because this run does not save there", filepath)
 
     def prepare_links(self, trainer: pl.Trainer, restores: contextlib.ExitStack) -> None:
-        """Let links to the last checkpoint be set when it is whole, and refuse one whose checkpoint is gone.
+        """Make ModelCheckpoint set links only to whole checkpoints, and refuse a link whose checkpoint is gone.
 
-        With ``ckpt_path="last"`` Lightning passes over such a link and would begin anew, as it would where a crash left
-        the last checkpoint moved away.
+        With ``ckpt_path="last"`` Lightning would skip such a link and start a new run, as it would after a crash that
+        left the last checkpoint moved aside.
 
         Args:
             trainer: The trainer.
-            restores: What puts its callbacks back after the run.
+            restores: Restores its callbacks after the run.
 
         Raises:
-            FileNotFoundError: Training begins anew where that is so.
+            FileNotFoundError: A link leads to no checkpoint, and training would start a new run.
         """
         begins_anew = trainer.state.fn == TrainerFn.FITTING and trainer.ckpt_path is None
         for callback in trainer.checkpoint_callbacks:
@@ -218,18 +218,18 @@ class Checkpoints:
                     restores.callback(own.pop, name)
 
     def poll(self) -> None:
-        """Finish a save whose files are written."""
+        """Finish a save once its files are written."""
         if self._own_io is not None:
             self._own_io.poll()
 
     def finish(self, timeout: float | None = None) -> None:
-        """Wait for what is being saved; collective over the world."""
+        """Wait for the saves in flight; collective over the world."""
         if self._own_io is not None and self._own_io.has_saves_in_flight:
             with self._strategy.runtime():
                 self._own_io.drain(timeout)
 
     def finish_after_exception(self) -> None:
-        """Finish what is being saved, if the other ranks come here too; one of them may have died."""
+        """Finish the saves in flight if the other ranks arrive here too; one of them may have died."""
         self.finish(_EXCEPTION_TIMEOUT)
 
     def _describe(self, chunks: ModelChunks, optimizers: list[MCoreOptimizer]) -> dict[str, Any]:
@@ -247,12 +247,12 @@ class Checkpoints:
     # ---- loading
 
     def load(self, checkpoint_path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-        """Read a file, or Lightning's part of a directory, whose shards follow in ``setup``.
+        """Read a file, or Lightning's part of a directory; the shards are read in ``setup``.
 
         Raises:
-            FileNotFoundError: There is nothing, or a directory that is not a checkpoint.
-            ValueError: The checkpoint is of another model, or cannot be read whole; or it has weights alone, and the
-                run keeps them in FP8.
+            FileNotFoundError: The path does not exist, or is a directory that is not a checkpoint.
+            ValueError: The checkpoint is of another model, or cannot be read completely; or it has only weights, and
+                the run keeps them in FP8.
         """
         strategy = self._strategy
         self.finish()
@@ -263,7 +263,7 @@ class Checkpoints:
             numbers = state.pop(_NUMBERS, None)
             module = strategy.lightning_module
             if numbers is None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
-                check_start(strategy.precision_plugin.fp8.fp8_param, f"the weights alone of {path}")
+                check_start(strategy.precision_plugin.fp8.fp8_param, f"only the weights of {path}")
             self._pending = StoredState.open(self._shard_io, path, numbers, weights_only)
         return state
 
@@ -273,27 +273,27 @@ class Checkpoints:
         splits = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size > 1
         if MANIFEST not in state and (splits or layout.expert_model_parallel_size > 1):
             raise ValueError(
-                f"{path} is one file, as it is written by other strategies; this run splits the model into"
-                f" {layout.describe(strategy.world_size)}, and reads directories that MCoreStrategy wrote: load it on"
-                " one rank, or with data parallelism alone, and save it there"
+                f"{path} is one file, as other strategies write it, but this run splits the model into "
+                f"{layout.describe(strategy.world_size)} and reads only directories that MCoreStrategy wrote: load it "
+                "on one rank or with data parallelism alone, and save it there"
             )
         return state
 
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Load the weights of a one-file checkpoint, or what stands beside the shards of a split model."""
+        """Load the weights of a one-file checkpoint, or the state beside the shards of a split model."""
         module, saved = self._module, checkpoint["state_dict"]
         if self._pending is None:
             module.load_state_dict(saved, strict=strict)
             return
         sharded_state.load_outside_chunks(module, saved, self._pending.path, strict)
-        if self._strategy.is_set_up:  # in the middle of a run, as after a search for a learning rate
+        if self._strategy.is_set_up:  # during a run, such as after a search for a learning rate
             self.load_pending(module.trainer.state.fn == TrainerFn.FITTING)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load what :meth:`optimizer_state` returned; the state itself, if it is in shards, is there already.
+        """Load the result of :meth:`optimizer_state`; state in shards is already loaded.
 
         Raises:
-            ValueError: The checkpoint holds the states of another number of optimizers, and not of none.
+            ValueError: The checkpoint holds the states of another number of optimizers, unless it holds none.
         """
         optimizers, states = self._strategy.optimizers, checkpoint["optimizer_states"]
         if len(states) not in (0, len(optimizers)):
@@ -340,7 +340,7 @@ class Checkpoints:
                 optimizer.megatron.reload_model_params()
 
     def forget_pending(self) -> None:
-        """Let go of shards that no model was set up for."""
+        """Forget shards for which no model was set up."""
         self._pending = None
 
     @property
@@ -351,9 +351,9 @@ class Checkpoints:
 
 
 def _link_when_whole(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
-    """Do what ``ModelCheckpoint._link_checkpoint`` does, at a moment at which there is something to link to.
+    """Do what ``ModelCheckpoint._link_checkpoint`` does, but once the target exists.
 
-    Source: Lightning 2.6.6, where the old checkpoint goes before the link, and the link before it is set anew.
+    Source: Lightning 2.6.6, which deletes the old checkpoint before the link, and the link before it sets the new one.
     """
     io = trainer.strategy.checkpoint_io
     if isinstance(io, MCoreCheckpointIO):
@@ -369,8 +369,8 @@ def _last_links(callback: ModelCheckpoint, trainer: pl.Trainer, begins_anew: boo
         if checkpoint_files.recover_all(str(callback.dirpath)):
             for path in callback._find_last_checkpoints(trainer) - seen:
                 raise FileNotFoundError(
-                    f"{path} was not there, because a save that replaced it was interrupted, and is there again; start"
-                    " once more to resume from it, or delete it to start anew"
+                    f"{path} was missing because a save that replaced it was interrupted; it is restored now: start "
+                    "again to resume from it, or delete it to start a new run"
                 )
     links = [path for path in callback._find_last_checkpoints(trainer) if os.path.islink(path)]
     for link in links if begins_anew else []:
@@ -378,7 +378,7 @@ def _last_links(callback: ModelCheckpoint, trainer: pl.Trainer, begins_anew: boo
             newest = checkpoint_files.newest_in(os.path.dirname(link))
             advice = "" if newest is None else f"resume with ckpt_path={newest!r}, the newest whole one there, or "
             raise FileNotFoundError(
-                f"{link} leads to the checkpoint {os.readlink(link)}, which is gone; {advice}delete the link to start"
-                " anew"
+                f"{link} leads to the checkpoint {os.readlink(link)}, which is gone; {advice}delete the link to start "
+                "a new run"
             )
     return links

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the strategy refuses before anything is allocated: settings, modules, machines and callbacks that do not fit.
+"""Refuse settings, modules, machines and callbacks that do not fit the strategy, before anything is allocated.
 
 The constructor calls :func:`check_schedule` and :func:`checked_micro_batch_size`; :func:`check_meeting` holds the
 checks that the strategy makes when it meets the module. FP8 is checked in three places: here, when the model is built
 (:func:`check_chunks`), and before each run of the schedule, with the shape of its microbatches
-(``config/fp8.py``). The checks of FP8 are functions of plain values, so that they are tested without a GPU.
+(``config/fp8.py``). The checks of FP8 take plain values, so they can be tested without a GPU.
 
-Sources for FP8: ``get_fp8_recipe`` and ``get_fp8_align_size`` of megatron-core (0.16.1); ``check_fp8_support`` and its
-kin of TransformerEngine (2.x), and its "datatype and hardware support matrix".
+Sources for FP8: ``get_fp8_recipe`` and ``get_fp8_align_size`` of megatron-core (0.16.1); ``check_fp8_support`` and
+similar functions of TransformerEngine (2.x), and its "datatype and hardware support matrix".
 """
 
 import functools
@@ -58,7 +58,7 @@ _BLOCKWISE_CUDA = "12.9"
 def check_schedule(
     overlap_p2p_comm: bool | None, group_size: int | None, gradients: GradientSettings, layout: ParallelLayout
 ) -> None:
-    """Refuse to overlap, group or align what the pipeline of this layout does not have."""
+    """Refuse options of overlap, grouping and alignment that need a pipeline which this layout does not have."""
     require_flag("overlap_p2p_comm", overlap_p2p_comm, or_none=True)
     if group_size is not None:
         require_size("microbatch_group_size_per_vp_stage", group_size)
@@ -88,7 +88,7 @@ def check_meeting(strategy: "MCoreStrategy", module: pl.LightningModule) -> None
     Raises:
         ModuleNotFoundError: A setting needs a package.
         TypeError: A module that is not an ``MCoreModule`` cannot be split.
-        ValueError: Settings that contradict each other, the module or the machine.
+        ValueError: Settings contradict each other, the module or the machine.
     """
     layout, precision = strategy.layout, strategy.precision_plugin
     world_size = strategy.num_nodes * strategy.num_processes
@@ -108,8 +108,8 @@ def check_meeting(strategy: "MCoreStrategy", module: pl.LightningModule) -> None
     raise_first(expert_faults(layout, strategy.root_device.type))
     check_device(strategy, world_size)
     if strategy._layer_sync is not None and machine.type == "cpu" and not isinstance(module, MCoreModule):
-        raise ValueError("sync_batchnorm=True needs GPUs, which torch's SyncBatchNorm runs on alone; set it to False")
-    if module._trainer is not None:  # Trainer(...).strategy.connect(model) is a way to save a model before any run
+        raise ValueError("sync_batchnorm=True needs GPUs, where alone torch's SyncBatchNorm runs; set it to False")
+    if module._trainer is not None:  # Trainer(...).strategy.connect(model) has none: it can save a model before any run
         asked = module.trainer._accelerator_connector._precision_flag
         raise_first(precision_faults(asked, precision.precision))
         if module.trainer.state.fn == TrainerFn.FITTING:
@@ -119,7 +119,7 @@ def check_meeting(strategy: "MCoreStrategy", module: pl.LightningModule) -> None
 
 
 def _check_module(module: pl.LightningModule, layout: ParallelLayout) -> None:
-    """Refuse to split a module that does not say how."""
+    """Refuse to split a module that is not an ``MCoreModule``."""
     sizes = _sizes_that_split(layout)
     if sizes and not isinstance(module, MCoreModule):
         raise TypeError(
@@ -138,7 +138,7 @@ def check_device(strategy: "MCoreStrategy", world_size: int) -> None:
 
 
 def check_plain(strategy: "MCoreStrategy", module: pl.LightningModule) -> None:
-    """Refuse to split, by stages or by rows, a module that built nothing with ``pipeline()``."""
+    """Refuse to split a module by stages or rows if it did not use ``pipeline()``."""
     name = type(module).__name__
     if sizes := _sizes_that_split(strategy.layout):
         raise ValueError(
@@ -159,7 +159,7 @@ def _sizes_that_split(layout: ParallelLayout) -> str:
 
 
 def check_backward_is_free(module: pl.LightningModule) -> None:
-    """Refuse a module that wants to run backward, or a part of it, itself.
+    """Refuse a module that runs all or part of backward itself.
 
     Raises:
         ValueError: It optimizes manually, or overrides ``backward``.
@@ -178,7 +178,7 @@ def check_backward_is_free(module: pl.LightningModule) -> None:
 
 
 def check_averaging(module: pl.LightningModule, distributed: bool) -> None:
-    """Refuse Lightning's callbacks that keep a second copy of the weights where they would write a wrong one.
+    """Refuse Lightning's callbacks that keep a copy of the weights, in runs where the copy would be wrong.
 
     ``WeightAveraging`` copies the module when a run begins, reads its parameters after every step and puts the average
     into each checkpoint; ``StochasticWeightAveraging`` copies the module before ``configure_model``. A module that
@@ -191,14 +191,14 @@ def check_averaging(module: pl.LightningModule, distributed: bool) -> None:
         distributed: Whether the optimizer state is sharded.
 
     Raises:
-        ValueError: There is such a callback.
+        ValueError: The trainer has such a callback.
     """
     for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
         name = type(callback).__name__
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and isinstance(module, MCoreModule):
             raise ValueError(
-                f"{name} copies the whole module before its model is built, so that it is not available for an"
-                " MCoreModule; average saved checkpoints after the run, or use a plain LightningModule"
+                f"{name} copies the whole module before its model is built, so it is not available for an "
+                "MCoreModule; average saved checkpoints after the run, or use a plain LightningModule"
             )
         if isinstance(callback, WeightAveraging) and distributed:
             raise ValueError(
@@ -211,10 +211,10 @@ def check_averaging(module: pl.LightningModule, distributed: bool) -> None:
 
 
 def check_batches_to_predict(trainer: pl.Trainer, expert_parallel_size: int) -> None:
-    """Refuse a set that leaves ranks which share experts with different numbers of batches: they would hang.
+    """Refuse a dataset that gives ranks with shared experts different numbers of batches, because they would hang.
 
     Raises:
-        RuntimeError: There is such a set; on every rank.
+        RuntimeError: The numbers differ; raised on every rank.
     """
     if expert_parallel_size == 1:
         return
@@ -228,9 +228,9 @@ def check_batches_to_predict(trainer: pl.Trainer, expert_parallel_size: int) -> 
 
 
 def refuse_to_stop_iterating(hook: Callable[P, T]) -> Callable[P, T]:
-    """Turn a StopIteration of the user's code into another error, as Python does for generators.
+    """Turn a StopIteration from the user's code into another error, as Python does for generators.
 
-    Lightning's loops take it for the end of the data, and end the epoch on this rank alone.
+    Lightning's loops would take it for the end of the data, and end the epoch only on this rank.
     """
 
     @functools.wraps(hook)
@@ -239,8 +239,8 @@ def refuse_to_stop_iterating(hook: Callable[P, T]) -> Callable[P, T]:
             return hook(*args, **kwargs)
         except StopIteration as error:
             raise RuntimeError(
-                "StopIteration was raised in a step or a hook around it, where it would end the epoch on this rank"
-                " alone; catch it there, as next(iterator, default) does"
+                "StopIteration was raised in a step or a hook around it, where it would end the epoch only on this "
+                "rank; catch it there, as next(iterator, default) does"
             ) from error
 
     return run
@@ -258,26 +258,26 @@ def check_fp8(
     machine: "FP8Machine",
     micro_batch_size: int | None,
 ) -> None:
-    """Refuse FP8 where module, settings or machine cannot do it; nothing happens without FP8.
+    """Refuse FP8 if module, settings or machine do not support it; do nothing without FP8.
 
     Args:
-        settings: What was asked for.
+        settings: The FP8 settings of the run.
         module: The user's module.
         layout: The strategy's layout.
         ddp_config: The strategy's settings of gradients and parameters.
         optimizer_config: The strategy's settings of Megatron's optimizer.
-        machine: Where the model will be.
-        micro_batch_size: Rows of a microbatch; None where the DataLoader says.
+        machine: The machine and device that will hold the model.
+        micro_batch_size: Rows of a microbatch; None if the DataLoader decides.
 
     Raises:
         ModuleNotFoundError: TransformerEngine is not installed.
-        ValueError: Anything else that FP8 needs is missing.
+        ValueError: Another requirement of FP8 is not met.
     """
     if not settings.is_on:
         return
     if not isinstance(module, MCoreModule):
         raise ValueError(
-            f"fp8_recipe={settings.recipe!r} reaches layers of TransformerEngine alone, and {type(module).__name__}"
+            f"fp8_recipe={settings.recipe!r} works only in TransformerEngine's layers, and {type(module).__name__}"
             " builds no Megatron model; derive it from MCoreModule, or leave fp8_recipe out"
         )
     check_machine(settings, machine)
@@ -294,14 +294,14 @@ def check_fp8(
 
 @dataclass(frozen=True)
 class FP8Machine:
-    """What the checks need to know of the machine.
+    """What the checks need to know about the machine.
 
     Args:
-        type: Of the torch device.
+        type: Type of the torch device.
         capability: Compute capability of the GPU.
         cuda: CUDA version that torch was built with.
-        transformer_engine: Version of TransformerEngine; None where it is not installed.
-        on_the_cpu: It is the one that computes on the CPU.
+        transformer_engine: Version of TransformerEngine; None if it is not installed.
+        on_the_cpu: Whether it is TransformerEngine on the CPU.
     """
 
     type: str
@@ -312,7 +312,7 @@ class FP8Machine:
 
     @classmethod
     def of(cls, device: torch.device) -> "FP8Machine":
-        """Look at a device of this machine."""
+        """Describe a device of this machine."""
         if is_prepared():
             return cls(device.type, transformer_engine=installed_version("transformer-engine"), on_the_cpu=True)
         if device.type != "cuda":
@@ -324,11 +324,11 @@ class FP8Machine:
 
 
 def check_machine(settings: FP8Settings, machine: FP8Machine) -> None:
-    """Refuse what the machine cannot do.
+    """Refuse FP8 settings that the machine does not support.
 
     Raises:
         ModuleNotFoundError: TransformerEngine is not installed.
-        ValueError: No CUDA device, or one that is too old or too new for the recipe, or software that is too old.
+        ValueError: There is no CUDA device, it is too old or too new for the recipe, or the software is too old.
     """
     recipe = settings.recipe
     if machine.on_the_cpu:
@@ -371,16 +371,17 @@ def check_machine(settings: FP8Settings, machine: FP8Machine) -> None:
 def check_versions(
     settings: FP8Settings, grouped: bool, megatron_core: str | None, transformer_engine: str | None
 ) -> None:
-    """Refuse experts in one product where the installed versions could not save them.
+    """Refuse grouped experts in FP8 if the installed versions cannot save them.
 
     Args:
-        settings: What was asked for.
+        settings: The FP8 settings of the run.
         grouped: ``moe_grouped_gemm`` of the model.
-        megatron_core: Its version; None for unknown.
-        transformer_engine: Likewise.
+        megatron_core: Version of megatron-core; None if unknown.
+        transformer_engine: Version of TransformerEngine; None if unknown.
 
     Raises:
-        ValueError: megatron-core 0.16 reads what TransformerEngine has kept for its experts only up to 2.17.0.
+        ValueError: megatron-core is 0.16, which cannot read the state that TransformerEngine keeps for experts after
+            2.17.0.
 
     Source: ``TEGroupedLinear._decode_extra_state`` (megatron-core 0.16.1).
     """
@@ -401,17 +402,17 @@ def _other_recipe(capability: tuple[int, int]) -> str:
 def check_optimizer(
     settings: FP8Settings, ddp_config: DistributedDataParallelConfig, optimizer_config: OptimizerConfig | None = None
 ) -> None:
-    """Refuse FP8 weights where the strategy's optimizer cannot keep them.
+    """Refuse FP8 weights if the strategy's optimizer cannot keep them.
 
     Raises:
-        ValueError: As ``FP8Settings.check_optimizer`` says.
+        ValueError: ``FP8Settings.check_optimizer`` refuses them.
     """
     offloads = optimizer_config is not None and bool(optimizer_config.optimizer_cpu_offload)
     settings.check_optimizer(ddp_config.use_distributed_optimizer, ddp_config.overlap_param_gather, offloads)
 
 
 def check_chunks(settings: FP8Settings, chunks: Sequence[nn.Module]) -> None:
-    """Refuse a model without layers of TransformerEngine, which FP8 would not reach; collective over the world.
+    """Refuse FP8 in a model without TransformerEngine's layers; collective over the world.
 
     Args:
         settings: What was asked for; nothing happens without FP8.
@@ -428,6 +429,6 @@ def check_chunks(settings: FP8Settings, chunks: Sequence[nn.Module]) -> None:
     found = any(parent.__module__.startswith("transformer_engine") for kind in modules for parent in kind.__mro__)
     if all_true(not found):
         raise ValueError(
-            f"fp8_recipe={settings.recipe!r} reaches layers of TransformerEngine alone, and the model has none; build"
+            f"fp8_recipe={settings.recipe!r} works only in TransformerEngine's layers, and the model has none; build"
             " it from Megatron's TransformerEngine spec, or leave fp8_recipe out"
         )

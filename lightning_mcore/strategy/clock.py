@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast training goes: tokens per second of wall-clock time, with validation left out.
+"""Measure training speed: tokens per second of wall-clock time, without validation.
 
 ``models/speed.py`` and ``progress.py`` measure with :class:`StepClock`.
 """
@@ -10,13 +10,13 @@ from typing import Any
 
 
 def model_copies(strategy: Any) -> int:
-    """Return how many copies of the model read data at the same time under a Lightning strategy."""
+    """Return the number of model copies that read data in parallel under a Lightning strategy."""
     copies: int = getattr(strategy, "distributed_sampler_kwargs", {}).get("num_replicas", 1)
     return copies
 
 
 class StepClock:
-    """Measures tokens and wall-clock seconds from one optimizer step to the next, with validation left out.
+    """Measures tokens and wall-clock seconds from one optimizer step to the next, without validation.
 
     The owner calls :meth:`start` before each batch, :meth:`add` after it, :meth:`step` after each optimizer step and
     :meth:`pause` before validation.
@@ -32,12 +32,12 @@ class StepClock:
         self._tokens: Any = 0
 
     def start(self) -> None:
-        """Begin to measure, or go on after :meth:`pause`; nothing happens where the clock runs already."""
+        """Start measuring, or continue after :meth:`pause`; do nothing if the clock is running."""
         if self._since is None:
             self._since = self._now()
 
     def add(self, tokens: Any) -> None:
-        """Count the tokens of a batch: a number, or a tensor that is not read before the step is over."""
+        """Count the tokens of a batch: a number, or a one-element tensor that is read only after the step."""
         self._tokens += tokens
 
     def pause(self) -> None:
@@ -47,10 +47,10 @@ class StepClock:
             self._since = None
 
     def step(self, over_copies: Callable[[Any], Any] = float) -> float:
-        """Return the tokens per second since the last step, and measure the next one from here.
+        """Return the tokens per second since the last step, and start measuring the next one.
 
         Args:
-            over_copies: Turns the tokens that this rank has counted into those to divide by the time.
+            over_copies: Turns this rank's count of tokens into the count that is divided by the time.
         """
         tokens = float(over_copies(self._tokens))
         self.pause()

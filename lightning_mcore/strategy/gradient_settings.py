@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How gradients and parameters travel between data-parallel ranks: one home for each setting.
+"""Settings of how gradients and parameters travel between data-parallel ranks.
 
 Megatron keeps these settings in its ``DistributedDataParallelConfig``. The strategy offers the common ones as arguments
-and takes the whole config for the rest; a setting given in both places with two values is refused. So is one that would
-do nothing, or that Megatron rejects: some of these it rejects late, on one rank, while the others wait for it.
+and takes the whole config for the rest. A setting with different values in both places is refused. So is one that would
+do nothing, or that Megatron would reject: it rejects some of them late, on one rank, while the others wait for it.
 
-``check_for_nan_in_grad`` is checked by the strategy, after the gradients are summed, and raises on every rank
-(``GradientSettings.check_nan``). Megatron would look before the sum and raise only on the rank that has one.
+The strategy itself implements ``check_for_nan_in_grad``: it checks the summed gradients and raises on every rank
+(``GradientSettings.check_nan``). Megatron would check before the sum and raise only on the rank that has a NaN.
 """
 
 import dataclasses
@@ -39,10 +39,10 @@ class GradientSettings:
         overlap_grad_reduce: Reduce gradients while backward still runs.
         overlap_param_gather: Gather the updated parameters while the next forward runs.
         ddp_config: Megatron's config for everything else.
-        align_grad_reduce: With ``overlap_grad_reduce`` and a pipeline: let all stages reduce at the same time.
+        align_grad_reduce: With ``overlap_grad_reduce`` and a pipeline: reduce on all stages at the same time.
 
     Raises:
-        ValueError: Two values for one setting, or an overlap without what it needs.
+        ValueError: A setting has two values, or an overlap lacks what it needs.
     """
 
     use_distributed_optimizer: bool | None = None
@@ -81,7 +81,7 @@ class GradientSettings:
 
     @property
     def num_instances(self) -> int:
-        """Distributed-optimizer instances: groups of data-parallel ranks, each of which holds a whole state."""
+        """The number of distributed-optimizer instances: groups of data-parallel ranks, each with a whole state."""
         return self.ddp_config.num_distributed_optimizer_instances if self.ddp_config is not None else 1
 
     @cached_property
@@ -102,7 +102,7 @@ class GradientSettings:
             owned: The fields that the precision owns, as ``MCorePrecision.ddp_fields`` returns them.
 
         Raises:
-            ValueError: ``ddp_config`` has another value for one of these.
+            ValueError: ``ddp_config`` has another value for one of these fields.
         """
         config = self.ddp_config or _DEFAULTS
         values = {name: getattr(self, name) for name in OF_GRADIENTS if getattr(self, name) is not None}
@@ -110,12 +110,12 @@ class GradientSettings:
         return dataclasses.replace(config, **{**values, **(owned or {}), "check_for_nan_in_grad": False})
 
     def check_run(self, layout: ParallelLayout, world_size: int, device: torch.device) -> None:
-        """Refuse what layout, world or device cannot do; called before process groups form.
+        """Refuse settings that layout, world or device do not support; called before process groups form.
 
         Args:
             layout: The strategy's layout.
             world_size: Number of ranks.
-            device: Where the model will be.
+            device: The device that will hold the model.
 
         Raises:
             ValueError: The instances do not divide the data-parallel ranks, or gloo lacks what the option needs.
@@ -125,16 +125,16 @@ class GradientSettings:
         instances = self.num_instances
         if instances > 1 and importlib.util.find_spec("einops") is None:
             raise ModuleNotFoundError(
-                f"ddp_config.num_distributed_optimizer_instances={instances} needs the package einops, with which"
-                " Megatron makes the groups; install it, or leave the option out"
+                f"ddp_config.num_distributed_optimizer_instances={instances} needs the package einops, which Megatron "
+                "uses to make the groups; install it, or leave the option out"
             )
 
 
 def reduce_scatter_restored() -> AbstractContextManager[Any]:
-    """Put Megatron's reduce-scatter back at the end of the ``with`` block.
+    """Restore Megatron's reduce-scatter at the end of the ``with`` block.
 
-    ``reduce_scatter_with_fp32_accumulation`` leaves another in a global of its module. A later run of the process,
-    without the option, would reduce with it; overlapped, it would never collect what that one sends.
+    ``reduce_scatter_with_fp32_accumulation`` replaces it in a global of its module. A later run of the process without
+    the option would use the replacement, and with overlap it would never collect the result.
     """
     name = "dist_reduce_scatter_func"
     return mock.patch.object(param_and_grad_buffer, name, getattr(param_and_grad_buffer, name))

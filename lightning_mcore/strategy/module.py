@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The LightningModule mixin: one module, unchanged, on every layout.
 
-:class:`MCoreModule` adds to a LightningModule what a split model needs. The heart of it is
-:meth:`MCoreModule.pipeline`: ``configure_model`` hands it a factory, and it builds the chunks of the model that this
-rank owns. The result is called like the whole model. ``parallel/pipeline.py`` says how
-an ordinary ``training_step`` becomes a pipeline stage.
+:class:`MCoreModule` adds to a LightningModule what a split model needs. Its core is :meth:`MCoreModule.pipeline`:
+``configure_model`` passes it a factory, and it builds the chunks of the model that this rank owns. The result is called
+like the whole model. ``parallel/pipeline.py`` explains how an ordinary ``training_step`` becomes a pipeline stage.
 
-Under a strategy that is not ours the model is built whole, and the class runs as it is.
+Under other strategies the whole model is built, and the class runs unchanged.
 """
 
 import contextlib
@@ -43,14 +42,14 @@ from lightning_mcore.parallel.pipeline import ChunkFactory, Pipeline, PipelineHo
 class MCoreModule(pl.LightningModule):
     """A LightningModule whose model may be split over ranks.
 
-    Build the model in ``configure_model`` with ``self.model = self.pipeline(self.build_chunk)``; all else is plain
-    Lightning. Works under :class:`~lightning_mcore.MCoreStrategy`, ``"auto"`` and ``"ddp"``.
+    Build the model in ``configure_model`` with ``self.model = self.pipeline(self.build_chunk)``; everything else is
+    plain Lightning. Works under :class:`~lightning_mcore.MCoreStrategy`, ``"auto"`` and ``"ddp"``.
     """
 
     def pipeline(self, factory: ChunkFactory) -> Pipeline:
         """Build the chunks of the model that this rank owns; call it in ``configure_model``.
 
-        Called again with the same layout (``fit`` and then ``validate``), it returns the model that is there.
+        A second call with the same layout (``fit`` and then ``validate``) returns the existing model.
 
         Args:
             factory: Called as ``factory(pre_process=..., post_process=..., vp_stage=...)`` once for each chunk.
@@ -81,12 +80,12 @@ class MCoreModule(pl.LightningModule):
     def load_weights(self, path: str | Path, strict: bool = True) -> None:
         """Start from the weights of a checkpoint; call it at the end of ``configure_model``.
 
-        Every rank reads the parts that it holds. The optimizer starts afresh, and so do steps and epochs; to go on with
-        a run, give its checkpoint to ``trainer.fit(ckpt_path=...)`` instead.
+        Every rank reads the parts that it holds. The optimizer, the steps and the epochs start from the beginning; to
+        continue a run, give its checkpoint to ``trainer.fit(ckpt_path=...)`` instead.
 
         Args:
             path: A directory that ``MCoreStrategy`` or Megatron-LM wrote, on any layout.
-            strict: Refuse names that are missing or unexpected, instead of warning of them.
+            strict: Refuse missing and unexpected names instead of warning about them.
 
         Raises:
             FileNotFoundError: There is nothing at ``path``.
@@ -109,16 +108,17 @@ class MCoreModule(pl.LightningModule):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Make a module from a checkpoint, with the whole model in this process, from whatever layout it was saved on.
+        """Build a module from a checkpoint of any layout, with the whole model in this process.
 
-        Lightning's own, extended to directories. To train on several ranks from its weights, use :meth:`load_weights`.
+        This extends Lightning's method to directories. To train on several ranks from its weights, use
+        :meth:`load_weights`.
 
         Args:
             checkpoint_path: A file, or a directory of shards.
             map_location: For a file, as in Lightning.
             hparams_file: For a file, as in Lightning.
             strict: Whether names must agree; the module's ``strict_loading`` by default.
-            weights_only: As ``torch.load`` takes it.
+            weights_only: As in ``torch.load``.
             kwargs: Hyper-parameters to use instead of those in the checkpoint.
         """
         cls._check_given(kwargs)
@@ -136,7 +136,7 @@ class MCoreModule(pl.LightningModule):
 
     @classmethod
     def _check_given(cls, given: Mapping[str, Any]) -> None:
-        """Refuse hyper-parameters for :meth:`load_from_checkpoint` that Lightning would drop without a word."""
+        """Refuse hyper-parameters for :meth:`load_from_checkpoint` that Lightning would drop silently."""
 
     @classmethod
     def _check_recorded(cls, path: str, recorded: Mapping[str, Any]) -> None:
@@ -152,25 +152,25 @@ class MCoreModule(pl.LightningModule):
         return host.megatron_fields() if host is not None else {}
 
     def model_shape(self) -> ModelShape | None:
-        """Return what the layout must divide, so that it is checked before process groups form; None: unknown."""
+        """Return the sizes that the layout must divide, to check them before process groups form; None if unknown."""
         return None
 
     def check_settings(self) -> None:
         """Refuse settings of the model that contradict each other or the strategy; runs before process groups form."""
 
     def microbatch_shape(self, batch: Any) -> tuple[int, int] | None:
-        """Return ``(sequence length, rows)`` of a microbatch, so that pipeline stages need not exchange shapes."""
+        """Return ``(sequence length, rows)`` of a microbatch; None lets pipeline stages exchange the shapes."""
         return microbatch_shape(batch) if is_packed(batch) else None
 
     def shard_context(self, batch: Any) -> Any:
         """Return this context-parallel rank's share of a batch; called before the step when cp > 1.
 
-        Every tensor with at least two dimensions is cut along dimension 1 in the zigzag order of TransformerEngine; of
-        a packed batch, what has a value for each token is cut so within each sub-sequence. Override it where a tensor
-        of your batch has no sequence in dimension 1.
+        Every tensor with at least two dimensions is cut along dimension 1 in the zigzag order of TransformerEngine. In
+        a packed batch, tensors with a value for each token are cut so within each sub-sequence. Override this method if
+        a tensor of your batch does not have the sequence in dimension 1.
 
         Args:
-            batch: A batch, any nesting of dicts, lists and tuples of tensors, [b, s, ...].
+            batch: A batch: any nesting of dicts, lists and tuples of tensors, [b, s, ...].
 
         Returns:
             The same structure, [b, s / cp, ...].
@@ -185,55 +185,56 @@ class MCoreModule(pl.LightningModule):
         return apply_to_collection(batch, Tensor, shard)
 
     def forward_step(self, batch: dict[str, Tensor], normalization: LossNormalization = "tokens") -> Any:
-        """Run a batch through the model and return its loss, for a ``training_step`` to return.
+        """Run a batch through the model and return its loss in the form that ``training_step`` returns.
 
-        Made for models that are called as Megatron's ``GPTModel`` is. Under ``MCoreStrategy`` the losses of
-        microbatches are weighed so that the loss of the optimizer step is the mean over all its tokens, or samples, on
-        every layout; Lightning's own strategies average microbatches and ranks.
+        The model must be called like Megatron's ``GPTModel``. Under ``MCoreStrategy`` the losses of microbatches are
+        weighed so that the loss of the optimizer step is the mean over all its tokens, or samples, on every layout;
+        Lightning's own strategies average microbatches and ranks.
 
         Args:
-            batch: ``tokens`` and ``labels``, [b, s], dense or packed; see ``layers/inputs.py`` for what else.
-            normalization: Mean over tokens, or over samples of the mean over the tokens of each.
+            batch: ``tokens`` and ``labels``, [b, s], dense or packed; ``layers/inputs.py`` lists the optional entries.
+            normalization: ``"tokens"`` for the mean over tokens, ``"samples"`` for the mean over samples of each
+                sample's mean.
 
         Returns:
-            ``{"loss": mean, "num_tokens": its weight}``; the mean alone where the model's ``TransformerConfig`` has
+            ``{"loss": mean, "num_tokens": its weight}``; only the mean if the model's ``TransformerConfig`` has
             ``calculate_per_token_loss=False``, which averages microbatches.
 
         Raises:
-            ValueError: The batch contradicts itself, or losses of routers would be weighed wrongly.
+            ValueError: Entries of the batch contradict each other, or router losses would have wrong weights.
         """
         losses, inputs = self.token_losses(batch)
         return self.normalized_loss(losses, inputs, normalization)
 
     def token_losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, ModelInputs]:
-        """Run a batch through the model and return the loss of each token of this rank, and what they belong to.
+        """Run a batch through the model and return the loss of each token of this rank, and the model's inputs.
 
         Args:
-            batch: As :meth:`forward_step` takes it.
+            batch: As in :meth:`forward_step`.
 
         Returns:
-            Losses, [b, s / cp], of a packed batch [1, b * s / cp], and what the model was given, of the same shape.
+            Losses, [b, s / cp], or [1, b * s / cp] for a packed batch, and the model's inputs, of the same shape.
 
         Raises:
-            ValueError: The batch has no labels, or contradicts itself.
+            ValueError: The batch has no labels, or its entries contradict each other.
         """
         pipeline = self._pipeline_of_step()
         inputs = self.model_inputs(batch)
         if inputs.labels is None:
-            raise ValueError(f"a batch with {', '.join(batch)} has no labels, which losses are made of; give them")
+            raise ValueError(f"a batch with {', '.join(batch)} has no labels, which the losses need; give them")
         losses: Tensor = pipeline(
             inputs.tokens, inputs.position_ids, None, labels=inputs.labels, **self._more_arguments(inputs)
         )
         return losses, inputs
 
     def token_logits(self, batch: dict[str, Tensor]) -> tuple[Tensor, ModelInputs]:
-        """Run a batch through the model and return the logits of this rank, and what they belong to.
+        """Run a batch through the model and return the logits of this rank, and the model's inputs.
 
         Args:
             batch: As :meth:`forward_step` takes it; labels are not needed.
 
         Returns:
-            Logits, [b, s / cp, v / tp], of a packed batch [1, b * s / cp, v / tp], and what the model was given.
+            Logits, [b, s / cp, v / tp], or [1, b * s / cp, v / tp] for a packed batch, and the model's inputs.
         """
         inputs = self.model_inputs(batch)
         arguments = self._more_arguments(inputs)
@@ -245,8 +246,8 @@ class MCoreModule(pl.LightningModule):
         """Return the loss of each token from :meth:`token_logits`, as the model computes it; on the last stage.
 
         Args:
-            logits: Of this rank, [b, s / cp, v / tp].
-            inputs: What the model was given, labels included.
+            logits: The logits of this rank, [b, s / cp, v / tp].
+            inputs: The model's inputs, including labels.
 
         Returns:
             Losses, [b, s / cp].
@@ -257,16 +258,16 @@ class MCoreModule(pl.LightningModule):
         return losses
 
     def model_inputs(self, batch: dict[str, Tensor]) -> ModelInputs:
-        """Return a batch, or this context-parallel rank's share of one, as the model takes it."""
+        """Return the model's inputs for a batch, or for this context-parallel rank's share of one."""
         group = process_group("cp") if self._host() is not None else None
         return ModelInputs.of(batch) if group is None else ModelInputs.of(batch, group.rank(), group.size())
 
     def normalized_loss(self, losses: Tensor, inputs: ModelInputs, normalization: LossNormalization = "tokens") -> Any:
-        """Return what :meth:`forward_step` returns, for losses of tokens that you have computed or changed yourself.
+        """Return the result of :meth:`forward_step` for token losses that you have computed or changed yourself.
 
         Args:
-            losses: A loss for each token of this rank.
-            inputs: Whose losses they are.
+            losses: The loss of each token of this rank, [b, s / cp].
+            inputs: The inputs that the losses belong to.
             normalization: As in :meth:`forward_step`.
         """
         config = self._config_of_chunks()
@@ -282,17 +283,17 @@ class MCoreModule(pl.LightningModule):
         return {"loss": mean, "num_tokens": weight} if config.calculate_per_token_loss else mean
 
     def masked_mean(self, losses: Tensor, loss_mask: Tensor) -> Tensor:
-        """Return the mean of ``losses`` where the mask is set, exact under context parallelism with ragged masks.
+        """Return the mean of ``losses`` over the tokens where the mask is 1, exact under context parallelism.
 
-        The mean over the context-parallel ranks of what this returns is the mean over the whole sequence; a mean over
-        this rank's share alone would weigh a rank with few tokens as much as one with many.
+        The mean of the results over the context-parallel ranks is the mean over the whole sequence. A mean over each
+        rank's share would give a rank with few tokens as much weight as one with many.
 
         Args:
-            losses: [b, s / cp], a loss for each token of this rank.
+            losses: The loss of each token of this rank, [b, s / cp].
             loss_mask: [b, s / cp], 1 where a token counts, 0 elsewhere.
 
         Returns:
-            A scalar, to be differentiated.
+            A scalar, ``[]``, that can be differentiated.
         """
         mask = loss_mask.to(losses.dtype)
         total = (losses * mask).sum()
@@ -305,16 +306,16 @@ class MCoreModule(pl.LightningModule):
         return total * size / count.clamp(min=1)
 
     def run_forward(self, step: str, batch: Any) -> Any:
-        """Run the method ``step(batch, batch_idx)`` of this module without gradients, through the pipeline if any.
+        """Run the method ``step(batch, batch_idx)`` of this module without gradients, through its pipeline if any.
 
-        Collective: every rank calls it with the batch of its data-parallel group.
+        Collective: every rank calls it with its data-parallel group's batch.
 
         Args:
             step: Name of a method that calls ``self.model(...)`` once, such as ``"predict_step"``.
-            batch: What the method takes.
+            batch: The method's batch.
 
         Returns:
-            What the method returns on the last stage, on every rank of the pipeline.
+            The result of the method on the last stage, on every rank of the pipeline.
         """
         host = self._host()
         if host is not None:
@@ -369,9 +370,9 @@ class MCoreModule(pl.LightningModule):
 def _device_of_layers() -> AbstractContextManager[Any]:
     """Return the context in which a whole model is built on one device.
 
-    Megatron's projections go to the current CUDA device, norms and routers to torch's default one; under a Trainer
-    Lightning makes that the same.
+    Megatron puts projections on the current CUDA device, and norms and routers on torch's default device; under a
+    Trainer, Lightning makes both the same.
     """
     if torch.get_default_device().type != "cpu":
-        return contextlib.nullcontext()  # Lightning, or whoever chose another
+        return contextlib.nullcontext()  # Lightning or the user has chosen the device
     return torch.device(torch.cuda.current_device())

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-parallel communication behind the matrix products: the user buffers of TransformerEngine.
+"""Overlap tensor-parallel communication with matrix products: the user buffers of TransformerEngine.
 
 With ``MCoreStrategy(tp_comm_overlap=True)`` TransformerEngine's layers send parts of a result while they compute the
-next. They do it through buffers that all tensor-parallel ranks share, and those must be made once, for one shape of the
-activations, before the first layer runs. Megatron-LM makes them at its start, where it knows the shape from its
-arguments; here the shape is that of the first microbatch, so the schedule asks for the buffers with it
-(:meth:`TensorParallelOverlap.open`), and the strategy gives them back at teardown.
+next. They use buffers that all tensor-parallel ranks share. These must be created once, for one shape of the
+activations, before the first layer runs. Megatron-LM creates them at its start, because its arguments give the shape.
+Here the shape is that of the first microbatch, so the schedule creates the buffers with it
+(:meth:`TensorParallelOverlap.open`), and the strategy frees them at teardown.
 
-The rest of the ``tp_comm_*`` fields are the model's, in its ``TransformerConfig``.
+The other ``tp_comm_*`` fields are set in the model's ``TransformerConfig``.
 """
 
 import importlib
@@ -31,7 +31,7 @@ class TensorParallelOverlap:
     """Whether tensor-parallel communication overlaps, and the buffers that it needs.
 
     Args:
-        enabled: Whether it does.
+        enabled: Whether communication overlaps.
         config_path: A YAML file that says how each buffer (``qkv_fprop``, ``fc1_fprop``, ...) is used; None for
             TransformerEngine's defaults.
         layout: The strategy's layout.
@@ -53,7 +53,7 @@ class TensorParallelOverlap:
         self._shape: tuple[int, int] | None = None
 
     def check_device(self, device: torch.device) -> None:
-        """Refuse a machine that cannot do it; called before process groups form.
+        """Refuse a machine that does not support it; called before process groups form.
 
         Raises:
             ValueError: The run is not on CUDA.
@@ -67,11 +67,11 @@ class TensorParallelOverlap:
             )
 
     def open(self, shape: tuple[int, int] | None, config: TransformerConfig) -> None:
-        """Make the buffers at the first call; collective over the tensor-parallel ranks.
+        """Create the buffers at the first call; collective over the tensor-parallel ranks.
 
         Args:
-            shape: (sequence length, rows) of the microbatches, None where it is not the same for all.
-            config: The model's.
+            shape: (sequence length, rows) of the microbatches; None if it is not the same for all.
+            config: The model's config.
 
         Raises:
             ValueError: The module does not say the shape of its microbatches.
@@ -96,19 +96,19 @@ class TensorParallelOverlap:
         self._shape = shape
 
     def close(self) -> None:
-        """Give the buffers back; nothing happens where there are none."""
+        """Free the buffers; do nothing if there are none."""
         if self._shape is not None:
             importlib.import_module("transformer_engine.pytorch.module.base").destroy_ub()
             self._shape = None
 
 
 def queue_hint(layout: ParallelLayout, capability: tuple[int, int], connections: str | None) -> str | None:
-    """Return a sentence where kernels may overtake the communication that they are to overlap with; None elsewhere.
+    """Return a sentence of advice if kernels may overtake the communication that should overlap; otherwise None.
 
     Args:
         layout: The strategy's layout.
         capability: Compute capability of the GPU.
-        connections: The environment variable CUDA_DEVICE_MAX_CONNECTIONS; None where it is not set.
+        connections: The environment variable CUDA_DEVICE_MAX_CONNECTIONS; None if it is not set.
 
     Source: ``validate_args`` in megatron/training/arguments.py (0.16 to 0.19), which asserts it.
     """
@@ -132,9 +132,9 @@ def user_buffer_arguments(
 
     Args:
         shape: (sequence length, rows) of a microbatch, before context parallelism cuts it.
-        config: The model's.
-        buffers: What the YAML file says, by buffer.
-        version: TransformerEngine's, such as ``(2, 7, 0)``.
+        config: The model's config.
+        buffers: The settings of the YAML file, by buffer.
+        version: TransformerEngine's version, such as ``(2, 7, 0)``.
         te_module: ``transformer_engine.pytorch.module.base``, which has the modes from 2.7 on.
 
     Source: ``_initialize_tp_communicators`` in megatron/training/initialize.py (0.16 to 0.19).

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class PlainSteps:
-    """Runs the steps of a module that built nothing with ``pipeline()``; also those of any module after a run.
+    """Runs the steps of a module that did not use ``pipeline()``, and those of any module after a run.
 
     Args:
         strategy: The strategy that owns it.
@@ -46,15 +46,15 @@ class PlainSteps:
 
     @property
     def root_device(self) -> torch.device:
-        """Where the module runs."""
+        """The device that the module runs on."""
         return self._strategy.root_device
 
     def wrap(self, module: pl.LightningModule, ddp_config: DistributedDataParallelConfig | None) -> ModelChunks:
         """Wrap a module as one chunk.
 
         Args:
-            module: On its device.
-            ddp_config: Megatron's settings of gradients; None to wrap it for evaluation alone.
+            module: The module, on its device.
+            ddp_config: Megatron's settings of gradients; None to wrap it only for evaluation.
         """
         strategy = self._strategy
         self._gradients_are_shown = False
@@ -92,16 +92,16 @@ class PlainSteps:
 
     @contextlib.contextmanager
     def around_backward(self) -> Iterator[None]:
-        """Reduce the gradients after the last batch of a window, and show them to hooks where they are whole."""
+        """Reduce the gradients after the last batch of a window, and show them to hooks if they are whole."""
         gradients, chunks = self._strategy.gradients, self._strategy.chunks
         optimizers = self._strategy.megatron_optimizers
         if gradients.reduces_only_once:
             check_not_summed(optimizers)
-        # Shards are not whole on this rank.
+        # Sharded gradients are not whole on this rank.
         parameters = [] if gradients.distributed else parameters_with_visible_gradients(chunks)
         take_gradients_back(parameters, self._gradients_are_shown)
         with contextlib.ExitStack() as stack:
-            if self._sync_blocked:  # entered here, not earlier: zeroing the buffers in between would undo it
+            if self._sync_blocked:  # not earlier, because zeroing the buffers would undo it
                 for chunk in chunks.ddp:
                     stack.enter_context(chunk.no_sync())
             yield

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Trainer(precision=...)`` in Megatron's terms.
+"""Translate ``Trainer(precision=...)`` into Megatron's settings.
 
-Lightning builds a precision plugin of its own from the string; the strategy translates it into :class:`MCorePrecision`,
-which says what the string means for Megatron:
+Lightning builds its own precision plugin from the string; the strategy translates it into :class:`MCorePrecision`,
+which defines what the string means for Megatron:
 
 ============  ==================  ======================  ==================  =========================
 precision     parameters          forward and backward    gradients summed    optimizer works on
@@ -18,21 +18,21 @@ A LightningModule that was not built with ``pipeline()`` keeps Lightning's meani
 fp32 parameters under autocast.
 
 With bf16, matrix products of TransformerEngine's layers may run in FP8: ``MCorePrecision("bf16-mixed",
-fp8_recipe="tensorwise")``. ``config/fp8.py`` has the recipes, what they need, and what is refused.
+fp8_recipe="tensorwise")``. ``config/fp8.py`` has the recipes, their requirements, and the rules.
 
 The plugin also runs the steps that Lightning leaves to precision plugins: the backward pass, the optimizer step
-and clipping. Where the schedule has already run backward inside ``training_step``, :meth:`MCorePrecision.backward` has
-nothing left to do; elsewhere it runs it and lets the strategy reduce the gradients.
+and clipping. If the schedule has already run backward inside ``training_step``, :meth:`MCorePrecision.backward` does
+nothing; otherwise it runs backward and lets the strategy reduce the gradients.
 
 On a CPU Lightning's Trainer turns the string ``"16-mixed"`` into ``"bf16-mixed"``, with a warning, before the strategy
 sees it; ``plugins=MCorePrecision("16-mixed")`` trains in fp16 there too.
 
 With fp16 the loss is scaled (``optimizer/loss_scale.py``). A step whose gradients overflow is skipped on every rank:
-weights and optimizer state stay as they are, and so does a learning-rate schedule by step. Lightning counts it like any
-other in ``global_step`` and ``max_steps``. Each step logs ``loss_scale``, the scale of the next one, and
-``skipped_steps``, how many there were; a callback finds ``loss_scale``, ``step_skipped`` and ``num_skipped_steps`` at
-the optimizer. The scale is saved in checkpoints under the plugin's name, as Lightning does.
-``on_before_optimizer_step`` sees unscaled gradients where parameters are fp32, those of the scaled loss elsewhere.
+weights, optimizer state and per-step learning-rate schedules do not change. Lightning counts it like any other step in
+``global_step`` and ``max_steps``. Each step logs ``loss_scale``, the scale of the next step, and ``skipped_steps``, the
+number of skipped steps so far; a callback finds ``loss_scale``, ``step_skipped`` and ``num_skipped_steps`` on the
+optimizer. The scale is saved in checkpoints under the plugin's name, as Lightning does. ``on_before_optimizer_step``
+sees unscaled gradients if parameters are fp32, and gradients of the scaled loss otherwise.
 """
 
 import contextlib
@@ -68,11 +68,11 @@ _DTYPES = {
     "16-mixed": torch.float16,
     "16-true": torch.float16,
 }
-_HOOKS_THAT_STEP = ("optimizer_step", "training_step")  # the second in manual optimization
+_HOOKS_THAT_STEP = ("optimizer_step", "training_step")  # training_step in manual optimization
 
 
 class BackwardRunner(Protocol):
-    """What the strategy does around backward."""
+    """The strategy's work around backward."""
 
     @property
     def inline(self) -> bool:
@@ -81,7 +81,7 @@ class BackwardRunner(Protocol):
 
     @property
     def root_device(self) -> torch.device:
-        """Where the module runs."""
+        """The device that the module runs on."""
         ...
 
     def around_backward(self) -> AbstractContextManager[None]:
@@ -96,31 +96,30 @@ class MCorePrecision(Precision):
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"bf16-true"``, ``"16-mixed"`` or ``"16-true"``; see the table in
             this module.
         loss_scale: With fp16 a constant loss scale; None for a dynamic one.
-        initial_loss_scale: Where the dynamic scale starts; Megatron's own default of 2**32 skips the first thirty or
-            so steps.
+        initial_loss_scale: The first dynamic scale; Megatron's own default of 2**32 skips about the first thirty steps.
         min_loss_scale: Lower bound of the dynamic scale.
         loss_scale_window: Steps without overflow after which the dynamic scale doubles.
         hysteresis: Steps with overflow after which the dynamic scale is halved.
         fp8: With bf16 the FP8 format, ``"e4m3"`` or ``"hybrid"``; None for ``"hybrid"`` if there is a recipe.
-        fp8_recipe: How tensors are scaled into FP8: ``"delayed"``, ``"tensorwise"``, ``"blockwise"`` or ``"mxfp8"``; it
-            alone turns FP8 on.
-        fp8_param: Keep the weights in FP8 and gather them so; needs the distributed optimizer, and a model that starts
-            from random weights or goes on from a whole checkpoint.
+        fp8_recipe: How tensors are scaled to FP8: ``"delayed"``, ``"tensorwise"``, ``"blockwise"`` or ``"mxfp8"``;
+            turns FP8 on.
+        fp8_param: Keep the weights in FP8, and gather them in FP8; needs the distributed optimizer, and a model that
+            starts from random weights or resumes from a whole checkpoint.
         fp8_margin: With the delayed recipe: powers of two that the scale stays below the largest.
-        fp8_amax_history_len: With the delayed recipe: steps whose largest values are remembered.
-        fp8_amax_compute_algo: With the delayed recipe: which of these counts, ``"most_recent"`` or ``"max"``.
-        fp8_wgrad: With the delayed recipe: whether the gradients of weights are computed in FP8 too.
+        fp8_amax_history_len: With the delayed recipe: number of steps whose largest values are remembered.
+        fp8_amax_compute_algo: With the delayed recipe: which of these values to use, ``"most_recent"`` or ``"max"``.
+        fp8_wgrad: With the delayed recipe: whether to compute weight gradients in FP8 too.
         fp8_dot_product_attention: Attention in FP8, with the delayed and the tensorwise recipe.
         fp8_multi_head_attention: With the delayed recipe: FP8 also between attention and its linear layers.
         tp_only_amax_red: With the delayed recipe: agree on largest values in tensor-parallel groups only.
         first_last_layers_bf16: Keep the first and last layers in bf16; not with the delayed recipe.
-        num_layers_at_start_in_bf16: How many at the start.
-        num_layers_at_end_in_bf16: How many at the end.
-        reuse_grad_buf_for_mxfp8_param_ag: With mxfp8 and ``fp8_param``, which need it: gather weights in the buffer of
-            the gradients.
+        num_layers_at_start_in_bf16: Number of these layers at the start.
+        num_layers_at_end_in_bf16: Number of these layers at the end.
+        reuse_grad_buf_for_mxfp8_param_ag: With mxfp8 and ``fp8_param``, where it is required: gather weights in the
+            buffer of the gradients.
 
     Raises:
-        TypeError: An argument of another type.
+        TypeError: An argument has another type.
         ValueError: The name is not one of these, a scale is out of range or given without fp16, or FP8 settings are
             given without bf16 or contradict each other.
     """
@@ -154,7 +153,7 @@ class MCorePrecision(Precision):
             raise ValueError(f"precision={precision!r} is not available under MCoreStrategy; choose one of {allowed}")
         self.precision = precision
         self.runner: BackwardRunner | None = None
-        self.builds_plain_module = False  # the strategy says so when it meets one
+        self.builds_plain_module = False  # set by the strategy when it gets the module
         self.scaler: LossScaler | None = None
         scaling = LossScaling(loss_scale, initial_loss_scale, min_loss_scale, loss_scale_window, hysteresis)
         scaling.check_precision(precision)
@@ -186,8 +185,8 @@ class MCorePrecision(Precision):
         """Translate the plugin that Lightning built from ``Trainer(precision=...)``.
 
         Raises:
-            TypeError: The plugin is not one that Lightning makes from such a string.
-            ValueError: It has a GradScaler with settings of its own.
+            TypeError: The plugin is not one that Lightning builds from such a string.
+            ValueError: The plugin has a GradScaler with its own settings.
         """
         if isinstance(plugin, cls):
             return plugin
@@ -199,14 +198,14 @@ class MCorePrecision(Precision):
         scaler = getattr(plugin, "scaler", None)
         if scaler is not None and scaler.state_dict() != torch.amp.GradScaler(scaler._device).state_dict():
             raise ValueError(
-                "a GradScaler with settings of its own is not available under MCoreStrategy; "
+                "a GradScaler with its own settings is not available under MCoreStrategy; "
                 'use plugins=MCorePrecision("16-mixed", initial_loss_scale=..., loss_scale_window=...)'
             )
         return cls(plugin.precision)  # type: ignore[arg-type]  # __init__ refuses the others
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of parameters and activations of a model built with ``pipeline()``."""
+        """The dtype of parameters and activations of a model built with ``pipeline()``."""
         return _DTYPES[self.precision]
 
     def megatron_fields(self) -> dict[str, Any]:
@@ -239,13 +238,13 @@ class MCorePrecision(Precision):
         config: OptimizerConfig | None,
         inline: bool,
     ) -> OptimizerSetting:
-        """Return how Megatron runs the optimizers of a run that begins, with a new loss scale.
+        """Return how Megatron runs the optimizers of a new run, with a new loss scale.
 
         Args:
             layout: The parallel layout.
             ddp_config: Megatron's settings of gradients.
-            config: Megatron's config for its optimizers, None for its defaults.
-            inline: Lightning's own loop runs backward.
+            config: Megatron's config for its optimizers; None for its defaults.
+            inline: Whether Lightning's own loop runs backward.
         """
         return OptimizerSetting(
             inline=inline,
@@ -259,24 +258,24 @@ class MCorePrecision(Precision):
         )
 
     def make_scaler(self) -> LossScaler | None:
-        """Make the loss scale of a run that begins; None in precisions that need none."""
+        """Create the loss scale of a new run; None in precisions without one."""
         self.scaler = LossScaler(self._scaling) if self._scaling is not None else None
         return self.scaler
 
     def connect(
         self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[Module, list[Optimizer], list[Any]]:
-        """Make schedules by step stand still when a step is skipped."""
+        """Make per-step schedules wait when a step is skipped."""
         if self.scaler is not None and self.scaler.attached:
             lr_schedulers = skippable(lr_schedulers, self.scaler.attached[0])  # Lightning's loop steps one optimizer
         return model, optimizers, lr_schedulers
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loss scale and how it moves; nothing in precisions without."""
+        """Return the state of the loss scale; an empty dict in precisions without one."""
         return self.scaler.state_dict() if self.scaler is not None else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, if this run scales its loss."""
+        """Load the result of :meth:`state_dict`, if this run scales its loss."""
         if self.scaler is not None:
             self.scaler.load_state_dict(state_dict)
 
@@ -293,7 +292,7 @@ class MCorePrecision(Precision):
     def forward_context(self) -> AbstractContextManager[None]:
         """Run a plain module's steps under autocast for ``bf16-mixed`` and ``16-mixed``."""
         if self._is_inline and self.precision.endswith("-mixed"):
-            # Without the cache of casted weights, as in Lightning: a step of manual optimization moves the weights.
+            # Without the cache of cast weights, as in Lightning, because manual optimization steps change the weights.
             assert self.runner is not None
             return torch.autocast(self.runner.root_device.type, dtype=self.dtype, cache_enabled=False)
         if self._is_inline and self._half is not None:
@@ -301,18 +300,18 @@ class MCorePrecision(Precision):
         return contextlib.nullcontext()
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Make the tensors of a plain module in the type of ``bf16-true`` or ``16-true``; Megatron's have a config."""
+        """Create a plain module's tensors in the dtype of ``bf16-true`` or ``16-true``; Megatron's have a config."""
         if self.builds_plain_module and self._half is not None:
             return self._half.tensor_init_context()
         return super().tensor_init_context()
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        """Make the parameters of a plain module likewise."""
+        """Create a plain module's parameters in that dtype."""
         return self.tensor_init_context()
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward of a plain module and reduce its gradients; the schedule has done both for a pipeline."""
-        if self.runner is None:  # after a run: nothing is wrapped any more
+        if self.runner is None:  # after a run, nothing is wrapped
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return
         if not self.runner.inline:
@@ -325,7 +324,7 @@ class MCorePrecision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Step; with fp16 show hooks the gradients that are stepped, and log the loss scale."""
+        """Step; with fp16, show the gradients to hooks and log the loss scale."""
         if self.scaler is None or not isinstance(optimizer, MCoreOptimizer):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
 
@@ -346,7 +345,7 @@ class MCorePrecision(Precision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip at once where the gradients are whole, else hand the value to Megatron's step."""
+        """Clip now if the gradients are whole; otherwise pass the value to Megatron's step."""
         owner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if not isinstance(owner, MCoreOptimizer):
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
@@ -355,7 +354,7 @@ class MCorePrecision(Precision):
 
     @property
     def _half(self) -> HalfPrecision | None:
-        """What Lightning does for a plain module whose parameters are bf16 or fp16."""
+        """Lightning's plugin for a plain module with bf16 or fp16 parameters."""
         if self.precision == "bf16-true" or self.precision == "16-true":
             return HalfPrecision(self.precision)
         return None

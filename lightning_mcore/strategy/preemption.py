@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save and end when the scheduler says so.
+"""Save a checkpoint and end the run when the job scheduler asks for it.
 
-Schedulers announce the end of a job with a signal: SIGTERM, or another one that was asked for, some seconds before
-SIGKILL. :class:`PreemptionCheckpoint` lets the optimizer step that is running end, saves a checkpoint on all ranks
-together, and ends the run; the same command with ``ckpt_path="last"`` goes on from there.
+Schedulers announce the end of a job with a signal: SIGTERM, or another one on request, some seconds before SIGKILL.
+:class:`PreemptionCheckpoint` waits for the current optimizer step, saves a checkpoint on all ranks together, and ends
+the run. The same command with ``ckpt_path="last"`` continues from there.
 
-A signal may reach one rank only, and each rank in another line of its step, so nothing can be saved where it arrives:
-a save needs all ranks. The handler only takes a note, and after each optimizer step the ranks ask each other whether
-anyone has one. Lightning's own handlers do more: that of SIGTERM broadcasts from within the handler, which meets
-whatever the other ranks are communicating at that moment, and that of SLURM's requeue signal saves there. Both are
-replaced while a fit lasts, and what they are for happens between steps: the end of the run is Lightning's
-(``SIGTERMException`` on every rank), and so is the requeueing of ``SLURMEnvironment(auto_requeue=True)``.
+A signal may reach only one rank, and each rank may be at another line of its step. A save needs all ranks, so it cannot
+happen in the handler. The handler only records the signal, and after each optimizer step the ranks ask each other
+whether any has received one. Lightning's own handlers do more: the SIGTERM handler broadcasts, which collides with
+whatever the other ranks are communicating at that moment, and the handler of SLURM's requeue signal saves. Both are
+replaced during a fit, and their work is done between steps: Lightning still ends the run (``SIGTERMException`` on every
+rank) and requeues the job for ``SLURMEnvironment(auto_requeue=True)``.
 
-What this cannot do: a rank that waits for a dead peer inside a collective runs no Python, so its handler has to wait
-as well. It ends some seconds after the peer (``parallel/rank_watch.py``), with this callback as without it.
+A rank that waits for a dead peer inside a collective runs no Python, so its handler cannot run either. It ends some
+seconds after the peer (``parallel/rank_watch.py``), with or without this callback.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 
 logger = logging.getLogger(__name__)
 
-_SHELL_CODE = 128  # and the number of a signal are the exit code of what it ended, as shells have it
+_SHELL_CODE = 128  # plus the signal's number, the exit code of a process that it ended, as in shells
 
 SignalName = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"]
 
@@ -49,29 +49,29 @@ class PreemptionCheckpoint(Checkpoint):
         callbacks = [ModelCheckpoint("runs/gpt", save_last=True), PreemptionCheckpoint(signals=["SIGTERM", "SIGUSR1"])]
         pl.Trainer(..., callbacks=callbacks).fit(model, data, ckpt_path="last")
 
-    The checkpoint is that of the optimizer step during which the signal came, never one of half an accumulation window.
-    If a validation or the end of an epoch follows that step, the checkpoint is there before it begins, and is written
-    again after it. Then ``fit`` raises Lightning's ``SIGTERMException``, which ends a script with exit code 0.
+    The checkpoint is that of the optimizer step during which the signal came, never of half an accumulation window. If
+    a validation or the end of an epoch follows that step, the checkpoint is saved before it, and again after it. Then
+    ``fit`` raises Lightning's ``SIGTERMException``, which ends a script with exit code 0.
 
-    Under ``SLURMEnvironment(auto_requeue=True)`` the requeue signal does between steps what Lightning does for it: save
-    ``hpc_ckpt_<n>.ckpt`` in ``default_root_dir`` and requeue the job. Leave ``ckpt_path`` out there, and Lightning
-    finds the newest of these.
+    Under ``SLURMEnvironment(auto_requeue=True)`` the requeue signal has the same effect as in Lightning, but between
+    steps: save ``hpc_ckpt_<n>.ckpt`` in ``default_root_dir`` and requeue the job. Leave ``ckpt_path`` out in that case:
+    Lightning finds the newest of these files.
 
-    Works under every strategy. It runs after all other callbacks, so that the checkpoint holds what they did.
+    Works under every strategy. It runs after all other callbacks, so that the checkpoint includes their changes.
 
     Args:
-        signals: The signals to heed. Another handler that the script had set for one of them is called, too.
-        dirpath: The folder; by default that of the first ModelCheckpoint. ``ckpt_path="last"`` looks only into the
+        signals: The signals to handle. If the script has set its own handler for one of them, that is called too.
+        dirpath: The folder; by default that of the first ModelCheckpoint. ``ckpt_path="last"`` searches only the
             folders of ModelCheckpoints.
         filename: The name without ``.ckpt``; it must begin with ``last`` for ``ckpt_path="last"`` to find it. The next
             checkpoint of this name replaces it.
 
     Raises:
-        TypeError: An argument is of another type.
-        ValueError: A signal cannot be heeded, or a name cannot be found or stored.
+        TypeError: An argument has another type.
+        ValueError: A signal cannot be handled, or the file name cannot be stored or found again.
     """
 
-    best_model_path = ""  # what Lightning asks the first of its checkpoint callbacks for
+    best_model_path = ""  # Lightning reads this from the first of its checkpoint callbacks
 
     def __init__(
         self,
@@ -99,10 +99,10 @@ class PreemptionCheckpoint(Checkpoint):
         self._arrived: tuple[str, ...] = ()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Forget the signals of an earlier run, and move behind the other callbacks.
+        """Forget the signals of an earlier run, and move after the other callbacks.
 
         Raises:
-            ValueError: There is no folder to save in.
+            ValueError: There is no folder to save to.
         """
         if stage == TrainerFn.FITTING and self._needs_a_folder(trainer):
             raise ValueError(
@@ -118,11 +118,11 @@ class PreemptionCheckpoint(Checkpoint):
         return is_real and self.dirpath is None and not _model_checkpoints(trainer)
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take over the signals: this is the first hook after Lightning has set its handlers."""
+        """Replace the handlers; this is the first hook after Lightning has set its own."""
         self._take_over(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take over the signals, where no sanity check came before."""
+        """Replace the handlers, if no sanity check came before."""
         self._take_over(trainer)
 
     def on_train_batch_end(
@@ -156,7 +156,7 @@ class PreemptionCheckpoint(Checkpoint):
             self._stop(trainer)
 
     def _take_over(self, trainer: pl.Trainer) -> None:
-        """Replace Lightning's handlers; at the end of the run Lightning puts back those from before it.
+        """Replace Lightning's handlers; at the end of the run, Lightning restores those from before the run.
 
         Source: ``_SignalConnector.register_signal_handlers`` and ``teardown`` (Lightning 2.6.6).
         """
@@ -165,7 +165,7 @@ class PreemptionCheckpoint(Checkpoint):
         self._heeds = True
         self._requeue_signal = _requeue_signal(trainer)
         if threading.current_thread() is not threading.main_thread():
-            logger.warning("fit runs outside the main thread, where Python can set no signal handler; none is heeded")
+            logger.warning("fit runs outside the main thread, where Python cannot set signal handlers; none is set")
             return
         for name in self._heeded:
             number = signal.Signals[name]
@@ -177,7 +177,7 @@ class PreemptionCheckpoint(Checkpoint):
         return list(dict.fromkeys([*self.signals, *filter(None, [self._requeue_signal])]))
 
     def _is_told(self, trainer: pl.Trainer) -> bool:
-        """Whether a signal has come to any rank and the optimizer has just stepped; collective over the world."""
+        """Whether any rank has received a signal and the optimizer has just stepped; collective over the world."""
         if not self._heeds or trainer.fit_loop._should_accumulate():
             return False
         if not self._arrived and self._any_rank(trainer, bool(self._received)):
@@ -189,7 +189,7 @@ class PreemptionCheckpoint(Checkpoint):
         return trainer.strategy.reduce_boolean_decision(decision, all=False)
 
     def _save(self, trainer: pl.Trainer, more_follows: bool = False) -> None:
-        """Save what the signals that came ask for; collective over the world.
+        """Save what the received signals ask for; collective over the world.
 
         Args:
             trainer: The trainer.
@@ -205,7 +205,7 @@ class PreemptionCheckpoint(Checkpoint):
                 logger.warning("%s: step %d is saved as %s", ", ".join(self._arrived), trainer.global_step, path)
 
     def _stop(self, trainer: pl.Trainer) -> None:
-        """Requeue the job if that was asked for, and let Lightning raise SIGTERMException after this batch or epoch.
+        """Requeue the job if asked to, and make Lightning raise SIGTERMException after this batch or epoch.
 
         Source: ``_SignalConnector._slurm_sigusr_handler_fn``, ``_TrainingEpochLoop.on_advance_end`` and
         ``_FitLoop.on_advance_end`` (Lightning 2.6.6).
@@ -222,7 +222,7 @@ class PreemptionCheckpoint(Checkpoint):
 
 
 class _RequeueCheckpoint(PreemptionCheckpoint):
-    """Heeds SLURM's requeue signal and no other."""
+    """Handles only SLURM's requeue signal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,14 +233,14 @@ class _RequeueCheckpoint(PreemptionCheckpoint):
 
 
 def heed_requeue_signal(trainer: pl.Trainer, restores: contextlib.ExitStack) -> None:
-    """Let SLURM's requeue signal wait for the end of the step, also where the trainer has no PreemptionCheckpoint.
+    """Delay SLURM's requeue signal to the end of the step, even if the trainer has no PreemptionCheckpoint.
 
-    Lightning saves within the handler of that signal. Where each rank has a part of the model, ranks that are
-    interrupted in different lines of a step would wait for each other for ever. For strategies to call before a run.
+    Lightning saves in the handler of that signal. If each rank has a part of the model, ranks that are interrupted at
+    different lines of a step would wait for each other for ever. Strategies call this before a run.
 
     Args:
         trainer: The trainer of the run.
-        restores: What takes the callback off after the run.
+        restores: Removes the callback after the run.
     """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     if _requeue_signal(trainer) and not any(isinstance(callback, PreemptionCheckpoint) for callback in callbacks):
@@ -254,10 +254,10 @@ def _remove(trainer: pl.Trainer, added: pl.Callback) -> None:
 
 
 def end_on_sigterm(trainer: pl.Trainer) -> None:
-    """Let SIGTERM end the run on this rank where no PreemptionCheckpoint heeds it; the others then hear of that.
+    """Let SIGTERM end the run on this rank if no PreemptionCheckpoint handles it; the other ranks then learn of it.
 
-    Lightning broadcasts from within the handler, and ranks in another line of their step never meet there. For
-    strategies to call when a run begins.
+    Lightning broadcasts in the handler, where ranks at other lines of their step never arrive. Strategies call this
+    when a run starts.
     """
     present = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
     if any(getattr(handler, "__self__", None) is trainer._signal_connector for handler in present):
@@ -266,7 +266,7 @@ def end_on_sigterm(trainer: pl.Trainer) -> None:
 
         def end(number: int, frame: FrameType | None) -> None:
             if launcher is not None:
-                launcher.kill(number)  # to the ranks that this one has started
+                launcher.kill(number)  # to the ranks that this process has started
             for handler in others:
                 handler(number, frame)
             raise SIGTERMException(_SHELL_CODE + number)
@@ -275,7 +275,7 @@ def end_on_sigterm(trainer: pl.Trainer) -> None:
 
 
 class _Note:
-    """A signal handler that only takes a note, and calls the handlers that the script had set."""
+    """A signal handler that only records the signal and calls the handlers that the script had set."""
 
     def __init__(self, name: str, received: set[str], others: list[Callable[..., Any]]) -> None:
         self._name = name
@@ -283,7 +283,7 @@ class _Note:
         self._others = others
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Take the note; a handler interrupts anything, so it neither logs nor communicates."""
+        """Record the signal; a handler can interrupt anything, so it neither logs nor communicates."""
         self._received.add(self._name)
         for handler in self._others:
             handler(number, frame)
@@ -291,7 +291,7 @@ class _Note:
 
 @contextlib.contextmanager
 def _written_when_it_returns(trainer: pl.Trainer) -> Iterator[None]:
-    """Save synchronously: nothing goes on after this save, and a requeued job may not be left the time to finish it."""
+    """Save synchronously, because the run ends here and a requeued job may not have time to finish the save later."""
     plugin = trainer.strategy.checkpoint_io
     if not isinstance(plugin, MCoreCheckpointIO) or not plugin.async_save:
         yield
@@ -320,7 +320,7 @@ def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
 
 
 def _requeue_signal(trainer: pl.Trainer) -> str | None:
-    """Return the signal at which Lightning requeues a SLURM job, unless it does not."""
+    """Return the signal at which Lightning requeues a SLURM job; None if it does not requeue."""
     environment = trainer._accelerator_connector.cluster_environment
     if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
         return None
@@ -328,7 +328,7 @@ def _requeue_signal(trainer: pl.Trainer) -> str | None:
 
 
 def _handlers_of_the_script(trainer: pl.Trainer, number: int) -> list[Callable[..., Any]]:
-    """Return the handlers of a signal without Lightning's own, which composes them with those that it found."""
+    """Return the handlers of a signal except Lightning's own, which it combines with those that it found."""
     present = signal.getsignal(number)
     handlers = getattr(present, "signal_handlers", [present])
     own = trainer._signal_connector

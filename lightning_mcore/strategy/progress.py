@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A progress bar that shows what one looks at while a language model trains.
+"""A progress bar with the figures to watch while a language model trains.
 
 :class:`MCoreProgressBar` is Lightning's rich progress bar with the loss of the optimizer step, the speed in tokens per
-second over all ranks, the gradient norm, and under fp16 how many steps were skipped::
+second over all ranks, the gradient norm, and under fp16 the number of skipped steps::
 
     Epoch 0/4 ━━━━━━━━━━━ 120/400 0:00:42 • 0:01:37 2.86it/s loss: 2.314 speed: 12.3k tok/s grad_norm: 0.871
 
-Where the output is not a terminal (a log file, a batch job) it writes a plain line from time to time instead::
+If the output is not a terminal (a log file, a batch job), it writes a plain line from time to time instead::
 
     epoch 0 | batch 120/400 | step 30 | loss: 2.314 | speed: 12.3k tok/s | grad_norm: 0.871
 
@@ -26,19 +26,19 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_mcore.config.text import human
 from lightning_mcore.strategy.clock import StepClock, model_copies
 
-_TOKENS = ("tokens", "input_ids")  # where a batch of a language model holds them
-_OWN = ("tokens_per_second", "grad_norm", "skipped_steps", "loss_scale", "v_num")  # shown by us, or not worth the room
+_TOKENS = ("tokens", "input_ids")  # the keys of tokens in a batch of a language model
+_OWN = ("tokens_per_second", "grad_norm", "skipped_steps", "loss_scale", "v_num")  # shown already, or not worth it
 
 
 class MCoreProgressBar(RichProgressBar):
     """Show loss, tokens per second, gradient norm and skipped steps while training.
 
     Args:
-        refresh_rate: How often the bar is drawn, times per second; 0 disables it.
-        leave: Keep the bar of an epoch on the screen when the next begins.
+        refresh_rate: How often the bar is drawn per second; 0 disables it.
+        leave: Keep the bar of an epoch on the screen when the next epoch starts.
         theme: Colours of Lightning's rich progress bar.
         console_kwargs: Arguments of rich's ``Console``, such as ``{"stderr": True}``.
-        seconds_between_lines: Where the output is not a terminal, the least time from one line to the next.
+        seconds_between_lines: If the output is not a terminal, the shortest time between two lines, in seconds.
         now: Returns a time in seconds.
 
     Raises:
@@ -67,7 +67,7 @@ class MCoreProgressBar(RichProgressBar):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether a bar is drawn; not where lines are written."""
+        """Whether a bar is drawn; False if lines are written instead."""
         return super().is_enabled and self._lines is None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -81,7 +81,7 @@ class MCoreProgressBar(RichProgressBar):
     def get_metrics(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """Return what the bar shows, as text: our own figures, then what was logged with ``prog_bar=True``."""
+        """Return the figures of the bar as text: our own, then those logged with ``prog_bar=True``."""
         logged = super().get_metrics(trainer, pl_module)
         shown: dict[str, int | str | float | dict[str, float]] = dict(self._shown)
         if any(name.startswith("train_loss") for name in logged):
@@ -92,7 +92,7 @@ class MCoreProgressBar(RichProgressBar):
         return shown
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to measure."""
+        """Start measuring."""
         super().on_train_start(trainer, pl_module)
         self._clock, self._losses, self._shown = StepClock(self._now), [], {}
         self._step, self._last_line = trainer.global_step, -float("inf")
@@ -100,7 +100,7 @@ class MCoreProgressBar(RichProgressBar):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Go on measuring after validation."""
+        """Continue measuring after validation."""
         self._clock.start()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -111,7 +111,7 @@ class MCoreProgressBar(RichProgressBar):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take in the batch; after an optimizer step, bring the figures up to date."""
+        """Count the batch; after an optimizer step, update the figures."""
         if self.is_silent:
             return
         self._unit, amount = _amount(batch)
@@ -137,7 +137,7 @@ class MCoreProgressBar(RichProgressBar):
     def _measure(self, trainer: pl.Trainer) -> None:
         rate = self._clock.step() * model_copies(trainer.strategy)
         self._shown = {}
-        if self._losses:  # which Lightning has divided by the number of batches of a step
+        if self._losses:  # Lightning has divided these by the number of batches of a step
             mean = float(torch.stack(self._losses).mean()) * trainer.accumulate_grad_batches
             self._shown["loss"] = human(mean)
             self._losses = []
@@ -166,7 +166,7 @@ class MCoreProgressBar(RichProgressBar):
 
 
 def _amount(batch: Any) -> tuple[str, int]:
-    """Return what a batch is counted in, and how much of it there is: tokens if it names them, else samples."""
+    """Return the unit in which a batch is counted, and its amount: tokens if it has any, otherwise samples."""
     if isinstance(batch, Mapping):
         for name in _TOKENS:
             if isinstance(batch.get(name), torch.Tensor):

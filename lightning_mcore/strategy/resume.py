@@ -1,30 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact resume: k steps, a checkpoint, a new process and N-k steps equal N steps, bit for bit.
 
-Weights, optimizer and loops are in every checkpoint of Lightning. :class:`ExactResume` adds what it leaves out, the
-random states (``parallel/random_state.py``) and the place in the data (``data/position.py``), as a dict of each rank,
-:meth:`~ExactResume.rank_state`; the strategy calls its other methods from the hooks of the same name.
+Every Lightning checkpoint has weights, optimizer and loops. :class:`ExactResume` adds the random states
+(``parallel/random_state.py``) and the place in the data (``data/position.py``), as a dict for each rank
+(:meth:`~ExactResume.rank_state`). The strategy calls its other methods from the hooks of the same name.
 
-*The place* is an epoch and the batches of it that count. Lightning's own counters say where a run stands, but not the
-same thing at every moment at which a checkpoint may be taken, so :meth:`~ExactResume.restore` writes one of two into
-the loops' state before Lightning reads it:
+**The place* is an epoch and the number of its batches that are done. Lightning's own counters differ between the
+moments at which a checkpoint may be saved, so :meth:`~ExactResume.restore` writes one of two places into the loops'
+state before Lightning reads it:
 
-* **in the middle of an epoch**: it goes on with the next batch, as after a checkpoint of ``on_train_batch_end``. That
-  is also so for a run which ``max_steps`` or ``should_stop`` ended there, where Lightning would begin another epoch;
-* **at its end**: the next epoch begins with all of its hooks and an iterator of its own. What an uninterrupted run does
+* * **in the middle of an epoch**: the run continues with the next batch, as after a checkpoint of
+  ``on_train_batch_end``. This includes a run that ``max_steps`` or ``should_stop`` ended there, for which Lightning
+  would start another epoch;
+* * **at its end**: the next epoch starts with all of its hooks and a new iterator. The work of an uninterrupted run
   after ``on_train_batch_end`` of the last batch (a validation, ``on_train_epoch_end``) is not repeated, because its
-  metrics are gone; after a checkpoint of that validation, or of ``on_train_epoch_end``, the rest follows.
+  metrics are gone. After a checkpoint of that validation, or of ``on_train_epoch_end``, the remaining work follows.
 
-A checkpoint that is taken while batches accumulate (by the clock, by a signal) belongs to the last optimizer step: the
+A checkpoint that is saved while batches accumulate (by a timer or a signal) belongs to the last optimizer step: the
 batches since then are read again. Buffers that a plain module changes in its forward pass, as batch norm does, have
-seen them already.
+already seen these batches.
 
-Random numbers drawn in validation do not count, so that it makes no difference whether one follows a checkpoint.
+Random numbers drawn in validation do not affect training, so it makes no difference whether a validation follows a
+checkpoint.
 
-On other numbers of data-parallel ranks no sample is lost or repeated, where Lightning's distributed sampler deals them
-out. What cannot be continued exactly: the random numbers of dataloader workers in the middle of an epoch (their seeds
-are the same, and those of later epochs), and a sampler or iterable dataset that goes on drawing from the global
-generators while it is read.
+With another number of data-parallel ranks, no sample is lost or repeated if Lightning's distributed sampler distributes
+them. Two things cannot be continued exactly: the random numbers of dataloader workers in the middle of an epoch (their
+seeds are the same, also in later epochs), and a sampler or iterable dataset that draws from the global generators while
+it is read.
 """
 
 import contextlib
@@ -66,7 +68,7 @@ from lightning_mcore.parallel.random_state import RandomState, draw_other_number
 
 @dataclass(frozen=True)
 class _Restored:
-    """What a checkpoint says, until training starts."""
+    """The state from a checkpoint, kept until training starts."""
 
     place: Place
     random: RandomState
@@ -76,30 +78,30 @@ class _Restored:
 
     @property
     def reads_over(self) -> bool:
-        """Whether batches can only be passed over by reading them."""
+        """Whether batches can only be skipped by reading them."""
         return "read" in self.kinds
 
     @property
     def kinds(self) -> list[str]:
-        """How each loader goes on: by ``index``, by its own state (``stateful``), or by being ``read``."""
+        """How each loader continues: by ``index``, by its own state (``stateful``), or by being ``read``."""
         return [loader["kind"] for loader in self.loaders or []]
 
     @property
     def makes_iterator(self) -> bool:
-        """Whether the next epoch may have an iterator of its own; one that was made in advance may take data away."""
+        """Whether the next epoch may create its iterator; creating one in advance may consume data."""
         return set(self.kinds) <= {"index"}
 
     @property
     def is_between(self) -> bool:
-        """Whether an epoch begins."""
+        """Whether the place is between two epochs."""
         return not self.place.in_epoch and not self.place.ending
 
     def own_states(self, index: int) -> list[torch.Tensor]:
-        """Return the states of the generators that the loader of this number was given."""
+        """Return the states of the generators that the loader with this index was given, uint8 tensors [n]."""
         return list(self.loaders[index].get("own", [])) if self.loaders and index < len(self.loaders) else []
 
     def position(self, index: int) -> Position | None:
-        """Return where the loader of this number goes on."""
+        """Return the position at which the loader with this index continues."""
         if self.loaders is None or index >= len(self.loaders) or "ranks" not in self.loaders[index]:
             return None
         saved = self.loaders[index]
@@ -115,15 +117,15 @@ class ExactResume:
     """Random states and the place in the data of one rank; see the module's docstring.
 
     Args:
-        strategy: Whose hooks call this.
+        strategy: The strategy whose hooks call this.
         layout: Its parallel layout.
     """
 
     def __init__(self, strategy: ParallelStrategy, layout: ParallelLayout) -> None:
         self._strategy = strategy
         self._layout = layout
-        self._restores = contextlib.ExitStack()  # gives loaders back as they were
-        self._quiet = contextlib.ExitStack()  # while Lightning warns of what is taken care of here
+        self._restores = contextlib.ExitStack()  # restores the loaders
+        self._quiet = contextlib.ExitStack()  # hides Lightning's warnings about cases handled here
         self._forget()
 
     def _forget(self) -> None:
@@ -135,20 +137,20 @@ class ExactResume:
         self._after_run: RandomState | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process."""
+        """Leave out the state of this process."""
         return {"_strategy": self._strategy, "_layout": self._layout}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Start without what belonged to the other process."""
+        """Start without the state of the other process."""
         self.__init__(state["_strategy"], state["_layout"])  # type: ignore[misc]
 
-    # ---- a checkpoint is made
+    # ---- saving
 
     def rank_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of a checkpoint, as numbers and tensors; empty where there is nothing to resume.
+        """Return this rank's part of a checkpoint, as numbers and tensors; an empty dict if there is nothing to resume.
 
         Args:
-            checkpoint: What Lightning collected, on this rank.
+            checkpoint: Lightning's dict, on this rank.
         """
         module = self._strategy.lightning_module
         if module is None or module._trainer is None or "optimizer_states" not in checkpoint:
@@ -182,7 +184,7 @@ class ExactResume:
         return {**place, **numbers, "data_parallel_size": layout.data_parallel_size(strategy.world_size)}
 
     def _random_state(self, trainer: pl.Trainer, place: Place) -> RandomState:
-        """Return the state from which the place goes on: that of now, or of an earlier moment."""
+        """Return the random state that belongs to the place: the current one, or an earlier one."""
         if self._restored is not None:  # between reading a checkpoint and the first batch
             return self._restored.random
         batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
@@ -195,7 +197,7 @@ class ExactResume:
     def _describe_loaders(self, trainer: pl.Trainer, place: Place) -> list[dict[str, Any]] | None:
         fit = trainer.fit_loop
         if fit._combined_loader is None or isinstance(fit._data_fetcher, _DataLoaderIterDataFetcher):
-            return None  # with dataloader_iter the module reads as much as it likes
+            return None  # with dataloader_iter the module reads as many batches as it likes
         described: list[dict[str, Any]] = []
         for loader in fit._combined_loader.flattened:
             followed = self._loaders.get(id(loader))
@@ -219,14 +221,14 @@ class ExactResume:
             )
         return described
 
-    # ---- a checkpoint is read
+    # ---- loading
 
     def restore(self, states: list[dict[str, Any]] | None, checkpoint: dict[str, Any]) -> None:
-        """Take in what the ranks that saved had to say, before Lightning takes in the rest.
+        """Read the states of the ranks that saved, before Lightning reads the rest of the checkpoint.
 
         Args:
-            states: Of each of them, its :meth:`rank_state`; None or empty dicts leave everything to Lightning.
-            checkpoint: What Lightning will read; its loops and loaders are changed for this rank.
+            states: The :meth:`rank_state` of each of these ranks; None or empty dicts leave everything to Lightning.
+            checkpoint: The dict that Lightning will read; its loops and loaders are changed for this rank.
 
         Raises:
             ValueError: Loaders that keep their own state were in the middle of an epoch, on another number of
@@ -243,7 +245,7 @@ class ExactResume:
         place, random = Place(**states[index]["place"]), from_plain(states[index]["random"])
         if not is_own:
             random = replace(random, device=None, tracker=None)
-        data = states[index] if ranks == now else states[0]  # all ranks share one order
+        data = states[index] if ranks == now else states[0]  # all ranks share the same order
         loops = checkpoint["loops"]["fit_loop"]
         place.write(loops)
         loops["state_dict"].pop("combined_loader", None)
@@ -252,20 +254,20 @@ class ExactResume:
         if ranks != now and data["stateful"] and place.in_epoch:
             raise ValueError(
                 f"the checkpoint holds the states of dataloaders in the middle of an epoch on {ranks} data-parallel"
-                f" ranks, and {now} cannot take them over; resume on {ranks}, or from the end of an epoch"
+                f" ranks, and {now} ranks cannot use them; resume on {ranks}, or from the end of an epoch"
             )
         self._restored = _Restored(place, random, data["loaders"], ranks, states[index]["metrics"])
 
     # ---- hooks
 
     def setup(self) -> None:
-        """Forget an earlier run, but not the checkpoint that was read for this one."""
+        """Forget an earlier run, but keep the checkpoint that was read for this one."""
         restored = self._restored
         self._forget()
         self._restored = restored
 
     def process_dataloader(self, loader: object) -> None:
-        """Follow a training loader; let those of validation draw no common random numbers for their workers."""
+        """Follow a training loader; keep validation loaders from drawing common random numbers for their workers."""
         self._seed_workers(loader)
         module = self._strategy.lightning_module
         if module is None or module._trainer is None or module.trainer.state.fn != TrainerFn.FITTING:
@@ -282,7 +284,7 @@ class ExactResume:
         _set_sampler_epoch(loader, epoch)  # workers read ahead before Lightning does it
         ranks = self._layout.data_parallel_size(self._strategy.world_size)
         if restored is not None and restored.is_between and not restored.makes_iterator:
-            put(restored.random, self._strategy.root_device)  # before the only iterator, and not after it
+            put(restored.random, self._strategy.root_device)  # before the only iterator is created
         if isinstance(loader, DataLoader) and not isinstance(loader, _Stateful):
             position = restored.position(index) if restored is not None else None
             followed = FollowedLoader(loader, ranks, self.batch_arrives, position)
@@ -298,14 +300,14 @@ class ExactResume:
             raise ValueError(_sentence(type(loader).__name__, restored, ranks, None, None))
 
     def _seed_workers(self, loader: object) -> None:
-        """Seed a loader's workers by data-parallel rank, so that ranks of one model copy augment alike."""
+        """Seed a loader's workers by data-parallel rank, so that ranks of one model copy augment data alike."""
         seeded = int(os.environ.get("PL_SEED_WORKERS", 0))
         if seeded and isinstance(loader, DataLoader) and loader.worker_init_fn is None:
             self._restores.callback(setattr, loader, "worker_init_fn", None)
             loader.worker_init_fn = partial(pl_worker_init_function, rank=process_group("dp").rank())
 
     def batch_arrives(self) -> None:
-        """Remember the state from which a window of ``accumulate_grad_batches`` begins, before its first batch."""
+        """Remember the random state before the first batch of a window of ``accumulate_grad_batches``."""
         assert self._strategy.lightning_module is not None
         self._quiet.close()
         trainer = self._strategy.lightning_module.trainer
@@ -316,7 +318,7 @@ class ExactResume:
             self._window = (number, take(self._strategy.root_device))
 
     def on_train_start(self) -> None:
-        """Go on where the checkpoint was taken; the last thing before the first batch, or the first epoch's hooks."""
+        """Continue from the checkpoint; the last action before the first batch or the hooks of the first epoch."""
         restored, self._restored = self._restored, None
         self._window = self._before_validation = self._after_run = None
         assert self._strategy.lightning_module is not None
@@ -338,7 +340,7 @@ class ExactResume:
             self._go_on_in_epoch(fit, restored)
             put(restored.random, self._strategy.root_device)
             return
-        fit._restarting = False  # else Lightning would not step plateau schedulers at the end of this epoch
+        fit._restarting = False  # otherwise Lightning would not step plateau schedulers at the end of this epoch
         if restored.is_between:
             begin_epoch(fit, restored.place, restored.makes_iterator)
             if restored.place.waits:
@@ -360,20 +362,20 @@ class ExactResume:
             [followed] = self._loaders.values()
             if not followed.is_dealt_as(position):
                 move_on(fit, restored.place.batches, len(followed), followed.remaining(position))
-        if loop._should_accumulate():  # then Lightning will not count the step, as it does at the end of a window
+        if loop._should_accumulate():  # Lightning then does not count the step, which it does at the end of a window
             loop._batches_that_stepped += 1
-        # Lightning looks for a loader that has a state of its own, and finds none. It warns before the first batch.
+        # Lightning looks for a loader with its own state and finds none, so it warns before the first batch.
         self._quiet.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
 
     def on_validation_start(self) -> None:
-        """Remember the random state of training, and leave the numbers to it that come next."""
+        """Remember the random state of training."""
         if self._is_within_fit():
             self._before_validation = take(self._strategy.root_device)
             draw_other_numbers()
 
     def on_validation_end(self) -> None:
-        """Go on from it."""
+        """Restore the random state of training."""
         state, self._before_validation = self._before_validation, None
         if state is not None and self._is_within_fit():
             put(state, self._strategy.root_device)
@@ -384,11 +386,11 @@ class ExactResume:
         return module.trainer.state.fn == TrainerFn.FITTING
 
     def on_train_end(self) -> None:
-        """Remember the random state, for a checkpoint that is taken after the run."""
+        """Remember the random state, for a checkpoint that is saved after the run."""
         self._after_run = take(self._strategy.root_device)
 
     def teardown(self) -> None:
-        """Give loaders back as they were."""
+        """Restore the loaders."""
         self._quiet.close()
         self._restored = None
         module = self._strategy.lightning_module
@@ -410,7 +412,7 @@ def _check_can_go_on(followed: FollowedLoader, position: Position, restored: _Re
 def _sentence(kind: str, restored: _Restored, ranks: int, then: int | None, now: int | None) -> str:
     sizes = [f" with batch_size={size}" if size is not None else "" for size in (then, now)]
     return (
-        f"the checkpoint was taken after {restored.place.batches} batches of an epoch on {restored.ranks} data-parallel"
-        f" ranks{sizes[0]}, and {kind} whose samples no distributed sampler of Lightning deals out cannot go on there"
-        f" on {ranks}{sizes[1]}; resume as it was saved, or from the end of an epoch"
+        f"the checkpoint was taken after {restored.place.batches} batches of an epoch on {restored.ranks} "
+        f"data-parallel ranks{sizes[0]}, and {kind} without Lightning's distributed sampler cannot continue from "
+        f"there on {ranks}{sizes[1]}; resume as it was saved, or from the end of an epoch"
     )

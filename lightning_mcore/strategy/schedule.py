@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lightning's steps on Megatron's forward-backward schedules.
 
-A DataLoader batch is one microbatch and ``Trainer(accumulate_grad_batches=N)`` is Megatron's ``num_microbatches``: for
-the first N-1 batches ``training_step`` only keeps the batch, at the N-th it runs Megatron's schedule over all of them.
-Lightning's loops stay as they are, so ``global_step``, ``max_steps``, ``val_check_interval`` and the rest mean what
+A DataLoader batch is one microbatch, and ``Trainer(accumulate_grad_batches=N)`` is Megatron's ``num_microbatches``: for
+the first N-1 batches ``training_step`` only keeps the batch, and at the N-th it runs Megatron's schedule over all of
+them. Lightning's loops are unchanged, so ``global_step``, ``max_steps``, ``val_check_interval`` and the rest mean what
 they do in Lightning.
 
 :class:`Schedule` gathers the microbatches of one optimizer step (or takes one evaluation batch) and runs Megatron's
-schedule over them. That asks for one microbatch and one chunk at a time; the answer here is to activate the chunk in
-the user's pipeline and to call the user's step (``parallel/pipeline.py`` tells how the step becomes a stage).
+schedule over them. The schedule asks for one microbatch and one chunk at a time; for each, this class activates the
+chunk in the user's pipeline and calls the user's step (``parallel/pipeline.py`` explains how the step becomes a stage).
 
-What a loss means. The step returns
+*The meaning of the loss.* The step returns
 
 * a scalar: the mean over the microbatch on this rank. The loss of the optimizer step is the mean over its microbatches,
   data-parallel and context-parallel ranks. Megatron multiplies such a loss by the context-parallel size and divides it
-  by the number of microbatches; what it is given makes up for both where they differ from Lightning's meaning.
+  by the number of microbatches; the value passed to it compensates for both where they differ from Lightning's meaning.
 * ``{"loss": mean, "num_tokens": n}``: the same mean, to be weighted by tokens. The loss of the optimizer step is the
   sum over all tokens divided by their number over all microbatches, data- and context-parallel ranks. It needs
-  ``TransformerConfig(calculate_per_token_loss=True)``, which Megatron's wrappers and routers read when they are built.
+  ``TransformerConfig(calculate_per_token_loss=True)``, which Megatron's wrappers and routers read when they are
+  created.
 
-The value that is differentiated is always this rank's own part; only detached copies are reduced, for the logs.
+The differentiated value is always this rank's own part; only detached copies are reduced for the logs.
 """
 
 import contextlib
@@ -58,11 +59,11 @@ class Microbatch:
     """One unit of the schedule.
 
     Args:
-        batch: What the step takes, on the device.
-        arguments: What the step takes after the batch.
-        shape: (sequence length, rows), None if the stages are to exchange it.
-        weight: Its share of a DataLoader batch: 1 for a whole one.
-        filler: Whether it only fills up an interleaved schedule and counts for nothing.
+        batch: The step's batch, on the device.
+        arguments: The step's arguments after the batch.
+        shape: (sequence length, rows); None if the stages must exchange it.
+        weight: Its share of a DataLoader batch; 1 for a whole batch.
+        filler: Whether it only fills up an interleaved schedule, with weight zero.
     """
 
     batch: Any
@@ -81,10 +82,10 @@ def wrap_pipeline(
     """Wrap the chunks of a model that was built with ``pipeline()``.
 
     Args:
-        strategy: Whose layout and precision the model's config takes.
+        strategy: The strategy whose layout and precision go into the model's config.
         module: The user's module, on its device.
-        pipeline: What its ``pipeline()`` returned.
-        ddp_config: Megatron's settings of gradients; None to wrap the chunks for evaluation alone.
+        pipeline: The result of its ``pipeline()``.
+        ddp_config: Megatron's settings of gradients; None to wrap the chunks only for evaluation.
 
     Raises:
         ValueError: The model does not fit the layout, or the module runs backward itself.
@@ -104,11 +105,11 @@ class Schedule:
     Args:
         strategy: The strategy that owns it.
         module: The user's module.
-        chunks: Its chunks, as :func:`wrap_pipeline` returned them.
+        chunks: Its chunks, from :func:`wrap_pipeline`.
 
     Raises:
         TypeError: A step draws its batches itself.
-        ValueError: FP8 would reach no layer of the model.
+        ValueError: No layer of the model could use FP8.
     """
 
     inline = False
@@ -135,18 +136,18 @@ class Schedule:
     # ---- training
 
     def start(self) -> None:
-        """Forget batches that an interrupted run has kept."""
+        """Forget batches kept by an interrupted run."""
         self._window, self._last_loss = [], None
 
     def training_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep the batch until the window of ``accumulate_grad_batches`` is full, then run the step.
 
         Args:
-            args: What the step takes: a batch, on the device, and what follows it.
+            args: The step's arguments: a batch, on the device, and those after it.
             kwargs: Not used: Lightning gives none to a step of ``(batch, batch_idx)``.
 
         Returns:
-            The loss of this step; while the window fills, that of the step before. A mean, as :meth:`train` returns it.
+            The loss of this step, as from :meth:`train`; while the window fills, that of the previous step.
         """
         strategy, trainer = self._strategy, self._module.trainer
         loop, num_batches = trainer.fit_loop, trainer.accumulate_grad_batches
@@ -156,7 +157,7 @@ class Schedule:
         if loop._should_accumulate():
             return self._last_loss if self._last_loss is not None else torch.zeros((), device=self._device)
         if not self._seen_full_window and (loop.epoch_loop.batch_idx + 1) % num_batches == 0:
-            # Only the first: later ones may end with a short batch of the loader.
+            # Only the first: later ones may include a short last batch of the loader.
             self._layout.validate_microbatches(len(self._window), strategy.microbatch_group_size)
             self._seen_full_window = True
         window, self._window = self._window, []
@@ -184,8 +185,8 @@ class Schedule:
 
         Args:
             batch: A DataLoader batch, on the device.
-            arguments: What the step takes after the batch.
-            micro_batch_size: Rows in a microbatch; None for the batch as it is.
+            arguments: The step's arguments after the batch.
+            micro_batch_size: Rows in a microbatch; None for the whole batch.
 
         Returns:
             One or more microbatches; the last may have fewer rows.
@@ -205,12 +206,12 @@ class Schedule:
 
         Args:
             microbatches: All microbatches of the step.
-            num_batches: What the sum of the losses is divided by: ``accumulate_grad_batches``, also in the last,
-                shorter window of an epoch, as in Lightning.
+            num_batches: The divisor of the sum of the losses: ``accumulate_grad_batches``, even in the shorter last
+                window of an epoch, as in Lightning.
 
         Returns:
             The loss of the step on every rank, detached, [] fp32: a mean over its microbatches, or over its tokens; on
-            the last stage with what else ``training_step`` returned for the last microbatch.
+            the last stage also the other values that ``training_step`` returned for the last microbatch.
         """
         with self._logs.layer_losses(len(microbatches)), self._short_window(microbatches, num_batches) as divisor:
             _, loss = self._run("training_step", microbatches, forward_only=False, num_batches=divisor)
@@ -220,13 +221,13 @@ class Schedule:
 
     @contextlib.contextmanager
     def _short_window(self, microbatches: Sequence[Microbatch], num_batches: int) -> Iterator[int]:
-        """Let the losses that layers compute by themselves weigh as little as the step's own in a short last window.
+        """Scale the layers' own losses down in a short last window, like the loss of the step.
 
-        Megatron divides these by the microbatches that there are. Where an epoch ends with fewer batches than
-        ``accumulate_grad_batches``, the share that is there scales both kinds of losses instead of the step's alone.
+        Megatron divides the layers' losses by the actual number of microbatches. If an epoch ends with fewer batches
+        than ``accumulate_grad_batches``, both kinds of losses are scaled by the share of batches that remain.
 
         Yields:
-            What the sum of the step's losses is divided by.
+            The divisor of the sum of the step's losses.
 
         Source: ``forward_step_calc_loss`` and ``backward_step`` in megatron/core/pipeline_parallel/schedules.py (0.16).
         """
@@ -252,7 +253,8 @@ class Schedule:
             shares_output: Whether any rank of the pipeline reads what the step returns; the same on all of them.
 
         Returns:
-            What the step returned, on every rank of the pipeline; None but on its last stage where nobody reads it.
+            The output of the step, on every rank of the pipeline; on the last stage only, and None elsewhere, if no
+            rank reads it.
         """
         outputs, _ = self._run(step, [self._microbatch(args[0], args[1:], 1.0)], forward_only=True, num_batches=1)
         output = outputs[0] if outputs else None
@@ -294,7 +296,7 @@ class Schedule:
 
     @contextlib.contextmanager
     def _groups_of(self, num_microbatches: int) -> Iterator[None]:
-        """Let the interleaved schedule have groups that these microbatches fill."""
+        """Set group sizes of the interleaved schedule that these microbatches fill."""
         config = self._chunks.config
         wanted = config.microbatch_group_size_per_vp_stage
         config.microbatch_group_size_per_vp_stage = self._layout.microbatch_group_size(num_microbatches, wanted)
@@ -304,10 +306,11 @@ class Schedule:
             config.microbatch_group_size_per_vp_stage = wanted
 
     def _fill_up(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """Repeat the last microbatch, counting for nothing, until an interleaved schedule has whole groups.
+        """Repeat the last microbatch, with weight zero, until an interleaved schedule has whole groups.
 
         Raises:
-            RuntimeError: The model has experts or predicts more tokens; a repeated microbatch would change that loss.
+            RuntimeError: The model has experts or multi-token prediction, whose losses a repeated microbatch would
+                change.
         """
         missing = 0
         if self._layout.virtual_pipeline_model_parallel_size is not None:
@@ -315,10 +318,10 @@ class Schedule:
         config = self._chunks.config
         if missing and (config.num_moe_experts or config.mtp_num_layers) and torch.is_grad_enabled():
             raise RuntimeError(
-                f"{len(microbatches)} microbatches are left at the end of the epoch, the interleaved schedule needs a"
-                f" multiple of pipeline_model_parallel_size={self._layout.pipeline_model_parallel_size} with experts or"
-                " multi-token prediction;"
-                " set limit_train_batches or drop_last so that accumulate_grad_batches divides the epoch"
+                f"{len(microbatches)} microbatches are left at the end of the epoch, and the interleaved schedule "
+                f"needs a multiple of pipeline_model_parallel_size={self._layout.pipeline_model_parallel_size} with "
+                "experts or multi-token prediction; set limit_train_batches or drop_last so that "
+                "accumulate_grad_batches divides the epoch"
             )
         last = microbatches[-1]
         filler = Microbatch(last.batch, last.arguments, last.shape, weight=0.0, filler=True)
@@ -361,7 +364,7 @@ class Schedule:
         return output
 
     def _read_loss(self, output: Any) -> tuple[Tensor, Tensor | None]:
-        """Return the loss and, where losses are weighted by tokens, their number."""
+        """Return the loss and, if losses are weighted by tokens, the number of tokens."""
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
             raise TypeError(
@@ -372,12 +375,12 @@ class Schedule:
         if per_token != (num_tokens is not None):
             returned = "without 'num_tokens'" if num_tokens is None else "with 'num_tokens'"
             raise ValueError(
-                f"training_step returned a loss {returned}, the model's TransformerConfig has "
+                f"training_step returned a loss {returned}, and the model's TransformerConfig has "
                 f"calculate_per_token_loss={per_token}; weighting by tokens needs both, averaging neither"
             )
         if num_tokens is None:
             return loss, None
-        if isinstance(num_tokens, int | float):  # a kernel writes it; a copy would wait for the GPU
+        if isinstance(num_tokens, int | float):  # a kernel writes it, because a copy would wait for the GPU
             return loss, torch.full((), num_tokens, device=self._device).int()
         return loss, torch.as_tensor(num_tokens, device=self._device).detach().int()
 
@@ -387,10 +390,10 @@ class Schedule:
 
     @staticmethod
     def _loss_function(num_tokens: Tensor | None, microbatch: Microbatch, factor: float) -> Callable[[Tensor], Any]:
-        """Return Megatron's ``loss_func``; it must make a new tensor, for Megatron scales the result in place.
+        """Return Megatron's ``loss_func``; it must create a new tensor, because Megatron scales the result in place.
 
-        Megatron keeps its last result for every microbatch until the step ends: what ``training_step`` returned would
-        hold on to the received activations of all of them.
+        Megatron keeps the last result of every microbatch until the step ends. The output of ``training_step`` would
+        keep the received activations of all microbatches alive.
         """
         if num_tokens is None:
             return lambda loss: (loss * (microbatch.weight * factor), None)
@@ -398,7 +401,7 @@ class Schedule:
         return lambda loss: (loss * counted, counted, None)
 
     def _send_output(self, output: Any) -> Any:
-        """Broadcast what the last stage returned to the other stages."""
+        """Broadcast the output of the last stage to the other stages."""
         group = process_group("pp")
         if group.size() == 1:
             return output
@@ -416,7 +419,7 @@ def _rows_of(rows: int, start: int, stop: int) -> Callable[[Tensor], Tensor]:
 
 
 def _check_steps_take_batches(module: pl.LightningModule) -> None:
-    """Refuse steps that draw their batches themselves: every chunk's call would draw another one.
+    """Refuse steps that draw their batches themselves, because the call for every chunk would draw another one.
 
     Raises:
         TypeError: A step takes ``dataloader_iter``.

@@ -2,12 +2,12 @@
 """``MCoreStrategy``: Lightning's hooks on megatron-core, in the order in which the trainer calls them.
 
 Each hook is a few lines that delegate: checks to ``checks.py``, process groups to ``parallel/groups.py``, steps of a
-model built with ``pipeline()`` to ``schedule.py`` and those of a plain module to ``plain_steps.py``, what they log to
+model built with ``pipeline()`` to ``schedule.py`` and those of a plain module to ``plain_steps.py``, logging to
 ``logs/step.py``, the optimizer to ``optimizer/megatron.py``, number formats to ``precision.py``, checkpoints to
 ``checkpointing.py``, exact resume to ``resume.py``.
 
-What a run changes outside the strategy (metrics, callbacks, loaders, settings of torch and Megatron) is put back in
-``teardown``, whichever part of it fails.
+Everything that a run changes outside the strategy (metrics, callbacks, loaders, settings of torch and Megatron) is
+restored in ``teardown``, even if a part of it fails.
 """
 
 import contextlib
@@ -77,42 +77,45 @@ from lightning_mcore.strategy.schedule import Schedule, wrap_pipeline
 class MCoreStrategy(DDPStrategy):
     """Train a LightningModule on every parallel axis of megatron-core.
 
-    Use it as ``Trainer(strategy=MCoreStrategy(tensor_model_parallel_size=2))`` or, with every size 1, as
+    Use it as ``Trainer(strategy=MCoreStrategy(tensor_model_parallel_size=2))``, or, if every size is 1, as
     ``Trainer(strategy="mcore")``.
 
     Args:
         tensor_model_parallel_size: Ranks that share each matrix.
-        pipeline_model_parallel_size: Ranks that share the layers, each a stage.
+        pipeline_model_parallel_size: Ranks that share the layers; each is a stage.
         virtual_pipeline_model_parallel_size: Chunks of layers on each stage (interleaved schedule); None for one.
         pipeline_model_parallel_layout: Which layers each stage holds, as Megatron writes it, such as ``"E,t*3|t*5,L"``.
         context_parallel_size: Ranks that share each sequence.
         expert_model_parallel_size: Ranks that share the experts of a mixture-of-experts model.
         expert_tensor_parallel_size: Ranks that share each expert's matrices; None for the tensor-parallel size.
-        sequence_parallel: Share the activations between tensor-parallel regions over the same ranks.
+        sequence_parallel: Split the activations between tensor-parallel regions over the same ranks.
         use_distributed_optimizer: Shard the optimizer state over the data-parallel ranks.
         overlap_grad_reduce: Reduce gradients while backward still runs.
-        overlap_param_gather: Gather updated parameters while the next forward runs; needs both of the above.
-        align_grad_reduce: With ``overlap_grad_reduce`` in a pipeline: let all stages reduce at the same time.
+        overlap_param_gather: Gather updated parameters while the next forward runs; needs the two options above.
+        align_grad_reduce: With ``overlap_grad_reduce`` in a pipeline: reduce on all stages at the same time.
         overlap_p2p_comm: Send between stages while computing; None turns it on for the interleaved schedule.
-        microbatch_group_size_per_vp_stage: Microbatches that the interleaved schedule runs through one chunk before it
-            turns to the next; None for the pipeline size.
+        microbatch_group_size_per_vp_stage: Microbatches that the interleaved schedule runs through one chunk before the
+            next; None for the pipeline size.
         tp_comm_overlap: Send parts of a tensor-parallel layer's result while it computes the next; needs CUDA,
             TransformerEngine and sequence parallelism.
-        tp_comm_overlap_cfg: A YAML file that says how each layer does it; None for TransformerEngine's defaults.
-        micro_batch_size: Rows of a microbatch; cuts each DataLoader batch. None: a DataLoader batch is one microbatch.
-        ddp_config: Megatron's config for gradients, for what has no argument here.
-        optimizer_config: Megatron's config for its optimizers, for what has no other home: offload to the host, types
-            of the optimizer's state, counting zeros. Learning rates and the like are the torch optimizer's.
+        tp_comm_overlap_cfg: A YAML file with the overlap settings of each layer; None for TransformerEngine's defaults.
+        micro_batch_size: Rows of a microbatch, into which each DataLoader batch is cut; None makes a batch one
+            microbatch.
+        ddp_config: Megatron's config for gradients, for settings that have no argument here.
+        optimizer_config: Megatron's config for its optimizers, for settings without another place: offload to the host,
+            dtypes of the optimizer's state, counting zeros. Learning rates and similar settings belong to the torch
+            optimizer.
         communication: Rarely used options of process groups and of the traffic between pipeline stages.
-        cluster_environment: Where ranks and addresses come from; None lets Lightning find out.
+        cluster_environment: Where ranks and addresses come from; None lets Lightning detect it.
         checkpoint_io: How one-file checkpoints are written.
-        precision_plugin: An :class:`MCorePrecision`; usually ``Trainer(precision=...)`` says it.
+        precision_plugin: An :class:`MCorePrecision`; usually set through ``Trainer(precision=...)``.
         process_group_backend: Backend of torch.distributed; None for nccl on CUDA and gloo on the CPU.
         timeout: How long a collective may wait before the run fails.
 
     Raises:
-        ValueError: Settings that contradict each other, as soon as they are known: here, when the trainer meets the
-            model, or when the model is built; always before process groups or parameters that they would spoil.
+        ValueError: Settings contradict each other. The error comes as soon as they are known: here, when the trainer
+            gets the model, or when the model is built, but always before the process groups or parameters that they
+            affect.
     """
 
     _chunks: ModelChunks | None = None
@@ -185,11 +188,11 @@ class MCoreStrategy(DDPStrategy):
             timeout=timeout,
         )
 
-    # ---- the trainer is made
+    # ---- the trainer is created
 
     @property
     def precision_plugin(self) -> MCorePrecision:
-        """The number formats; ``32-true`` if nothing else was asked for."""
+        """The number formats; ``32-true`` by default."""
         if self._precision_plugin is None:
             self._precision_plugin = MCorePrecision()
         assert isinstance(self._precision_plugin, MCorePrecision)
@@ -203,14 +206,14 @@ class MCoreStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Ranks of one model copy read the same samples; model copies read different ones."""
+        """Arguments that make ranks of one model copy read the same samples, and model copies read different ones."""
         world_size = self.num_nodes * self.num_processes
         rank = self.layout.coordinates(self.global_rank, world_size).data_parallel_rank
         return {"num_replicas": self.layout.data_parallel_size(world_size), "rank": rank}
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What writes and reads checkpoints; :class:`~lightning_mcore.MCoreCheckpointIO` unless told otherwise."""
+        """The plugin that writes and reads checkpoints; :class:`~lightning_mcore.MCoreCheckpointIO` by default."""
         self._checkpoint_io = self.checkpoints.resolve_io(self._checkpoint_io)
         return self._checkpoint_io
 
@@ -219,20 +222,20 @@ class MCoreStrategy(DDPStrategy):
         self._checkpoint_io = io
 
     def _configure_launcher(self) -> None:
-        if self.num_processes * self.num_nodes > 1:  # nothing to launch for one process
+        if self.num_processes * self.num_nodes > 1:  # one process needs no launcher
             assert self.cluster_environment is not None
             self._launcher = rank_watch.Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
-    # ---- a run begins
+    # ---- a run starts
 
     def connect(self, model: pl.LightningModule) -> None:
-        """Meet the model: check it against the settings, before process groups form."""
+        """Attach the model and check it against the settings, before process groups form."""
         check_meeting(self, model)
         self.precision_plugin.builds_plain_module = not isinstance(model, MCoreModule)
         super().connect(model)
 
     def setup_environment(self) -> None:
-        """Open the process groups, on the CPU inside the CPU runtime."""
+        """Open the process groups; on the CPU, inside the CPU runtime."""
         self._restores.enter_context(self.runtime())
         self._restores.enter_context(reduce_scatter_restored())
         self._restores.enter_context(choice_of_attention_restored())
@@ -246,7 +249,7 @@ class MCoreStrategy(DDPStrategy):
         assert self.cluster_environment is not None
         store = None if dist.is_initialized() else meet(self.cluster_environment, timeout.total_seconds())
         super().setup_distributed()
-        del store  # torch has one on the same server now
+        del store  # torch now has its own on the same server
         rank_watch.begin(collectives_issued(), timeout.total_seconds())
         seed = os.environ.get("PL_GLOBAL_SEED") or self.broadcast(torch.initial_seed())
         options: dict[str, Any] = {"num_distributed_optimizer_instances": self.gradients.num_instances}
@@ -261,15 +264,15 @@ class MCoreStrategy(DDPStrategy):
         return False
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a file, or Lightning's part of a directory, whose shards follow in ``setup``."""
+        """Read a file, or Lightning's part of a directory; the shards are read in ``setup``."""
         return self.checkpoints.load(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights of a one-file checkpoint, or what stands beside the shards of a split model."""
+        """Load the weights of a one-file checkpoint, or the state beside the shards of a split model."""
         self.checkpoints.load_model(checkpoint, strict)
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Wrap the model, make the optimizers and read the checkpoint that is waiting."""
+        """Wrap the model, create the optimizers and read the waiting checkpoint."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -283,7 +286,7 @@ class MCoreStrategy(DDPStrategy):
         self.checkpoints.load_pending(fitting)
         of_fit = trainer.fit_loop.epoch_loop.val_loop
         for loop in (of_fit, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            # Megatron caches tensors; made under inference mode, they break training.
+            # Megatron caches tensors; those created in inference mode would break training.
             self._restores.callback(setattr, loop, "inference_mode", loop.inference_mode)
             loop.inference_mode = False
         align_random_state()
@@ -313,30 +316,30 @@ class MCoreStrategy(DDPStrategy):
             self.chunks.config.grad_scale_func = self.megatron_optimizers[0].megatron.scale_loss
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers' state; what is in shards is there already."""
+        """Load the optimizers' state; state in shards is already loaded."""
         self.checkpoints.load_optimizers(checkpoint)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Seed dataloader workers by data-parallel rank, and follow what is read."""
+        """Seed dataloader workers by data-parallel rank, and track the position in the data."""
         self.resume.process_dataloader(dataloader)
         return dataloader
 
     # ---- training
 
     def on_train_start(self) -> None:
-        """Go on where the checkpoint was taken."""
+        """Continue from the checkpoint."""
         end_on_sigterm(self._module.trainer)
         if self._schedule is not None:
             self._schedule.start()
         self.resume.on_train_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Finish a save whose files are written."""
+        """Finish a save once its files are written."""
         self.checkpoints.poll()
 
     @refuse_to_stop_iterating
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device; while evaluating, without samples that the sampler repeats."""
+        """Move a batch to the device; in evaluation, without samples that the sampler repeats."""
         batch = self._moved(batch, device, dataloader_idx)
         trainer = self._module.trainer
         self.resume.batch_arrives()
@@ -345,7 +348,7 @@ class MCoreStrategy(DDPStrategy):
         return batch
 
     def _moved(self, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
-        """Move a batch; what is known of it on the host stays known unless a hook of the user may have changed it."""
+        """Move a batch; keep what the host knows about it unless a hook of the user may have changed it."""
         moved = super().batch_to_device(batch, device, dataloader_idx)
         hooks = self._module.trainer._data_connector._datahook_selector
         changing = ("transfer_batch_to_device", "on_after_batch_transfer")
@@ -355,7 +358,7 @@ class MCoreStrategy(DDPStrategy):
 
     @refuse_to_stop_iterating
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step; of a pipeline, keep the batch until the window of ``accumulate_grad_batches`` is full."""
+        """Run the step; with a pipeline, keep the batch until the window of ``accumulate_grad_batches`` is full."""
         return self._steps.training_step(args, kwargs)
 
     def block_backward_sync(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
@@ -367,14 +370,14 @@ class MCoreStrategy(DDPStrategy):
 
     @refuse_to_stop_iterating
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Step; at the end of an epoch or of the run make the parameters whole, because hooks may read them."""
+        """Step; at the end of an epoch or of the run, make the parameters whole, because hooks may read them."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.is_set_up and ends_the_epoch(self._module.trainer):
             self.complete_parameters()
         return result
 
     def on_train_end(self) -> None:
-        """Wait for what is being saved, and make the parameters whole: a run may end in the middle of an epoch."""
+        """Wait for saves in flight, and make the parameters whole, because a run may end in the middle of an epoch."""
         self.resume.on_train_end()
         self.checkpoints.finish()
         self.complete_parameters()
@@ -382,23 +385,23 @@ class MCoreStrategy(DDPStrategy):
     # ---- evaluation
 
     def on_validation_start(self) -> None:
-        """Count batches anew."""
+        """Count batches from the start."""
         self.resume.on_validation_start()
         self.on_test_start()
 
     def on_test_start(self) -> None:
-        """Count batches anew."""
+        """Count batches from the start."""
         end_on_sigterm(self._module.trainer)
         self.logs.start_evaluation()
 
     def on_predict_start(self) -> None:
-        """Refuse a set that leaves ranks which share experts with different numbers of batches: they would hang."""
+        """Refuse a dataset that gives ranks with shared experts different numbers of batches, which would hang."""
         trainer = self._module.trainer
         end_on_sigterm(trainer)
         check_batches_to_predict(trainer, self.layout.expert_model_parallel_size)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step forward only; its result is on the other stages of a pipeline too where a hook may read it."""
+        """Run the step forward only; every stage of a pipeline gets the result if a hook may read it."""
         return self._evaluate_and_log("validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -406,7 +409,7 @@ class MCoreStrategy(DDPStrategy):
         return self._evaluate_and_log("test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step forward only; its result is on every rank of the pipeline."""
+        """Run the step forward only; every rank of the pipeline gets the result."""
         return self._evaluate("predict_step", args, kwargs, shares_output=True)
 
     def _evaluate_and_log(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -420,22 +423,22 @@ class MCoreStrategy(DDPStrategy):
             return self._steps.evaluate(step, args, kwargs, shares_output)
 
     def on_validation_end(self) -> None:
-        """Let later steps count again."""
+        """Log later steps normally again."""
         self.resume.on_validation_end()
         self.logs.end_evaluation()
 
     def on_test_end(self) -> None:
-        """Let later steps count again."""
+        """Log later steps normally again."""
         self.logs.end_evaluation()
 
     # ---- collectives: metrics over the data-parallel ranks, decisions over the world
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the data-parallel ranks; ranks of one model copy hold the same value already."""
+        """Reduce over the data-parallel ranks; ranks of one model copy already hold the same value."""
         if group == ALREADY_MERGED or not isinstance(tensor, Tensor):
             return tensor
         if str(reduce_op).lower() in ("mean", "avg") and not tensor.is_floating_point():
-            tensor = tensor.double()  # Lightning would cut off the fraction of a mean, as of a number of rows
+            tensor = tensor.double()  # Lightning would truncate the mean of integers, such as numbers of rows
         return _sync_ddp_if_available(tensor, self._or_data_parallel(group), reduce_op=reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -443,7 +446,7 @@ class MCoreStrategy(DDPStrategy):
         return super().all_gather(tensor, self._or_data_parallel(group), sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Agree with every rank of the world: on yes if all say so, or with ``all=False`` if any does."""
+        """Return a decision of the whole world: True if all ranks say so, or with ``all=False``, if any does."""
         if not dist.is_initialized():
             return decision
         return all_true(decision) if all else not all_true(not decision)  # without waiting for a GPU
@@ -455,12 +458,12 @@ class MCoreStrategy(DDPStrategy):
     # ---- saving
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights for a one-file checkpoint, or what stands beside the shards of a split model."""
+        """Return the weights for a one-file checkpoint, or the state beside the shards of a split model."""
         settle_tokens_seen(self._module)
         return self.checkpoints.module_state(super().lightning_module_state_dict())
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state of the optimizer; beside shards only what LR schedulers read back."""
+        """Return the state of the optimizer; beside shards, only the part that LR schedulers read back."""
         return self.checkpoints.optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -471,21 +474,21 @@ class MCoreStrategy(DDPStrategy):
         self.checkpoints.save(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Delete a checkpoint of this run; what lies elsewhere stays, with a warning."""
+        """Delete a checkpoint of this run; others stay, with a warning."""
         self.checkpoints.remove(filepath)
 
     # ---- the end
 
     def on_exception(self, exception: BaseException) -> None:
-        """Finish what is being saved, if the other ranks come here too; one of them may have died."""
+        """Finish the saves in flight if the other ranks arrive here too; one of them may have died."""
         self.checkpoints.finish_after_exception()
 
     def teardown(self) -> None:
-        """Take the wrappers off and put back what the run has changed, whichever part of it fails.
+        """Remove the wrappers and restore everything that the run has changed, even if a part of it fails.
 
-        The weights stay as they are.
+        The weights are kept.
         """
-        with contextlib.ExitStack() as stack:  # the last one is called first
+        with contextlib.ExitStack() as stack:  # called in reverse order
             stack.callback(rank_watch.cleared_up)
             stack.push(self._restore_signal_handlers)
             stack.callback(self._restores.close)
@@ -505,7 +508,7 @@ class MCoreStrategy(DDPStrategy):
             stack.callback(self.checkpoints.forget_pending)
 
     def _restore_signal_handlers(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Do what the trainer does after this teardown, and does not if it raises."""
+        """Do what the trainer does after this teardown, because it does not if the teardown raises."""
         if kind is not None and self.lightning_module is not None and self.lightning_module._trainer is not None:
             self.lightning_module.trainer._signal_connector.teardown()
 
@@ -514,11 +517,11 @@ class MCoreStrategy(DDPStrategy):
         if chunks is None:
             return
         self._finished_chunks = chunks
-        if self.checkpoints.saves_one_file:  # shards are written through Megatron's optimizers, also after the run
+        if self.checkpoints.saves_one_file:  # shards are written through Megatron's optimizers, even after the run
             self.optimizers = [optimizer_after_run(optimizer) for optimizer in self.optimizers]
         self._finished_chunks = unwrap_chunks(chunks)
 
-    # ---- what the package asks of the strategy
+    # ---- for the rest of the package
 
     @property
     def inline(self) -> bool:
@@ -547,11 +550,11 @@ class MCoreStrategy(DDPStrategy):
 
     @property
     def megatron_optimizers(self) -> list[MCoreOptimizer]:
-        """The optimizers that step with Megatron's."""
+        """The optimizers whose step is Megatron's."""
         return [optimizer for optimizer in self.optimizers if isinstance(optimizer, MCoreOptimizer)]
 
     def runtime(self) -> contextlib.AbstractContextManager[None]:
-        """Return what Megatron's code runs in: the CPU runtime on the CPU. It may be entered again inside itself."""
+        """Return the context in which Megatron's code runs: on the CPU, the CPU runtime. It is re-entrant."""
         return cpu_runtime() if self.root_device.type == "cpu" else absent_names_bound()
 
     def megatron_fields(self) -> dict[str, Any]:
@@ -572,20 +575,20 @@ class MCoreStrategy(DDPStrategy):
             return self._evaluate(step, (self._moved(batch, self.root_device, 0), 0), {}, shares_output=True)
 
     def complete_parameters(self) -> None:
-        """Gather parameters that overlap_param_gather would gather in the next step; collective, while a run lasts."""
+        """Gather the parameters that overlap_param_gather would gather in the next step; collective, during a run."""
         if self._chunks is not None:
             synchronize_parameters(self._chunks)
 
     # ---- copies
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process: wrappers, groups and Megatron's optimizers."""
+        """Leave out the state of this process: wrappers, groups and Megatron's optimizers."""
         own = ("logs", "_plain_steps", "_restores", "_chunks", "_finished_chunks", "_schedule")
         state = {name: value for name, value in super().__getstate__().items() if name not in own}
         return {**state, "_optimizers": [getattr(optimizer, "user", optimizer) for optimizer in state["_optimizers"]]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Start without what belonged to the other process."""
+        """Start without the state of the other process."""
         own = {"logs": StepLogger(self), "_plain_steps": PlainSteps(self), "_restores": contextlib.ExitStack()}
         super().__setstate__({**state, **own})
 

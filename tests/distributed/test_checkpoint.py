@@ -266,10 +266,10 @@ def test_what_a_run_cannot_read_is_refused_in_one_sentence(tmp_path: Path) -> No
         " checkpoint",
         "text": "/text.ckpt is not a checkpoint: torch.save did not write it; give the path of a checkpoint",
         "optimizer": "/pp2/last.ckpt holds the state of AdamW, and configure_optimizers returned SGD; return AdamW, or"
-        " start from its weights alone: self.load_weights(path) in configure_model",
-        "file": "/file/last.ckpt is one file, as it is written by other strategies; this run splits the model into"
-        " tp1 pp2 cp1 dp1, and reads directories that MCoreStrategy wrote: load it on one rank, or with data"
-        " parallelism alone, and save it there",
+        " load only its weights: self.load_weights(path) in configure_model",
+        "file": "/file/last.ckpt is one file, as other strategies write it, but this run splits the model into tp1 pp2"
+        " cp1 dp1 and reads only directories that MCoreStrategy wrote: load it on one rank or with data parallelism"
+        " alone, and save it there",
         "file-precision": "the checkpoint's optimizer state was saved in another precision or without Megatron, so it"
         " lacks the fp32 copies of the parameters; load its weights alone, or train in the precision of the save",
     }

@@ -225,7 +225,7 @@ def test_a_file_with_deepspeed_and_dft_runs_and_says_how(tmp_path: Path, capfd: 
     assert run_all(2, whole, f"deepspeed={config}") == [0, 0]
     said = capfd.readouterr().out
     assert f"deepspeed: {config} (ZeRO stage 3) becomes use_distributed_optimizer: true" in said
-    assert "flash_attn: fa2 chooses among the attentions of transformers; Megatron's is used" in said
+    assert "flash_attn: fa2 chooses among the attentions of transformers; Megatron's attention is used" in said
     other = write_run(tmp_path / "other", {**without, "max_steps": 2, "use_distributed_optimizer": True})
     assert run_all(2, other) == [0, 0]
     first, second = (float(losses(tmp_path / name)[0].split()[1]) for name in ("whole", "other"))

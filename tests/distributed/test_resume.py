@@ -697,7 +697,7 @@ def test_what_cannot_go_on_in_an_epoch_says_so_and_begins_the_next_one(tmp_path:
     assert first == second
     taken = "the checkpoint was taken after 2 batches of an epoch on 1 data-parallel ranks, and"
     rest = (
-        "whose samples no distributed sampler of Lightning deals out cannot go on there on 2; resume as it was saved,"
+        "without Lightning's distributed sampler cannot continue from there on 2; resume as it was saved,"
         " or from the end of an epoch"
     )
     assert first == {
@@ -705,7 +705,7 @@ def test_what_cannot_go_on_in_an_epoch_says_so_and_begins_the_next_one(tmp_path:
         "own": f"{taken} a train dataloader {rest}",
         "reader": f"{taken} Reader {rest}",
         "stateful": "the checkpoint holds the states of dataloaders in the middle of an epoch on 1 data-parallel ranks,"
-        " and 2 cannot take them over; resume on 1, or from the end of an epoch",
+        " and 2 ranks cannot use them; resume on 1, or from the end of an epoch",
     }
     [alone] = run_ranks(1, refuse, str(tmp_path))
     sentence = (

@@ -166,9 +166,9 @@ WRONG_TYPES: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"recompute_method": "recompute"}, ValueError, "recompute_method='recompute' .* choose 'uniform', 'block' or"),
     ({"moe_token_dispatcher_type": "all2all"}, ValueError, "='all2all' .* choose 'allgather', 'alltoall', 'flex' or"),
     ({"optimizer": "muon"}, ValueError, "optimizer='muon' .* choose 'adam' or 'sgd'"),
-    ({"learning_rate": "1e-5"}, TypeError, "learning_rate='1e-5' is of type str, which YAML .* write 1.0e-05"),
+    ({"learning_rate": "1e-5"}, TypeError, "learning_rate='1e-5' is of type str, because YAML .* write 1.0e-05"),
     ({"num_train_epochs": "3"}, TypeError, "='3' is of type str; write it without quotes; give a number"),
-    ({"eval_strategy": False}, ValueError, "a no without quotes is not available; choose 'no', 'steps' or 'epoch'"),
+    ({"eval_strategy": False}, ValueError, "unquoted no as False.* choose 'no', 'steps' or 'epoch'"),
     ({"lr_scheduler_type": 5}, ValueError, "lr_scheduler_type=5 is not available; choose 'linear', 'cosine'"),
     ({"lr_scheduler_type": "cosin"}, ValueError, "lr_scheduler_type='cosin' .* choose 'linear', 'cosine'"),
     ({"save_strategy": "never"}, ValueError, "save_strategy='never' .* choose 'no', 'steps', 'epoch' or 'best'"),
@@ -332,9 +332,9 @@ def test_workers_of_ray_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         "MASTER_PORT": "29500",
     }
     cases: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"ray_num_workers": 2}, "ray_num_workers=2 asks for workers of Ray"),
+        ({"ray_num_workers": 2}, "ray_num_workers=2 asks for Ray's workers"),
         ({"ray_num_workers": 0}, "ray_num_workers=0 is too small"),
-        ({"ray_init_kwargs": '{"num_cpus": 1}'}, "does nothing without workers of Ray"),
+        ({"ray_init_kwargs": '{"num_cpus": 1}'}, "does nothing without Ray's workers"),
         ({"ray_init_kwargs": "{"}, "is not JSON"),
         ({"master_port": "none"}, "master_port='none' is not a port"),
     )
@@ -344,7 +344,7 @@ def test_workers_of_ray_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match="ray_num_workers='2' is of type str"):
         RayArguments(ray_num_workers="2")  # type: ignore[arg-type]
     monkeypatch.setenv("USE_RAY", "1")
-    with pytest.raises(ValueError, match="USE_RAY=1 asks for workers of Ray"):
+    with pytest.raises(ValueError, match="USE_RAY=1 asks for Ray's workers"):
         RayArguments()
 
 

@@ -156,7 +156,7 @@ def test_inspect_shows_what_one_asks_first(tmp_path: Path) -> None:
 
 def test_inspect_says_that_there_are_weights_alone(tmp_path: Path) -> None:
     contents = {"weights": True, "optimizer": False, "optimizer_class": None}
-    assert "optimizer   none: weights alone" in checkpoint.inspect(save(tmp_path / "a.ckpt", contents=contents))
+    assert "optimizer   none: weights only" in checkpoint.inspect(save(tmp_path / "a.ckpt", contents=contents))
 
 
 def test_the_layout_is_shown_as_the_strategy_counts_its_ranks(tmp_path: Path) -> None:

@@ -292,7 +292,7 @@ def test_what_others_put_into_the_folder_of_unfinished_checkpoints_stays(tmp_pat
         (folder / f"{name}.mcore-lock").touch()
     save(tmp_path / "run" / "a.ckpt", 1)
     assert step_of(tmp_path / "run" / "a.ckpt") == 1
-    with pytest.raises(ValueError, match=r"thesis is in the way, and lightning_mcore has not written it; move it"):
+    with pytest.raises(ValueError, match=r"thesis is in the way and was not written by lightning_mcore; move it"):
         files.begin(str(tmp_path / "run" / "thesis"))
     assert not files.recover(str(tmp_path / "run" / "notes"))
     assert {*os.listdir(folder)} >= {"marked.mcore-lock", "notes.replaced", "thesis", "way"}
@@ -833,7 +833,7 @@ def rewrite(path: Path, **entries: Any) -> None:
             {"format_version": 2, "files": "another kind", "versions": {"lightning_mcore": "9.1"}},
             r"format version 2, and this lightning_mcore reads versions up to 1; install .*9\.1",
         ),
-        ({"format": "other"}, r"checkpoint\.json is of another program"),
+        ({"format": "other"}, r"checkpoint\.json was written by another program"),
         ({"format_version": None}, r"checkpoint\.json does not give its format_version"),
         ({"files": {"../../secret": {"size": 1, "crc32": "00000000"}}}, r"checkpoint\.json does not list its files"),
         ({"files": {"/secret": {"size": 1, "crc32": "00000000"}}}, r"checkpoint\.json does not list its files"),
@@ -853,7 +853,7 @@ def test_a_manifest_that_does_not_fit_is_refused(tmp_path: Path, entries: dict[s
 def test_a_manifest_that_is_no_json_is_refused(tmp_path: Path, text: bytes) -> None:
     save(tmp_path / "a.ckpt", 1)
     (tmp_path / "a.ckpt" / "checkpoint.json").write_bytes(text)
-    with pytest.raises(ValueError, match=r"a\.ckpt is damaged: checkpoint\.json is not JSON, or only a part of it"):
+    with pytest.raises(ValueError, match=r"a\.ckpt is damaged: checkpoint\.json is not JSON, or only part of it"):
         files.read_manifest(str(tmp_path / "a.ckpt"))
 
 

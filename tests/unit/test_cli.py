@@ -280,7 +280,7 @@ def test_the_name_of_the_strategy_alone_is_enough(tiny: str) -> None:
     ("option", "name", "texts"),
     [
         ("trainer.strategy", "MCoreStrategy", ["tensor_model_parallel_size", "Ranks that share"]),
-        ("trainer.plugins", "MCorePrecision", ["fp8_recipe", "How tensors are scaled into FP8"]),
+        ("trainer.plugins", "MCorePrecision", ["fp8_recipe", "How tensors are scaled to FP8"]),
         ("model", "MCoreGPT", ["--model.recipe.lr_scheduler_type", "--model.transformer"]),
         ("data", "MCorePretrainingData", ["--data.reset_position_ids", "Let positions start again"]),
         ("optimizer", "torch.optim.AdamW", ["--optimizer.lr"]),

@@ -87,7 +87,9 @@ def test_a_family_in_a_checkpoint_is_imported_where_the_user_names_it(ran: Path,
     path = a_checkpoint(tmp_path, model, hf={"family": f"{EVIL}:FAMILY"})
     with single_process():
         MCoreGPT.from_pretrained(path).configure_model()  # the weights are Megatron's already
-    with pytest.raises(ValueError, match=rf"the checkpoint names the family '{EVIL}:FAMILY', and code is not imported"):
+    with pytest.raises(
+        ValueError, match=rf"the checkpoint names the family '{EVIL}:FAMILY', and a file must not choose"
+    ):
         export_checkpoint(path, str(tmp_path / "out"))
     assert not ran.exists()
     export_checkpoint(path, str(tmp_path / "out"), family=f"{EVIL}:FAMILY")
@@ -181,7 +183,7 @@ def test_code_in_a_file_of_lightnings_is_not_run(name: str, ran: Path, tmp_path:
 
 def test_code_in_a_directory_is_not_run(ran: Path, model: Path, tmp_path: Path) -> None:
     path = a_checkpoint(tmp_path, model, **CODE_IN_A_FILE["class"])
-    with pytest.raises(ValueError, match=r"model\.ckpt names the class 'evil_code\.Model', and code is not imported"):
+    with pytest.raises(ValueError, match=r"model\.ckpt names the class 'evil_code\.Model', and a file must not choose"):
         MCoreGPT.load_from_checkpoint(path)
     assert not ran.exists()
 

@@ -546,7 +546,7 @@ def test_what_a_checkpoint_names_elsewhere_or_is_no_model_stays(
     shutil.rmtree(path)
     callback._clear_away(trainer)
     assert len(os.listdir(path + "-hf")) == 1
-    assert f"{path}-hf was to be deleted, but it is not a model beside a checkpoint of this run" in caplog.text
+    assert f"{path}-hf is not a model beside a checkpoint of this run, so it is not deleted" in caplog.text
 
 
 def test_what_cannot_be_deleted_is_a_warning(

@@ -81,7 +81,7 @@ def test_a_conversation_that_does_not_alternate_is_left_out(tmp_path: Path, role
         (
             {"conversations": [{"from": "human", "value": "x"}, {"from": "function_call", "value": "{}"}]},
             {"formatting": "sharegpt"},
-            "message 1 of row 0 calls a tool, which the templates here do not write",
+            "message 1 of row 0 calls a tool, which the templates here cannot write",
         ),
         ({"conversations": [{"role": "x"}]}, {"formatting": "sharegpt"}, "message 0 of row 0 has no 'from'; name its"),
         ({"conversations": "x"}, {"formatting": "sharegpt"}, "'conversations' of row 0 is not a list of messages"),
@@ -103,10 +103,10 @@ def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, row: Any, says: Any,
         ({"om_hub_url": "a/b"}, "comes from Modelers"),
         ({"script_url": "a.py"}, "comes from a script"),
         ({"cloud_file_name": "s3://a"}, "comes from a cloud"),
-        ({"ranking": True}, r"is one of preferences \(ranking: true\), and the stages here are pt and sft"),
+        ({"ranking": True}, r"holds preferences \(ranking: true\), and the stages here are pt and sft"),
         ({"formatting": "parrot"}, "has formatting: 'parrot'; choose alpaca, sharegpt or openai"),
-        ({"split": "test"}, "names a split, a subset or a folder of a hub"),
-        ({"subset": "x"}, "names a split, a subset or a folder of a hub"),
+        ({"split": "test"}, "names a split, a subset or a folder on a hub"),
+        ({"subset": "x"}, "names a split, a subset or a folder on a hub"),
         ({"num_samples": 0}, "has num_samples: 0; choose 1 or more"),
         ({"columns": {"images": "i"}}, "column of the dataset 'd' of .* has 'images', and models here read text"),
         ({"columns": {"chosen": "c"}}, "'chosen', and the stages here are pt and sft"),
@@ -124,10 +124,10 @@ def test_a_name_that_is_not_there_is_refused(tmp_path: Path) -> None:
     entry(tmp_path, [ALPACA])
     with pytest.raises(ValueError, match=r"unknown dataset of .*dataset_info.json 'e'; choose from d"):
         read_datasets("d, e", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"has no dataset_info\.json; give the folder that does"):
+    with pytest.raises(FileNotFoundError, match=r"has no dataset_info\.json; give the folder that contains it"):
         read_datasets("d", str(tmp_path / "no"))
     for place in ("ONLINE", "REMOTE:a/b"):
-        with pytest.raises(ValueError, match="asks for datasets of a hub, and nothing is downloaded silently"):
+        with pytest.raises(ValueError, match="asks for datasets from a hub, and nothing is downloaded silently"):
             read_datasets("d", place)
     (tmp_path / "a.jsonl").unlink()
     with pytest.raises(FileNotFoundError, match=r"file_name of the dataset 'd' of .* does not exist"):
@@ -179,7 +179,7 @@ def test_datasets_stand_one_after_another(tmp_path: Path) -> None:
     [
         (b'{"d": "\xf3"}', "is not text in UTF-8: 'utf-8' codec"),
         (b'{"d": {"file_name": 5}}', "has file_name: 5; give a file or a folder"),
-        (b'{"d": {"file_name": "a.jsonl", "columns": 5}}', "are an object, not 5; write {key: name}"),
+        (b'{"d": {"file_name": "a.jsonl", "columns": 5}}', "must be an object, not 5; write {key: name}"),
         (b'{"d": {"file_name": "a.jsonl", "tags": {"role_tag": [1]}}}', r"'role_tag' is \[1\]; give a name"),
     ],
 )

@@ -92,7 +92,7 @@ def test_a_key_that_is_not_supported_passes_at_its_default_alone(file: str, key:
 
 
 def test_secrets_are_not_repeated(file: str) -> None:
-    with pytest.raises(ValueError, match=r"^hf_hub_token: \.\.\. asks for a model of a hub"):
+    with pytest.raises(ValueError, match=r"^hf_hub_token: \.\.\. asks for a model on a hub"):
         read(file, "hf_hub_token=hf_secret")
 
 

@@ -181,7 +181,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
 
 def test_a_model_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
-    with pytest.raises(ValueError, match=r"holds a model already .*set overwrite_output_dir: true"):
+    with pytest.raises(ValueError, match=r"already holds a model .*set overwrite_output_dir: true"):
         where_to_resume(str(tmp_path), overwrite=False)
     assert where_to_resume(str(tmp_path), overwrite=True) is None
 

@@ -91,7 +91,7 @@ OFFLOAD = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "us
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({**OFFLOAD, "optimizer_offload_fraction": 0.0}, "offloads nothing; choose more than 0"),
+        ({**OFFLOAD, "optimizer_offload_fraction": 0.0}, "offloads nothing; choose a number above 0"),
         ({**OFFLOAD, "optimizer_offload_fraction": 1.5}, "is not a fraction"),
         ({**OFFLOAD, "use_precision_aware_optimizer": False}, "needs use_precision_aware_optimizer=True"),
         ({"optimizer_offload_fraction": 0.5}, "does nothing without optimizer_cpu_offload=True"),

@@ -89,7 +89,7 @@ def test_lightning_has_no_fp16_on_the_cpu_but_the_plugin_has() -> None:
 def test_a_grad_scaler_of_ones_own_is_refused_and_lightnings_is_not() -> None:
     assert MCorePrecision.from_lightning(MixedPrecision("16-mixed", "cpu")).precision == "16-mixed"
     own = torch.amp.GradScaler("cpu", growth_interval=7)
-    with pytest.raises(ValueError, match=r"a GradScaler with settings of its own .* use plugins=MCorePrecision"):
+    with pytest.raises(ValueError, match=r"a GradScaler with its own settings .* use plugins=MCorePrecision"):
         MCorePrecision.from_lightning(MixedPrecision("16-mixed", "cpu", own))
 
 

@@ -60,7 +60,11 @@ def is_one_sentence(text: str) -> bool:
         ({"overlap_p2p_comm": True}, ValueError, f"overlap_p2p_comm=True needs the interleaved schedule; set {VP}"),
         ({PP: 2, VP: 2, "overlap_p2p_comm": 1}, TypeError, "overlap_p2p_comm=1 is not a bool"),
         ({"ddp_config": {"bucket_size": 1}}, TypeError, "ddp_config=.* is not a DistributedDataParallelConfig"),
-        ({"precision_plugin": MixedPrecision("16-mixed", "cpu", OWN_SCALER)}, ValueError, "a GradScaler with settings"),
+        (
+            {"precision_plugin": MixedPrecision("16-mixed", "cpu", OWN_SCALER)},
+            ValueError,
+            "a GradScaler with its own settings",
+        ),
     ],
 )
 def test_a_wrong_setting_of_the_strategy(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -90,7 +94,7 @@ class ForeignPrecision(Precision):
     ("arguments", "error", "message"),
     [
         ({"precision": "64-true"}, TypeError, "DoublePrecision is not available under MCoreStrategy"),
-        ({"plugins": MixedPrecision("16-mixed", "cpu", OWN_SCALER)}, ValueError, "a GradScaler with settings of its"),
+        ({"plugins": MixedPrecision("16-mixed", "cpu", OWN_SCALER)}, ValueError, "a GradScaler with its own settings"),
         ({"plugins": ForeignPrecision()}, TypeError, "ForeignPrecision is not available under MCoreStrategy"),
         ({"precision": "transformer-engine"}, ModuleNotFoundError, "transformer_engine"),
     ],
@@ -272,7 +276,7 @@ BEFORE_GROUPS: dict[str, Case] = {
         strategy={"precision_plugin": MCorePrecision("bf16-mixed", fp8="e4m3")},
         module=PlainNet,
         error=ValueError,
-        message="fp8_recipe='delayed' reaches layers of TransformerEngine alone, and PlainNet builds no Megatron model",
+        message="fp8_recipe='delayed' works only in TransformerEngine's layers, and PlainNet builds no Megatron model",
     ),
     "nan-check-of-fp16": Case(
         strategy={

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``FactoryData``: the data module of a LLaMA-Factory file, ``MCoreFinetuningData`` over several datasets.
 
-Each dataset is tokenised and cached by itself; then they follow one another. Conversations are packed or padded as
-``MCoreFinetuningData`` does it. In the stage ``pt``, texts are joined and cut into blocks (:class:`TextBlocks`), or
-each has its own row. ``run.py`` chooses.
+Each dataset is tokenised and cached separately; then they are joined in order. Conversations are packed or padded as in
+``MCoreFinetuningData``. In stage ``pt``, texts are either joined and cut into blocks (:class:`TextBlocks`), or each
+text has its own row; ``run.py`` chooses.
 """
 
 from collections.abc import Sequence
@@ -22,20 +22,20 @@ class FactoryData(MCoreFinetuningData):
     """The datasets of a training file.
 
     Args:
-        readings: How each dataset to train on is read; one, with ``streaming``.
+        readings: How to read each training dataset; with ``streaming``, exactly one.
         tokenizer: The tokenizer of the model.
         seq_length: Tokens of a row.
-        evaluation: How each dataset to evaluate on is read.
+        evaluation: How to read each evaluation dataset.
         batch_size: Rows of a microbatch on each data-parallel rank.
-        eval_batch_size: The same in evaluation; None for ``batch_size``.
-        validation_share: Share of the training samples to evaluate on, or, above 1, their number.
-        packing: Several samples share a row; texts are joined and cut into blocks.
+        eval_batch_size: Rows of a microbatch in evaluation; None for ``batch_size``.
+        validation_share: Share of the training samples to evaluate on; above 1, their number.
+        packing: Put several samples into a row; join texts and cut them into blocks.
         streaming: Tokenise while training.
-        shuffle_buffer: With ``streaming``, samples to draw the next one from.
+        shuffle_buffer: With ``streaming``, the number of samples from which the next one is drawn.
         shuffle: Whether rows come in random order.
         seed: Seed of that order.
         num_workers: Worker processes of each DataLoader.
-        num_proc: Processes that tokenise.
+        num_proc: Number of processes that tokenise.
         cache_dir: Where ``datasets`` keeps rows and tokens.
         pad_to_seq_length: Pad every batch to ``seq_length`` instead of to its longest row.
 

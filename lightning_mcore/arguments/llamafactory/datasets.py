@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dataset_info.json``: what the names of datasets in a LLaMA-Factory file mean.
+"""``dataset_info.json``: the datasets that a LLaMA-Factory file names.
 
-The file is in ``dataset_dir``. For each name it has a file or folder beside it, a format (``alpaca``, ``sharegpt`` or
-``openai``), and the names of columns and tags that differ from the usual ones. :func:`read_datasets` looks up the
-names. A dataset that would have to be fetched is refused: nothing is downloaded silently. ``rows.py`` reads the rows.
-This file imports neither torch nor megatron-core.
+The file is in ``dataset_dir``. For each name it gives a file or folder in ``dataset_dir``, a format (``alpaca``,
+``sharegpt`` or ``openai``), and the names of columns and tags that differ from the defaults. :func:`read_datasets`
+looks up the names. A dataset that would have to be downloaded is refused, because nothing is downloaded silently.
+``rows.py`` reads the rows. This file imports neither torch nor megatron-core.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ _REFUSED_COLUMNS = {
 
 @dataclass(frozen=True)
 class Columns:
-    """The column of each part of a row; None if there is none. The defaults apply if a dataset names no columns."""
+    """The column of each part of a row, or None. The defaults apply if a dataset names no columns."""
 
     prompt: str | None = "instruction"
     query: str | None = "input"
@@ -66,12 +66,12 @@ class DatasetEntry:
     """A dataset of ``dataset_info.json``.
 
     Args:
-        name: What the training file calls it.
+        name: Its name in the training file.
         files: Its files, sorted.
         formatting: ``alpaca``, ``sharegpt`` or ``openai``.
         columns: Names of columns.
         tags: Names of roles and of their fields.
-        num_samples: Draw this many of its rows, with repetition if it has fewer; None for all of them.
+        num_samples: Number of rows to draw, with repetition if the dataset has fewer; None for all rows.
     """
 
     name: str
@@ -86,7 +86,7 @@ def read_datasets(names: str | Sequence[str], dataset_dir: str) -> list[DatasetE
     """Return the datasets of the given names, in their order.
 
     Args:
-        names: A list, or one text with commas between the names.
+        names: A list, or a text with commas between the names.
         dataset_dir: The folder with ``dataset_info.json``.
 
     Raises:
@@ -95,12 +95,12 @@ def read_datasets(names: str | Sequence[str], dataset_dir: str) -> list[DatasetE
     """
     if dataset_dir == "ONLINE" or dataset_dir.startswith("REMOTE:"):
         raise ValueError(
-            f"dataset_dir={dataset_dir!r} asks for datasets of a hub, and nothing is downloaded silently; fetch them,"
-            f" and give a folder with {INFO}"
+            f"dataset_dir={dataset_dir!r} asks for datasets from a hub, and nothing is downloaded silently; download "
+            f"them, and give a folder with {INFO}"
         )
     path = Path(dataset_dir, INFO)
     if not path.is_file():
-        raise FileNotFoundError(f"dataset_dir={dataset_dir!r} has no {INFO}; give the folder that does")
+        raise FileNotFoundError(f"dataset_dir={dataset_dir!r} has no {INFO}; give the folder that contains it")
     info = read_json(read_text(path), str(path))
     wanted = [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
     return [_entry(name, info, path) for name in wanted]
@@ -116,8 +116,8 @@ def _entry(name: str, info: Any, path: Path) -> DatasetEntry:
     for key, where in _FETCHED.items():
         if key in says:
             raise ValueError(
-                f"{place} comes from {where} ({key}: {says[key]!r}), and nothing is downloaded silently; fetch it,"
-                " and give its file as file_name"
+                f"{place} comes from {where} ({key}: {says[key]!r}), and nothing is downloaded silently; download it, "
+                "and give its file as file_name"
             )
     if "file_name" not in says:
         raise ValueError(f"{place} has no file_name; give a file or a folder beside {INFO}")
@@ -134,13 +134,13 @@ def _entry(name: str, info: Any, path: Path) -> DatasetEntry:
 
 
 def _refuse(says: Mapping[str, Any], place: str) -> None:
-    """Refuse what is not supported."""
+    """Refuse an entry that asks for something unsupported."""
     if says.get("ranking"):
-        raise ValueError(f"{place} is one of preferences (ranking: true), and the stages here are pt and sft")
+        raise ValueError(f"{place} holds preferences (ranking: true), and the stages here are pt and sft")
     if says.get("formatting", "alpaca") not in _FORMATS:
         raise ValueError(f"{place} has formatting: {says['formatting']!r}; choose alpaca, sharegpt or openai")
     if says.get("split", "train") != "train" or says.get("subset") or says.get("folder"):
-        raise ValueError(f"{place} names a split, a subset or a folder of a hub, which files do not have; leave it out")
+        raise ValueError(f"{place} names a split, a subset or a folder on a hub, which files do not have; leave it out")
     count = says.get("num_samples")
     if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         raise ValueError(f"{place} has num_samples: {count!r}; choose 1 or more")
@@ -150,9 +150,9 @@ def _refuse(says: Mapping[str, Any], place: str) -> None:
 
 
 def _named(kind: Any, given: Mapping[str, Any], what: str, refused: Mapping[str, str]) -> Any:
-    """Return the names that a dataset gives; those that it does not name are None."""
+    """Return the names that a dataset gives, with None for all others."""
     if not isinstance(given, Mapping):
-        raise ValueError(f"names of each {what} are an object, not {given!r}; write {{key: name}}")
+        raise ValueError(f"names of each {what} must be an object, not {given!r}; write {{key: name}}")
     names = dict.fromkeys(kind.__dataclass_fields__)
     for key, value in given.items():
         if key in refused:

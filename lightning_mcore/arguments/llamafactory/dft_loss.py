@@ -16,8 +16,8 @@ from lightning_mcore.models.gpt import MCoreGPT
 
 
 class DFTModel(MCoreGPT):
-    """An ``MCoreGPT`` with that loss; it takes the same arguments."""
+    """An ``MCoreGPT`` with the Dynamic Fine-Tuning loss; takes the same arguments."""
 
     def learned_losses(self, losses: Tensor) -> Tensor:
-        """Return each cross entropy times the probability of its token; floats of any shape, the same shape out."""
+        """Return each cross entropy times the probability of its token; floats of any shape, and the same shape out."""
         return losses * torch.exp(-losses.detach())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Fp8Arguments``: how LLaMA-Factory asks for FP8.
 
-The class is separate from ``TrainingArguments`` because ``fp8`` is a yes or no here, and the name of a format there;
-:meth:`Fp8Arguments.merged_into` translates. Of LLaMA-Factory's four backends, ``auto`` and ``te`` mean
-TransformerEngine, which is what FP8 runs on here; the other two are refused by name.
+The class is separate from ``TrainingArguments`` because ``fp8`` is a yes or no here and the name of a format there;
+:meth:`Fp8Arguments.merged_into` translates. LLaMA-Factory has four backends: ``auto`` and ``te`` mean
+TransformerEngine, which computes in FP8 here, and the other two are refused.
 """
 
 import dataclasses
@@ -14,14 +14,14 @@ from lightning_mcore.arguments.fields import check_types, flag, option
 from lightning_mcore.arguments.parallel import load_additional_configs
 
 _OTHER_BACKENDS = {
-    "torchao": "torchao's FP8 is for torch's own linear layers, and Megatron's layers are not",
-    "msamp": "MS-AMP replaces optimizer and layers with its own, which Megatron does not run",
+    "torchao": "torchao's FP8 works on torch's own linear layers, and Megatron's layers are different",
+    "msamp": "MS-AMP replaces the optimizer and layers with its own, which Megatron cannot run",
 }
 
 
 @dataclasses.dataclass
 class Fp8Arguments:
-    """FP8 as LLaMA-Factory asks for it; the help text of each field says what it means.
+    """LLaMA-Factory's options for FP8; the help text of each field explains it.
 
     Raises:
         TypeError: A value has another type.
@@ -35,12 +35,12 @@ class Fp8Arguments:
     fp8_enable_fsdp_float8_all_gather: bool = flag("Gather FP8 shards of FSDP. Not available.", default=False)
 
     def __post_init__(self) -> None:
-        """Check the values, and refuse what is not TransformerEngine's."""
+        """Check the values, and refuse options of other backends."""
         check_types(self)
         if self.fp8_backend in _OTHER_BACKENDS:
             raise ValueError(
-                f"fp8_backend={self.fp8_backend!r} is not available: {_OTHER_BACKENDS[self.fp8_backend]}; choose 'auto'"
-                " or 'te', which is TransformerEngine"
+                f"fp8_backend={self.fp8_backend!r} is not available: {_OTHER_BACKENDS[self.fp8_backend]}; choose "
+                "'auto' or 'te', which mean TransformerEngine"
             )
         if self.fp8_enable_fsdp_float8_all_gather:
             raise ValueError(
@@ -51,9 +51,9 @@ class Fp8Arguments:
             raise ValueError(f"fp8_backend={self.fp8_backend!r} does nothing without fp8=True; set both")
 
     def merged_into(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments of ``TrainingArguments`` with LLaMA-Factory's FP8, if it is asked for.
+        """Return arguments of ``TrainingArguments``, with LLaMA-Factory's FP8 added if it is on.
 
-        That is TransformerEngine's hybrid format, scaled by the largest values of the last 16 steps.
+        It is TransformerEngine's hybrid format, scaled by the largest values of the last 16 steps.
 
         Args:
             values: Arguments by name; an ``fp8_recipe`` among them stays.

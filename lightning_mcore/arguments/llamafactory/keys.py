@@ -2,19 +2,20 @@
 """The keys of a LLaMA-Factory training file that are not arguments of training or of Megatron.
 
 A training file is one flat list of keys: of the model, the data, the fine-tuning, the generation and the training.
-Those of training and of Megatron have the names of ``lightning_mcore.arguments`` and are passed on unchanged. The
-others fall into three groups:
+The training and Megatron keys have the names of ``lightning_mcore.arguments`` and are passed on unchanged. The others
+fall into three groups:
 
 - The fields of :class:`FactoryKeys` are supported.
-- :data:`REFUSED` are not. A key at its default asks for nothing and passes, because files often spell defaults out.
-  With any other value it is refused with its reason, because a run without it would be a different one.
+- :data:`REFUSED` are not supported. A key with its default value is accepted, because files often spell out defaults.
+  With any other value it is refused with the reason, because ignoring it would change the run.
 - Some supported keys mean something slightly different here. :func:`translated` returns the arguments that they
   become, and :func:`notes_of` a line for each, which ``lightning-mcore llamafactory`` prints before it trains and
   ``lightning-mcore plan`` prints with its assumptions.
 
-Of DeepSpeed's config the ZeRO stage counts. Megatron's sharded optimizer, ``use_distributed_optimizer``, saves what
-stages 1 and 2 save; instead of stage 3, the parallel sizes split weights that do not fit. Buckets and the like are
-Megatron's. What would change the run (offloading, a second optimizer, other batch sizes) is refused.
+From DeepSpeed's config, the ZeRO stage is used. Megatron's sharded optimizer, ``use_distributed_optimizer``, saves the
+memory that stages 1 and 2 save; instead of stage 3, the parallel sizes split weights that do not fit. Megatron sets
+buckets and similar details itself. Settings that would change the run (offloading, a second optimizer, other batch
+sizes) are refused.
 """
 
 import json
@@ -31,63 +32,65 @@ FP8Backend = Literal["auto", "te", "torchao", "msamp"]
 
 @dataclass(frozen=True)
 class FactoryKeys:
-    """What a training file says beyond training and Megatron; every default is LLaMA-Factory's own.
+    """The keys of a training file beside those of training and Megatron; the defaults are LLaMA-Factory's.
 
     Args:
         model_name_or_path: A Hugging Face folder or name, or a checkpoint of ours.
-        trust_remote_code: Changes nothing here: code of a model is never run.
+        trust_remote_code: Has no effect: code of a model is never run.
         stage: ``pt`` trains on text, ``sft`` on conversations; the others are refused.
         finetuning_type: ``full`` or ``lora``; the others are refused.
         lora_rank: Rank of the adapters.
         lora_alpha: Their scale is this divided by the rank; None for twice the rank.
-        lora_dropout: Dropout before them.
-        lora_target: ``all``, or endings of names of projections, with commas between them.
-        use_rslora: Divide by the root of the rank.
-        use_dora: Train the lengths of the rows too.
-        additional_target: Endings of names of modules that are trained whole, with commas between them.
-        adapter_name_or_path: The PEFT folder of an adapter to go on with; it has settings of its own.
-        dataset: Names in ``dataset_info.json``, with commas between them.
-        eval_dataset: The same, to evaluate on.
+        lora_dropout: Dropout probability before the adapters.
+        lora_target: ``all``, or endings of projection names, separated by commas.
+        use_rslora: Divide by the square root of the rank instead of the rank.
+        use_dora: Also train the lengths of the rows.
+        additional_target: Endings of names of modules that are trained in full, separated by commas.
+        adapter_name_or_path: The PEFT folder of an adapter to continue; it contains its own settings.
+        dataset: Names in ``dataset_info.json``, separated by commas.
+        eval_dataset: The same, for evaluation.
         dataset_dir: The folder with ``dataset_info.json`` and the files.
-        template: The name of a chat template; None: the tokenizer's own, or that of plain text.
-        cutoff_len: Tokens of a row, and of a sample at most.
+        template: The name of a chat template; None for the tokenizer's own, or plain text.
+        cutoff_len: Tokens of a row, and the largest number of tokens of a sample.
         train_on_prompt: Train on every token.
-        mask_history: Train on the last answer alone.
-        packing: Several samples share a row, without seeing each other; None: only in the stage ``pt``.
-        neat_packing: The same as ``packing`` here, where samples in a row never see each other.
+        mask_history: Train only on the last answer.
+        packing: Put several samples into a row, without seeing each other; None means only in stage ``pt``.
+        neat_packing: The same as ``packing``, because samples in a row never see each other here.
         sequence_packing: The same.
         use_packed_sequences: The same.
         streaming: Tokenise while training.
-        buffer_size: With ``streaming``, samples to draw the next one from.
-        max_samples: Read only this many rows of each dataset, the first ones.
-        val_size: Evaluate on this share of the training samples; above 1, on this many.
-        preprocessing_num_workers: Processes that tokenise.
-        preprocessing_batch_size: Changes nothing here: each row is tokenised by itself.
-        data_shared_file_system: Changes nothing here: one process of each machine tokenises, and the cache locks.
+        buffer_size: With ``streaming``, the number of samples from which the next one is drawn.
+        max_samples: Read only this many rows of each dataset, from the start.
+        val_size: Evaluate on this share of the training samples; above 1, on this number of samples.
+        preprocessing_num_workers: Number of processes that tokenise.
+        preprocessing_batch_size: Has no effect: each row is tokenised separately.
+        data_shared_file_system: Has no effect: one process of each machine tokenises, and the cache uses locks.
         default_system: The system message of rows that have none.
-        enable_thinking: For a template with thoughts.
-        preserve_thinking: For a template with thoughts.
+        enable_thinking: With a template that has thoughts: where empty ones are written; see ``ChatTemplate``.
+        preserve_thinking: With a template that has thoughts: keep those of earlier turns.
         cache_dir: Where ``datasets`` keeps rows and tokens.
-        overwrite_cache: Changes nothing here: the cache goes by files, tokenizer and settings, so it is never stale.
-        disable_shuffling: Rows come in the order of the files.
-        warmup_ratio: The same as ``warmup_steps`` below 1; transformers before 5 has this name for it.
-        early_stopping_steps: Evaluations without a better ``metric_for_best_model`` that end the run.
-        plot_loss: Draw the losses into ``output_dir``.
-        overwrite_output_dir: Start again in a folder that is not empty.
+        overwrite_cache: Has no effect: the cache depends on files, tokenizer and settings, so it is never stale.
+        disable_shuffling: Keep the order of the files.
+        warmup_ratio: The same as ``warmup_steps`` below 1; its name in transformers before 5.
+        early_stopping_steps: Number of evaluations without a better ``metric_for_best_model`` that ends the run.
+        plot_loss: Save a plot of the losses in ``output_dir``.
+        overwrite_output_dir: Start a new run in a folder that is not empty.
         moe_aux_loss_coef: The same as ``moe_aux_loss_coeff``.
-        disable_gradient_checkpointing: Contradicts ``recompute_granularity``; without that nothing is recomputed.
-        fp8_backend: ``auto`` or ``te``; both are TransformerEngine, and the others are refused.
-        mixed_precision: ``bf16_mixed`` is ``bf16: true``, ``fp16_mixed`` is ``fp16: true``; None: what those say.
+        disable_gradient_checkpointing: Contradicts ``recompute_granularity``; nothing is recomputed without that
+            anyway.
+        fp8_backend: ``auto`` or ``te``, which both mean TransformerEngine; the others are refused.
+        mixed_precision: ``bf16_mixed`` is ``bf16: true``, ``fp16_mixed`` is ``fp16: true``; None leaves the choice to
+            those two keys.
         export_hf_on_finish: Write the model in Hugging Face form at the end.
         masked_softmax_fusion: A field of ``TransformerConfig``; None keeps its default.
-        deepspeed: DeepSpeed's config, a file or the dict itself; see :func:`translated`, also for the next four.
+        deepspeed: DeepSpeed's config, as a file or a dict; see :func:`translated`, also for the next four keys.
         pure_bf16: The same as ``bf16``.
-        flash_attn: Megatron's attention is used.
-        enable_liger_kernel: Megatron's layers are used.
-        use_v1_kernels: The same.
-        use_dft_loss: The loss of Dynamic Fine-Tuning, see ``dft_loss.py``.
-        use_mca: Every run here uses Megatron.
-        use_megatron_bridge: Every run here uses Megatron.
+        flash_attn: Has no effect: Megatron's attention is used.
+        enable_liger_kernel: Has no effect: Megatron's layers are used.
+        use_v1_kernels: Has no effect: Megatron's layers are used.
+        use_dft_loss: Use the loss of Dynamic Fine-Tuning (``dft_loss.py``).
+        use_mca: Has no effect: every run here uses Megatron.
+        use_megatron_bridge: Has no effect: every run here uses Megatron.
     """
 
     model_name_or_path: str | None = None
@@ -165,7 +168,7 @@ class FactoryKeys:
 
     @property
     def packs(self) -> bool:
-        """Whether several samples, or texts, share a row."""
+        """Whether a row holds several samples or texts."""
         if self.neat_packing or self.sequence_packing or self.use_packed_sequences:
             return True
         return self.stage == "pt" if self.packing is None else self.packing
@@ -176,28 +179,28 @@ def _names(text: str) -> list[str]:
 
 
 LORA = "lora_rank lora_alpha lora_dropout lora_target use_rslora use_dora additional_target adapter_name_or_path"
-"""Keys of ``finetuning_type: lora`` alone."""
+"""Keys that only ``finetuning_type: lora`` uses."""
 
 _FULL = "belongs to a way of fine-tuning that is not available; choose finetuning_type: full or lora without it"
 _PREFERENCES = "belongs to learning from preferences or rewards, and the stages here are pt and sft"
-_VISION = "belongs to models of images, video or sound, and those here read text"
-_QUANTIZED = "belongs to quantised weights; numbers are chosen here with bf16, fp16 and fp8"
+_VISION = "belongs to models of images, video or sound, and the models here read text"
+_QUANTIZED = "belongs to quantised weights; bf16, fp16 and fp8 choose the number format here"
 _OPTIMIZER = "belongs to an optimizer that is not available; choose optim: adamw_torch or sgd"
 _GENERATION = "belongs to generating text, which a training run here does not do"
 _EXPORT = "belongs to LLaMA-Factory's export; lightning-mcore export writes a checkpoint in Hugging Face form"
 _ENGINE = "belongs to an inference engine, and this command trains"
 _KT = "belongs to KTransformers; Megatron's layers are used"
 _KERNELS = "replaces layers of transformers, and Megatron's are used"
-_ASFT = "needs a second model, which the run would keep beside the one that it trains; use_dft_loss is its other part"
+_ASFT = "needs a second model in memory beside the trained one; use_dft_loss is its other part"
 _EAFT = "weighs tokens by the entropy of their logits, and Megatron returns only the loss of each token"
 _MUON = (
-    "treats queries, keys and values as matrices of their own there, and Megatron keeps them in one; in Python,"
-    " MuonWithAdamW trains that one, without tensor parallelism and the distributed optimizer"
+    "treats queries, keys and values as separate matrices, and Megatron keeps them in one; in Python, MuonWithAdamW "
+    "trains that matrix, without tensor parallelism and the distributed optimizer"
 )
 _SWANLAB = "belongs to SwanLab; choose report_to: tensorboard or wandb"
 _TOKENS = "changes the vocabulary, which is that of model_name_or_path; change tokenizer and model before the run"
-_HUB = "asks for a model of a hub with more than its name; fetch it first, and give its folder as model_name_or_path"
-_HYPER = "belongs to HyperParallel; the parallel sizes are tensor_model_parallel_size and its like"
+_HUB = "asks for a model on a hub by more than its name; download it first, and give its folder as model_name_or_path"
+_HYPER = "belongs to HyperParallel; the parallel sizes are tensor_model_parallel_size and so on"
 _PROFILER = "belongs to a profiler that is not available; give the Trainer a profiler in Python"
 _RAY = "belongs to a launch on Ray, which is not supported yet; start the same command with torchrun"
 
@@ -390,11 +393,11 @@ _GROUPS: dict[str, dict[str, Any]] = {
         "print_param_status": False,
     },
     _RAY: {"ray_num_workers": 1, "ray_init_kwargs": None, "master_addr": None, "master_port": None},
-    "asks for a slow tokenizer, and transformers has fast ones for these models": {"use_fast_tokenizer": True},
-    "splits special tokens, which templates are made of": {"split_special_tokens": False},
-    "is how transformers reads weights; here each rank reads its own parts of them": {"low_cpu_mem_usage": True},
+    "asks for a slow tokenizer, and these models have fast ones": {"use_fast_tokenizer": True},
+    "splits special tokens, which templates consist of": {"split_special_tokens": False},
+    "changes how transformers reads weights; here each rank reads its own parts of them": {"low_cpu_mem_usage": True},
     "is not supported; scale positions in rope_parameters of the model's config.json": {"rope_scaling": None},
-    "is how PyTorch recomputes; Megatron recomputes by recompute_granularity": {"use_reentrant_gc": True},
+    "changes how PyTorch recomputes; Megatron recomputes as recompute_granularity says": {"use_reentrant_gc": True},
     "starts from random weights; in Python, MCoreGPT(...) without from_pretrained does that": {
         "train_from_scratch": False
     },
@@ -407,13 +410,13 @@ _GROUPS: dict[str, dict[str, Any]] = {
     },
     "calls tools, which the templates here do not support": {"tool_format": None},
     "counts padding in the loss, and padding is never trained on here": {"ignore_pad_token_for_loss": True},
-    "reports each evaluation dataset by itself; they are evaluated as one here": {"eval_on_each_dataset": False},
+    "reports each evaluation dataset separately; they are evaluated as one here": {"eval_on_each_dataset": False},
     "is always logged here, as val_accuracy; leave it out": {"compute_accuracy": False},
     "is always logged here, as tokens_per_second; leave it out": {"include_effective_tokens_per_second": False},
     "is a checkpoint of Megatron-Bridge; give model_name_or_path, a Hugging Face model or a checkpoint of ours": {
         "megatron_pretrained_checkpoint": None
     },
-    "holds paths of Megatron-Bridge's own config; give fields of TransformerConfig in additional_configs": {
+    "sets paths in Megatron-Bridge's own config; give fields of TransformerConfig in additional_configs": {
         "extra_config": None
     },
 }
@@ -421,17 +424,17 @@ _GROUPS: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, tuple[Any, str]] = {
     key: (default, reason) for reason, keys in _GROUPS.items() for key, default in keys.items()
 }
-"""The keys that are not supported: the default, and why any other value is refused."""
+"""The unsupported keys: the default of each, and why any other value is refused."""
 
 
-_SAME = {  # numbers that DeepSpeed's config may repeat, and their defaults in a training file
+_SAME = {  # values that DeepSpeed's config may repeat, with their defaults in a training file
     "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", 8),
     "gradient_accumulation_steps": ("gradient_accumulation_steps", 1),
     "gradient_clipping": ("max_grad_norm", 1.0),
 }
 _SHARDED = "use_distributed_optimizer: true, which shards the optimizer's state over the data-parallel ranks"
 _STAGES = {
-    0: "plain data parallelism, as without it",
+    0: "plain data parallelism, the same as without DeepSpeed",
     1: _SHARDED,
     2: f"{_SHARDED}; each of them keeps the buffer of its gradients whole",
     3: f"{_SHARDED}; stage 3 shards the weights too, which tensor_model_parallel_size and"
@@ -440,29 +443,29 @@ _STAGES = {
 
 
 def translated(keys: FactoryKeys, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of training and of Megatron, with those that other keys become.
+    """Return the training and Megatron arguments, including those that other keys turn into.
 
     Args:
-        keys: The supported keys of other kinds.
-        values: Arguments of training and of Megatron that the file gives, by name.
+        keys: The supported keys that are not such arguments.
+        values: The training and Megatron arguments in the file, by name.
 
     Raises:
         FileNotFoundError: DeepSpeed's config does not exist.
-        ValueError: It asks for what is not supported, or it contradicts the file.
+        ValueError: DeepSpeed's config asks for something unsupported, or contradicts the file.
     """
     found = {**values, "bf16": True} if keys.pure_bf16 else dict(values)
     if keys.deepspeed is None or (stage := _stage(keys.deepspeed, found)) == 0:
         return found
     if found.get("use_distributed_optimizer") is False:
         raise ValueError(
-            f"deepspeed: {_name(keys.deepspeed)} is stage {stage} of ZeRO, which shards the optimizer, and contradicts"
+            f"deepspeed: {_name(keys.deepspeed)} is ZeRO stage {stage}, which shards the optimizer, and contradicts"
             " use_distributed_optimizer: False; leave one of them out"
         )
     return {**found, "use_distributed_optimizer": True}
 
 
 def notes_of(keys: FactoryKeys) -> tuple[str, ...]:
-    """Return a line for each key that means something slightly different here."""
+    """Return a note for each key whose meaning differs slightly here."""
     notes = []
     if keys.deepspeed is not None:
         stage = _stage_of(_read(keys.deepspeed), _name(keys.deepspeed))
@@ -474,12 +477,12 @@ def notes_of(keys: FactoryKeys) -> tuple[str, ...]:
         )
     if keys.flash_attn != "auto":
         notes.append(
-            f"flash_attn: {keys.flash_attn} chooses among the attentions of transformers; Megatron's is used, on GPUs"
-            " TransformerEngine's, which chooses for itself or by NVTE_FLASH_ATTN"
+            f"flash_attn: {keys.flash_attn} chooses among the attentions of transformers; Megatron's attention is "
+            "used, or TransformerEngine's on GPUs, which NVTE_FLASH_ATTN controls"
         )
     for name in ("enable_liger_kernel", "use_v1_kernels"):
         if getattr(keys, name):
-            notes.append(f"{name}: True replaces layers of transformers by faster ones; Megatron's layers are used")
+            notes.append(f"{name}: True replaces transformers' layers by faster ones; Megatron's layers are used")
     return tuple(notes)
 
 
@@ -488,7 +491,7 @@ def _name(given: str | dict[str, Any]) -> str:
 
 
 def _read(given: str | dict[str, Any]) -> dict[str, Any]:
-    """Return DeepSpeed's config; ``given`` is the config or the path of its file."""
+    """Return DeepSpeed's config, given as a dict or as the path of its file."""
     if not isinstance(given, str):
         return given
     if not os.path.isfile(given):
@@ -519,7 +522,7 @@ def _stage_of(config: Mapping[str, Any], name: str) -> int:
 
 
 def _stage(given: str | dict[str, Any], values: Mapping[str, Any]) -> int:
-    """Return the ZeRO stage, and refuse everything else that differs from the training file."""
+    """Return the ZeRO stage, and refuse other settings that differ from the training file."""
     config, name = _read(given), _name(given)
     zero = _part(config, "zero_optimization")
     next_steps = {

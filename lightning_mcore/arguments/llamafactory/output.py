@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a LLaMA-Factory run writes into ``output_dir``: its losses, its checkpoints and, at the end, its model.
+"""The output of a LLaMA-Factory run in ``output_dir``: losses, checkpoints and, at the end, the model.
 
 :class:`LossRecord` writes ``trainer_log.jsonl``, where LLaMA-Factory's tools look for losses:
 ``{"step": 10, "loss": 1.25, "lr": 1e-05, "epoch": 0}`` for training, ``{"step": 10, "eval_loss": 1.5, "epoch": 0}`` for
 evaluation. Rank 0 writes it, and a resumed run appends to it.
 
-Checkpoints (``checkpoint-<step>...``) are saved while a run goes on. The model in Hugging Face form follows at the end,
-beside them, so that the folder itself can be loaded. It is first written whole to a folder inside, and then moved;
-``config.json``, without which nothing can load it, moves last. The next run finishes a move that was interrupted. So it
-is with adapters and their ``adapter_config.json``.
+Checkpoints (``checkpoint-<step>...``) are saved during the run. The model in Hugging Face form is added at the end, so
+that ``output_dir`` itself can be loaded. It is first written to a folder inside, and then moved; ``config.json``,
+without which nothing can load the model, moves last. The next run finishes an interrupted move. Adapters and their
+``adapter_config.json`` are written in the same way.
 """
 
 import json
@@ -27,18 +27,18 @@ PICTURE = "training_loss.png"
 
 
 class LossRecord(Callback):
-    """Records the losses of training and of evaluation; each is a mean over the tokens that count.
+    """Records the losses of training and of evaluation; each is a mean over the tokens that are not masked.
 
     Args:
-        folder: Where the file is written.
-        picture: Whether to draw them at the end.
+        folder: Where to write the file.
+        picture: Whether to plot the losses at the end.
 
     Attributes:
         training: Optimizer steps and their losses, at each step that is logged.
-        evaluation: Optimizer steps and the losses of the evaluations there.
+        evaluation: Optimizer steps with an evaluation, and its loss.
 
     Raises:
-        ModuleNotFoundError: matplotlib is needed for the picture and is not installed.
+        ModuleNotFoundError: The plot needs matplotlib, which is not installed.
     """
 
     def __init__(self, folder: str, picture: bool = False) -> None:
@@ -52,7 +52,7 @@ class LossRecord(Callback):
         self._step = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note the step that the run resumes from."""
+        """Remember the step that the run resumes from."""
         self._step = trainer.global_step
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
@@ -70,7 +70,7 @@ class LossRecord(Callback):
         self._write(trainer, {"step": step, "loss": float(loss), "lr": max(rates, default=0.0)})
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Record the loss of an evaluation, also of the one before the first step (``eval_on_start``)."""
+        """Record the loss of an evaluation, including the one before the first step (``eval_on_start``)."""
         loss = trainer.callback_metrics.get("val_loss")
         if loss is None:
             return
@@ -78,7 +78,7 @@ class LossRecord(Callback):
         self._write(trainer, {"step": trainer.global_step, "eval_loss": float(loss)})
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Draw the losses."""
+        """Plot the losses."""
         if self._picture and trainer.is_global_zero:
             self._draw()
 
@@ -113,8 +113,8 @@ def _require_matplotlib() -> None:
 
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)(-v\d+)?\.ckpt")
-_PREEMPTED = re.compile(r"last-preempted(-v\d+)?\.ckpt")  # of enable_jit_checkpoint
-_CONFIGS = ("config.json", "adapter_config.json")  # nothing can load a model, or adapters, without it
+_PREEMPTED = re.compile(r"last-preempted(-v\d+)?\.ckpt")  # written by enable_jit_checkpoint
+_CONFIGS = ("config.json", "adapter_config.json")  # without these, nothing can load a model or adapters
 _OF_A_MODEL = ("config.json", "model.safetensors", "model.safetensors.index.json")
 _OF_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 _UNFINISHED = "unfinished-model"
@@ -122,11 +122,11 @@ _NAMES, _PART = ".files-of-the-model", ".part"  # the names of the files to move
 
 
 def where_to_resume(output_dir: str, overwrite: bool) -> str | None:
-    """Return the newest checkpoint in a folder; None to start again.
+    """Return the newest checkpoint in a folder; None to start a new run.
 
     Args:
         output_dir: The folder, which need not exist.
-        overwrite: Whether to start again whatever it holds.
+        overwrite: Whether to start a new run whatever the folder holds.
 
     Raises:
         ValueError: The folder holds a model, and no checkpoint to resume from.
@@ -142,19 +142,19 @@ def where_to_resume(output_dir: str, overwrite: bool) -> str | None:
     there = [name for name in _OF_A_MODEL + _OF_ADAPTERS if (folder / name).exists()]
     if there:
         raise ValueError(
-            f"output_dir: {output_dir} holds a model already ({there[0]}), and no checkpoint to resume from; choose"
+            f"output_dir: {output_dir} already holds a model ({there[0]}), and no checkpoint to resume from; choose"
             " another folder, or set overwrite_output_dir: true"
         )
     return None
 
 
 def unfinished(output_dir: str) -> str:
-    """Return the folder inside ``output_dir`` to which the model is written first."""
+    """Return the folder inside ``output_dir`` where the model is written first."""
     return os.path.join(output_dir, _UNFINISHED)
 
 
 def is_waiting(output_dir: str) -> bool:
-    """Return whether a complete model is in the folder inside, not yet moved or being moved."""
+    """Return whether a complete model is in the inner folder, not yet or only partly moved."""
     source = Path(unfinished(output_dir))
     return any((source / name).is_file() for name in (_NAMES, *_CONFIGS))
 
@@ -163,7 +163,7 @@ def _noted(source: Path) -> list[str]:
     """Return the names of the files to move.
 
     Raises:
-        ValueError: The note is damaged.
+        ValueError: The list of files is damaged.
     """
     try:
         names = json.loads((source / _NAMES).read_text(encoding="utf-8"))
@@ -175,11 +175,11 @@ def _noted(source: Path) -> list[str]:
 
 
 def move_in(output_dir: str) -> None:
-    """Move the finished model inside to its place, over an older one; do nothing if there is none.
+    """Move the finished model from the inner folder to its place, replacing an older one; do nothing if there is none.
 
-    If the process dies, the old model is whole, or the new one is, or the next call finishes the move: the file names
-    of the new model are saved before the first file of the old one is deleted. In between there is no ``config.json``,
-    so that parts of both cannot be loaded together.
+    If the process dies, either the old model or the new one is whole, or the next call finishes the move: the file
+    names of the new model are saved before the first file of the old one is deleted. In between there is no
+    ``config.json``, so that a mixture of both cannot be loaded.
     """
     source, target = Path(unfinished(output_dir)), Path(output_dir)
     if not is_waiting(output_dir):
@@ -192,7 +192,7 @@ def move_in(output_dir: str) -> None:
     if (source / config).exists():
         (target / config).unlink(missing_ok=True)
     older = [*target.glob("model*.safetensors"), *(target / name for name in (_OF_A_MODEL[2], *_OF_ADAPTERS))]
-    for stale in older if config == model else ():  # adapters leave a model where it is
+    for stale in older if config == model else ():  # adapters do not replace a model
         if stale.name not in names:
             stale.unlink(missing_ok=True)
     for name in sorted(names, key=lambda name: (name == config, name)):

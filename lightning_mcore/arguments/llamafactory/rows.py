@@ -5,7 +5,7 @@
 ``sharegpt`` and ``openai`` rows have a list of messages, whose roles the dataset names. There are three differences
 from ``data/finetuning/conversations.py``: the names come from ``dataset_info.json``; one line break joins the two parts
 of an instruction; and a conversation that does not alternate is skipped and counted, as in LLaMA-Factory. A row that
-calls tools is refused, because the templates here do not write tool calls.
+calls tools is refused, because the templates here cannot write tool calls.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,14 +22,14 @@ from lightning_mcore.data.finetuning.tokenized import Encoder, Reading
 
 @dataclass(frozen=True)
 class FactoryReading(Reading):
-    """How the rows of one dataset are read.
+    """How to read the rows of one dataset.
 
     Args:
         entry: Its entry in ``dataset_info.json``.
-        max_samples: Read only this many rows, the first ones; None for all.
+        max_samples: Read only this many rows, from the start; None for all.
         seed: Seed for drawing rows.
-        documents: Each row is a text instead of a conversation.
-        joined: Texts are joined, so that none begins a new row.
+        documents: Read each row as a text instead of a conversation.
+        joined: Join texts, so that they do not begin new rows.
     """
 
     entry: DatasetEntry = field(default_factory=lambda: DatasetEntry("", ()))
@@ -39,17 +39,17 @@ class FactoryReading(Reading):
     joined: bool = False
 
     def reader(self, columns: Iterable[str]) -> "FactoryRows":
-        """Return the reader of rows with these columns."""
+        """Return a reader for rows with these columns."""
         return FactoryRows(self.entry, list(columns))
 
     def encoder(self, tokenizer: Any) -> Encoder:
-        """Return the encoder of conversations or texts."""
+        """Return the encoder for conversations or texts."""
         if self.documents:
             return DocumentEncoder(tokenizer, self.template, begins=not self.joined)
         return super().encoder(tokenizer)
 
     def chosen(self, rows: int) -> Sequence[int] | None:
-        """Return the indices of the rows to read: the drawn ones, cut to ``max_samples``."""
+        """Return the indices of the rows to read: the drawn rows, at most ``max_samples``."""
         count = self.entry.num_samples
         if count is None:
             return None if self.max_samples is None else range(min(self.max_samples, rows))
@@ -84,8 +84,8 @@ class FactoryRows:
         missing = [name for name in self.needed if name not in columns]
         if missing:
             raise ValueError(
-                f"the dataset {entry.name!r} has the columns {', '.join(map(repr, columns))}, and not"
-                f" {', '.join(map(repr, missing))}; name its columns in dataset_info.json"
+                f"the dataset {entry.name!r} has the columns {', '.join(map(repr, columns))}, but not "
+                f"{', '.join(map(repr, missing))}; name its columns in dataset_info.json"
             )
         self._entry = entry
 
@@ -94,7 +94,7 @@ class FactoryRows:
 
         Args:
             row: Its values by column.
-            name: What to call it in an error.
+            name: The name of the row in errors.
 
         Raises:
             ValueError: The row calls tools, or a message lacks a field.
@@ -103,7 +103,7 @@ class FactoryRows:
         columns = self._entry.columns
         if columns.tools is not None and row[columns.tools]:
             raise ValueError(
-                f"{name} calls tools ({columns.tools}), which the templates here do not write; leave the row out"
+                f"{name} calls tools ({columns.tools}), which the templates here cannot write; leave the row out"
             )
         system = _text(row, columns.system, name) if columns.system is not None else ""
         if self._entry.formatting == "alpaca":
@@ -128,7 +128,7 @@ class FactoryRows:
         return [*turns, *_exchange(prompt, answer)]
 
     def _spoken(self, row: Row, name: str) -> tuple[str, list[Message]]:
-        """Return the system's text and the turns of a row of messages."""
+        """Return the system message and the turns of a row of messages."""
         tags = self._entry.tags
         roles = {tags.user_tag: "user", tags.assistant_tag: "assistant"}
         tools = {tags.observation_tag, tags.function_tag} - {None}
@@ -144,7 +144,7 @@ class FactoryRows:
                     raise ValueError(f"{place} has no {key!r}; name its fields in the tags of dataset_info.json")
             role = message[tags.role_tag]
             if role in tools or message.get("tool_calls"):
-                raise ValueError(f"{place} calls a tool, which the templates here do not write; leave the row out")
+                raise ValueError(f"{place} calls a tool, which the templates here cannot write; leave the row out")
             text = _text(message, tags.content_tag, place)
             if number == 0 and tags.system_tag is not None and role == tags.system_tag:
                 system = text
@@ -159,7 +159,7 @@ def _exchange(prompt: str, answer: str) -> list[Message]:
 
 
 def _text(fields: Mapping[str, Any], key: str | None, name: str) -> str:
-    """Return a text; null is the empty text."""
+    """Return the text of a field; empty text for null."""
     value = fields[str(key)]
     if value is None:
         return ""

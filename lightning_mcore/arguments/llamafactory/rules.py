@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which keys of a LLaMA-Factory file are unknown or not supported, and which contradict each other.
+"""Refuse keys of a LLaMA-Factory file that are unknown, unsupported, or contradict each other.
 
 Each refusal is one sentence that names the keys. ``run.py`` checks these rules before it uses the file.
 """
@@ -13,18 +13,18 @@ from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.text import unknown_name
 
 OWN = {field.name for field in dataclasses.fields(FactoryKeys)}
-"""Names of the supported keys that are neither of training nor of Megatron."""
+"""Names of the supported keys that are not training or Megatron arguments."""
 
 _PRECISIONS = ("bf16_mixed", "fp16_mixed", "fp32")
 _BRIDGE_FP8 = "set fp8: hybrid and bf16: true for FP8"
 
 
 def check_names(given: Mapping[str, Any], path: str) -> None:
-    """Refuse names that are neither keys of LLaMA-Factory nor arguments.
+    """Refuse names that are neither LLaMA-Factory keys nor arguments.
 
     Args:
         given: All keys of the file.
-        path: The file, for the message.
+        path: The file, named in errors.
 
     Raises:
         ValueError: A name is unknown.
@@ -36,18 +36,18 @@ def check_names(given: Mapping[str, Any], path: str) -> None:
 
 
 def check_supported(given: Mapping[str, Any]) -> None:
-    """Refuse keys of LLaMA-Factory that ask for what is not supported; at their defaults they are accepted.
+    """Refuse unsupported LLaMA-Factory keys, unless they have their default values.
 
     Args:
         given: All keys of the file.
 
     Raises:
-        ValueError: A key does not have its default.
+        ValueError: An unsupported key does not have its default value.
     """
     for key, value in given.items():
         if key in REFUSED and not _equal(value, REFUSED[key][0]):
             default, reason = REFUSED[key]
-            raise ValueError(f"{key}: {_shown(key, value)} {reason}; leave it out, or at its default {default!r}")
+            raise ValueError(f"{key}: {_shown(key, value)} {reason}; leave it out, or keep its default {default!r}")
 
 
 def _equal(value: Any, default: Any) -> bool:
@@ -59,10 +59,10 @@ def _shown(key: str, value: Any) -> str:
 
 
 def check_keys(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
-    """Refuse values that are not supported, and contradictions.
+    """Refuse unsupported values and contradictions.
 
     Args:
-        keys: The supported keys that are neither of training nor of Megatron.
+        keys: The supported keys that are not training or Megatron arguments.
         given: All keys of the file.
 
     Raises:
@@ -102,8 +102,8 @@ def _check_adapters(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
     others = [name for name in named if name != "adapter_name_or_path"]
     if path is not None and others:
         raise ValueError(
-            f"{others[0]}: {given[others[0]]!r} contradicts adapter_name_or_path: {path}, whose adapter_config.json"
-            " has the settings; leave one of them out"
+            f"{others[0]}: {given[others[0]]!r} contradicts adapter_name_or_path: {path}, whose adapter_config.json "
+            "has the settings; leave one of them out"
         )
 
 
@@ -151,7 +151,7 @@ def _check_learning(keys: FactoryKeys) -> None:
         value = getattr(keys, name)
         if keys.template is None and value != default:
             raise ValueError(
-                f"{name}: {value!r} needs a template, and the tokenizer's own one cannot be changed; set template"
+                f"{name}: {value!r} needs a template, and the tokenizer's own cannot be changed; set template"
             )
 
 
@@ -159,7 +159,7 @@ def _check_evaluation(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
     if given.get("do_train") and not keys.dataset:
         raise ValueError("do_train: True needs a dataset; name one of dataset_info.json")
     if not keys.dataset:
-        raise ValueError("the file has no dataset; name one of dataset_info.json, also to evaluate alone")
+        raise ValueError("the file has no dataset; name one of dataset_info.json, which evaluation alone needs too")
     if not given.get("do_train") and not given.get("do_eval") and not given.get("do_predict"):
         raise ValueError("the file asks neither for training nor for evaluation; set do_train: true, or do_eval: true")
     if keys.val_size and keys.eval_dataset:
@@ -202,7 +202,7 @@ def _check_training(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
     if keys.disable_gradient_checkpointing and given.get("recompute_granularity") is not None:
         raise ValueError(
             f"disable_gradient_checkpointing: True contradicts recompute_granularity: {given['recompute_granularity']},"
-            " which computes activations again; leave one of them out"
+            " which recomputes activations; leave one of them out"
         )
     if not 0 <= keys.warmup_ratio < 1:
         raise ValueError(
@@ -210,8 +210,8 @@ def _check_training(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
         )
     if keys.warmup_ratio and given.get("warmup_steps"):
         raise ValueError(
-            f"warmup_ratio: {keys.warmup_ratio} and warmup_steps: {given['warmup_steps']} both say how long the"
-            " learning rate rises; leave one of them out"
+            f"warmup_ratio: {keys.warmup_ratio} and warmup_steps: {given['warmup_steps']} both set the length of the "
+            "warm-up; leave one of them out"
         )
     coefficients = keys.moe_aux_loss_coef, given.get("moe_aux_loss_coeff")
     if None not in coefficients and coefficients[0] != coefficients[1]:

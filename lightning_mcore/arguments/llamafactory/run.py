@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training file of LLaMA-Factory as a run: its keys sorted, and checked against each other.
+"""Read a training file of LLaMA-Factory as a run: sort its keys, and check them against each other.
 
-:func:`read_run` makes a :class:`FactoryRun` from a file, or says in one sentence why it cannot run. The run has the
-keys of ``keys.py``, the arguments of training and of Megatron, and the datasets. Reading a file builds no model, reads
-no data, and imports neither Lightning nor megatron-core, so ``lightning-mcore plan`` uses it too.
+:func:`read_run` makes a :class:`FactoryRun` from a file, or raises one sentence that says why it cannot run. The run
+holds the keys of ``keys.py``, the training and Megatron arguments, and the datasets. Reading a file builds no model,
+reads no data, and imports neither Lightning nor megatron-core, so ``lightning-mcore plan`` can use it too.
 ``cli/llamafactory.py`` runs the result.
 """
 
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from lightning_mcore.models.gpt import MCoreGPT
 
 _PRECISIONS = {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}
-_BRIDGE = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")  # on by default there
+_BRIDGE = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")  # on by default in it
 
 
 @dataclasses.dataclass(frozen=True)
 class FactoryRun:
-    """What a training file asks for.
+    """The run that a training file asks for.
 
     Attributes:
-        keys: The supported keys of other kinds.
-        arguments: The arguments of training and of Megatron.
-        train: Datasets to train on.
-        evaluation: Datasets to evaluate on.
+        keys: The supported keys that are not training or Megatron arguments.
+        arguments: The training and Megatron arguments.
+        train: The training datasets.
+        evaluation: The evaluation datasets.
         template: The chat template; None for the tokenizer's own.
-        notes: A line for each key that means something slightly different here.
+        notes: A note for each key whose meaning differs slightly here.
     """
 
     keys: FactoryKeys
@@ -61,7 +61,7 @@ class FactoryRun:
         """Return the run as plain data.
 
         Args:
-            devices: Ranks on each machine; None for what the Trainer finds.
+            devices: Ranks on each machine; None for as many as the Trainer finds.
             num_nodes: Machines; None for one.
 
         Raises:
@@ -75,7 +75,7 @@ class FactoryRun:
         return dataclasses.replace(settings, model=model, data=data, notes=self.notes)
 
     def model(self) -> "MCoreGPT":
-        """Make the model, with the loss that the file asks for.
+        """Build the model, with the loss that the file asks for.
 
         Raises:
             FileNotFoundError: There is no such model.
@@ -107,7 +107,7 @@ class FactoryRun:
         }
 
     def data(self) -> "FactoryData":
-        """Make the data module; loads the tokenizer.
+        """Build the data module; loads the tokenizer.
 
         Raises:
             ValueError: The tokenizer cannot be loaded, or the template does not fit it.
@@ -144,7 +144,7 @@ def read_run(path: str, overrides: Sequence[str] = ()) -> FactoryRun:
 
     Args:
         path: The file, YAML or JSON.
-        overrides: Changes to the file, each ``key=value``.
+        overrides: Changes to the file, as texts ``key=value``.
 
     Raises:
         FileNotFoundError: There is no such file, model folder or dataset.
@@ -166,14 +166,14 @@ def read_run(path: str, overrides: Sequence[str] = ()) -> FactoryRun:
 
 
 def _own_keys(given: Mapping[str, Any]) -> FactoryKeys:
-    """Return the keys of :class:`FactoryKeys`, with their types checked."""
+    """Check the types of the keys of :class:`FactoryKeys`, and return them."""
     keys = FactoryKeys(**{key: value for key, value in given.items() if key in OWN})
     check_types(keys)
     return keys
 
 
 def _refuse_model(keys: FactoryKeys) -> None:
-    """Refuse a model of an unknown family first, before the keys that such a model would need."""
+    """Refuse a model of an unknown family before any keys that only such a model needs."""
     path = keys.model_name_or_path
     if path is None:
         raise ValueError("the file has no model_name_or_path; give a Hugging Face folder or name")
@@ -182,7 +182,7 @@ def _refuse_model(keys: FactoryKeys) -> None:
 
 
 def _template(keys: FactoryKeys) -> ChatTemplate | None:
-    """Return the template that the file names, with its changes."""
+    """Return the template that the file names, with the file's changes to it."""
     if keys.template is None:
         return None
     named = named_template(keys.template)
@@ -200,13 +200,13 @@ def _check_datasets(keys: FactoryKeys, train: list[DatasetEntry], evaluation: li
     spoken = [e.name for e in train + evaluation if e.formatting != "alpaca" or not e.columns.prompt]
     if keys.stage == "pt" and spoken:
         raise ValueError(
-            f"the dataset {spoken[0]!r} holds conversations, and stage: pt reads texts; name their column as prompt"
-            " in dataset_info.json, or choose stage: sft"
+            f"the dataset {spoken[0]!r} holds conversations, and stage: pt reads texts; give the column of the texts "
+            "as prompt in dataset_info.json, or choose stage: sft"
         )
 
 
 def _arguments(keys: FactoryKeys, given: Mapping[str, Any]) -> "Seq2SeqTrainingArguments":
-    """Return the arguments of training and of Megatron, with what follows from other keys."""
+    """Return the training and Megatron arguments, including those that follow from other keys."""
     from lightning_mcore.arguments.training import Seq2SeqTrainingArguments
 
     values = {key: value for key, value in given.items() if key not in OWN and key not in REFUSED}
@@ -229,7 +229,7 @@ def _arguments(keys: FactoryKeys, given: Mapping[str, Any]) -> "Seq2SeqTrainingA
 
 
 def _with_fp8(keys: FactoryKeys, values: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments with a yes or no for FP8 translated; the name of a format stays."""
+    """Translate a yes or no for FP8 in the arguments; the name of a format stays."""
     fp8 = values.get("fp8")
     if isinstance(fp8, bool):
         del values["fp8"]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes on a disk: folders that appear only when they are whole, direct writes, torch archives."""
+"""Files on a disk: folders that appear only when they are whole, direct writes, torch archives."""

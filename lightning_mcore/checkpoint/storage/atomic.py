@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replace, remove and link a local directory in one step, so that a crash never leaves half of one under its name.
+"""Replace, remove and link a local directory in one step, so that a crash never leaves half a directory.
 
 A directory is written in ``<parent>/.unfinished/<name>``, a hidden folder on the same disk. It is renamed when its
-writer says that it is whole, and what it replaces is deleted after that. Nothing here knows what is in a directory:
-``checkpoint/files.py`` says that of a checkpoint.
+writer says that it is whole, and the directory that it replaces is deleted after that. This file does not know what a
+directory holds; for checkpoints, ``checkpoint/files.py`` does.
 
 One process, rank 0, calls these functions, while others write into the directory. A file, a directory and a symbolic
-link under the name are replaced and removed alike; a link is never followed.
+link at the path are replaced and removed alike; a link is never followed.
 
 The folder of unfinished directories holds, for a directory ``name``:
 
@@ -18,8 +18,8 @@ The folder of unfinished directories holds, for a directory ``name``:
                         process that writes ``name``; a lock ends with its process
 ======================  ==============================================================================
 
-Files without such a mark belong to somebody else and are left alone. This process recognises what it is writing by the
-marks that it holds open, whatever path led to the folder. Only the standard library is used.
+Files without such a mark belong to others and are left alone. This process recognises what it is writing by the marks
+that it holds open, whatever path led to the folder. Only the standard library is used.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ UNFINISHED = ".unfinished"
 _REPLACED, _REMOVED, _MARK = _SUFFIXES = (".replaced", ".removed", ".mcore-lock")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
 _CANNOT_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
-_IS_THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)  # errors of a rename onto a name that is taken
+_IS_THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)  # errors of renaming to a name that exists
 _THIS_PROCESS = "this process"
 
 _log = logging.getLogger(__name__)
@@ -55,13 +55,13 @@ def begin(path: str) -> str:
     """Make an empty directory to write into, and delete what crashed writers left beside it.
 
     Args:
-        path: Where the directory will be. What is there is not touched.
+        path: Where the directory will be. Whatever is there is not touched.
 
     Returns:
         The directory to write into.
 
     Raises:
-        ValueError: The name is reserved, or somebody else's files have the name of the unfinished directory.
+        ValueError: The name is reserved, or other files have the name of the unfinished directory.
         RuntimeError: The directory is already being written, here or by another process.
         OSError: The disk refuses.
     """
@@ -87,7 +87,7 @@ def begin(path: str) -> str:
 
 
 def publish(path: str) -> None:
-    """Put the finished directory in place of what is at ``path``, and delete that.
+    """Replace ``path`` by the finished directory, and delete what was at ``path``.
 
     Raises:
         OSError: The disk refuses; what was at ``path`` is still there.
@@ -99,7 +99,7 @@ def publish(path: str) -> None:
 
 
 def publish_file(path: str, name: str) -> None:
-    """Put one file of the finished directory in place of what is at ``path``, and delete the rest.
+    """Replace ``path`` by one file of the finished directory, and delete the rest.
 
     Raises:
         OSError: As for :func:`publish`.
@@ -110,13 +110,13 @@ def publish_file(path: str, name: str) -> None:
 
 
 def abandon(path: str) -> None:
-    """Delete the unfinished directory; what is at ``path`` is not touched."""
+    """Delete the unfinished directory; ``path`` is not touched."""
     recover(path)
     _release(unfinished(path))
 
 
 def link(path: str, target: str) -> None:
-    """Make ``path`` a link to ``target``, in place of what is at ``path``.
+    """Replace ``path`` by a link to ``target``.
 
     Raises:
         ValueError, RuntimeError: As for :func:`begin`.
@@ -134,11 +134,11 @@ def link(path: str, target: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Delete a directory so that a crash leaves all of it or nothing at ``path``; of a link, only the link.
+    """Delete a directory so that a crash leaves all of it or nothing at ``path``; if it is a link, only the link.
 
     Raises:
         OSError: The disk refuses to move it.
-        ValueError: Somebody else's files have the name of the unfinished directory.
+        ValueError: Other files have the name of the unfinished directory.
     """
     path, target = os.path.abspath(path), unfinished(path)
     if _is_directory(path):
@@ -164,7 +164,7 @@ def remove(path: str) -> None:
 
 
 def recover(path: str) -> bool:
-    """Put back what was at ``path`` if a crash came between moving it away and moving the new one there.
+    """Put back what was at ``path`` if a crash came after it was moved aside and before the new one was in place.
 
     All ranks may call it at the same time.
 
@@ -185,7 +185,7 @@ def recover(path: str) -> bool:
 
 
 def recover_all(folder: str) -> bool:
-    """Put back everything in a folder that a crash left moved away; return whether there was something."""
+    """Put back everything in a folder that was moved aside before a crash; return whether there was anything."""
     try:
         entries = os.listdir(os.path.join(folder, UNFINISHED))
     except (FileNotFoundError, NotADirectoryError):
@@ -195,7 +195,7 @@ def recover_all(folder: str) -> bool:
 
 
 def delete(path: str) -> None:
-    """Delete a file, a link or a directory with all that is in it, if there is one."""
+    """Delete a file, a link or a directory with its contents, if it exists."""
     while os.path.lexists(path):
         with contextlib.suppress(FileNotFoundError):  # another thread was faster
             if _is_directory(path):
@@ -205,7 +205,7 @@ def delete(path: str) -> None:
 
 
 def sync_directory(path: str) -> None:
-    """Wait until the names in a directory are on the disk, if the disk can tell."""
+    """Flush the names in a directory to the disk, if the disk supports it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -222,7 +222,7 @@ def _replace(source: str, path: str) -> None:
             _put_in_place(source, path)
             break
         except OSError as error:
-            if error.errno not in _IS_THERE or not tries_left:  # a reader put the old one back
+            if error.errno not in _IS_THERE or not tries_left:  # a reader has put the old one back
                 raise
     sync_directory(os.path.dirname(path))
 
@@ -242,7 +242,7 @@ def _put_in_place(source: str, path: str) -> None:
 
 
 def _exchange(first: str, second: str) -> bool:
-    """Exchange two names in one step; return whether the system can.
+    """Exchange two names in one step; return False if the system cannot.
 
     Source: renameat2(2), Linux 3.15 and glibc 2.28; NFS and some FUSE disks refuse it.
     """
@@ -269,16 +269,16 @@ def _renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
 
 
 def _require_folder(folder: str) -> None:
-    """Refuse a folder of unfinished directories that may belong to somebody else."""
+    """Refuse a folder of unfinished directories that is a link, because it may hold other files."""
     if os.path.islink(folder):
         raise ValueError(
-            f"{folder} is a link to a folder that may hold other files, and what lies in it is deleted; remove the"
+            f"{folder} is a link to a folder that may hold other files, and its contents would be deleted; remove the"
             " link, or save to another folder"
         )
 
 
 def _clear(folder: str) -> None:
-    """Put back what a crash left moved away, and delete leftovers of ours that no process is writing."""
+    """Put back directories that a crash left moved aside, and delete our leftovers that no process is writing."""
     for name in {entry.removesuffix(_MARK) for entry in os.listdir(folder) if entry.endswith(_MARK)}:
         target = os.path.join(folder, name)
         with contextlib.suppress(OSError):  # the mark belongs to another user, or is not a file
@@ -288,10 +288,10 @@ def _clear(folder: str) -> None:
 
 
 def _release(target: str) -> None:
-    """Delete what is left of a directory that this process no longer writes, and the folder if it is empty."""
+    """Delete the leftovers of a directory that this process no longer writes, and the folder if it is empty."""
     if (descriptor := _marks.pop(target, None)) is None:
         return
-    if _is_at(descriptor, target + _MARK):  # else somebody deleted the folder, and another process made a new one
+    if _is_at(descriptor, target + _MARK):  # otherwise the folder was deleted, and another process made a new one
         for leftover in _entries(target):
             _discard(leftover)
         if not any(map(os.path.lexists, _entries(target))):
@@ -307,7 +307,7 @@ def _entries(target: str) -> tuple[str, ...]:
 
 
 def _discard(path: str) -> None:
-    """Delete what is no longer needed; if it cannot be deleted, only warn."""
+    """Delete a path that is no longer needed; only warn if that fails."""
     try:
         delete(path)
     except OSError as error:
@@ -319,13 +319,13 @@ def _is_directory(path: str) -> bool:
 
 
 def _is_ours(target: str) -> bool:
-    """Return whether what is under these names was put there by this module, in any process."""
+    """Return whether the files under these names were written by this module, in any process."""
     mark = target + _MARK
     return os.path.isfile(mark) and not os.path.islink(mark) and not os.path.islink(os.path.dirname(target))
 
 
 def _take(target: str) -> str | None:
-    """Make the mark of ``target`` and lock it, if the disk has locks; return who already holds it, or None.
+    """Create the mark of ``target`` and lock it, if the disk has locks; return who already holds it, or None.
 
     Source: POSIX record locks, which end with the process and which a forked data loader does not share. A process
     loses its lock when it closes any descriptor of the file, so a mark that it holds is never opened again.
@@ -350,11 +350,11 @@ def _take(target: str) -> str | None:
             return writer or "another process"
         if _is_at(descriptor, mark):
             break
-        os.close(descriptor)  # its process has deleted this mark meanwhile
+        os.close(descriptor)  # its process has deleted this mark in the meantime
     if is_new and (foreign := next(filter(os.path.lexists, _entries(target)), None)):
         os.unlink(mark)
         os.close(descriptor)
-        raise ValueError(f"{foreign} is in the way, and lightning_mcore has not written it; move it elsewhere")
+        raise ValueError(f"{foreign} is in the way and was not written by lightning_mcore; move it to another place")
     _marks[target] = descriptor
     with contextlib.suppress(OSError):
         os.ftruncate(descriptor, 0)

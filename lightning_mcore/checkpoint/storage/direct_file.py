@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One new file, written past the page cache (``O_DIRECT``) and flushed, with its checksum computed on the way.
 
-A checkpoint is written once and rarely read soon. In the page cache it would push out pages of the training data, and
+A checkpoint is written once and rarely read soon. In the page cache it would evict pages of the training data, and
 finding and clearing memory for it can take longer than the disk does. Direct writes need memory and sizes in whole
 blocks of the disk, so everything passes through a buffer. On disks that refuse (memory disks, some network disks), the
 same buffer is written in the ordinary way.
 
-The checksum of a tensor is known from its archive (``torch_archive.py``), so that of the file is combined from the
-parts: computing it over the tensor's bytes a second time makes a save of large tensors half as long again.
+The checksum of a tensor is known from its archive (``torch_archive.py``), so the file's checksum is combined from its
+parts. Computing it a second time over the tensor's bytes would make a save of large tensors take half as long again.
 
 ``checkpoint/writer.py`` writes all files of a checkpoint with it, ``hf/safetensors.py`` those of an export.
 """
@@ -22,16 +22,16 @@ from typing import Self
 from lightning_mcore.checkpoint.manifest import FileRecord
 from lightning_mcore.checkpoint.storage.torch_archive import combine_checksums
 
-_BUFFER = 8 << 20  # bytes; large, so that waiting for Python's lock between two writes costs little
-_BLOCK = 4096  # bytes; a multiple of the block of any disk in use
+_BUFFER = 8 << 20  # bytes; large, so that waiting for Python's global lock between two writes costs little
+_BLOCK = 4096  # bytes; a multiple of the block size of common disks
 _COMBINED_FROM = 1 << 16  # bytes from which a second checksum costs more than combining two
 
 
 class ChecksummedFile:
-    """A file being written, as a ``with`` statement, after which it is on the disk.
+    """A file being written in a ``with`` statement; it is on the disk when the statement ends.
 
     Args:
-        path: Where to write; a file that is there is replaced.
+        path: Where to write; an existing file is replaced.
     """
 
     def __init__(self, path: str) -> None:
@@ -84,7 +84,7 @@ class ChecksummedFile:
         return FileRecord(self.size, f"{self._checksum:08x}")
 
     def _finish(self) -> None:
-        """Write the rest in whole blocks, truncate the file to its size, and wait for the disk."""
+        """Write the rest in whole blocks, truncate the file to its size, and flush it."""
         blocks = -(-self._filled // _BLOCK) * _BLOCK
         self._buffer[self._filled : blocks] = bytes(blocks - self._filled)
         self._write(blocks)
@@ -115,7 +115,7 @@ def _open(path: str) -> int:
 
 
 def _leave_direct(descriptor: int) -> bool:
-    """Switch to ordinary writes; return whether that is a change."""
+    """Switch to ordinary writes; return False if they were ordinary already."""
     flags, direct = fcntl.fcntl(descriptor, fcntl.F_GETFL), getattr(os, "O_DIRECT", 0)
     if not flags & direct:
         return False

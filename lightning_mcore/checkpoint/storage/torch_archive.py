@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One tensor as an archive of ``torch.save``: its zip frame for writing, and its bytes found for reading, no copies.
+"""One tensor as an archive of ``torch.save``: make its zip frame for writing, find its bytes for reading, copy nothing.
 
 A ``.distcp`` file of the ``torch_dist`` format is a row of ``torch.save`` archives, one for each piece of a tensor.
 ``torch.save`` and ``torch.load`` are slower than a good disk: the first computes the checksum of the archive in a slow
 loop, the second makes one more copy. The archive itself is simple: an uncompressed zip file with a pickle of shape and
 type, and the bytes. So the writer puts the frame of :func:`frame_tensor` around the memory of the tensor, and the
 reader finds these bytes in a mapped file (:func:`find_tensor`). ``torch.load`` reads these archives, and
-:func:`find_tensor` reads those of ``torch.save``. ``zipfile`` does not write them: it needs three times as long for
-small tensors.
+:func:`find_tensor` reads those of ``torch.save``. ``zipfile`` is not used for writing, because it takes three times as
+long for small tensors.
 
 ``checkpoint/writer.py`` writes with it and ``checkpoint/reader.py`` reads with it. This module opens no files.
 """
@@ -30,8 +30,8 @@ from torch import Tensor
 
 _FOLDER = "archive"
 _ALIGNMENT = 64  # bytes; the data begin at a multiple of it, as in torch's archives
-_PADDING = b"FB"  # the kind of extra field that torch pads with
-_LIMIT = 0xFFFFFFFF  # from this size on, zip uses its 64-bit fields
+_PADDING = b"FB"  # the id of the extra field that torch pads with
+_LIMIT = 0xFFFFFFFF  # bytes from which zip uses its 64-bit fields
 _POLYNOMIAL = 0xEDB88320
 _BITS = 32
 _READERS = 4  # threads that compute checksums of one archive
@@ -85,13 +85,14 @@ def find_tensor(archive: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], 
     """Return the tensor in an archive of ``torch.save``, in the archive's own memory.
 
     Args:
-        archive: A mapped file; the archive ends at its end, and may begin after its beginning.
+        archive: A mapped file. The archive ends at the end of the file, and may begin after its start.
         dtype: The type that the tensor must have.
         shape: The shape that it must have.
         check: Whether to compare the checksums of the archive, which reads all of it.
 
     Returns:
-        The tensor, of the given shape and dtype; None if the archive holds something else, for ``torch.load`` to read.
+        The tensor, of the given shape and dtype; None if the archive holds something else, which ``torch.load`` can
+        read.
 
     Raises:
         ValueError: A checksum differs, or the archive cannot be read.
@@ -125,7 +126,7 @@ def check_archive(archive: mmap.mmap) -> None:
 
 
 def combine_checksums(first: int, second: int, length: int) -> int:
-    """Return the CRC32 of two byte strings, one after the other.
+    """Return the CRC32 of two byte strings joined together.
 
     Source: ``crc32_combine`` of zlib 1.3, which Python does not offer.
 
@@ -158,7 +159,7 @@ def _multiply(a: int, b: int) -> int:
 
 
 class _Storage:
-    """Stands for the tensor's bytes in the pickle."""
+    """Represents the tensor's bytes in the pickle."""
 
     def __init__(self, storage: Any, size: int) -> None:
         if isinstance(storage, torch.UntypedStorage):
@@ -168,7 +169,7 @@ class _Storage:
 
 
 class _Call:
-    """Stands for the tensor in the pickle: a call that makes it."""
+    """Represents the tensor in the pickle: a call that builds it."""
 
     def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
         self._call = (function, arguments)
@@ -232,7 +233,7 @@ def _content(archive: mmap.mmap, record: zipfile.ZipInfo) -> bytes:
 
 
 def has_checksums(records: Iterable[zipfile.ZipInfo]) -> bool:
-    """Return whether an archive has checksums; ``torch.serialization.set_crc32_options(False)`` omits them."""
+    """Return whether an archive has checksums; ``torch.serialization.set_crc32_options(False)`` leaves them out."""
     return any(record.CRC for record in records)
 
 
@@ -244,7 +245,7 @@ def _check_all(archive: mmap.mmap, records: dict[str, zipfile.ZipInfo]) -> None:
         for record in largest_first:
             _check(archive, record)
         return
-    with ThreadPoolExecutor(_READERS) as pool:  # zlib lets other threads run
+    with ThreadPoolExecutor(_READERS) as pool:  # zlib releases Python's global lock
         for _ in pool.map(partial(_check, archive), largest_first):
             pass
 
@@ -253,6 +254,4 @@ def _check(archive: mmap.mmap, record: zipfile.ZipInfo) -> None:
     start = _start(archive, record)
     with memoryview(archive) as whole, whole[start : start + record.compress_size] as content:
         if record.compress_type == zipfile.ZIP_STORED and zlib.crc32(content) != record.CRC:
-            raise ValueError(
-                f"the checksum of its record {record.filename} differs from the one that it was saved with"
-            )
+            raise ValueError(f"the checksum of its record {record.filename} differs from the one in the archive")

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses that Megatron computes inside its layers, logged: those of routers of experts, and of multi-token prediction.
+"""Log the losses that Megatron computes inside its layers: those of expert routers and of multi-token prediction.
 
 They never pass through ``training_step``. Megatron's layers add them up in trackers of the process, layer by layer,
-over the microbatches of a step. The schedule empties the trackers before a step of training and reads them after it:
-:class:`AuxiliaryLogs` sums what the ranks hold, averages over microbatches and data-parallel ranks, and logs through
-Lightning on every rank, for any model built with ``pipeline()``:
+over the microbatches of a step. The schedule empties the trackers before a training step and reads them after it:
+:class:`AuxiliaryLogs` sums the values of the ranks, averages over microbatches and data-parallel ranks, and logs
+through Lightning on every rank, for any model built with ``pipeline()``:
 
 * ``load_balancing_loss``, ``seq_load_balancing_loss``, ``global_load_balancing_loss`` and ``z_loss``: the mean over the
-  layers with experts, without their coefficients. With ``TransformerConfig(moe_per_layer_logging=True)`` also that of
-  each layer, as ``moe/z_loss_layer_0``, counted from 0 as Megatron does.
-* ``mtp_loss_1``, ``mtp_loss_2``, ...: of the first, second, ... token behind the next one; a mean of the means over the
-  tokens of each microbatch. Of a plain ``GPTModel`` under context parallelism it is a mean over the means of the ranks;
-  ``multi_token.MultiTokenGPT`` weighs these by their tokens.
+  layers with experts, without their coefficients. With ``TransformerConfig(moe_per_layer_logging=True)`` also the value
+  of each layer, as ``moe/z_loss_layer_0``, counted from 0 as Megatron does.
+* ``mtp_loss_1``, ``mtp_loss_2``, ...: the loss of the first, second, ... token after the next one: the mean over
+  microbatches of the mean over the tokens of each. In a plain ``GPTModel`` under context parallelism the latter is the
+  mean of the ranks' means; ``multi_token.MultiTokenGPT`` weighs these by their tokens.
 
 Nothing is recorded in evaluation, and nothing is left for the next run.
 
@@ -38,12 +38,12 @@ _BALANCING = {
 
 
 class AuxiliaryLogs:
-    """Logs the losses of Megatron's layers, one step of training at a time.
+    """Logs the losses of Megatron's layers, one training step at a time.
 
     Args:
         module: The LightningModule that logs.
         config: The config of its model.
-        device: Where the values are summed.
+        device: The device on which the values are summed.
     """
 
     def __init__(self, module: pl.LightningModule, config: TransformerConfig, device: torch.device) -> None:
@@ -56,7 +56,7 @@ class AuxiliaryLogs:
         self._each_layer: bool = getattr(config, "moe_per_layer_logging", False)
 
     def start(self) -> None:
-        """Empty the trackers, of another model's layers too."""
+        """Empty the trackers, including values from another model's layers."""
         router_tracker().clear()
         mtp_tracker().clear()
 
@@ -64,7 +64,7 @@ class AuxiliaryLogs:
         """Log the losses of a step and empty the trackers; collective over all ranks.
 
         Args:
-            num_microbatches: Microbatches that were run since :meth:`start`.
+            num_microbatches: Number of microbatches since :meth:`start`.
         """
         if self._router_losses or self._mtp_layers:
             rows = self._reduced() / num_microbatches
@@ -82,7 +82,7 @@ class AuxiliaryLogs:
                 self._module.log(f"moe/{name}_layer_{layer}", values[layer])
 
     def _reduced(self) -> Tensor:
-        """Return [losses of routers and, last, of multi-token prediction; layers]: sums over microbatches."""
+        """Return sums over microbatches, [losses, layers]: a row for each router loss, then multi-token prediction."""
         rows = torch.zeros(len(self._router_losses) + 1, self._num_rows, device=self._device)
         tracker = router_tracker()
         for index, name in enumerate(self._router_losses):
@@ -97,10 +97,10 @@ class AuxiliaryLogs:
         return rows / torch.stack([torch.full((1,), self._copies(name), device=self._device) for name in names])
 
     def _copies(self, name: str) -> float:
-        """Return by what the sum over all ranks is to be divided.
+        """Return the divisor of the sum over all ranks.
 
-        A rank holds its part of a balancing loss, of its model copy's microbatch or of all copies'; of the others it
-        holds a mean over its own tokens.
+        Of a balancing loss, a rank holds its part, either for its model copy's microbatch or for those of all copies.
+        Of the other losses, it holds the mean over its own tokens.
         """
         data_and_context = process_group("dp_cp").size()
         if name == "global_load_balancing_loss":
@@ -122,7 +122,7 @@ def router_losses(config: TransformerConfig) -> list[str]:
 
 
 def layers_with_experts(config: TransformerConfig) -> list[int]:
-    """Return which layers have experts, counted from 0; those of multi-token prediction, like the last one, follow."""
+    """Return the indices of layers with experts, from 0; those of multi-token prediction come last."""
     pattern = moe_layers(vars(config))
     pattern += [pattern[-1]] * (config.mtp_num_layers or 0)
     return [layer for layer, has_experts in enumerate(pattern) if has_experts]

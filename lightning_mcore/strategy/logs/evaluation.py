@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation: exact metrics on sets that the data-parallel ranks do not divide, and names that only some ranks log.
+"""Evaluation: exact metrics for datasets that the ranks do not divide evenly, and names that only some ranks log.
 
-*Repeated samples.* Lightning's distributed sampler repeats samples at the end, so that every rank has as many batches
-as the others; ranks that share collectives (experts, gathered parameters) need that. Counted twice, the repeated
-samples would skew a metric. So :class:`RepeatedRows` cuts them off the batch; where a whole batch is repeated it runs,
-and what it logs is dropped (:func:`without_weight`).
+**Repeated samples.* Lightning's distributed sampler repeats samples at the end, so that every rank has the same number
+of batches, which ranks with shared collectives (experts, gathered parameters) need. Counting samples twice would skew a
+metric. So :class:`RepeatedRows` cuts repeated samples off the batch; a batch of only repeated samples still runs, but
+its logged values are dropped (:func:`without_weight`).
 
 *Names.* A step may log a name on some batches only (``if mask.any(): self.log(...)``). With ``sync_dist=True``
-Lightning merges each name over the data-parallel ranks at the end of the run; a rank that never logged it would not
-take part, and the others would wait for it, or take the value of another name for it. So at the last batch of each
-dataloader the ranks compare what they have, log what they lack with no weight, and put all names into one order,
-because they merge in that order (:class:`EvaluationNames`). The same happens at the end of an epoch of a plain module;
-with ``pipeline()``, ``pipeline.py`` does so at each step.
+Lightning merges each name over the data-parallel ranks at the end of the run. A rank that never logged a name would not
+take part, and the others would wait for it or use the value of another name. So at the last batch of each dataloader
+the ranks compare their names, log missing ones with weight zero, and sort all names into one order, the order of
+merging (:class:`EvaluationNames`). The same happens at the end of an epoch of a plain module; with ``pipeline()``,
+``pipeline.py`` does so at each step.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ _NAMES = {"mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max": "max
 
 
 def reduction_name(reduce_fx: Any) -> str | None:
-    """Return which of mean, sum, min and max the ``reduce_fx`` of ``self.log`` stands for, None for anything else.
+    """Return whether the ``reduce_fx`` of ``self.log`` means mean, sum, min or max; None for anything else.
 
     Source: ``_Metadata`` in lightning/pytorch/trainer/connectors/logger_connector/result.py (2.6).
     """
@@ -62,11 +62,11 @@ def num_new_rows(dataloader: object, batch_idx: int) -> int | None:
     """Return how many rows of a batch are not repeated samples.
 
     Args:
-        dataloader: What the batch comes from.
-        batch_idx: Its place in the dataloader.
+        dataloader: The dataloader of the batch.
+        batch_idx: The index of the batch in the dataloader.
 
     Returns:
-        A number of rows, of batches where the dataset holds batches; None where no distributed sampler repeats samples.
+        The number of rows, or of batches if the dataset holds batches; None if no distributed sampler repeats samples.
 
     Source: ``DistributedSampler.__iter__`` in torch.utils.data (2.13): the repeated samples come last.
     """
@@ -86,10 +86,10 @@ def num_new_rows(dataloader: object, batch_idx: int) -> int | None:
 
 
 def reads_outputs(trainer: pl.Trainer) -> bool:
-    """Return whether a hook on this rank may read what the validation or test step returned.
+    """Return whether a hook on this rank may read the output of the validation or test step.
 
-    Lightning hands it to the hooks at a batch's end alone. Those of Lightning's callbacks, such as progress bars, leave
-    it aside, and so do ours.
+    Lightning passes it only to the hooks at the end of a batch. Lightning's callbacks, such as progress bars, ignore
+    it, and so do ours.
     """
     name = "on_test_batch_end" if trainer.testing else "on_validation_batch_end"
     hooks = [getattr(owner, name) for owner in (*trainer.callbacks, trainer.lightning_module)]  # type: ignore[attr-defined]
@@ -100,9 +100,9 @@ class RepeatedRows:
     """Follows an evaluation run batch by batch and cuts off repeated samples.
 
     Attributes:
-        place: The number of the batch that was cut last, and that of its dataloader.
-        whole_batch: Whether that batch holds repeated samples alone.
-        only_batch: Whether it does and this rank has no other.
+        place: The index of the batch that was cut last, and the index of its dataloader.
+        whole_batch: Whether that batch holds only repeated samples.
+        only_batch: Whether, in addition, this rank has no other batch.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class RepeatedRows:
         self.only_batch = False
 
     def start(self) -> None:
-        """Begin a run over the evaluation dataloaders."""
+        """Start a run over the evaluation dataloaders."""
         self._num_batches.clear()
         self.place = (0, 0)
         self.whole_batch = self.only_batch = False
@@ -120,13 +120,13 @@ class RepeatedRows:
     def cut(self, batch: Any, loaders: CombinedLoader | None, dataloader_idx: int) -> Any:
         """Return the next batch of a dataloader without repeated samples.
 
-        A batch of nothing else is returned as it is; :attr:`whole_batch` says so, and :attr:`only_batch` that this rank
-        has no other. Where several loaders are read side by side, each batch is left as it is.
+        A batch of only repeated samples is returned unchanged, and :attr:`whole_batch` and :attr:`only_batch` are set.
+        If several loaders are read in parallel, no batch is cut.
 
         Args:
             batch: The batch, on the device.
             loaders: The dataloaders of the run.
-            dataloader_idx: Which of them it comes from.
+            dataloader_idx: The index of the batch's dataloader.
         """
         assert loaders is not None, "evaluation runs over dataloaders"
         batch_idx = self._num_batches[dataloader_idx]
@@ -146,7 +146,7 @@ class RepeatedRows:
 
 @contextlib.contextmanager
 def metrics_unchanged(metrics: Sequence[Metric]) -> Iterator[None]:
-    """Undo what torchmetrics objects learn inside the ``with`` block."""
+    """Undo updates of torchmetrics objects inside the ``with`` block."""
     states = [{name: _copy(value) for name, value in metric.metric_state.items()} for metric in metrics]
     counters = [(metric._update_count, metric._forward_cache) for metric in metrics]
     try:
@@ -156,24 +156,24 @@ def metrics_unchanged(metrics: Sequence[Metric]) -> Iterator[None]:
             for name, value in state.items():
                 setattr(metric, name, value)
             metric._update_count, metric._forward_cache = update_count, forward_cache
-            metric._computed = None  # also where it was known: the other ranks ask each other anew
+            metric._computed = None  # even if it was computed: the other ranks compute it again, together
 
 
 def _copy(state: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
-    """Return a copy that stays as it is when the metric adds to its tensor in place or appends to its list."""
+    """Return a copy that does not change when the metric updates its tensor in place or appends to its list."""
     return state.clone() if isinstance(state, Tensor) else list(state)
 
 
 @contextlib.contextmanager
 def without_weight(module: pl.LightningModule, is_only_batch: bool) -> Iterator[None]:
-    """Take the weight from what the module logs inside the ``with`` block, and forget what its metric objects learn.
+    """Log with weight zero inside the ``with`` block, and undo updates of metric objects.
 
-    The names are logged all the same: a rank with nothing but repeated samples must take part when the ranks reduce.
+    The names are still logged, because a rank with only repeated samples must take part when the ranks reduce.
 
     Args:
-        module: Whose step runs.
-        is_only_batch: Whether this rank has no other; what it does not reduce with others then keeps its
-            weight, because there is nothing else to take a mean of.
+        module: The module whose step runs.
+        is_only_batch: Whether this rank has no other batch. Values that are not reduced over ranks then keep their
+            weight, because a mean needs at least one.
     """
     object.__setattr__(module, "log", functools.partial(_log_without_weight, module, is_only_batch))
     try:
@@ -186,14 +186,14 @@ def without_weight(module: pl.LightningModule, is_only_batch: bool) -> Iterator[
 def _log_without_weight(
     module: pl.LightningModule, is_only_batch: bool, name: str, value: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Log a value so that it changes no mean and no sum; a repeated sample changes no minimum or maximum."""
+    """Log a value so that it does not change a mean or sum; a minimum or maximum ignores repeated samples anyway."""
     options = dict(_LOG_SIGNATURE.bind(module, name, value, *args, **kwargs).arguments)
     reduction = reduction_name(options.get("reduce_fx", "mean"))
     if not isinstance(value, Metric) and (options.get("sync_dist") or not is_only_batch):
         if reduction == "sum":
             options["value"] = value * 0
         elif reduction == "mean":
-            options["batch_size"] = options.get("batch_size", 1) * 0  # of the type that the other ranks reduce
+            options["batch_size"] = options.get("batch_size", 1) * 0  # zero of the type that the other ranks reduce
     options.pop("self")
     pl.LightningModule.log(module, **options)
 
@@ -203,7 +203,7 @@ def _log_without_weight(
 
 @dataclass(frozen=True)
 class _Logged:
-    """A name in the results of a run, and how it was logged; ``attribute`` is that of a metric object."""
+    """A name in the results of a run, and how it was logged; ``attribute`` is the name of a metric object."""
 
     key: str
     name: str
@@ -219,20 +219,20 @@ class _Logged:
 
 
 class EvaluationNames:
-    """Lets the data-parallel ranks agree on the names of an evaluation run, once for each dataloader."""
+    """Makes the data-parallel ranks agree on the names of an evaluation run, once for each dataloader."""
 
     def __init__(self) -> None:
         self._last_batches: list[int | None] = []
 
     def start(self, max_batches: Sequence[int | float], device: torch.device) -> None:
-        """Begin a run; collective over the data-parallel ranks.
+        """Start a run; collective over the data-parallel ranks.
 
-        A dataloader of unknown length, or without a batch on some rank, is left to Lightning: a rank that never gets to
-        a last batch could not take part.
+        A dataloader of unknown length, or without a batch on some rank, is left to Lightning, because a rank that never
+        reaches a last batch could not take part.
 
         Args:
             max_batches: Number of batches of each dataloader on this rank.
-            device: Of the strategy.
+            device: The strategy's device.
         """
         group = process_group("dp")
         if group.size() == 1:
@@ -246,12 +246,12 @@ class EvaluationNames:
         ]
 
     def end_of_batch(self, module: pl.LightningModule, batch_idx: int, dataloader_idx: int) -> None:
-        """After the last batch of a dataloader, log with no weight what other ranks have logged and this one has not.
+        """After the last batch of a dataloader, log with weight zero the names that only other ranks have logged.
 
         Args:
-            module: Whose step has run.
-            batch_idx: Of this batch, in its dataloader.
-            dataloader_idx: Of the dataloader.
+            module: The module whose step has run.
+            batch_idx: The index of this batch in its dataloader.
+            dataloader_idx: The index of the dataloader.
         """
         if dataloader_idx >= len(self._last_batches) or self._last_batches[dataloader_idx] != batch_idx:
             return
@@ -259,10 +259,10 @@ class EvaluationNames:
 
 
 def agree_on_names(module: pl.LightningModule) -> None:
-    """Log with no weight what other ranks have logged in this step and this one has not; all in one order.
+    """Log with weight zero the names that only other ranks have logged in this step, and sort all names alike.
 
-    Collective over the data-parallel ranks. Values that are merged at each step (``on_step=True``) are left alone: who
-    lacks one has missed that merge.
+    Collective over the data-parallel ranks. Values that are merged at each step (``on_step=True``) are left alone,
+    because their merge is already over.
     """
     group = process_group("dp")
     if group.size() == 1:
@@ -274,7 +274,7 @@ def agree_on_names(module: pl.LightningModule) -> None:
         return
     names = {logged.key for logged in own}
     for logged in (logged for others in found for logged in others):
-        if logged.key not in names and not logged.on_step:  # what is merged at each step was waited for there
+        if logged.key not in names and not logged.on_step:  # names merged at each step were handled there
             names.add(logged.key)
             _log_nothing(module, logged)
     results: Any = module.trainer._results
@@ -284,7 +284,7 @@ def agree_on_names(module: pl.LightningModule) -> None:
 
 
 def ends_the_epoch(trainer: pl.Trainer) -> bool:
-    """Return whether this is the last batch of a training epoch, or of the run."""
+    """Return whether this is the last batch of a training epoch or of the run."""
     is_last_step = trainer.global_step + 1 == trainer.max_steps and not trainer.fit_loop._should_accumulate()
     return trainer.is_last_batch or is_last_step
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``self.log`` in a step that runs as a pipeline: recorded on the last stage, replayed on every rank.
+"""``self.log`` in a step that runs as a pipeline: record on the last stage, replay on every rank.
 
-Under a schedule the part of ``training_step`` that logs runs on the last pipeline stage alone, once for each
+Under a schedule, the part of ``training_step`` that logs runs only on the last pipeline stage, once for each
 microbatch. Calling Lightning's ``log`` there would leave rank 0 without values, and ``sync_dist`` would hang. So while
 the schedule runs, ``log`` is replaced by a recorder. Afterwards
 
@@ -12,10 +12,10 @@ the schedule runs, ``log`` is replaced by a recorder. Afterwards
 4. the last stage sends them to the other stages in one small tensor (names and options travel only when they change);
 5. every rank replays them through Lightning's own ``log``.
 
-So a value logged in a step is about the step, whatever the layout: the mean (or sum, minimum, maximum) of its
-microbatches. A name that only some ranks logged is known to all that merge it, and nobody waits for a value that never
-comes. In evaluation model copies may have different numbers of batches, so there Lightning itself merges over them, at
-the end of the run.
+So a value logged in a step describes the whole step, whatever the layout: the mean (or sum, minimum, maximum) over its
+microbatches. All ranks that merge a name know it, even if only some logged it, so no rank waits for a value that never
+arrives. In evaluation, model copies may have different numbers of batches, so Lightning itself merges over them at the
+end of the run.
 
 torchmetrics objects are updated on the last stage; the state of those that a step changed is then sent to the other
 stages. Names and options are remembered for each evaluation dataloader, as Lightning keeps a result for each.
@@ -41,14 +41,14 @@ from lightning_mcore.strategy.logs.evaluation import metrics_unchanged, reductio
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
 _LOSS = "loss that the step returns"
-_COUNTERS = ("_update_count", "_forward_cache", "_computed")  # what a metric knows besides its state
-_Place = tuple[str, int | None]  # a step and, where there are several, the index of the evaluation dataloader
+_COUNTERS = ("_update_count", "_forward_cache", "_computed")  # a metric's attributes besides its state
+_Place = tuple[str, int | None]  # a step and, if there are several, the index of the evaluation dataloader
 ALREADY_MERGED = "merged by PipelineLogs"
-"""A ``sync_dist_group`` for values that every rank holds alike; ``MCoreStrategy.reduce`` returns them as they are."""
+"""A ``sync_dist_group`` for values that are equal on every rank; ``MCoreStrategy.reduce`` returns them unchanged."""
 
 
 class _Name(NamedTuple):
-    """A logged name with all that decides how its values merge and how they are replayed."""
+    """A logged name, with everything that decides how its values are merged and replayed."""
 
     name: str
     options: dict[str, Any]
@@ -57,7 +57,7 @@ class _Name(NamedTuple):
 
     @property
     def is_synced(self) -> bool:
-        """Whether model copies share it: a metric object asks them for its state at the end of the epoch."""
+        """Whether model copies share it; a metric object reduces its state over them at the end of the epoch."""
         return bool(self.options.get("sync_dist")) or self.reduction == "metric"
 
 
@@ -71,11 +71,11 @@ class _Entry:
 
 
 class PipelineLogs:
-    """Records, merges, sends and replays what one kind of step logs.
+    """Records, merges, sends and replays the logged values of one kind of step.
 
     Args:
         module: The LightningModule whose ``log`` is recorded.
-        device: Where the values are merged.
+        device: The device on which the values are merged.
     """
 
     def __init__(self, module: pl.LightningModule, device: torch.device) -> None:
@@ -105,9 +105,9 @@ class PipelineLogs:
 
     @contextlib.contextmanager
     def microbatch(self, batch: Any, muted: bool) -> Iterator[None]:
-        """Say which microbatch runs; a muted run of a step leaves no trace in logs and metrics.
+        """Run a microbatch inside the ``with`` block; a muted one leaves no trace in logs and metrics.
 
-        Muted are runs for a chunk that is not the last, where only what stands before ``self.model`` runs, and
+        Muted are runs for a chunk that is not the last, where only the code before ``self.model`` runs, and
         microbatches that only fill up a schedule.
         """
         self._batch, self._muted = batch, muted
@@ -119,23 +119,23 @@ class PipelineLogs:
 
     @contextlib.contextmanager
     def _noticing_metrics(self) -> Iterator[None]:
-        """Note which metrics change inside the ``with`` block."""
+        """Record which metrics change inside the ``with`` block."""
         before = {path: _traces(metric) for path, metric in self._metrics.items()}
         yield
         after = {path: _traces(metric) for path, metric in self._metrics.items()}
         self._changed |= {path for path in before if not _are_same(before[path], after[path])}
 
     def add_loss(self, loss: Tensor, weight: Tensor | float) -> None:
-        """Record the loss of a microbatch with its share in the loss of the step."""
+        """Record the loss of a microbatch, a scalar of shape ``[]``, with its share in the loss of the step."""
         self._add(_Name(_LOSS, {}, "mean", torch.float32), loss, weight)
 
     def finish(self, step: str, over_copies: bool) -> Tensor | None:
-        """Merge the values, send them to every stage and log them; return the loss of the step if there is one.
+        """Merge the values, send them to every stage and log them; return the loss of the step, ``[]`` fp32, or None.
 
         Collective over the context- and pipeline-parallel ranks, with ``over_copies`` also over the data-parallel ones.
 
         Args:
-            step: Name of the step; names and options are remembered for each, and for each evaluation dataloader.
+            step: Name of the step; names and options are remembered for each step and evaluation dataloader.
             over_copies: Whether names with ``sync_dist=True`` are merged over the model copies too.
 
         Raises:
@@ -179,7 +179,7 @@ class PipelineLogs:
         try:
             self._read(name, value, *args, **kwargs)
         except (ValueError, MisconfigurationException) as error:
-            # Raised at the end of the step, on every rank: one alone would leave the others waiting.
+            # Raised at the end of the step on every rank, so that no rank waits for one that failed.
             self._error = self._error or str(error)
 
     def _read(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -222,7 +222,7 @@ class PipelineLogs:
         entry = self._entries.setdefault(name.name, _Entry(name))
         _check_same_options(entry.name, name)
         if name.reduction == "mean":
-            number = torch.where(weight == 0, weight, number * weight)  # the mean of no rows is nan, and counts nothing
+            number = torch.where(weight == 0, weight, number * weight)  # the mean of no rows is nan, and has no weight
         entry.values.append(number)
         entry.weights.append(weight)
 
@@ -238,7 +238,7 @@ class PipelineLogs:
         return tensor.reshape(())
 
     def _agree_on_names(self, place: _Place, group: dist.ProcessGroup) -> None:
-        """Learn the names that a rank of ``group`` logs for the first time, and what is wrong on any."""
+        """Exchange the names that a rank of ``group`` logs for the first time, and any errors."""
         known = {name.name: name for name in self._known.get(place, [])}
         new = [entry.name for entry in self._entries.values() if not _is_known(entry.name, known)]
         found: list[tuple[list[_Name], str | None]] = [(new, self._error)]
@@ -258,7 +258,7 @@ class PipelineLogs:
         self._known[place] = list(known.values())
 
     def _merge(self, names: list[_Name], group: dist.ProcessGroup) -> Tensor:
-        """Return [names, 3]: for each name its merged value, its weight, and how often it was logged."""
+        """Return [names, 3]: the merged value of each name, its weight, and how often it was logged."""
         if not names:
             return torch.zeros(0, 3, dtype=torch.float64, device=self._device)
         packed = torch.stack([self._packed(name) for name in names])
@@ -283,15 +283,15 @@ class PipelineLogs:
         return torch.stack([merged, torch.stack(entry.weights).sum(), torch.full_like(merged, len(values))])
 
     def _send(self, place: _Place, packed: Tensor | None, num_known: int) -> tuple[Tensor, bool]:
-        """Broadcast from the last stage: one tensor if the names are those of the last time, else the names too.
+        """Broadcast from the last stage: one tensor if the names are the same as last time, otherwise the names too.
 
         Args:
             place: The step that ran, and its dataloader.
             packed: [names, 3] on the last stage, None on the others.
-            num_known: How many names every stage knew before this step.
+            num_known: The number of names that every stage knew before this step.
 
         Returns:
-            ``packed`` on every stage, and whether metrics changed on the last.
+            ``packed`` on every stage, and whether metrics changed on the last stage.
         """
         group = process_group("pp")
         source = dist.get_global_rank(group, group.size() - 1)
@@ -315,7 +315,7 @@ class PipelineLogs:
         return packed, are_metrics_changed
 
     def _send_metrics(self, are_changed: bool) -> None:
-        """Give the other stages the metrics that the step changed on the last one."""
+        """Send the metrics that the step changed from the last stage to the others."""
         group = process_group("pp")
         is_source = group.rank() == group.size() - 1
         states = {path: _state(self._metrics[path]) for path in self._changed} if is_source else {}
@@ -323,7 +323,7 @@ class PipelineLogs:
             states = from_last_stage(states, self._device)
         for path, metric in self._metrics.items():
             if path not in states:
-                metric._computed = None  # on every stage: those with a muted run have lost it and would ask alone
+                metric._computed = None  # on every stage, or those with a muted run would compute it alone
             elif not is_source:
                 for name, value in states[path].items():
                     setattr(metric, name, value)
@@ -343,7 +343,7 @@ class PipelineLogs:
 
 
 def _on_device(value: Any, device: torch.device) -> Tensor:
-    """Return a number as a tensor, [] fp64; a kernel writes one of the host, because a copy would wait for the GPU."""
+    """Return a number as a tensor, [] fp64; a kernel writes host numbers, because a copy would wait for the GPU."""
     if isinstance(value, int | float):
         return torch.full((), value, dtype=torch.float64, device=device)
     return torch.as_tensor(value, dtype=torch.float64, device=device).detach()
@@ -354,13 +354,13 @@ def _state(metric: Metric) -> dict[str, Any]:
 
 
 def _traces(metric: Metric) -> list[Any]:
-    """Return what tells a changed metric from an unchanged one, without a copy of its state.
+    """Return values that differ if the metric has changed, without copying its state.
 
-    A count of updates alone would not see ``reset()`` and an update in one step.
+    A count of updates would miss ``reset()`` and an update in the same step.
     """
     traces: list[Any] = []
     for value in _state(metric).values():
-        if isinstance(value, list):  # a state that is concatenated: it grows, or is emptied and grows
+        if isinstance(value, list):  # a list state grows, or is emptied and grows
             traces += [len(value), value[-1] if value else None]
         else:
             traces += [value, value._version if isinstance(value, Tensor) and not value.is_inference() else None]
@@ -368,7 +368,7 @@ def _traces(metric: Metric) -> list[Any]:
 
 
 def _are_same(before: list[Any], after: list[Any]) -> bool:
-    """Compare numbers by value and all else by identity."""
+    """Compare numbers by value and everything else by identity."""
     return all(a is b or (type(a) is int and a == b) for a, b in zip(before, after, strict=True))
 
 

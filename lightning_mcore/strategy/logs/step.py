@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One object for all that steps log, in training and in evaluation, on any layout.
+"""One object for all logging of steps, in training and evaluation, on any layout.
 
 The strategy owns one :class:`StepLogger`; its parts are
 
 * ``pipeline.py``: ``self.log`` in a step that runs as a pipeline;
-* ``auxiliary.py``: losses that Megatron's layers compute by themselves;
+* * ``auxiliary.py``: losses that Megatron's layers compute;
 * ``evaluation.py``: repeated samples that must not count, and names that only some ranks log.
 """
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class StepLogger:
-    """What the strategy and the schedule call around each step.
+    """The calls of the strategy and the schedule around each step.
 
     Args:
         strategy: The strategy that owns it.
@@ -51,21 +51,21 @@ class StepLogger:
         self._rows = RepeatedRows()
         self._names = EvaluationNames()
         self.shares_outputs = True
-        """Whether any rank of the pipeline reads what a validation or test step returns; the same on all of them."""
+        """Whether any rank of the pipeline reads the output of a validation or test step; the same on all of them."""
 
     def setup(self, restores: contextlib.ExitStack) -> None:
-        """Begin a run, in which metrics ask the data- and context-parallel ranks for their state.
+        """Start a run; metrics reduce their state over the data- and context-parallel ranks.
 
-        After the run they still do, by a function that can be pickled; a group cannot.
+        They still do so after the run, through a function that can be pickled, unlike a group.
 
         Args:
-            restores: What puts metrics back after the run.
+            restores: Restores the metrics after the run.
         """
         self._rows, self._names = RepeatedRows(), EvaluationNames()
         self._pipeline = self._auxiliary = None
         self.shares_outputs = True
         group = process_group("dp_cp")
-        if group.size() < dist.get_world_size():  # else it is the default group
+        if group.size() < dist.get_world_size():  # otherwise it is the default group
             for metric in self._module.modules():
                 if isinstance(metric, Metric):
                     restores.callback(_give_back, metric, metric.process_group)
@@ -77,7 +77,7 @@ class StepLogger:
         self._pipeline, self._auxiliary = PipelineLogs(module, device), AuxiliaryLogs(module, config, device)
 
     def teardown(self) -> None:
-        """Let go of the module's metrics."""
+        """Release the module's metrics."""
         self._pipeline = self._auxiliary = None
 
     @property
@@ -123,7 +123,7 @@ class StepLogger:
         return self._rows.cut(batch, self._module.trainer._evaluation_loop._combined_loader, dataloader_idx)
 
     def evaluation_step(self) -> AbstractContextManager[None]:
-        """Let a step count for nothing if all samples of its batch are repeated."""
+        """Drop the logs of a step if all samples of its batch are repeated."""
         if self._rows.whole_batch:
             return without_weight(self._module, self._rows.only_batch)
         return contextlib.nullcontext()
@@ -133,7 +133,7 @@ class StepLogger:
         self._names.end_of_batch(self._module, *self._rows.place)
 
     def end_evaluation(self) -> None:
-        """Let later steps count again."""
+        """Log later steps normally again."""
         self._rows.start()
 
 
@@ -146,14 +146,14 @@ def _give_back(metric: Metric, group: dist.ProcessGroup | None) -> None:
 def gather_over_data(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
     """Gather a metric's state as torchmetrics does, without a group over the data- and context-parallel ranks.
 
-    Over the world, ranks of one model copy would count the same samples several times.
+    Over the world, the ranks of one model copy would count the same samples several times.
 
     Args:
-        tensor: A state of the metric, any shape and dtype.
+        tensor: A state of the metric, of any shape and dtype.
         group: The group that the metric was given.
 
     Returns:
-        The tensors of all ranks of the group, each of its own shape.
+        The tensors of all ranks of the group, each with its own shape.
     """
     if group is None and process_groups_are_open():
         group = process_group("dp_cp")
