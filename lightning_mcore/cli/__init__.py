@@ -44,7 +44,7 @@ COMMANDS = {
 }
 """For each command: its module, and what it does."""
 
-_NAMED = ("lightning_mcore.cli.fit", "lightning_mcore.cli.hf")  # modules of several commands, which get the name too
+_NAMED = ("lightning_mcore.cli.fit", "lightning_mcore.cli.hf")  # modules of several commands
 
 
 def console() -> int:
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run a command and return the exit code.
 
     Args:
-        arguments: What follows the name of the program.
+        arguments: The words after the name of the program.
     """
     name, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
     if name in ("-h", "--help"):
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
         return refused(unknown_name("command", name, COMMANDS) if name else f"no command is given; choose from {known}")
     module = COMMANDS[name][0]
     try:
-        with warnings.catch_warnings():  # the filters of a command end with it
+        with warnings.catch_warnings():  # a command's filters end with it
             warnings.filterwarnings("ignore", message=HINTS, category=UserWarning)
             code: int = importlib.import_module(module).run([name, *rest] if module in _NAMED else rest)
     except (RuntimeError, OSError) as error:
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def overview() -> str:
-    """Return the text of ``--help``: the commands, one a line."""
+    """Return the text of ``--help``: one command per line."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {line}" for name, (_, line) in COMMANDS.items()]
     return "\n".join(
@@ -99,6 +99,6 @@ def overview() -> str:
             "",
             *lines,
             "",
-            "lightning-mcore COMMAND --help says more.",
+            "lightning-mcore COMMAND --help shows the options of a command.",
         ]
     )

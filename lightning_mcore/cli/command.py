@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands of ``lightning-mcore`` share: how they read their arguments, and how they end.
+"""The common parts of the commands of ``lightning-mcore``: reading their arguments, and ending.
 
-:class:`CommandParser` refuses wrong arguments in one sentence and names the nearest neighbour of a misspelt option.
-Every command runs under :func:`run_command`, so that wrong input is one sentence and never a traceback. Any other error
-keeps its traceback: it is a bug of ours. This file imports nothing slow, so that ``--help`` answers at once.
+:class:`CommandParser` refuses wrong arguments in one sentence and suggests the nearest option for a misspelt one. Every
+command runs in :func:`run_command`, so wrong input gives one sentence instead of a traceback. Any other error keeps its
+traceback, because it is a bug of ours. This file imports no slow module, so ``--help`` answers at once.
 """
 
 import argparse
@@ -27,10 +27,11 @@ def run_command(command: Callable[[], int | None]) -> int:
     """Run a command, print an error as one line, ``error: <sentence>``, and return the exit code.
 
     Args:
-        command: What to do; returns its own exit code, or None for success. It leaves nothing behind when it fails.
+        command: The function to run; returns its own exit code, or None for success. It leaves nothing behind when it
+            fails.
 
     Returns:
-        0 or what the command returned; 2 for an expected error; 130 if Ctrl-C ended it.
+        0 or the command's exit code; 2 for an expected error; 130 if Ctrl-C ended it.
     """
     try:
         code = command()
@@ -60,7 +61,7 @@ def sentence(error: Exception | str) -> str:
         error: The error, or its text.
     """
     text = str(error)
-    if isinstance(error, OSError) and error.strerror:  # without its number
+    if isinstance(error, OSError) and error.strerror:  # without the error number
         text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     text = " ".join(text.split()) or type(error).__name__
     if isinstance(error, Exception) and is_of_transformer_engine(error):
@@ -87,7 +88,7 @@ class CommandParser(argparse.ArgumentParser):
 
     Args:
         name: The name of the command, such as ``"preprocess"``.
-        description: What it does.
+        description: The description of the command.
     """
 
     def __init__(self, name: str, description: str) -> None:
@@ -97,7 +98,7 @@ class CommandParser(argparse.ArgumentParser):
         """Return the values of the arguments, by name.
 
         Args:
-            arguments: What follows the name of the command.
+            arguments: The words after the name of the command.
 
         Raises:
             SystemExit: An argument is wrong (exit code 2), or ``--help`` was given (exit code 0).
@@ -109,13 +110,13 @@ class CommandParser(argparse.ArgumentParser):
         """Print one line instead of the usage, which ``--help`` shows.
 
         Args:
-            message: What argparse says.
+            message: The message of argparse.
         """
         sys.exit(refused(f"{message} (see {self.prog} --help)", WRONG))
 
 
 def _refuse_unknown_options(parser: CommandParser, arguments: Sequence[str]) -> None:
-    """Refuse a misspelt option before argparse does, which misses the required ones first and names no neighbour."""
+    """Refuse a misspelt option before argparse, which first reports missing options and suggests no similar one."""
     known = [name for name in parser._option_string_actions if name.startswith("--")]
     for argument in arguments:
         if argument == "--":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a configuration that LightningCLI refuses, in one sentence.
+"""Explain in one sentence why LightningCLI refuses a configuration.
 
-jsonargparse decides what is accepted. Its own message is a page of usage and a list of the types that did not fit. So
-the configuration is compared once more with the signatures of the classes that it names, until the fault is found: a
+jsonargparse decides what is accepted. Its own message is a page of usage and a list of the types that did not match. So
+the configuration is compared again with the signatures of the classes that it names, until the fault is found: a
 misspelt key, a wrong type or choice, a class that does not exist, or a missing argument. If nothing is found, the
 message is jsonargparse's, on one line.
 """
@@ -22,17 +22,17 @@ from lightning_mcore.config.value_checks import accepts, choices_of
 
 _CONFIG = ("-c", "--config")
 _OF_A_CLASS = ("class_path", "init_args", "dict_kwargs")
-_CLASSES = ("model", "data", "optimizer", "lr_scheduler")  # keys of the top whose value is a class
+_CLASSES = ("model", "data", "optimizer", "lr_scheduler")  # top-level keys whose value is a class
 
 
 def explain(parser: Any, arguments: Sequence[str], message: str, documents: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return what is wrong, as one sentence.
+    """Return one sentence that explains why the arguments are refused.
 
     Args:
         parser: The parser of the command, a ``LightningArgumentParser``.
-        arguments: The words that it was given.
-        message: Its own message.
-        documents: Files that come before the words and were read already.
+        arguments: The words on its command line.
+        message: The parser's own message.
+        documents: Files that come before the words and were already read.
     """
     try:
         fault = _fault_at_the_top(_read(parser, arguments, documents), _roots(parser))
@@ -44,13 +44,13 @@ def explain(parser: Any, arguments: Sequence[str], message: str, documents: Sequ
 def overlooked_fault(
     parser: Any, arguments: Sequence[str], parsed: Mapping[str, Any], documents: Sequence[Mapping[str, Any]] = ()
 ) -> str | None:
-    """Return what is wrong and accepted by jsonargparse: an unknown key with an empty mapping, a trainer without keys.
+    """Return a sentence for a fault that jsonargparse accepts: an unknown empty mapping, or an empty trainer.
 
     Args:
         parser: The parser of the command, a ``LightningArgumentParser``.
-        arguments: The words that it was given and accepted.
-        parsed: What it made of them, as plain data.
-        documents: Files that come before the words and were read already.
+        arguments: The words on its command line, which it accepted.
+        parsed: The parsed configuration, as plain data.
+        documents: Files that come before the words and were already read.
 
     Returns:
         A sentence; None if there is no such fault.
@@ -60,7 +60,7 @@ def overlooked_fault(
     try:
         settings = _read(parser, arguments, documents)
     except ValueError:
-        return None  # jsonargparse accepts more ways to give a value
+        return None  # jsonargparse also accepts other ways to give a value
     return _dropped(settings, {**dict.fromkeys(_roots(parser)), **parsed}, "key")
 
 
@@ -122,7 +122,7 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def _load(path: str) -> dict[str, Any]:
     if not os.path.isfile(path):
-        raise ValueError(f"--config {path}: there is no such file; give the path of a YAML file")
+        raise ValueError(f"--config {path} is not a file; give the path of a YAML file")
     content = read_yaml(read_text(path), path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} does not hold keys; give a YAML file with trainer:, model: and data:")
@@ -130,7 +130,7 @@ def _load(path: str) -> dict[str, Any]:
 
 
 def _is_below_a_class(path: list[str], parser: Any) -> bool:
-    """Whether an option names an argument of a class, such as ``--model.vocab_size``, or of a callback."""
+    """Return whether an option names an argument of a class, such as ``--model.vocab_size``, or of a callback."""
     above = [".".join(path[:count]) for count in range(1, len(path))]
     return any(f"--{name}" in parser._option_string_actions for name in above if name != "trainer")
 
@@ -156,7 +156,7 @@ def _merge(settings: dict[str, Any], other: Mapping[str, Any]) -> None:
 
 
 def _put(settings: dict[str, Any], path: list[str], value: Any) -> None:
-    """Set a value at its place; an argument of a class belongs under its ``init_args``."""
+    """Set a value at its place; an argument of a class goes into the ``init_args``."""
     place = settings
     for name in path[:-1]:
         if isinstance(place.get(name), str):
@@ -189,9 +189,9 @@ def _fault_at_the_top(settings: Mapping[str, Any], roots: Sequence[str]) -> str 
 
 
 def _fault_in_call(path: str, given: Any, function: Any) -> str | None:
-    """Return what is wrong with the arguments of a class or function; None if nothing is."""
+    """Return a sentence for a fault in the arguments of a class or function; None if there is no fault."""
     if not isinstance(given, Mapping):
-        return f"{path}={given!r} does not fit; give its arguments by name"
+        return f"{path}={given!r} is not a mapping; give its arguments by name"
     parameters = inspect.signature(function).parameters
     takes_any = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
     known = [name for name, item in parameters.items() if item.kind in (item.KEYWORD_ONLY, item.POSITIONAL_OR_KEYWORD)]
@@ -238,7 +238,7 @@ def _fault_in_class(path: str, value: Mapping[str, Any]) -> str | None:
 
 
 def _find(path: str, class_path: str) -> Any:
-    """Return a class or function by its path or short name; a sentence if there is none."""
+    """Return a class or function by its path or short name; a sentence if it does not exist."""
     module, _, name = class_path.rpartition(".")
     if not module:
         known = {kind.__name__: kind for kind in _subclasses()}
@@ -246,7 +246,7 @@ def _find(path: str, class_path: str) -> Any:
     owner: Any = None
     with contextlib.suppress(ImportError, AttributeError, ValueError):
         owner = importlib.import_module(module)
-    if owner is None:  # a method of a class, as lightning_mcore.MCoreGPT.from_pretrained
+    if owner is None:  # a method of a class, such as lightning_mcore.MCoreGPT.from_pretrained
         above, _, class_name = module.rpartition(".")
         with contextlib.suppress(ImportError, AttributeError, ValueError):
             owner = getattr(importlib.import_module(above), class_name)
@@ -292,7 +292,7 @@ def _is_plain(kind: Any) -> bool:
 
 
 def on_one_line(message: str) -> str:
-    """Return a message of jsonargparse's without its lists of types.
+    """Return a message of jsonargparse on one line, without its lists of types.
 
     Args:
         message: The message, of several lines.

@@ -2,9 +2,9 @@
 """``lightning-mcore fit``, ``validate``, ``test`` and ``predict``: a run from a YAML file, through LightningCLI.
 
 ``__init__.py`` calls :func:`run`. :class:`TrainingCLI` may be used like ``LightningCLI``, with two differences: an
-``optimizer:`` in the file is made when the trainer asks for it, because a model that is split into stages has no
-parameters before; and ``config_errors.py`` words the errors in the file or the arguments. ``guard.py`` decides how a
-command ends.
+``optimizer:`` in the file is created when the trainer asks for it, because a model that is split into stages has no
+parameters before that; and ``config_errors.py`` explains errors in the file or the arguments. ``guard.py`` decides how
+a command ends.
 """
 
 import argparse
@@ -53,11 +53,11 @@ class TrainingCLI(LightningCLI):
     """``LightningCLI`` for ``MCoreStrategy``; takes the same arguments."""
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
-        """Parse the command line, and refuse what is wrong with it in one sentence.
+        """Parse the command line, and refuse errors in it with one sentence.
 
         Args:
             parser: Lightning's parser.
-            args: What to parse; None for the command line.
+            args: The words to parse; None for the process's command line.
 
         Raises:
             ValueError: An argument is wrong, and the parser was told not to exit (``exit_on_error=False``).
@@ -82,16 +82,17 @@ class TrainingCLI(LightningCLI):
         super()._parse_ckpt_path()
 
     def before_instantiate_classes(self) -> None:
-        """Replace the strategy's class name by its registered name, because jsonargparse leaves it as text."""
+        """Replace the strategy's class name by its registered name; jsonargparse leaves a class name as text."""
         trainer = self._get(self.config, "trainer")
         if trainer["strategy"] == MCoreStrategy.__name__:
             trainer["strategy"] = "mcore"
 
     def instantiate_classes(self) -> None:
-        """Make model, data and trainer.
+        """Create model, data and trainer.
 
         Raises:
-            ValueError: A constructor refuses its arguments; the sentence is its own, out of jsonargparse's lists.
+            ValueError: A constructor refuses its arguments; the sentence is the constructor's, without jsonargparse's
+                lists.
         """
         try:
             super().instantiate_classes()
@@ -99,7 +100,7 @@ class TrainingCLI(LightningCLI):
             if str(error) != _NO_GPU:
                 raise
             raise ValueError(
-                "trainer.accelerator='gpu' is given and this machine has no GPU that torch sees; choose 'cpu' or 'auto'"
+                "trainer.accelerator='gpu' is given, but torch finds no GPU on this machine; choose 'cpu' or 'auto'"
             ) from error
         except ValueError as error:
             if "\n" not in str(error):
@@ -107,9 +108,9 @@ class TrainingCLI(LightningCLI):
             raise ValueError(on_one_line(str(error))) from error
 
     def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
-        """Let the model make the optimizer of the file when the trainer asks for it.
+        """Make the model create the file's optimizer when the trainer asks for it.
 
-        Source: ``LightningCLI`` (Lightning 2.6), which makes it now, when the model has no parameters yet.
+        Source: ``LightningCLI`` (Lightning 2.6), which creates it at once, when the model has no parameters yet.
         """
         parser = self._parser(subcommand)
         if not self.auto_configure_optimizers or [*parser._optimizers] != ["optimizer"]:
@@ -134,8 +135,8 @@ def train(arguments: Sequence[str], beginning: Beginning) -> None:
     """Run a command of LightningCLI.
 
     Args:
-        arguments: ``fit``, ``validate``, ``test`` or ``predict``, and what follows it.
-        beginning: The callback that notes when the run has begun.
+        arguments: ``fit``, ``validate``, ``test`` or ``predict``, and the words after it.
+        beginning: The callback that records when the run has begun.
 
     Raises:
         ValueError: The arguments are wrong, or the file that they name is.
@@ -153,7 +154,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command and return the exit code.
 
     Args:
-        arguments: The name of the command, and what follows it.
+        arguments: The name of the command, and the words after it.
     """
     name = arguments[0]
     if importlib.util.find_spec("jsonargparse") is None:
@@ -166,17 +167,17 @@ def run(arguments: Sequence[str]) -> int:
 def parse(
     parser: Any, given: list[str], asked: Any, words: Sequence[str], documents: Sequence[Mapping[str, Any]] = ()
 ) -> Any:
-    """Return what jsonargparse makes of a command line.
+    """Return a command line as parsed by jsonargparse.
 
     Args:
         parser: Lightning's parser.
         given: The command line.
         asked: The parser of its command.
-        words: What follows the command.
-        documents: Files that come before the words and were read already.
+        words: The words after the command.
+        documents: Files that come before the words and were already read.
 
     Raises:
-        ValueError: Something is wrong with it; one sentence.
+        ValueError: The command line has an error; the message is one sentence.
     """
     try:
         config = parser.parse_args(given)
@@ -192,7 +193,7 @@ def refuse_lone_scheduler(optimizer: Any, scheduler: Any) -> None:
     """Refuse an ``lr_scheduler:`` without an ``optimizer:``.
 
     Raises:
-        ValueError: There is one.
+        ValueError: There is a scheduler and no optimizer.
     """
     if scheduler and not optimizer:
         raise ValueError("lr_scheduler is given without optimizer, which it belongs to; give both, or neither")

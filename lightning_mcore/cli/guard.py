@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a command that trains ends: one sentence for an error before the run has begun, a traceback for a later one.
+"""Decide how a training command ends: one sentence for an error before the run has begun, a traceback for a later one.
 
-A file, a key, a value or a layout that does not fit gives one sentence and exit code 2. An error in the middle of a run
-keeps its traceback; so does an error in the user's own code, where a sentence without a place would not help.
-``lightning-mcore fit`` and ``llamafactory`` train under :func:`guarded`.
+A wrong file, key, value or layout gives one sentence and exit code 2. An error during a run keeps its traceback, and so
+does an error in the user's own code, because a sentence without a place would not help. ``lightning-mcore fit`` and
+``llamafactory`` train under :func:`guarded`.
 """
 
 import signal
@@ -32,7 +32,7 @@ _OF_PACKAGES = (
     ".*grad attribute of a Tensor that is not a leaf.*",  # the fp32 shards of megatron-core's optimizer are views
     ".*torch.distributed.*is deprecated.*",  # megatron-core 0.16 under a torch that renames collectives
     ".*isinstance.treespec, LeafSpec.*",  # Lightning under the same torch
-    ".*You have overridden `on_before_batch_transfer`.*",  # of MCoreGPT, which is the one to use
+    ".*You have overridden `on_before_batch_transfer`.*",  # MCoreGPT overrides it, correctly
 )
 """Warnings that every rank would print, and that a user of a command cannot do anything about."""
 _OF_PACKAGES_ON_A_CPU = (".*CUDA_DEVICE_MAX_CONNECTIONS.*",)
@@ -40,7 +40,7 @@ _OTHER_RANKS_WAIT = 5.0  # seconds; rank 0 reports the same error and ends them 
 
 
 class Beginning(pl.Callback):
-    """Knows whether a run has begun; an error after that is not a wrong setting."""
+    """Records whether a run has begun; an error after that is not a wrong setting."""
 
     is_over = False
     _trainer: pl.Trainer | None = None
@@ -52,27 +52,27 @@ class Beginning(pl.Callback):
             launcher.kill(signal.SIGKILL)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Keep the trainer whose ranks may have to be ended."""
+        """Remember the trainer, whose ranks may have to be ended."""
         self._trainer = trainer
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note that the run has begun."""
+        """Record that the run has begun."""
         self.is_over = True
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note that the run has begun."""
+        """Record that the run has begun."""
         self.is_over = True
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note that the run has begun."""
+        """Record that the run has begun."""
         self.is_over = True
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note that the run has begun."""
+        """Record that the run has begun."""
         self.is_over = True
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note that the run has begun."""
+        """Record that the run has begun."""
         self.is_over = True
 
 
@@ -80,7 +80,7 @@ def guarded(run: Callable[[Beginning], object]) -> int:
     """Run a training and return the exit code; an error before it has begun is one sentence.
 
     Args:
-        run: What to do; it passes the callback to the trainer.
+        run: The function to run; it passes the callback to the trainer.
     """
     beginning = Beginning()
     for message in (*_OF_PACKAGES, *(() if torch.cuda.is_available() else _OF_PACKAGES_ON_A_CPU)):

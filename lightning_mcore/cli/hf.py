@@ -2,7 +2,7 @@
 """``lightning-mcore import`` and ``lightning-mcore export``: Hugging Face models to sharded checkpoints and back.
 
 ``__init__.py`` calls :func:`run`. The work is done by ``hf/import_checkpoint.py`` and ``hf/export.py``, which are
-imported once the arguments are read.
+imported after the arguments are read.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run one of the two commands and return the exit code.
 
     Args:
-        arguments: ``import`` or ``export``, and what follows it.
+        arguments: ``import`` or ``export``, and the words after it.
     """
     name, *rest = arguments
     options = (_import_parser() if name == "import" else _export_parser()).read(rest)
@@ -32,9 +32,9 @@ def _import_parser() -> CommandParser:
         "path", metavar="HF", help="folder of a Hugging Face model, in safetensors, or its name on the hub"
     )
     parser.add_argument("out", metavar="CKPT", help="the checkpoint, a directory that does not exist yet")
-    parser.add_argument("--family", help='model_type, or "package.module:FAMILY" (default: what its config says)')
+    parser.add_argument("--family", help='model_type, or "package.module:FAMILY" (default: the family in its config)')
     parser.add_argument(
-        "--dtype", choices=_DTYPES, default="auto", help="dtype of the weights in it (default: the model's)"
+        "--dtype", choices=_DTYPES, default="auto", help="dtype of the weights in the checkpoint (default: the model's)"
     )
     return parser
 
@@ -48,13 +48,13 @@ def _export_parser() -> CommandParser:
     parser.add_argument(
         "--like",
         metavar="HF",
-        help="folder of a Hugging Face model whose config and tokenizer to use (default: what the checkpoint names)",
+        help="folder of a Hugging Face model whose config and tokenizer to use (default: the checkpoint's)",
     )
-    parser.add_argument("--family", help='model_type, or "package.module:FAMILY" (default: what the checkpoint says)')
+    parser.add_argument("--family", help='model_type, or "package.module:FAMILY" (default: that of the checkpoint)')
     parser.add_argument(
         "--dtype", choices=_DTYPES, default="auto", help="dtype of the weights (default: the checkpoint's)"
     )
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file, such as 500MB (5GB)")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="size of a file (default: 5GB)")
     parser.add_argument("--adapter", action="store_true", help="write the LoRA adapters alone, as a PEFT folder")
     parser.add_argument(
         "--experts",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LightningCLI files as :class:`RunSettings`: parsed as ``lightning-mcore fit`` parses them, and not instantiated."""
+"""Read LightningCLI files as :class:`RunSettings`: parsed as in ``lightning-mcore fit``, but not instantiated."""
 
 import importlib.util
 import json
@@ -24,7 +24,7 @@ _SHORT_PRECISIONS = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
 
 class _Reader(TrainingCLI):
-    """Parses, and does nothing of what follows."""
+    """Only parses, without the steps that follow."""
 
     def __init__(self, documents: Sequence[Mapping[str, Any]], words: list[str]) -> None:
         self._command = next((_OF_OTHER_COMMANDS[key] for key in _OF_OTHER_COMMANDS if key in documents[-1]), "fit")
@@ -38,12 +38,12 @@ class _Reader(TrainingCLI):
         return {self._command: TrainingCLI.subcommands()[self._command]}
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
-        """Parse, and say what is wrong in terms of the files."""
+        """Parse; errors refer to the files."""
         self.config = parse(parser, args, self._subcommand_parsers[self._command], self._words, self._documents)
 
     @property
     def values(self) -> dict[str, Any]:
-        """What was parsed, as plain data."""
+        """The parsed values, as plain data."""
         return cast("dict[str, Any]", self.config[self._command].as_dict())
 
     def _set_seed(self) -> None: ...
@@ -53,10 +53,10 @@ class _Reader(TrainingCLI):
     def _add_instantiators(self) -> None: ...
 
     def before_instantiate_classes(self) -> None:
-        """Make nothing."""
+        """Do nothing."""
 
     def instantiate_classes(self) -> None:
-        """Make nothing."""
+        """Do nothing."""
 
     def _run_subcommand(self, subcommand: str) -> None: ...
 
@@ -70,13 +70,13 @@ def settings_of_lightning(
     """Return the run that LightningCLI files describe.
 
     Args:
-        documents: The files; a later one counts.
-        paths: Their names, for messages.
-        overrides: Key and value of what stands behind them, as text.
+        documents: The contents of the files; a later one overrides an earlier one.
+        paths: The names of the files, for errors.
+        overrides: Key and value of each change after the files, as text.
         model: A Hugging Face model to use instead of the file's.
 
     Raises:
-        ValueError: LightningCLI refuses a key or a value, or strategy or model are not ours.
+        ValueError: LightningCLI refuses a key or a value, or the strategy or model is not ours.
     """
     flat = [_without_command(document) for document in documents]
     kept: dict[str, Any] = {}
@@ -102,7 +102,7 @@ def settings_of_lightning(
 
 
 def _take_data_of_elsewhere(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Take out data whose class this machine does not have, and return its sizes; nothing else of it is planned."""
+    """Remove data whose class is not on this machine, and return its sizes, the only part that is planned."""
     sizes: dict[str, Any] = {}
     for document in documents:
         data = document.get("data")
@@ -121,7 +121,7 @@ def _can_be_found(module: str) -> bool:
 
 
 def _without_command(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a file without the level of a command, as ``fit:``."""
+    """Return the content of a file without the level of a command, such as ``fit:``."""
     for command in COMMANDS:
         if isinstance(document.get(command), Mapping):
             return {**document[command], **{key: value for key, value in document.items() if key != command}}
@@ -129,7 +129,7 @@ def _without_command(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changed(values: Mapping[str, Any], known: Arguments) -> dict[str, Any]:
-    """Return what does not have its default."""
+    """Return the values that differ from their defaults."""
     return {name: value for name, value in values.items() if name not in known or value != known[name].default}
 
 
@@ -138,10 +138,10 @@ def _strategy(trainer: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     given = trainer.get("strategy", "auto")
     name, arguments = _class_and_arguments(given)
     names = ("MCoreStrategy", "mcore") if isinstance(given, str) else ("MCoreStrategy",)
-    if name not in names or (isinstance(given, str) and "." in given):  # as text Lightning knows names, not paths
+    if name not in names or (isinstance(given, str) and "." in given):  # as text, Lightning accepts names but not paths
         shown = given if isinstance(given, str) else name
         raise ValueError(
-            f"trainer.strategy={shown!r} is not MCoreStrategy, which plan works for; set class_path:"
+            f"trainer.strategy={shown!r} is not MCoreStrategy, the only strategy that plan supports; set class_path:"
             " lightning_mcore.MCoreStrategy"
         )
     arguments = _changed(arguments, of_strategy())
@@ -161,7 +161,7 @@ def _precision(trainer: Mapping[str, Any], of_its_strategy: Any) -> dict[str, An
     asked = None if asked is None else _SHORT_PRECISIONS.get(str(asked), str(asked))
     if asked is not None and found:
         raise ValueError(
-            f"trainer.precision={asked!r} and {found[0][0]} in trainer.plugins both say the precision; set one of them"
+            f"trainer.precision={asked!r} and {found[0][0]} in trainer.plugins both set the precision; keep one of them"
         )
     if of_its_strategy is not None:
         found = [_class_and_arguments(of_its_strategy)]
@@ -188,14 +188,14 @@ def _model(given: Any, where: str) -> dict[str, Any]:
         return {key: value for key, value in arguments.items() if key not in known or value != known[key].default}
     if not {*arguments} & {*known} & {"vocab_size", "transformer", "path"}:
         raise ValueError(
-            f"model of {where} is {name}, of which plan knows nothing; give class_path: lightning_mcore.MCoreGPT, or a"
-            " subclass with its arguments"
+            f"model of {where} is {name}, which plan does not know; give class_path: lightning_mcore.MCoreGPT, or a "
+            "subclass with its arguments"
         )
     return _changed({key: value for key, value in arguments.items() if key in known}, known)
 
 
 def _with_optimizer(model: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model's arguments with the optimizer of the file, which takes the place of the model's own."""
+    """Return the model's arguments with the optimizer of the file, which replaces the model's own."""
     given = values.get("optimizer")
     refuse_lone_scheduler(given, values.get("lr_scheduler"))
     if given is None:
@@ -223,14 +223,14 @@ def _class_and_arguments(given: Any) -> tuple[str, dict[str, Any]]:
 
 
 def refuse_unknown_option(key: str, others: Sequence[str]) -> None:
-    """Refuse a word behind the files that neither LightningCLI nor the command knows.
+    """Refuse a word after the files that neither LightningCLI nor the command knows.
 
     Args:
-        key: Such as ``"trainer.devices"``.
+        key: The key, such as ``"trainer.devices"``.
         others: Options of the command itself.
 
     Raises:
-        ValueError: Nobody knows it.
+        ValueError: The key is unknown.
     """
     top = key.partition(".")[0]
     if top not in (*TOP_KEYS, *COMMANDS):

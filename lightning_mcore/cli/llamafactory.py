@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``lightning-mcore llamafactory FILE [key=value ...]``: a training file of LLaMA-Factory, run as it is.
+"""The command ``lightning-mcore llamafactory FILE [key=value ...]``: run an unchanged training file of LLaMA-Factory.
 
 ::
 
     lightning-mcore llamafactory examples/megatron/qwen3_moe_full.yaml output_dir=saves/mine --devices 8
     torchrun --nnodes 2 --nproc-per-node 8 ... -m lightning_mcore.cli llamafactory file.yaml
 
-The whole file is checked before anything slow is imported. The run prints its layout and batch, saves checkpoints in
+The whole file is checked before any slow import. The run prints its layout and batch, saves checkpoints in
 ``output_dir`` and losses in ``trainer_log.jsonl``, and writes the model in Hugging Face form, or the adapters in
 PEFT's, at the end. Ranks are started here, one for each device, or by ``torchrun``.
 """
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from lightning_mcore.arguments.llamafactory.run import FactoryRun
     from lightning_mcore.cli.guard import Beginning
 
-_MOVE_SECONDS = 120.0  # for renaming and deleting files
+_MOVE_SECONDS = 120.0  # time to rename and delete files
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command, and return the exit code.
 
     Args:
-        arguments: What follows its name.
+        arguments: The words after its name.
     """
     pairs = [word for word in arguments if "=" in word and not word.startswith("-") and not os.path.isfile(word)]
-    options = _parser().read([word for word in arguments if word not in pairs])  # they may stand between the options
+    options = _parser().read([word for word in arguments if word not in pairs])  # pairs may stand between the options
     options["overrides"] += pairs
     read: list[FactoryRun] = []
-    code = run_command(lambda: read.append(_read(options)))  # before anything slow is imported
+    code = run_command(lambda: read.append(_read(options)))  # before any slow import
     if code != DONE:
         return code
     from lightning_mcore.cli.guard import guarded
@@ -98,7 +98,7 @@ def _train(asked: "FactoryRun", options: dict[str, Any], beginning: "Beginning")
 
 
 def _finish_moving(folder: str, trainer: "pl.Trainer") -> None:
-    """Finish moving the model of an earlier run that was interrupted; the other ranks wait for rank 0."""
+    """Finish moving the model of an interrupted earlier run; the other ranks wait for rank 0."""
     from lightning_mcore.arguments.llamafactory.output import is_waiting, move_in
 
     if trainer.is_global_zero:
@@ -124,7 +124,7 @@ def _resume(asked: "FactoryRun") -> str | None:
         if not os.path.exists(given):
             raise FileNotFoundError(f"resume_from_checkpoint: {given!r} does not exist; give a checkpoint")
         return given
-    if not arguments.do_train:  # to evaluate model_name_or_path itself
+    if not arguments.do_train:  # evaluate model_name_or_path itself
         return None
     found = where_to_resume(folder, asked.keys.overwrite_output_dir)
     return found if arguments.resume_from_checkpoint is None else None  # "false"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lightning-mcore plan``: what a run will be on a number of devices, before anything runs.
+"""``lightning-mcore plan``: show what a run will do on a number of devices, before anything runs.
 
 ::
 
@@ -8,9 +8,10 @@
     lightning-mcore plan run.yaml --devices 64 --suggest --memory 80GB
     lightning-mcore plan llama.yaml cutoff_len=8192 --devices 8 --json
 
-Reads the files of every door (``plan_files.py``) and asks the classes and Megatron's own config what they refuse.
-Builds no model and opens no process group. Exit code 2 where the run would be refused, with what is wrong: all that the
-plugin refuses, and the first that Megatron's config refuses. A file that cannot be parsed ends with its first fault.
+The command reads every kind of file (``plan_files.py``), and asks the classes and Megatron's own config what they
+refuse. It builds no model and opens no process group. If the run would be refused, the exit code is 2 and the errors
+are listed: all that this package finds, and the first that Megatron's config finds. For a file that cannot be parsed,
+only the first fault is shown.
 """
 
 import json
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_mcore.cli.command import DONE, WRONG, CommandParser, run_command
-from lightning_mcore.cli.plan_files import door_of, model_of_files, read_document, settings_of_files
+from lightning_mcore.cli.plan_files import kind_of, model_of_files, read_document, settings_of_files
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.hf.source import is_unknown_on_hub
 from lightning_mcore.planning.machines import MACHINES, Machine, machine_named, parse_memory
@@ -35,7 +36,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command and return the exit code.
 
     Args:
-        arguments: What follows ``lightning-mcore plan``.
+        arguments: The words after ``lightning-mcore plan``.
     """
     parser = _parser()
     known, overrides = _split(parser, arguments)
@@ -46,18 +47,18 @@ def run(arguments: Sequence[str]) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "plan",
-        "Show what a run will be: ranks, batch, layers and memory of each stage, communication, FLOPs, warnings and"
-        " errors. What stands behind FILE as key=value or --key value changes the file. --config config.json gives the"
-        " config of a model, where the file has only its name on a hub.",
+        "Show what a run will be: ranks, batch, layers and memory of each stage, communication, FLOPs, warnings and "
+        "errors. key=value or --key value after FILE changes the file. --config config.json gives the config of a "
+        "model if the file has only its name on a hub.",
     )
     add = parser.add_argument
     add("files", nargs="+", metavar="FILE", help="LightningCLI YAML, Hugging Face style arguments, or LLaMA-Factory's")
     add("--devices", type=int, metavar="N", help="devices of the whole run (default: those of the file)")
-    add("--nodes", type=int, metavar="M", help="nodes that they stand on (default: those of the file, or 8 a node)")
+    add("--nodes", type=int, metavar="M", help="number of nodes (default: the file's, or one per 8 devices)")
     add("--model", metavar="PATH_OR_NAME", help="a Hugging Face model to plan for, instead of the file's")
     add("--seq-length", type=int, metavar="N", help="tokens of a row, instead of the file's")
-    add("--backend", choices=sorted(_BACKENDS), help="whose layers (default: what the file says, te on GPUs)")
-    add("--device", choices=sorted(MACHINES), help="for times and memory (default: h100 where the run is on GPUs)")
+    add("--backend", choices=sorted(_BACKENDS), help="layers to plan for (default: those of the file, te on GPUs)")
+    add("--device", choices=sorted(MACHINES), help="device for times and memory (default: h100 if the run is on GPUs)")
     add("--memory", metavar="80GB", help="memory of a device, instead of that of --device")
     add("--json", action="store_true", help="print everything as JSON")
     add("--picture", action="store_true", help="draw the pipeline schedule")
@@ -66,10 +67,10 @@ def _parser() -> CommandParser:
 
 
 def _split(parser: CommandParser, arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Tell options of the command and files from what changes a file: ``key=value``, ``--key value``, ``--key``."""
+    """Separate the command's options and files from changes to a file: ``key=value``, ``--key value``, ``--key``."""
     takes = {name: action.nargs != 0 for name, action in parser._option_string_actions.items()}
     known: list[str] = []
-    files: list[str] = []  # behind all options, where argparse finds them
+    files: list[str] = []  # after all options, where argparse finds them
     overrides: list[tuple[str, str]] = []
     words = list(arguments)
     while words:
@@ -105,9 +106,9 @@ def _plan(options: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> int:
         assert machine is not None
         found = suggest(settings, devices, per_node, machine, memory, backend)
         shown = [layout.to_dict() for layout in found]
-        door = door_of(read_document(files[0]), files[0])
+        kind = kind_of(read_document(files[0]), files[0])
         text = (
-            json.dumps(shown, indent=2) if options["json"] else suggestion_text(found, machine, memory, devices, door)
+            json.dumps(shown, indent=2) if options["json"] else suggestion_text(found, machine, memory, devices, kind)
         )
         print(text)
         return DONE
@@ -119,27 +120,27 @@ def _plan(options: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> int:
 
 
 def _say_what_is_missing(settings: RunSettings) -> None:
-    """Say first that the model is a name on the hub of which nothing is known here, if it is."""
+    """If the model is a name on the hub whose config is not here, say so first."""
     path = settings.model.get("path")
     if path is None:
         return
     if is_unknown_on_hub(path):
         print(
-            f"{path} is a name on the Hugging Face hub whose config is not here, so nothing below knows the model; give"
-            " its config.json with --config FILE"
+            f"{path} is a name on the Hugging Face hub whose config is not here, so nothing below includes the model; "
+            "give its config.json with --config FILE"
         )
 
 
 def device_numbers(settings: RunSettings, devices: int | None, nodes: int | None) -> tuple[int, int]:
-    """Return the devices of the whole run and those of a node.
+    """Return the number of devices of the whole run and of one node.
 
     Args:
-        settings: The run; ``trainer.devices`` and ``trainer.num_nodes`` count where no number is given.
-        devices: Devices of the whole run, as asked for.
-        nodes: Nodes, as asked for.
+        settings: The run; ``trainer.devices`` and ``trainer.num_nodes`` are used if no number is given.
+        devices: Devices of the whole run, from the command line.
+        nodes: Number of nodes, from the command line.
 
     Raises:
-        ValueError: Nobody says how many there are, or nodes do not divide them.
+        ValueError: The number of devices is unknown, or nodes do not divide it.
     """
     of_node, of_file = settings.trainer.get("devices"), settings.trainer.get("num_nodes")
     of_file = of_file if isinstance(of_file, int) and of_file > 0 else 1

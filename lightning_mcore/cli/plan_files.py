@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which door a file came through, and the run that it describes.
+"""Find the kind of a file, and read the run that it describes.
 
 =====================  ====================================================================
-door                   told by
-=====================  ====================================================================
-LightningCLI           the keys ``trainer``, ``model`` and ``data``
-LLaMA-Factory          ``stage`` with ``dataset``, ``cutoff_len`` or ``finetuning_type``
-Hugging Face style     the names of ``lightning_mcore.arguments`` (JSON or YAML)
-=====================  ====================================================================
+kind                   found by =====================
+==================================================================== LightningCLI           the keys ``trainer``,
+``model`` and ``data`` LLaMA-Factory          ``stage`` with ``dataset``, ``cutoff_len`` or ``finetuning_type`` Hugging
+Face style     the names of ``lightning_mcore.arguments`` (JSON or YAML) =====================
+====================================================================
 
-What stands behind the file (``key=value``, ``--key value``) changes it, as it does when it runs.
+Words after the file (``key=value``, ``--key value``) change it, as they do when it runs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from lightning_mcore.arguments.documents import read_text, read_yaml
 from lightning_mcore.cli.lightning_file import COMMANDS, TOP_KEYS, refuse_unknown_option, settings_of_lightning
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.config.text import unknown_name
-from lightning_mcore.planning.suggest import Door
+from lightning_mcore.planning.suggest import Kind
 
 _OF_LLAMAFACTORY = {"stage", "dataset", "cutoff_len", "finetuning_type", "template", "dataset_dir", "neat_packing"}
 _BESIDE_ARGUMENTS = ("model_name_or_path", "seq_length", "cutoff_len")
@@ -34,28 +33,28 @@ def settings_of_files(
     """Return the run that files describe.
 
     Args:
-        paths: The files; several of LightningCLI are merged, the later one counting.
-        overrides: Key and value of what stands behind them, as text.
+        paths: The files; several LightningCLI files are merged, and a later one overrides an earlier one.
+        overrides: Key and value of each change after the files, as text.
         model: A Hugging Face model to use instead of the file's.
         seq_length: Tokens of a row, instead of the file's.
 
     Raises:
         FileNotFoundError: There is no such file.
         TypeError: A part has the wrong kind.
-        ValueError: A file is not YAML, is not of a run, or a key is unknown.
+        ValueError: A file is not YAML or does not describe a run, or a key is unknown.
     """
     documents = [read_document(path) for path in paths]
-    doors = {door_of(document, path) for document, path in zip(documents, paths, strict=True)}
-    if len(doors) > 1:
-        raise ValueError(f"{' and '.join(paths)} are of different doors; give files of one")
-    door = doors.pop()
-    if door == "lightning":
+    kinds = {kind_of(document, path) for document, path in zip(documents, paths, strict=True)}
+    if len(kinds) > 1:
+        raise ValueError(f"{' and '.join(paths)} are files of different kinds; give files of one kind")
+    kind = kinds.pop()
+    if kind == "lightning":
         for key, _ in overrides:
             refuse_unknown_option(key, _OPTIONS)
         settings = settings_of_lightning(documents, paths, overrides, model)
     elif len(paths) > 1:
-        raise ValueError(f"{' and '.join(paths)} are two files, which LightningCLI alone merges; give one")
-    elif door == "llamafactory":
+        raise ValueError(f"{' and '.join(paths)} are several files, and only LightningCLI files are merged; give one")
+    elif kind == "llamafactory":
         from lightning_mcore.arguments.llamafactory.run import read_run
 
         texts = [f"{key}={value}" for key, value in overrides]
@@ -70,7 +69,7 @@ def settings_of_files(
 
 
 def model_of_files(paths: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return the files of a run, and the folder of the model whose ``config.json`` is among the paths, if one is.
+    """Return the files of a run, and the folder of the model whose ``config.json`` is among the paths, or None.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -83,7 +82,7 @@ def model_of_files(paths: Sequence[str]) -> tuple[list[str], str | None]:
         raise ValueError(f"{' and '.join(configs)} should be one config.json of a Hugging Face model; give that one")
     runs = [path for path in paths if path not in configs]
     if not runs:
-        raise ValueError(f"{configs[0]} says what a model is and nothing of a run; give the file of the run too")
+        raise ValueError(f"{configs[0]} describes a model but no run; give the file of the run too")
     return runs, str(Path(configs[0]).parent)
 
 
@@ -92,7 +91,7 @@ def read_document(path: str) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It is neither, or holds no keys.
+        ValueError: It is neither YAML nor JSON, or holds no keys.
     """
     file = Path(path)
     if not file.is_file():
@@ -103,11 +102,11 @@ def read_document(path: str) -> dict[str, Any]:
     return document
 
 
-def door_of(document: Mapping[str, Any], path: str) -> Door:
-    """Return which door a file is of.
+def kind_of(document: Mapping[str, Any], path: str) -> Kind:
+    """Return the kind of a file.
 
     Raises:
-        ValueError: None of them.
+        ValueError: The file is of no known kind.
     """
     keys = {str(key) for key in document}
     if {"trainer", "model", "data", *COMMANDS} & keys:

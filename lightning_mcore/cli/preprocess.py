@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""``lightning-mcore preprocess``: text, jsonl or parquet files become Megatron's indexed datasets.
+r"""``lightning-mcore preprocess``: text, jsonl or parquet files to Megatron's indexed datasets.
 
-``__init__.py`` calls :func:`run`; ``data/preprocess/run.py`` does the work. An interruption loses nothing that is done,
-so errors say where the work is kept, and their exit code is 1.
+``__init__.py`` calls :func:`run`; ``data/preprocess/run.py`` does the work. An interruption does not lose finished
+work, so errors say where it is kept, and their exit code is 1.
 """
 
 import argparse
@@ -20,7 +20,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command and return the exit code.
 
     Args:
-        arguments: What follows its name.
+        arguments: The words after its name.
     """
     options = _parser().read(arguments)
     if options["separator"] is not None:
@@ -83,7 +83,7 @@ def _add_options_of_documents(parser: CommandParser) -> None:
     parser.add_argument(
         "--add-special-tokens",
         action="store_true",
-        help="let the tokenizer add what it adds to a sequence, such as a token at its beginning",
+        help="let the tokenizer add its special tokens to each document, such as a token at the beginning",
     )
 
 
@@ -105,7 +105,7 @@ def _preprocess(options: dict[str, Any]) -> int:
 
 
 def _what_is_kept(output: str) -> str:
-    """Return where unfinished work lies, as the end of a sentence; empty where there is none."""
+    """Return the end of a sentence that says where unfinished work is kept; empty if there is none."""
     place = output + UNFINISHED
     return (
         f"; the finished work is kept in {place}, and the same command resumes from there"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continue a prompt: the window of tokens that a model sees, and the draw of the next one."""
+"""Continue a prompt: choose the window of tokens that a model sees, and draw the next token."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,16 +18,16 @@ def continue_prompt(
     top_k: int | None = None,
     seed: int = 0,
 ) -> list[int]:
-    """Return a prompt and the tokens that a model continues it with.
+    """Return a prompt followed by the tokens that a model generates.
 
     Args:
-        module: Has ``next_logits`` as a step, ``vocab_size`` and ``seq_length``.
+        module: A module with the step ``next_logits``, ``vocab_size`` and ``seq_length``.
         prompt: Tokens to continue.
         max_new_tokens: Tokens to add.
-        multiple: What the length of a sequence must be a multiple of on this layout.
+        multiple: The length of a sequence must be a multiple of this on the run's layout.
         temperature: Divides the logits; 0 takes the most probable token each time.
         top_k: Draw among this many of the most probable tokens only.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
     check_sampling(prompt, module.vocab_size, max_new_tokens, temperature, top_k)
     generator = torch.Generator().manual_seed(seed)
@@ -47,7 +47,7 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, generator: tor
         logits: [vocab_size] in a floating-point type, on any device.
         temperature: Divides the logits; 0 takes the most probable token.
         top_k: Draw among this many of the most probable tokens only; None for all.
-        generator: On the CPU, so that equal seeds draw alike on every rank and device.
+        generator: A generator on the CPU, so that equal seeds draw alike on every rank and device.
 
     Returns:
         The token's id.
@@ -64,7 +64,7 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, generator: tor
 def check_sampling(
     prompt: list[int], vocab_size: int, max_new_tokens: int, temperature: float, top_k: int | None
 ) -> None:
-    """Refuse what cannot be continued or drawn.
+    """Refuse invalid prompts and settings.
 
     Raises:
         ValueError: The prompt is empty or not of this vocabulary, or a number is out of its range.
@@ -96,7 +96,7 @@ def last_window(tokens: list[int], seq_length: int, multiple: int, device: torch
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module and all inside it in evaluation mode, and give each its own mode back afterwards."""
+    """Put a module and its submodules into evaluation mode, and restore the mode of each afterwards."""
     modes = [(child, child.training) for child in module.modules()]
     module.eval()
     try:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``MCoreGPT``: a GPT, dense or with experts, ready to train on every layout.
 
-A LightningModule on megatron-core's ``GPTModel``. What the model is comes as plain data, ``transformer={...}`` with the
-fields of Megatron's ``TransformerConfig``; how it is cut and in which numbers it computes belongs to the strategy and
-to ``Trainer(precision=...)``. The steps below say nothing about ranks or stages, and they are the example to follow for
-a module of your own: build in ``configure_model``, call ``self.model(...)`` once in each step.
+A LightningModule on megatron-core's ``GPTModel``. Plain data, ``transformer={...}``, describes the model with the
+fields of Megatron's ``TransformerConfig``. The strategy and ``Trainer(precision=...)`` decide how it is split and in
+which number formats it computes. The steps below do not mention ranks or stages. Follow them in your own module: build
+in ``configure_model``, and call ``self.model(...)`` once in each step.
 
-A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted: ``labels[i]`` is to be predicted at
-``tokens[i]``; -100 for no target) and, optionally, ``loss_mask`` (1 where a token counts, 0 elsewhere) and
-``position_ids`` (of learned positions; rotary ones count from the start of the row). Rows may be packed
+A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted: the target at ``tokens[i]`` is
+``labels[i]``; -100 for no target) and, optionally, ``loss_mask`` (1 where a token counts, 0 elsewhere) and
+``position_ids`` (for learned positions; rotary positions count from the start of the row). Rows may be packed
 (``data/packing/best_fit.py``): each sub-sequence then sees itself alone.
 """
 
@@ -59,43 +59,44 @@ def _with_plain_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class MCoreGPT(SpeedLogs):
-    """A GPT language model with its training recipe: AdamW, linear warm-up and cosine decay unless asked otherwise.
+    """A GPT language model with its training recipe, by default AdamW with linear warm-up and cosine decay.
 
     Logs ``train_loss``, ``val_loss`` and ``test_loss`` (means over tokens), ``val_perplexity`` and ``val_accuracy`` (of
     the next token; also ``test_``), and at each optimizer step ``grad_norm`` (before clipping), ``tokens_per_second``
-    (of all ranks together, known padding and validation time left out) and ``model_tflops`` (of one device, in TFLOP/s;
-    see ``config/flops.py`` for what is counted). The strategy adds the losses of routers and of multi-token
-    prediction (``strategy/logs/auxiliary.py``).
+    (of all ranks together, without known padding and validation time) and ``model_tflops`` (of one device, in TFLOP/s;
+    ``config/flops.py`` says what is counted). The strategy adds the losses of routers and of multi-token prediction
+    (``strategy/logs/auxiliary.py``).
 
     Args:
-        vocab_size: Tokens that exist. The embedding is padded, see ``make_vocab_size_divisible_by``.
+        vocab_size: Number of existing tokens. The embedding is padded; see ``make_vocab_size_divisible_by``.
         seq_length: Tokens of a sequence.
         transformer: Fields of Megatron's ``TransformerConfig`` (``MLATransformerConfig`` with
-            ``multi_latent_attention``); ``num_layers``, ``hidden_size`` and ``num_attention_heads`` at least. Plain
-            data: an activation as ``"silu"``, a function as its import path. Defaults are Megatron's but for
+            ``multi_latent_attention``); ``num_layers``, ``hidden_size`` and ``num_attention_heads`` at least. They are
+            plain data: an activation such as ``"silu"``, a function as its import path. Defaults are Megatron's except
             ``hidden_dropout=0.0``, ``attention_dropout=0.0`` and ``calculate_per_token_loss=True``.
         recipe: Optimizer and learning rate; :class:`~lightning_mcore.Recipe` has the fields and their defaults.
-        position_embedding_type: Rotary, rotary stretched as in YaRN, a learned embedding for each position, or none.
+        position_embedding_type: Rotary, rotary stretched as in YaRN, a learned embedding of each position, or none.
         rotary_percent: Share of a head's channels that is rotated.
         rotary_base: Base of the rotary wavelengths.
         rope_scaling: Stretch long wavelengths as Llama 3 does, from 8192 positions.
-        rope_scaling_factor: By how much.
+        rope_scaling_factor: The factor of that stretch.
         seq_len_interpolation_factor: Divides all positions; None for 1.
-        yarn: With ``position_embedding_type="yarn"``: ``rotary_scaling_factor``, and what is to differ from
+        yarn: With ``position_embedding_type="yarn"``: ``rotary_scaling_factor``, and values that differ from
             ``positions.YARN_DEFAULTS``.
         share_embeddings_and_output_weights: Whether the output layer is the embedding's transpose.
         make_vocab_size_divisible_by: The embedding has a multiple of this many rows, whatever the layout, so that the
             numbers are the same on all of them. ``tensor_model_parallel_size`` must divide the padded size.
-        transformer_impl: Whose layers: ``"local"`` (plain PyTorch), ``"transformer_engine"``, or ``"auto"``, which
-            takes the second where it is installed and the device is a GPU.
-        loss_normalization: Mean of the loss over ``"tokens"``, or over ``"samples"`` (rows, or the sub-sequences of
-            packed ones) of the mean over the tokens of each.
-        hf: The Hugging Face model it was made from, as :meth:`from_pretrained` fills it in.
+        transformer_impl: The layers to use: ``"local"`` (plain PyTorch), ``"transformer_engine"``, or ``"auto"``, which
+            takes the second if it is installed and the device is a GPU.
+        loss_normalization: ``"tokens"`` for the mean of the loss over tokens; ``"samples"`` for the mean over samples
+            (rows, or the sub-sequences of packed rows) of each sample's mean over tokens.
+        hf: The Hugging Face model that it was made from; filled in by :meth:`from_pretrained`.
         lora: Train low-rank adapters and freeze the rest; :class:`~lightning_mcore.LoRA` has the settings. Checkpoints
-            then hold what is trained, if the frozen weights come from :meth:`from_pretrained`; else all weights.
+            then hold only the trained parameters if the frozen weights come from :meth:`from_pretrained`; otherwise all
+            weights.
 
     Raises:
-        ValueError: A value does not fit, or a field of ``transformer`` is unknown or has another home.
+        ValueError: A value is not allowed, or a field of ``transformer`` is unknown or set in another place.
         TypeError: A size is not an int.
     """
 
@@ -123,7 +124,7 @@ class MCoreGPT(SpeedLogs):
         self.lora = None if lora is None else LoRA.of(lora)
         self.recipe = Recipe.of(recipe)
         self.save_hyperparameters()
-        self.hparams["recipe"] = self.recipe.plain()  # also of a subclass that has an argument of this name
+        self.hparams["recipe"] = self.recipe.plain()  # even if a subclass has an argument of this name
         for name in ("vocab_size", "seq_length", "make_vocab_size_divisible_by"):
             require_size(name, self.hparams[name])
         self.vocab_size = vocab_size
@@ -140,8 +141,8 @@ class MCoreGPT(SpeedLogs):
         self._starts_from = None if self.lora is None else self.lora.base_model_name_or_path
         self._merged = [] if self.lora is None else list(self.lora.merged_adapters or [])
         self._adapter: str | None = None
-        self._base: str | None = None  # what tells the frozen weights from others
-        self._given_family: str | None = None  # what a file calls it, in hparams, is not imported
+        self._base: str | None = None  # identifies the frozen weights
+        self._given_family: str | None = None  # a path in hparams comes from a file and is not imported
 
     @classmethod
     def from_pretrained(
@@ -156,30 +157,30 @@ class MCoreGPT(SpeedLogs):
         family: str | None = None,
         lora: LoRA | dict[str, Any] | str | None = None,
         adapters: list[str] | None = None,
-    ) -> "MCoreGPT":  # not Self, which LightningCLI cannot resolve
-        """Make a module from a Hugging Face model, and start from its weights on whatever layout it runs.
+    ) -> "MCoreGPT":  # LightningCLI cannot resolve Self
+        """Make a module from a Hugging Face model, and start from its weights on any layout.
 
-        The weights are read when the model is built, each rank what it holds; not where a run goes on from a
-        checkpoint of its own. A subclass takes all arguments of the constructor.
+        The weights are read when the model is built; each rank reads the parts that it holds. A run that resumes from
+        its own checkpoint does not read them. A subclass takes all arguments of the constructor.
 
         Args:
-            path: Folder of the model, in safetensors, its name on the Hugging Face hub, or a checkpoint that
-                ``lightning-mcore import`` or a run of this class made.
-            seq_length: Tokens of a sequence; None for as many as the model was made for.
-            transformer: Fields of ``TransformerConfig`` to use instead of those that follow from its config.
+            path: Folder of the model, in safetensors, its name on the Hugging Face hub, or a checkpoint from
+                ``lightning-mcore import`` or from a run of this class.
+            seq_length: Tokens of a sequence; None for the longest that the model supports.
+            transformer: Fields of ``TransformerConfig`` that replace those from the model's config.
             recipe: Optimizer and learning rate, as in the constructor.
             make_vocab_size_divisible_by: The embedding has a multiple of this many rows, whatever the layout.
             transformer_impl: ``"local"``, ``"transformer_engine"`` or ``"auto"``, as in the constructor.
             loss_normalization: Mean of the loss over ``"tokens"`` or ``"samples"``, as in the constructor.
-            family: What kind of model it is: a ``model_type``, or ``"package.module:FAMILY"`` for one of your own;
-                None for what its config says.
-            lora: Train low-rank adapters and freeze the weights, as in the constructor; or go on with those of PEFT:
-                their folder, or their name on the hub.
-            adapters: Folders or names of PEFT adapters to merge into the weights first, one after the other.
+            family: The kind of model: a ``model_type``, or ``"package.module:FAMILY"`` for your own; None for the
+                family in its config.
+            lora: Train low-rank adapters and freeze the weights, as in the constructor; or a PEFT folder, or its name
+                on the hub, to continue its adapters.
+            adapters: Folders or names of PEFT adapters to merge into the weights first, one after another.
 
         Raises:
             FileNotFoundError: There is no such model, or no such adapter.
-            ValueError: It is of no known family, or its config asks for something that is not supported.
+            ValueError: Its family is unknown, or its config asks for something that is not supported.
         """
         from lightning_mcore.hf.pretrained import absolute, pretrained_settings
 
@@ -199,7 +200,7 @@ class MCoreGPT(SpeedLogs):
             transformer_impl=transformer_impl,
             loss_normalization=loss_normalization,
         )
-        module._starts_from = absolute(path)  # the run may go on in another folder
+        module._starts_from = absolute(path)  # the working folder may change
         module._merged = merged
         module._given_family = family
         module._adapter = absolute(lora) if isinstance(lora, str) else None
@@ -207,18 +208,18 @@ class MCoreGPT(SpeedLogs):
 
     @property
     def config(self) -> TransformerConfig:
-        """Megatron's config: the fields of ``transformer`` and what the strategy of this run owns."""
+        """Megatron's config: the fields of ``transformer`` and those that the strategy owns."""
         if self._config is None:
             self._config = self._build_config()
         return self._config
 
     def check_settings(self) -> None:
-        """Refuse what Megatron or the machine cannot do; builds no parameter and needs no process group.
+        """Refuse settings that Megatron or the machine does not support, without parameters and process groups.
 
         Raises:
-            ValueError: Megatron finds that the model's fields and the strategy's contradict each other, or a field asks
-                for what these layers or this device do not have.
-            ModuleNotFoundError: TransformerEngine is asked for and absent.
+            ValueError: The model's fields and the strategy's contradict each other, or these layers or this device do
+                not support a field.
+            ModuleNotFoundError: TransformerEngine is asked for but not installed.
         """
         config = self._build_config()
         if self._starts_from is not None and not self._resumes:
@@ -240,7 +241,7 @@ class MCoreGPT(SpeedLogs):
     def configure_model(self) -> None:
         """Build the chunks that this rank owns."""
         if not hasattr(self, "model"):
-            self._config = None  # of a run that ended before a model was built
+            self._config = None  # left by a run that ended before a model was built
         self.model = self.pipeline(self.build_chunk)
         if self._starts_from is not None and (self.lora is not None or not self._resumes):
             from lightning_mcore.hf.pretrained import load_pretrained
@@ -250,7 +251,7 @@ class MCoreGPT(SpeedLogs):
                 from lightning_mcore.hf.peft_folder import merge_folders
 
                 merge_folders(self, self._merged)
-            self._starts_from = None  # the weights that a run has trained stay in the next one
+            self._starts_from = None  # the next run keeps the trained weights
         if self.lora is not None and not hasattr(self.model.chunks[0], TRAINED_ONLY):
             from lightning_mcore.hf.adapters import adapted_model, add_adapters, fingerprint
             from lightning_mcore.hf.pretrained import pieces_of_module
@@ -265,7 +266,7 @@ class MCoreGPT(SpeedLogs):
                 load_adapter(self, self._adapter, self.lora)
 
     def hf_names(self) -> tuple[Any, dict[str, Any]]:
-        """Return the family whose names the projections have, and the settings of the model."""
+        """Return the family that names the projections, and the settings of the model."""
         from lightning_mcore.hf.family import family_and_fields
 
         return family_and_fields({**self.hparams, "transformer": self.transformer}, self._given_family)
@@ -282,13 +283,13 @@ class MCoreGPT(SpeedLogs):
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Save arguments as Lightning does, those of :class:`Recipe` and :class:`LoRA` as plain data.
+        """Save arguments as Lightning does, with :class:`Recipe` and :class:`LoRA` as plain data.
 
         Args:
-            args: Names of arguments, or values to save; all arguments without them.
+            args: Names of arguments, or values to save; without them, all arguments.
             ignore: Names of arguments to leave out.
             frame: Frame of the constructor; the caller's by default.
-            logger: Whether the logger gets them.
+            logger: Whether to pass them to the logger.
         """
         current = inspect.currentframe()
         frame = frame if frame is not None or current is None else current.f_back
@@ -297,7 +298,7 @@ class MCoreGPT(SpeedLogs):
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """What was saved of the constructor's arguments, as loggers get it; recipes and the like as plain data."""
+        """The saved arguments of the constructor for loggers, with recipes and LoRA settings as plain data."""
         return AttributeDict(_with_plain_settings(super().hparams_initial))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -306,7 +307,7 @@ class MCoreGPT(SpeedLogs):
             checkpoint[_BASE] = self._base
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leave the weights to the checkpoint; read a recipe whose fields are hyper-parameters of their own."""
+        """Leave the weights to the checkpoint; read a recipe whose fields were saved as separate hyper-parameters."""
         if self.lora is None:
             self._starts_from = None
         elif self._base is not None and checkpoint.get(_BASE, self._base) != self._base:
@@ -329,18 +330,18 @@ class MCoreGPT(SpeedLogs):
 
     @classmethod
     def _check_recorded(cls, path: str, recorded: Mapping[str, Any]) -> None:
-        """Refuse fields of the recipe as hyper-parameters of their own where the constructor would be given them."""
+        """Refuse recipe fields that were saved as separate hyper-parameters if the constructor would receive them."""
         own = inspect.signature(cls).parameters
         flat = [name for name in Recipe().plain() if name in recorded and name not in own]
         takes_any = any(given.kind is given.VAR_KEYWORD for given in own.values())
         if flat and takes_any and "recipe" not in recorded:
             raise ValueError(
-                f"{path} was saved when {flat[0]} was an argument of MCoreGPT, and {cls.__name__} would pass it on with"
-                " its **kwargs; make the module yourself and call load_weights(path) in its configure_model()"
+                f"{path} was saved when {flat[0]} was an argument of MCoreGPT, and {cls.__name__} would pass it on "
+                "with its **kwargs; create the module yourself and call load_weights(path) in its configure_model()"
             )
 
     def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
-        """Build one chunk: the embedding where ``pre_process``, the output layer where ``post_process``."""
+        """Build one chunk, with the embedding if ``pre_process``, and with the output layer if ``post_process``."""
         impl = resolve_transformer_impl(self.hparams["transformer_impl"], self._device_type())
         chunk = MultiTokenGPT(
             self.config,
@@ -364,15 +365,15 @@ class MCoreGPT(SpeedLogs):
         return ModelShape.from_config(fields, seq_length=self.seq_length, vocab_size=self.padded_vocab_size)
 
     def microbatch_shape(self, batch: Batch) -> tuple[int, int]:
-        """Return ``(sequence length, rows)`` of a microbatch; the rows of a packed one are joined."""
+        """Return ``(sequence length, rows)`` of a microbatch; packed rows are joined."""
         return microbatch_shape(batch)
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Refuse tokens and labels that do not exist, and sequences without positions, while they are on the host.
+        """Refuse tokens and labels outside the vocabulary, and sequences beyond the positions, on the host.
 
         Raises:
-            ValueError: There is one; a label outside the vocabulary would count as nothing. A rank that reads other
-                data learns of it when this one ends.
+            ValueError: The batch has one; a label outside the vocabulary would silently have no loss. Ranks that read
+                other data learn of the error when this rank ends.
         """
         check_vocabulary(batch, self.vocab_size)
         if self.hparams["position_embedding_type"] == "learned_absolute":
@@ -385,11 +386,11 @@ class MCoreGPT(SpeedLogs):
         return self._log_loss("train_loss", self.learned_losses(losses), inputs)
 
     def learned_losses(self, losses: Tensor) -> Tensor:
-        """Return the losses that training and evaluation take the mean of; for a subclass that changes them.
+        """Return the token losses whose mean training and evaluation use; a subclass may change them.
 
         Args:
-            losses: The cross entropy of each token of this rank in fp32, not summed: [b, s / cp], of a packed batch
-                [1, b * s / cp].
+            losses: The cross entropy of each token of this rank in fp32, without a sum or mean: [b, s / cp], or [1, b *
+                s / cp] for a packed batch.
 
         Returns:
             Losses of the same shape and type.
@@ -397,19 +398,19 @@ class MCoreGPT(SpeedLogs):
         return losses
 
     def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Measure each of several dataloaders by itself."""
+        """Measure each of several dataloaders separately."""
         self._forget_last_loader("val", batch_idx, dataloader_idx)
 
     def on_test_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Measure each of several dataloaders by itself."""
+        """Measure each of several dataloaders separately."""
         self._forget_last_loader("test", batch_idx, dataloader_idx)
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log ``val_loss``, ``val_perplexity`` and ``val_accuracy``, of each dataloader."""
+        """Log ``val_loss``, ``val_perplexity`` and ``val_accuracy`` for each dataloader."""
         self._evaluate("val", batch)
 
     def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log ``test_loss``, ``test_perplexity`` and ``test_accuracy``, of each dataloader."""
+        """Log ``test_loss``, ``test_perplexity`` and ``test_accuracy`` for each dataloader."""
         self._evaluate("test", batch)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -428,18 +429,18 @@ class MCoreGPT(SpeedLogs):
     def generate(
         self, prompt: list[int], max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
     ) -> list[int]:
-        """Continue a prompt, one token at a time; each one runs the whole model over the last ``seq_length`` tokens.
+        """Continue a prompt, one token at a time; each token runs the whole model over the last ``seq_length`` tokens.
 
         Collective: every rank calls it with the same arguments while the trainer runs, for example in a callback's
-        ``on_train_end``. The sequence is padded to what the layout can cut; the padding stands after the tokens, where
-        causal attention does not see it.
+        ``on_train_end``. The sequence is padded to a length that the layout can split; the padding follows the tokens,
+        where causal attention does not see it.
 
         Args:
             prompt: Tokens to continue, at least one.
             max_new_tokens: Tokens to add.
             temperature: Divides the logits; 0 takes the most probable token each time.
             top_k: Draw among this many of the most probable tokens only.
-            seed: Of the draws.
+            seed: Seed of the draws.
 
         Returns:
             The prompt and the new tokens, the same on every rank.
@@ -454,17 +455,17 @@ class MCoreGPT(SpeedLogs):
         return whole
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """Return the optimizer, with weight decay on matrices only, and the course of its learning rate.
+        """Return the optimizer, with weight decay only on matrices, and its learning-rate schedule.
 
         Raises:
-            ValueError: The number of steps is unknown, and the learning rate is to decay.
+            ValueError: The learning rate decays, but the number of steps is unknown.
         """
         everything = list(self.named_parameters())
         trained = [(name, parameter) for name, parameter in everything if parameter.requires_grad]
-        return self.recipe.build(trained or everything, self.trainer)  # a stage may have nothing that is trained
+        return self.recipe.build(trained or everything, self.trainer)  # a stage may train nothing
 
     def _log_loss(self, name: str, losses: Tensor, inputs: ModelInputs) -> Any:
-        """Return the loss of a step; log it with its weight, over tokens where it has none."""
+        """Return the loss of a step, and log it with its weight; without one, with the number of tokens."""
         assert inputs.loss_mask is not None
         loss = self.normalized_loss(losses, inputs, self.loss_normalization)
         mean, weight = (
@@ -492,7 +493,7 @@ class MCoreGPT(SpeedLogs):
 
     def _build_config(self) -> TransformerConfig:
         owned = self.megatron_fields()
-        if self.transformer.get("multi_latent_attention"):  # its attention rotates by itself
+        if self.transformer.get("multi_latent_attention"):  # its attention does the rotation
             owned |= {name: self.hparams[name] for name in ("rotary_base", "rotary_percent")}
         config = build_transformer_config(self.transformer, owned)
         set_yarn(config, self.hparams["yarn"])

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training recipe of ``MCoreGPT``: its optimizer and the schedule of its learning rate, as plain data.
+"""The training recipe of ``MCoreGPT``: its optimizer and learning-rate schedule, as plain data.
 
-A :class:`Recipe` checks its values when it is made, before anything is allocated; :meth:`Recipe.build` makes optimizer
-and scheduler once the parameters are there. torch and transformers are imported only by the methods that need them.
+A :class:`Recipe` checks its values when it is created, before anything is allocated; :meth:`Recipe.build` makes
+optimizer and scheduler once the parameters exist. torch and transformers are imported only by the methods that need
+them.
 
-The schedule is our own warm-up and cosine, or one of transformers' by its name there. Ours is not transformers'
-``"cosine"``: that one starts at a learning rate of zero, so that its first step moves nothing, and it needs
+The schedule is our own warm-up and cosine, or one of transformers' schedules by its name. Ours differs from
+transformers' ``"cosine"``, which starts at a learning rate of zero, so its first step changes nothing, and which needs
 transformers.
 """
 
@@ -41,29 +42,29 @@ SchedulerName: TypeAlias = Literal[
 ]
 
 _WITHOUT_WARMUP = "constant"
-_WITHOUT_END = (_WITHOUT_WARMUP, "constant_with_warmup", "inverse_sqrt")  # they need no number of steps
+_WITHOUT_END = (_WITHOUT_WARMUP, "constant_with_warmup", "inverse_sqrt")  # these do not need the number of steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Optimizer and learning rate: AdamW, linear warm-up and cosine decay unless asked otherwise.
+    """Optimizer and learning rate, by default AdamW with linear warm-up and cosine decay.
 
     Args:
-        learning_rate: Its peak, reached after the warm-up.
-        min_learning_rate: What the cosine decays to at the last step.
-        weight_decay: Of matrices; biases and norms, which have one dimension, have none.
+        learning_rate: The peak of the learning rate, reached after the warm-up.
+        min_learning_rate: The learning rate at the end of the cosine, at the last step.
+        weight_decay: Weight decay of matrices; biases and norms, which have one dimension, have none.
         betas: AdamW's.
         eps: AdamW's.
         optimizer: ``"adamw"`` or ``"sgd"``.
-        sgd_momentum: Of SGD.
+        sgd_momentum: Momentum of SGD.
         warmup_steps: Optimizer steps over which the learning rate rises; a number below 1 is a share of all steps.
-        lr_scheduler_type: A schedule of transformers by its name there, such as ``"linear"``; None for a linear warm-up
-            that already moves the weights in its first step, and a cosine.
-        lr_scheduler_kwargs: Further arguments of that schedule, such as ``min_lr``.
+        lr_scheduler_type: The name of a schedule of transformers, such as ``"linear"``; None for a linear warm-up,
+            whose first step already changes the weights, and a cosine.
+        lr_scheduler_kwargs: Other arguments of that schedule, such as ``min_lr``.
 
     Raises:
         ValueError: A name does not exist, a number is out of range, or two settings contradict each other.
-        TypeError: A value that has to be a number is not one.
+        TypeError: A value that must be a number is not one.
     """
 
     learning_rate: float = 3e-4
@@ -86,7 +87,7 @@ class Recipe:
                 raise ValueError(f"{name}={given!r} is not available; choose one of {get_args(known)}")
         self._check_schedule()
         self._check_warmup()
-        if not all(0 <= beta < 1 for beta in self.betas):  # torch's optimizers would refuse it once the model is built
+        if not all(0 <= beta < 1 for beta in self.betas):  # torch would refuse it after the model is built
             raise ValueError(f"betas={self.betas} are out of range; choose two of 0 or more, below 1")
         for name in ("weight_decay", "eps", "sgd_momentum"):
             if getattr(self, name) < 0:
@@ -94,13 +95,13 @@ class Recipe:
 
     @classmethod
     def of(cls, given: "Recipe | Mapping[str, Any]") -> "Recipe":
-        """Return a recipe; a mapping of its fields, as files and hyper-parameters have it, becomes one.
+        """Return a recipe from a recipe or from a mapping of its fields, as in files and hyper-parameters.
 
         Args:
-            given: Either of them.
+            given: A recipe or a mapping.
 
         Raises:
-            TypeError: It is neither.
+            TypeError: It is neither a recipe nor a mapping.
             ValueError: A name is unknown, or a value is refused.
         """
         if isinstance(given, Recipe):
@@ -114,11 +115,11 @@ class Recipe:
         return cls(**given)
 
     def plain(self) -> dict[str, Any]:
-        """Return all fields as plain data, as YAML has it; :meth:`of` reads it back."""
+        """Return all fields as plain data for YAML; :meth:`of` reads it back."""
         return {**dataclasses.asdict(self), "betas": [*self.betas]}
 
     def check_unused(self) -> None:
-        """Refuse settings beside an ``optimizer:`` of a LightningCLI file, which takes the place of the recipe.
+        """Refuse a changed recipe beside an ``optimizer:`` of a LightningCLI file, which replaces the recipe.
 
         Raises:
             ValueError: A field does not have its default.
@@ -126,18 +127,18 @@ class Recipe:
         for field in dataclasses.fields(self):
             if (given := getattr(self, field.name)) != field.default:
                 raise ValueError(
-                    "optimizer: takes the place of the model's own, so"
+                    "optimizer: replaces the model's own, so"
                     f" model.recipe.{field.name}={given!r} would have no effect; leave one of them out"
                 )
 
     def check_end(self, total: int | None) -> None:
-        """Refuse a schedule that needs the number of steps where that is unknown.
+        """Refuse a schedule that needs the number of steps if that is unknown.
 
         Args:
-            total: Optimizer steps of the run, None where they are unknown.
+            total: Optimizer steps of the run; None if unknown.
 
         Raises:
-            ValueError: The schedule needs the number, and there is none.
+            ValueError: The schedule needs the number of steps, and it is unknown.
         """
         if total is not None:
             return
@@ -154,16 +155,16 @@ class Recipe:
             )
         if course is None and least != peak:
             raise ValueError(
-                f"the number of steps is unknown, and learning_rate={peak} is to decay to min_learning_rate={least};"
-                " set Trainer(max_steps=...), or min_learning_rate=learning_rate for a constant rate"
+                f"the number of steps is unknown, and learning_rate={peak} decays to min_learning_rate={least}; set "
+                "Trainer(max_steps=...), or min_learning_rate=learning_rate for a constant rate"
             )
 
     def build(self, parameters: "list[tuple[str, Parameter]]", trainer: "pl.Trainer") -> "OptimizerLRSchedulerConfig":
         """Return the optimizer and its scheduler, which steps with it.
 
         Args:
-            parameters: Those that are trained, by name.
-            trainer: Knows how many steps there will be.
+            parameters: The trained parameters, by name.
+            trainer: The trainer, which knows the number of steps.
 
         Raises:
             ValueError: The number of steps is unknown and the schedule needs it, or transformers refuses its arguments.
@@ -178,7 +179,7 @@ class Recipe:
         A pipeline stage may leave a group empty; both always exist, so that their order means the same on every rank.
 
         Args:
-            parameters: Those that are trained, by name.
+            parameters: The trained parameters, by name.
         """
         from torch.optim import SGD, AdamW
 
@@ -259,10 +260,10 @@ class Recipe:
 
 
 def _number(name: str, value: Any, advice: str = "one") -> float:
-    """Return a Python number, also of one of numpy or of a tensor of no dimensions; an int stays one.
+    """Return a Python number from a Python or numpy number, or from a tensor without dimensions; an int stays an int.
 
     Raises:
-        TypeError: It is not a number.
+        TypeError: The value is not a number.
     """
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
@@ -272,12 +273,12 @@ def _number(name: str, value: Any, advice: str = "one") -> float:
 
 
 def warmup_cosine(step: int, warmup_steps: int, total_steps: float, least: float) -> float:
-    """Return the factor of the learning rate: rises over the warm-up, falls as a cosine to ``least``, stays there.
+    """Return the factor of the learning rate, which rises over the warm-up, then falls as a cosine to ``least``.
 
     Args:
         step: Optimizer steps taken so far.
-        warmup_steps: Steps over which it rises; the first one already moves the weights.
-        total_steps: Steps of the whole run, infinity where they are unknown.
+        warmup_steps: Steps over which it rises; the first one already changes the weights.
+        total_steps: Steps of the whole run; infinity if unknown.
         least: Factor at its end.
     """
     if step < warmup_steps:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a language model trains, and the norm of its gradients: logged at each optimizer step.
+"""Log the training speed of a language model and the norm of its gradients at each optimizer step.
 
-:class:`SpeedLogs` is what ``MCoreGPT`` derives from; a module of your own may, too. What is counted is in
-``config/flops.py``.
+``MCoreGPT`` derives from :class:`SpeedLogs`, and your own module may too. ``config/flops.py`` says what is counted.
 """
 
 import functools
@@ -22,7 +21,7 @@ class SpeedLogs(MCoreModule):
     """An ``MCoreModule`` that logs ``tokens_per_second``, ``model_tflops`` and ``grad_norm``.
 
     Attributes:
-        transformer: Fields of ``TransformerConfig``, which the module has to set; so are the two that follow.
+        transformer: Fields of ``TransformerConfig``. The module must set this attribute and the two below.
         padded_vocab_size: Rows of the embedding.
         seq_length: Tokens of a sequence.
         trained_products: Where weights are frozen: multiplications of one token with matrices that are trained all the
@@ -41,12 +40,12 @@ class SpeedLogs(MCoreModule):
         self._local_grad_norm: Tensor | None = None
 
     def on_train_start(self) -> None:
-        """Begin to measure."""
+        """Start measuring."""
         self._clock = StepClock()
         self._stepped = self.trainer.global_step
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Go on measuring after validation."""
+        """Continue measuring after validation."""
         self._clock.start()
 
     def on_validation_start(self) -> None:
@@ -54,7 +53,7 @@ class SpeedLogs(MCoreModule):
         self._clock.pause()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Measure the gradients where no MCoreStrategy does."""
+        """Measure the gradients if no MCoreStrategy does."""
         if self._host() is None:
             grads = [p.grad for p in self.parameters() if p.grad is not None]
             self._local_grad_norm = torch.nn.utils.get_total_norm(grads)
@@ -74,7 +73,7 @@ class SpeedLogs(MCoreModule):
             self.log("grad_norm", grad_norm)
 
     def _over_copies(self, tokens: Any) -> Tensor:
-        """Return the tokens of all copies of the model, which read different numbers of them; collective."""
+        """Return the tokens of all model copies, which may differ between copies, a scalar ``[]``; collective."""
         counted = tokens if isinstance(tokens, Tensor) else torch.full((), tokens, device=self.device)
         mean: Tensor = self.trainer.strategy.reduce(counted.float(), reduce_op="mean")
         return mean * model_copies(self.trainer.strategy)

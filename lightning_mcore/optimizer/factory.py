@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the optimizers of ``megatron.py``: rebuilds the user's optimizer as Megatron's, or wraps it.
+"""Build the optimizers of ``megatron.py``: rebuild the user's optimizer as Megatron's, or wrap it.
 
 The strategy calls :func:`make_optimizer` in ``setup`` for each optimizer that ``configure_optimizers`` returned.
 """
@@ -30,14 +30,14 @@ class OptimizerSetting:
     """How Megatron runs the optimizer.
 
     Args:
-        inline: Lightning's own loop runs backward (plain modules), not Megatron's schedule.
+        inline: Whether Lightning's own loop runs backward (plain modules) instead of Megatron's schedule.
         precision: The fields of Megatron's ``OptimizerConfig`` that the precision owns.
         distributed: Shard optimizer state and fp32 copies over the data-parallel ranks.
-        overlap_param_gather: The sharded step leaves gathering the parameters to the next forward.
-        tensor_parallel_size: Ranks that share each matrix, those of experts included.
-        expert_model_parallel_size: Ranks that share the experts, whose gradients then have a norm group of their own.
-        config: Megatron's config for everything else, None for its defaults.
-        scaler: The loss scale of the run under fp16, None in other precisions.
+        overlap_param_gather: Leave gathering the parameters to the next forward, after a sharded step.
+        tensor_parallel_size: Ranks that share each matrix, including those of experts.
+        expert_model_parallel_size: Ranks that share the experts, whose gradients then have their own norm group.
+        config: Megatron's config for everything else; None for its defaults.
+        scaler: The loss scale of the run under fp16; None in other precisions.
     """
 
     inline: bool
@@ -56,18 +56,18 @@ class OptimizerSetting:
 
 
 def configure_optimizers(module: pl.LightningModule) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
-    """Return what the module's ``configure_optimizers`` returned, as Lightning reads it.
+    """Return the optimizers and schedulers of the module's ``configure_optimizers``, as Lightning reads them.
 
     Raises:
-        ValueError: An optimizer was given no parameters, as by a pipeline stage that is frozen as a whole.
+        ValueError: An optimizer has no parameters, for example on a pipeline stage that is completely frozen.
     """
     try:
         return _init_optimizers_and_lr_schedulers(module)
     except ValueError as error:
         if "empty parameter list" in str(error):
             raise ValueError(
-                f"{error} in configure_optimizers; give it all parameters of the stage, frozen ones too, because"
-                " some stages may have none that are trained"
+                f"{error} in configure_optimizers; give it all parameters of the stage, including frozen ones, "
+                "because some stages may train none"
             ) from error
         raise
 
@@ -88,8 +88,8 @@ def make_optimizer(
         An optimizer of the user's class.
 
     Raises:
-        TypeError: The optimizer cannot be rebuilt where it must be.
-        ValueError: ``setting.config`` asks for what this optimizer does not have, or a parameter of the model needs
+        TypeError: The optimizer must be rebuilt and cannot be.
+        ValueError: ``setting.config`` has an option that this optimizer lacks, or a parameter of the model needs
             gradients but is in no group.
     """
     check_kind(
@@ -136,7 +136,7 @@ def _rebuild(
         _config(fields, setting), list(chunks), config_overrides=overrides, use_gloo_process_groups=False
     )
     for part in optimizer_parts(megatron):
-        if getattr(part, "init_state_fn", _no_initial_state) is None:  # SGD's; Megatron calls it to load a checkpoint
+        if getattr(part, "init_state_fn", _no_initial_state) is None:  # SGD's; Megatron calls it when it loads
             part.init_state_fn = _no_initial_state
     return megatron
 
@@ -168,7 +168,7 @@ def _check_every_parameter_is_grouped(user: Optimizer, chunks: Sequence[Distribu
 def _wrap(user: Optimizer, setting: OptimizerSetting) -> MegatronOptimizer:
     config = _config({"optimizer": "sgd", "lr": 0.0}, setting)
     if not setting.inline:
-        for index, group in enumerate(user.param_groups, start=1):  # what Megatron tells groups apart by on loading
+        for index, group in enumerate(user.param_groups, start=1):  # Megatron tells groups apart by this when it loads
             group |= {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, GROUP_INDEX: index}
     if setting.low_precision:
         scaler = setting.scaler.megatron if setting.scaler is not None else None
@@ -181,4 +181,4 @@ def _wrap(user: Optimizer, setting: OptimizerSetting) -> MegatronOptimizer:
 
 
 def _no_initial_state(optimizer: Optimizer, config: OptimizerConfig | None = None) -> None:
-    """Leave the state to the user's optimizer, which makes it at its first step."""
+    """Do nothing: the user's optimizer creates its state at its first step."""

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loss scaling for fp16: how large the scale is, who agrees on it, and what happens to a step that overflows.
+"""Loss scaling for fp16: the size of the scale, the ranks that agree on it, and steps that overflow.
 
 The smallest gradient that fp16 can hold is 6e-8, so the loss is multiplied by a scale before backward and the gradients
 are divided by it before the step. If one of them is inf or nan, the step is skipped on every rank, and after
-``hysteresis`` such steps the scale is halved; after ``loss_scale_window`` steps without, it is doubled. All of that is
-Megatron's ``DynamicGradScaler``, with the settings of ``config/fp16.py``; this file adds what it lacks:
+``hysteresis`` such steps the scale is halved; after ``loss_scale_window`` steps without overflow, it is doubled. All of
+that is Megatron's ``DynamicGradScaler``, with the settings of ``config/fp16.py``; this file adds what it lacks:
 
 * :class:`LossScaler` is the one scale of a run, whatever the number of optimizers, with a state that a checkpoint can
   hold;
 * :class:`AgreedGradScaler` is the scaler of one optimizer. Megatron gives dense and expert parameters a scaler each and
-  scales the loss by the first; an overflow in one of them alone would drive the two apart, and leave the gradients of
-  the other wrong by the factor between them. Here the parts share one scale, which moves when all have reported;
+  scales the loss by the first; an overflow in only one of them would make the two scales differ, and the gradients of
+  the other would be wrong by that factor. Here the parts share one scale, which changes when all have reported;
 * :class:`SkippableSchedule` is a learning-rate schedule that is not due after a skipped step.
 
 ``strategy/precision.py`` makes the scaler, ``factory.py`` attaches it to the optimizers.
@@ -37,7 +37,7 @@ class LossScaler:
     """The loss scale of a run, which all of its optimizers share.
 
     Args:
-        settings: How it moves.
+        settings: How the scale changes.
 
     Source: ``get_megatron_optimizer`` in megatron/core/optimizer, which makes the scaler (0.16).
     """
@@ -59,16 +59,16 @@ class LossScaler:
 
     @property
     def scale(self) -> Tensor:
-        """What the loss is multiplied by, [1] in fp32 on the device."""
+        """The factor of the loss, [1] in fp32 on the device."""
         scale: Tensor = self.megatron.scale
         return scale
 
     def update(self, found_inf: bool) -> None:
-        """Move the scale after a step."""
+        """Update the scale after a step."""
         self.megatron.update(found_inf)
 
     def attach(self, megatron: MegatronOptimizer) -> "AgreedGradScaler":
-        """Give every part of an optimizer the scale of this run in place of a scaler of its own."""
+        """Replace the scaler of every part of an optimizer by the scale of this run."""
         parts = [p for p in optimizer_parts(megatron) if getattr(p, "grad_scaler", None)]
         agreed = AgreedGradScaler(self, num_parts=max(len(parts), 1))
         for part in parts:
@@ -82,7 +82,7 @@ class LossScaler:
         return {**state, "num_skipped_steps": [scaler.num_skipped_steps for scaler in self.attached]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned; a constant scale stays what the run says."""
+        """Load the result of :meth:`state_dict`; a constant scale keeps the run's value."""
         for scaler, count in zip(self.attached, state["num_skipped_steps"], strict=True):
             scaler.num_skipped_steps = count
         if "scale" in state:
@@ -96,15 +96,15 @@ class LossScaler:
 
 
 class AgreedGradScaler(MegatronGradScaler):  # type: ignore[misc]  # Megatron's class has no types
-    """The scaler of one optimizer: all of its parts report, then the scale of the run moves once.
+    """The scaler of one optimizer: once all of its parts have reported, the scale of the run changes once.
 
     Args:
         run: The scale of the run.
-        num_parts: Optimizers inside Megatron's, each of which reports once a step.
+        num_parts: Number of optimizers inside Megatron's, each of which reports once per step.
     """
 
     def __init__(self, run: LossScaler, num_parts: int) -> None:
-        # MegatronGradScaler.__init__ is not called: it would make a scale of its own.
+        # MegatronGradScaler.__init__ is not called, because it would create its own scale.
         self._run = run
         self._num_parts = num_parts
         self._found: list[bool] = []
@@ -114,21 +114,21 @@ class AgreedGradScaler(MegatronGradScaler):  # type: ignore[misc]  # Megatron's 
 
     @property
     def scale(self) -> Tensor:
-        """What the loss is multiplied by, [1]."""
+        """The factor of the loss, [1] in fp32."""
         return self._run.scale
 
     @property
     def inv_scale(self) -> Tensor:
-        """What the gradients are multiplied by, [1]."""
+        """The factor of the gradients, [1] in fp32."""
         scale = self.scale if self._scale_of_gradients is None else self._scale_of_gradients
         return scale.double().reciprocal().float()
 
     def remember_scale(self) -> None:
-        """Take note that backward ran at the scale of now, which another optimizer's step may move before ours."""
+        """Remember the scale of this backward pass, because another optimizer's step may change it before ours."""
         self._scale_of_gradients = self.scale.clone()
 
     def update(self, found_inf: bool) -> None:
-        """Take one part's report; with the last the scale of the run moves."""
+        """Record one part's report; after the last one, update the scale of the run."""
         self._found.append(bool(found_inf))
         if len(self._found) < self._num_parts:
             return
@@ -139,7 +139,7 @@ class AgreedGradScaler(MegatronGradScaler):  # type: ignore[misc]  # Megatron's 
         self._run.update(overflow)
 
     def unscale(self, gradients: Sequence[Tensor], group: dist.ProcessGroup) -> bool:
-        """Divide gradients by the scale in place; where Megatron's optimizer does not do it.
+        """Divide gradients by the scale in place, for optimizers where Megatron does not do it.
 
         Args:
             gradients: Dense tensors of any shape and floating-point type.
@@ -160,7 +160,7 @@ class AgreedGradScaler(MegatronGradScaler):  # type: ignore[misc]  # Megatron's 
         return overflow
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the state of the run is saved once, by the precision plugin."""
+        """Return an empty dict: the precision plugin saves the run's scale once."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -168,14 +168,14 @@ class AgreedGradScaler(MegatronGradScaler):  # type: ignore[misc]  # Megatron's 
 
 
 class SkippableSchedule(LRSchedulerConfig):
-    """A learning-rate schedule by step that stands still when the step was skipped.
+    """A per-step learning-rate schedule that does not advance after a skipped step.
 
     After each step Lightning's loop advances the schedules that are due by their ``frequency``; after a skipped step
-    this one is not due. Everything else about it is the config that ``configure_optimizers`` returned.
+    this one is not due. Otherwise it is the config that ``configure_optimizers`` returned.
 
     Args:
-        config: What Lightning made of it.
-        scaler: That of the optimizer whose steps it follows.
+        config: Lightning's config of the schedule.
+        scaler: The scaler of the optimizer whose steps it follows.
 
     Source: ``_TrainingEpochLoop._update_learning_rates`` in lightning/pytorch/loops (2.6).
     """
@@ -186,7 +186,7 @@ class SkippableSchedule(LRSchedulerConfig):
 
     @property
     def frequency(self) -> int:
-        """Every how many batches or epochs it advances."""
+        """The number of batches or epochs after which it advances."""
         return _NEVER if self.interval == "step" and self._scaler.step_skipped else self._frequency
 
     @frequency.setter
@@ -195,5 +195,5 @@ class SkippableSchedule(LRSchedulerConfig):
 
 
 def skippable(configs: Sequence[LRSchedulerConfig], scaler: AgreedGradScaler) -> list[LRSchedulerConfig]:
-    """Return the schedules, which now stand still when a step is skipped."""
+    """Return schedules that do not advance when a step is skipped."""
     return [c if isinstance(c, SkippableSchedule) else SkippableSchedule(c, scaler) for c in configs]

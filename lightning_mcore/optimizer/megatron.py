@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's optimizer behind the torch optimizer that the user made.
 
-``configure_optimizers`` returns an ordinary torch optimizer; LR schedulers, ``LearningRateMonitor`` and the user hold
-on to it. :class:`MCoreOptimizer` stands in its place: an instance of the same class that shares its ``param_groups``,
+``configure_optimizers`` returns an ordinary torch optimizer; LR schedulers, ``LearningRateMonitor`` and the user keep
+references to it. :class:`MCoreOptimizer` replaces it: an instance of the same class that shares its ``param_groups``,
 but whose ``step`` is Megatron's. There are two kinds:
 
 * **rebuilt**: Adam, AdamW and SGD become Megatron's optimizer of that name with the same groups (sharded over the
   data-parallel ranks with the distributed optimizer). At each step its groups take the learning rate, weight decay,
-  betas and so on from the user's groups, which the LR scheduler moves.
+  betas and so on from the user's groups, which the LR scheduler changes.
 * **wrapped**: any other optimizer, and every optimizer of a plain module, does its own stepping; Megatron only prepares
   the gradients, keeps fp32 copies where the parameters are bf16, and clips.
 
@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 
 # One of the four fields by which Megatron tells groups apart on loading; it has no other use, so it carries our index.
 GROUP_INDEX = "is_decoupled_lr"
-# Others of these fields (megatron-core 0.19), whose names torch's LR schedulers use in the user's groups for their own.
+# Others of these fields (megatron-core 0.19); torch's LR schedulers store their own values in the user's groups under
+# them.
 _IDENTIFY = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult")
-# What a group says of how it is computed and not what; an offloaded optimizer has choices of its own for each device.
+# Options of how a group is computed; an offloaded optimizer has its own for each device.
 _OF_IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")
 
 
@@ -45,13 +46,13 @@ class MCoreOptimizer(Optimizer):
     """The user's optimizer with Megatron's step.
 
     Args:
-        user: What ``configure_optimizers`` returned.
+        user: The optimizer from ``configure_optimizers``.
         megatron: Megatron's optimizer over the same parameters.
         parameters: The parameters in the user's groups, before Megatron put fp32 copies in their place.
         chunks: The wrapped model chunks, whose gradient buffers it zeroes.
-        rebuilt: Whether ``megatron`` has groups of its own that follow the user's.
+        rebuilt: Whether ``megatron`` has its own groups, which follow the user's.
         inline: Whether ``zero_grad`` also zeroes the gradient buffers.
-        scaler: The loss scale under fp16, None in other precisions.
+        scaler: The loss scale under fp16; None in other precisions.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class MCoreOptimizer(Optimizer):
         inline: bool,
         scaler: "AgreedGradScaler | None" = None,
     ) -> None:
-        # Optimizer.__init__ is not called: groups, defaults and hooks are the user's optimizer's own.
+        # Optimizer.__init__ is not called: groups, defaults and hooks are those of the user's optimizer.
         self.user = user
         self.megatron = megatron
         self.rebuilt = rebuilt
@@ -88,7 +89,7 @@ class MCoreOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The user's groups, which LR schedulers move."""
+        """The user's groups, which LR schedulers change."""
         return self.user.param_groups
 
     @param_groups.setter
@@ -109,7 +110,7 @@ class MCoreOptimizer(Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What the loss of the next step is multiplied by; 1 without loss scaling."""
+        """The factor of the loss of the next step; 1 without loss scaling."""
         return float(self._scaler.scale) if self._scaler is not None else 1.0
 
     @property
@@ -118,10 +119,10 @@ class MCoreOptimizer(Optimizer):
         return self._scaler.num_skipped_steps if self._scaler is not None else 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, except those that the schedule has just made (see the module's text)."""
+        """Zero the gradients, except those that the schedule has just computed (see the module's docstring)."""
         if not self._inline:
             return
-        self.user.zero_grad(set_to_none)  # which may be a method of the user's own
+        self.user.zero_grad(set_to_none)  # may be the user's own method
         self.megatron.zero_grad(set_to_none)
         self._grads_are_ready = self.gradients_are_summed = False
         owns_all = self._owns_every_parameter
@@ -135,19 +136,19 @@ class MCoreOptimizer(Optimizer):
                 parameter.grad_added_to_main_grad = False
 
     def gradients_changed(self, are_summed: bool = False) -> None:
-        """Take note that backward has run, or is about to under a schedule; the strategy calls it."""
+        """Record that backward has run, or will run under a schedule; called by the strategy."""
         self._grads_are_ready = False
         self.gradients_are_summed = are_summed
         if self._scaler is not None:
             self._scaler.remember_scale()
 
     def unscale(self) -> None:
-        """Divide the gradients by the loss scale now, where hooks and clipping are shown the ones that are stepped."""
+        """Divide the gradients by the loss scale now, if hooks and clipping see the same gradients as the step."""
         if self._scaler is not None and isinstance(self.megatron, FP32Optimizer):
             self._prepare_grads()
 
     def clip(self, value: float, by_value: bool) -> None:
-        """Clip the gradients now if they are whole, else remember the value for the step.
+        """Clip the gradients now if they are whole; otherwise remember the value for the step.
 
         Args:
             value: The largest norm, or with ``by_value`` the largest element; 0 for no clipping.
@@ -170,14 +171,14 @@ class MCoreOptimizer(Optimizer):
         """Run the closure (forward and backward), then step.
 
         Args:
-            closure: What Lightning passes; evaluated once, before the step.
-            arguments: For the ``step`` of the user's optimizer, where it does its own stepping.
+            closure: Lightning's closure; evaluated once, before the step.
+            arguments: Arguments of the user's ``step``, if the user's optimizer does the stepping.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
 
         Raises:
-            TypeError: There are arguments for a step that is Megatron's.
+            TypeError: Arguments are given, but the step is Megatron's.
         """
         if closure is not None and self.stepped_by_user:  # LBFGS evaluates it several times
             return self.user.step(closure=lambda: self._evaluate(closure), **arguments)
@@ -201,7 +202,7 @@ class MCoreOptimizer(Optimizer):
         return self.user.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned.
+        """Load the result of :meth:`state_dict`.
 
         Raises:
             ValueError: The state has no fp32 copies of the parameters, which this precision needs.
@@ -210,7 +211,7 @@ class MCoreOptimizer(Optimizer):
             if "megatron" not in state_dict:
                 raise ValueError(
                     "the checkpoint's optimizer state was saved in another precision or without Megatron, so it lacks"
-                    " the fp32 copies of the parameters; load its weights alone, or train in the precision of the save"
+                    " the fp32 copies of the parameters; load only its weights, or train in the precision of the save"
                 )
             if self.rebuilt:
                 self.megatron.load_state_dict(state_dict["megatron"])
@@ -228,7 +229,7 @@ class MCoreOptimizer(Optimizer):
                     )
 
     def _load_wrapped(self, state: dict[str, Any]) -> None:
-        """Do what Megatron's ``load_state_dict`` does, which wants fields in the groups that only its own have.
+        """Do what Megatron's ``load_state_dict`` does, which needs fields that only its own groups have.
 
         Source: ``Float16OptimizerWithFloat16Params.load_state_dict`` in megatron/core/optimizer (0.16).
         """
@@ -239,14 +240,14 @@ class MCoreOptimizer(Optimizer):
             copy.data.copy_(value.data)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, where the user's optimizer does its own stepping on the parameters themselves.
+        """Add a group, if the user's optimizer does the stepping on the parameters themselves.
 
         Raises:
             RuntimeError: Megatron's optimizer has fixed its groups, or a parameter has no gradient buffer.
         """
         if self.rebuilt or self._has_main_parameters:
             raise RuntimeError(
-                "parameter groups are fixed once Megatron's optimizer is made; add them in configure_optimizers"
+                "parameter groups are fixed once Megatron's optimizer exists; add them in configure_optimizers"
             )
         added = param_group["params"]
         frozen = [p for p in ([added] if isinstance(added, torch.Tensor) else added) if not hasattr(p, "main_grad")]
@@ -258,7 +259,7 @@ class MCoreOptimizer(Optimizer):
         self.user.add_param_group(param_group)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "user":  # not set yet, while unpickling
+        if name == "user":  # not set yet during unpickling
             raise AttributeError(name)
         return getattr(self.user, name)
 
@@ -270,18 +271,18 @@ class MCoreOptimizer(Optimizer):
 
     @property
     def _own_parameters(self) -> list[Any]:
-        """The parameters as they were given (Megatron puts fp32 copies in the groups) and those added since."""
+        """The original parameters (Megatron puts fp32 copies into the groups) and those added later."""
         return [*self._parameters, *(p for group in self.user.param_groups for p in group["params"])]
 
     @property
     def _owns_every_parameter(self) -> bool:
-        # Not by requires_grad: toggle_optimizer() turns it off for the parameters of the other optimizers.
+        # requires_grad does not tell: toggle_optimizer() turns it off for the parameters of the other optimizers.
         own = {id(parameter) for parameter in self._own_parameters}
         return all(id(p) in own for chunk in self._chunks for p in chunk.parameters() if hasattr(p, "main_grad"))
 
     @property
     def _has_main_parameters(self) -> bool:
-        """Whether Megatron steps copies of the parameters (in fp32, or of this rank's share) instead of themselves."""
+        """Whether Megatron steps copies (in fp32, or of this rank's share) instead of the parameters themselves."""
         return any(not isinstance(part, FP32Optimizer) for part in self._parts)
 
     def _hyperparameters(self) -> list[dict[str, Any]]:
@@ -384,15 +385,15 @@ def _plain(value: Any) -> Any:
 
 
 def _clamp_grads(part: MegatronOptimizer, value: float) -> None:
-    """Clip each element of the gradients that ``part`` steps with; on a rank's share of them it is as exact."""
+    """Clip each element of the gradients that ``part`` steps with; this is exact on a rank's share too."""
     for parameter in part.get_parameters():
-        for name in ("grad", "decoupled_grad"):  # the second where Megatron's optimizer is aware of precision
+        for name in ("grad", "decoupled_grad"):  # the second in a precision-aware optimizer
             if (gradient := getattr(parameter, name, None)) is not None:
                 gradient.clamp_(-value, value)
 
 
 def optimizer_after_run(optimizer: Optimizer) -> Optimizer:
-    """Return the user's optimizer where it needs Megatron no more: it stepped the model's own parameters itself."""
+    """Return the user's optimizer if it no longer needs Megatron: it stepped the model's own parameters itself."""
     return optimizer.user if isinstance(optimizer, MCoreOptimizer) and optimizer.stepped_by_user else optimizer
 
 
@@ -401,5 +402,5 @@ def _itself(optimizer: Optimizer) -> Optimizer:
 
 
 def optimizer_parts(megatron: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the parts of Megatron's optimizer, stubs included, in its order; itself where it is not chained."""
+    """Return the parts of Megatron's optimizer in order, including stubs; the optimizer itself if it is not chained."""
     return list(getattr(megatron, "chained_optimizers", [megatron]))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon for the matrices of a model and AdamW for the rest of it, as one torch optimizer.
+"""Muon for the matrices of a model and AdamW for its other parameters, as one torch optimizer.
 
 Muon is meant for hidden matrices; embeddings, output layers, norms and biases are trained by AdamW beside it. torch has
-both, as two optimizers, and Lightning's automatic optimization takes one. :class:`MuonWithAdamW` is an ordinary torch
-optimizer made of them, which runs under ``"auto"``, ``"ddp"`` and ``MCoreStrategy`` with data, pipeline and context
-parallelism. It looks at whole matrices, so ``rules.py`` refuses it where tensor parallelism splits them and
-where the distributed optimizer shards them.
+both as separate optimizers, and Lightning's automatic optimization takes only one. :class:`MuonWithAdamW` combines them
+into an ordinary torch optimizer, which runs under ``"auto"``, ``"ddp"`` and ``MCoreStrategy`` with data, pipeline and
+context parallelism. It needs whole matrices, so ``rules.py`` refuses it if tensor parallelism splits them or the
+distributed optimizer shards them.
 
 Megatron's own Muon, which does both, needs the package ``emerging_optimizers`` and is not used here.
 """
@@ -26,15 +26,15 @@ class MuonWithAdamW(Optimizer):
     """Muon for matrices, AdamW for everything else.
 
     ``MuonWithAdamW(hidden, others, lr=0.02, adamw_lr=3e-4)`` in ``configure_optimizers``; a pipeline stage may leave
-    either list empty. Each parameter is one matrix, Megatron's joint query, key and value weight too.
+    either list empty. Each parameter is one matrix, including Megatron's joint weight of queries, keys and values.
 
     Args:
-        matrices: Parameters of two dimensions, or groups of them with values of their own.
+        matrices: Parameters of two dimensions, or groups of them with their own values.
         others: All other parameters, or groups of them.
         lr: Learning rate of Muon.
         weight_decay: Decoupled weight decay of Muon.
         momentum: Momentum of Muon.
-        nesterov: Whether that is Nesterov's.
+        nesterov: Whether to use Nesterov momentum.
         ns_steps: Newton-Schulz iterations.
         adjust_lr_fn: ``"original"`` or ``"match_rms_adamw"``; None for torch's default.
         adamw_lr: Learning rate of AdamW.
@@ -92,14 +92,14 @@ class MuonWithAdamW(Optimizer):
         """Run the closure, then step both.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
         """
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
         for kind, optimizer in self._by_kind.items():
-            # Anew each time: loading a state replaces the groups and the state of this optimizer.
+            # At each step, because loading a state replaces the groups and the state of this optimizer.
             optimizer.param_groups = [group for group in self.param_groups if group[_KIND] == kind]
             optimizer.state = self.state
             optimizer.step()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ReduceLROnPlateau`` decides alike on every rank, whatever each of them measured.
+"""Make ``ReduceLROnPlateau`` decide alike on every rank, whatever value each rank measured.
 
-Lightning hands a plateau scheduler the monitored value of its own rank. Logged without ``sync_dist=True`` that value
-differs from one model copy to the next; the copies would lower the learning rate at different steps, and their weights
-drift apart. So the scheduler steps on the mean over the ranks. The strategy calls :func:`agree_on_plateaus` when
-it has the schedulers.
+Lightning gives a plateau scheduler the monitored value of its own rank. Without ``sync_dist=True`` that value differs
+between model copies. They would lower the learning rate at different steps, and their weights would drift apart. So the
+scheduler steps on the mean over the ranks. The strategy calls :func:`agree_on_plateaus` once it has the schedulers.
 
-A rank that logged no such value does not step its scheduler: Lightning asks the config whether that is an error
-(``strict``) and goes on. There the rank tells the others, which would wait for it otherwise; then no rank steps.
+A rank that did not log the value does not step its scheduler: Lightning reads from the config whether that is an error
+(``strict``) and continues. At that moment the rank tells the others, which would otherwise wait for it, and then no
+rank steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,30 +26,31 @@ def agree_on_plateaus(configs: Sequence[LRSchedulerConfig], device: torch.device
     """Make each plateau scheduler step on the mean over the ranks; it stays an instance of its class.
 
     Args:
-        configs: What ``configure_optimizers`` returned.
-        device: Of the strategy.
+        configs: The configs of the schedulers from ``configure_optimizers``.
+        device: The strategy's device.
     """
     for config in configs:
         scheduler = config.scheduler
         if not isinstance(scheduler, ReduceLROnPlateau):
             continue
-        # The one scheduler of a module that is fitted twice has been here before.
+        # The same scheduler comes again if a module is fitted twice.
         kind = vars(type(scheduler)).get("kind_of_the_user", type(scheduler))
         scheduler.__class__ = kind
         if process_group("dp_cp").size() > 1:
-            # In a subclass, not on the instance, whose attributes are what a checkpoint holds.
+            # In a subclass, because a checkpoint saves the attributes of the instance.
             scheduler.__class__ = _stepping_on_mean(kind, bool(config.strict), config.monitor, device)
             config.strict = _Strict(config.strict, device)  # type: ignore[assignment]
 
 
 class _Strict:
-    """The ``strict`` of a scheduler's config; asked by a rank that has no value, it says so to the others.
+    """The ``strict`` of a scheduler's config; reading it on a rank without a value tells the other ranks.
 
     Args:
         strict: Whether a missing value is an error.
-        device: Of the strategy.
+        device: The strategy's device.
 
-    Source: ``_TrainingEpochLoop._update_learning_rates`` in lightning/pytorch/loops (2.6), the one place that asks.
+    Source: ``_TrainingEpochLoop._update_learning_rates`` in lightning/pytorch/loops (2.6), the only place that reads
+        it.
     """
 
     def __init__(self, strict: bool, device: torch.device) -> None:
@@ -64,7 +65,7 @@ class _Strict:
         return repr(self._strict)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return bool, (self._strict,)  # a copy may live where no other ranks are
+        return bool, (self._strict,)  # a copy may be used in a process without other ranks
 
 
 def _sum_over_ranks(numbers: list[float], device: torch.device) -> list[float]:
@@ -91,10 +92,10 @@ def _stepping_on_mean(
         missing = f"{monitor!r}, which ReduceLROnPlateau monitors, was logged on {num_values:.0f} of {num_ranks} ranks"
         if strict:
             raise RuntimeError(f"{missing}; log it on every rank, or set strict=False to skip such a step")
-        rank_zero_warn(f"{missing}; the learning rate stays as it is", category=RuntimeWarning)
+        rank_zero_warn(f"{missing}; the learning rate does not change", category=RuntimeWarning)
 
     def reduce_ex(self: ReduceLROnPlateau, protocol: Any) -> Any:
-        # A pickled trainer carries the user's scheduler, as it carries the user's optimizer.
+        # A pickled trainer contains the user's scheduler, just as it contains the user's optimizer.
         reduced: Any = kind.__reduce_ex__(self, protocol)
         rebuild, arguments, *state = reduced
         arguments = tuple(kind if argument is type(self) else argument for argument in arguments)

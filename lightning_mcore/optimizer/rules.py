@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an optimizer may be, and what ``MCoreStrategy(optimizer_config=...)`` may say.
+"""Rules for optimizers, and for ``MCoreStrategy(optimizer_config=...)``.
 
-Megatron has Adam, AdamW and SGD of its own; :func:`megatron_fields` says which of its fields make the same optimizer.
-Any other optimizer runs its own step on the parameters (or fp32 copies) of each rank. That is right as long as its rule
-looks at one element at a time. A rule that looks at a whole matrix (Muon, Adafactor, Shampoo), at the norm of a
-parameter (LARS, LAMB) or at all parameters at once (LBFGS) gives other numbers on a part of it, without any error;
-:func:`check_kind` refuses it there. ``factory.py`` calls both, on every rank alike, before Megatron makes anything.
+Megatron has its own Adam, AdamW and SGD; :func:`megatron_fields` returns the fields of its config that give the same
+optimizer. Any other optimizer runs its own step on the parameters (or fp32 copies) of each rank. That is correct if its
+update rule looks at one element at a time. A rule that looks at a whole matrix (Muon, Adafactor, Shampoo), at the norm
+of a parameter (LARS, LAMB) or at all parameters at once (LBFGS) gives wrong numbers on a part of it, without any error,
+so :func:`check_kind` refuses it there. ``factory.py`` calls both on every rank before Megatron creates anything.
 
-``optimizer_config`` is Megatron's ``OptimizerConfig`` for what has no other home. Learning rates belong to the torch
-optimizer that ``configure_optimizers`` returns, clipping to the Trainer, number formats to the precision, sharding to
-the strategy's arguments. A field that says one of these things a second time is refused by name; so is an option that
-would do nothing, or that the device cannot do. What is left goes into the config that Megatron's optimizer is made
-with:
+``optimizer_config`` is Megatron's ``OptimizerConfig`` for settings without another place. Learning rates belong to the
+torch optimizer that ``configure_optimizers`` returns, clipping to the Trainer, number formats to the precision,
+sharding to the strategy's arguments. A field that repeats one of these settings is refused, and so is an option that
+would do nothing or that the device does not support. The other fields go into the config of Megatron's optimizer:
 
 * memory: ``optimizer_cpu_offload`` with its fraction; ``use_precision_aware_optimizer`` with the types of main
   gradients, main parameters and moments;
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _NOT_IN_MEGATRON = ("amsgrad", "maximize", "dampening", "nesterov")
-# By name, so that the optimizers of other packages are known without them; a subclass counts as its parents.
+# By name, so that optimizers of packages that are not installed are known; a subclass counts as its parents.
 _WHOLE_MATRICES = {
     "adafactor",
     "came",
@@ -59,15 +58,15 @@ _OF_AWARE_OPTIMIZER = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype",
 
 
 def check_optimizer_config(config: "OptimizerConfig | None", distributed: bool) -> None:
-    """Refuse fields that have another home, and options without what they need.
+    """Refuse fields that are set in another place, and options whose requirements are missing.
 
     Args:
-        config: What ``MCoreStrategy(optimizer_config=...)`` was given.
+        config: The value of ``MCoreStrategy(optimizer_config=...)``.
         distributed: Whether the strategy shards the optimizer.
 
     Raises:
         TypeError: It is not an ``OptimizerConfig``.
-        ValueError: A field has another home, is not available here, or lacks another.
+        ValueError: A field is set in another place, is not available here, or lacks another field.
     """
     from megatron.core.optimizer import OptimizerConfig
 
@@ -77,14 +76,14 @@ def check_optimizer_config(config: "OptimizerConfig | None", distributed: bool) 
         raise TypeError(f"optimizer_config={config!r} is not an OptimizerConfig; make one from megatron.core.optimizer")
     defaults = OptimizerConfig()
     names = [name for name in vars(defaults) if name in OptimizerConfig.__dataclass_fields__]
-    if config.use_precision_aware_optimizer:  # Megatron itself turns it off where TransformerEngine is too old for it
+    if config.use_precision_aware_optimizer:  # Megatron itself turns it off if TransformerEngine is too old for it
         names.remove("store_param_remainders")
     given = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(defaults, name)}
     raise_first(refused_of_config(given, distributed))
 
 
 def refused_of_config(given: Mapping[str, Any], distributed: bool) -> Iterator[str]:
-    """Yield a sentence for each field that has another home or lacks another one.
+    """Yield a sentence for each field that is set in another place or lacks another field.
 
     Args:
         given: The fields of ``optimizer_config`` that do not have Megatron's default.
@@ -92,9 +91,9 @@ def refused_of_config(given: Mapping[str, Any], distributed: bool) -> Iterator[s
     """
     for name, value in given.items():
         if name in OPTIMIZER_HOMES:
-            yield f"optimizer_config.{name}={value!r} has another home: set it through {OPTIMIZER_HOMES[name]}"
+            yield f"optimizer_config.{name}={value!r} is set in another place: use {OPTIMIZER_HOMES[name]}"
         elif name.startswith(OF_OTHER_OPTIMIZERS):
-            yield f"optimizer_config.{name}={value!r} has another home: set it through {OF_TORCH_OPTIMIZER}"
+            yield f"optimizer_config.{name}={value!r} is set in another place: use {OF_TORCH_OPTIMIZER}"
         elif name in OPTIMIZER_NOT_AVAILABLE:
             yield f"optimizer_config.{name}={value!r} is not available: {OPTIMIZER_NOT_AVAILABLE[name]}; leave it out"
     if given.get("use_distributed_optimizer") and not distributed:
@@ -107,7 +106,7 @@ def refused_of_config(given: Mapping[str, Any], distributed: bool) -> Iterator[s
 
 
 def refused_by_megatron(given: Mapping[str, Any], distributed: bool) -> Iterator[str]:
-    """Yield a sentence for what Megatron's config asserts against when it is made.
+    """Yield a sentence for each combination that Megatron's config rejects with an assertion.
 
     Args:
         given: The fields of ``optimizer_config`` that do not have Megatron's default.
@@ -125,13 +124,13 @@ def refused_by_megatron(given: Mapping[str, Any], distributed: bool) -> Iterator
     for name in _OF_AWARE_OPTIMIZER:
         if name in given:
             yield (
-                f"optimizer_config.{name}={given[name]} needs use_precision_aware_optimizer=True, whose state it is;"
-                " set both"
+                f"optimizer_config.{name}={given[name]} needs use_precision_aware_optimizer=True, because it "
+                "describes that optimizer's state; set both"
             )
 
 
 def _refused_offload(given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for an offload that offloads nothing, and what Megatron-LM refuses (``validate_args``, 0.16)."""
+    """Yield a sentence for an offload that offloads nothing or that Megatron-LM refuses (``validate_args``, 0.16)."""
     if not given.get("optimizer_cpu_offload"):
         for name in OF_OFFLOAD:
             if name in given:
@@ -143,23 +142,23 @@ def _refused_offload(given: Mapping[str, Any]) -> Iterator[str]:
     if not 0.0 < fraction <= 1.0:
         yield (
             f"optimizer_config.optimizer_offload_fraction={fraction} with optimizer_cpu_offload=True"
-            f" {'offloads nothing' if fraction == 0 else 'is not a fraction'}; choose more than 0, and at most 1"
+            f" {'offloads nothing' if fraction == 0 else 'is not a fraction'}; choose a number above 0, at most 1"
         )
     if not given.get("use_precision_aware_optimizer"):
         yield (
             "optimizer_config.optimizer_cpu_offload=True needs use_precision_aware_optimizer=True and the distributed"
-            " optimizer, whose code Megatron's offload shares; set both"
+            " optimizer, whose code Megatron's offload uses; set both"
         )
 
 
 def check_optimizer_device(
     config: "OptimizerConfig | None", device: "torch.device", ddp_fields: Mapping[str, Any]
 ) -> None:
-    """Refuse options that the device or the precision cannot do; called before anything is allocated.
+    """Refuse options that the device or the precision does not support; called before anything is allocated.
 
     Args:
-        config: What the strategy was given.
-        device: Where the model will be.
+        config: The strategy's ``optimizer_config``.
+        device: The device that will hold the model.
         ddp_fields: The fields of Megatron's ``DistributedDataParallelConfig`` that the precision owns.
 
     Raises:
@@ -170,7 +169,7 @@ def check_optimizer_device(
 
 
 def refused_on_device(given: Mapping[str, Any], device_type: str, sums_in_fp32: bool) -> Iterator[str]:
-    """Yield a sentence for each option that the device or the precision cannot do.
+    """Yield a sentence for each option that the device or the precision does not support.
 
     Args:
         given: Fields of ``optimizer_config``.
@@ -199,12 +198,12 @@ def check_options(config: "OptimizerConfig | None", fields: Mapping[str, Any] | 
     """Refuse options that the optimizer does not have.
 
     Args:
-        config: What the strategy was given.
-        fields: Megatron's fields of the optimizer where Megatron makes it, None where the user's own steps.
-        name: Its class, for the message.
+        config: The strategy's ``optimizer_config``.
+        fields: Megatron's fields of the optimizer; None if the user's own optimizer steps.
+        name: The name of its class, for errors.
 
     Raises:
-        ValueError: Megatron does not make this optimizer, or not with this option.
+        ValueError: Megatron does not have this optimizer, or not with this option.
     """
     if config is not None:
         raise_first(refused_of_optimizer(vars(config), fields or {}, name))
@@ -215,8 +214,8 @@ def refused_of_optimizer(given: Mapping[str, Any], fields: Mapping[str, Any], na
 
     Args:
         given: Fields of ``optimizer_config``.
-        fields: Megatron's fields of the optimizer; empty where the user's own steps.
-        name: Its class, for the message.
+        fields: Megatron's fields of the optimizer; empty if the user's own optimizer steps.
+        name: The name of its class, for errors.
     """
     if given.get("use_precision_aware_optimizer") and fields.get("optimizer") != "adam":
         yield (
@@ -230,15 +229,15 @@ def refused_of_optimizer(given: Mapping[str, Any], fields: Mapping[str, Any], na
 
 
 def check_sharded(fields: Mapping[str, Any] | None, name: str, because: str = "") -> None:
-    """Refuse to shard the state of another optimizer than Adam.
+    """Refuse to shard the state of an optimizer other than Adam.
 
     Args:
-        fields: Megatron's fields of the optimizer, None where Megatron has none like it.
-        name: Its class, for the message.
-        because: What else the message says of it.
+        fields: Megatron's fields of the optimizer; None if Megatron does not have it.
+        name: The name of its class, for errors.
+        because: A reason to add to the error.
 
     Raises:
-        TypeError: It is another one.
+        TypeError: It is another optimizer.
     """
     if fields is None or fields["optimizer"] != "adam":
         raise TypeError(
@@ -248,7 +247,7 @@ def check_sharded(fields: Mapping[str, Any] | None, name: str, because: str = ""
 
 
 def megatron_fields(user: "Optimizer") -> dict[str, Any] | None:
-    """Return the fields of Megatron's ``OptimizerConfig`` that make the same optimizer, None where there are none."""
+    """Return the fields of Megatron's ``OptimizerConfig`` that give the same optimizer; None if there are none."""
     from torch.optim import SGD, Adam, AdamW
 
     d = user.defaults
@@ -277,10 +276,10 @@ def megatron_fields(user: "Optimizer") -> dict[str, Any] | None:
 
 
 def check_number(optimizers: "Sequence[Optimizer]", inline: bool, distributed: bool, overlap_grad_reduce: bool) -> None:
-    """Refuse several optimizers where Megatron makes one over all parameters, or sums all gradients in one go.
+    """Refuse several optimizers if Megatron uses one over all parameters, or sums all gradients together.
 
     Raises:
-        TypeError: There are several.
+        TypeError: There are several optimizers.
     """
     reasons = {
         "a model built with pipeline()": not inline,
@@ -290,24 +289,24 @@ def check_number(optimizers: "Sequence[Optimizer]", inline: bool, distributed: b
     because = next((reason for reason, holds in reasons.items() if holds), None)
     if len(optimizers) > 1 and because is not None:
         raise TypeError(
-            f"configure_optimizers returned {len(optimizers)} optimizers, and {because} needs one over all parameters;"
-            " make one with several parameter groups"
+            f"configure_optimizers returned {len(optimizers)} optimizers, and {because} needs one over all "
+            "parameters; create one with several parameter groups"
         )
 
 
 def check_not_summed(optimizers: Iterable[Any]) -> None:
-    """Refuse to add to gradients that are summed over the ranks already, where that can be done only once.
+    """Refuse to add to gradients that are already summed over the ranks, if they can be summed only once.
 
     Args:
         optimizers: Megatron's, as :class:`~lightning_mcore.optimizer.megatron.MCoreOptimizer`.
 
     Raises:
-        RuntimeError: They have not been zeroed since.
+        RuntimeError: The gradients have not been zeroed since.
     """
     if any(optimizer.gradients_are_summed for optimizer in optimizers):
         raise RuntimeError(
             "backward ran again before zero_grad(), and with use_distributed_optimizer or overlap_grad_reduce the"
-            " gradients are summed over the ranks by then; add the losses up, or set both to False"
+            " gradients are already summed over the ranks then; add the losses up, or set both to False"
         )
 
 
@@ -320,18 +319,18 @@ def check_kind(
     expert_model_parallel_size: int,
     may_skip_steps: bool = False,
 ) -> None:
-    """Refuse an optimizer that cannot do what the layout asks of it.
+    """Refuse an optimizer that does not work with the layout.
 
     Args:
-        user: What ``configure_optimizers`` returned.
-        inline: Lightning's own loop runs backward (plain modules), not Megatron's schedule.
-        distributed: Whether its state is to be sharded over the data-parallel ranks.
+        user: The optimizer from ``configure_optimizers``.
+        inline: Whether Lightning's own loop runs backward (plain modules) instead of Megatron's schedule.
+        distributed: Whether to shard its state over the data-parallel ranks.
         tensor_parallel_size: Ranks that share each matrix, those of experts included.
         expert_model_parallel_size: Ranks that share the experts.
         may_skip_steps: Whether a step whose gradients overflow is skipped (fp16).
 
     Raises:
-        TypeError: It must be rebuilt and cannot be, or it looks at more than a rank holds.
+        TypeError: It must be rebuilt and cannot be, or its rule needs more than a rank holds.
     """
     fields, name = megatron_fields(user), type(user).__name__
     if distributed:

@@ -25,7 +25,7 @@ from lightning_mcore.planning.schedule import PipelineTimeline
 from lightning_mcore.planning.signatures import Arguments, of_strategy, of_transformer
 from lightning_mcore.planning.state_memory import StateFormats, optimizer_of, state_memory
 
-Door = Literal["lightning", "llamafactory", "arguments"]
+Kind = Literal["lightning", "llamafactory", "arguments"]
 
 USABLE = 0.9
 """Share of a device's memory that a layout may fill; the rest is for libraries, buffers and fragments."""
@@ -319,7 +319,7 @@ def _resets(given: Mapping[str, Any], chosen: Mapping[str, Any], known: Argument
 
 
 def suggestion_text(
-    found: Sequence[Suggestion], machine: Machine, memory: float | None, devices: int, door: Door = "lightning"
+    found: Sequence[Suggestion], machine: Machine, memory: float | None, devices: int, kind: Kind = "lightning"
 ) -> str:
     """Return the layouts as a table, and the lines that set the best one.
 
@@ -328,7 +328,7 @@ def suggestion_text(
         machine: What the times are estimated for.
         memory: Bytes of a device; None for the machine's.
         devices: Ranks of the whole run.
-        door: In whose words to write the lines.
+        kind: In whose words to write the lines.
     """
     names = {"tp": "tensor_model", "pp": "pipeline_model", "vpp": "virtual_pipeline_model", "cp": "context"}
     names |= {"ep": "expert_model", "etp": "expert_tensor"}
@@ -346,13 +346,13 @@ def suggestion_text(
     limit = (memory or machine.memory) / GIB
     title = f"layouts of {devices} x {machine.name.upper()} that fit {limit:.1f} GiB, best first (estimated)"
     return "\n".join(
-        [table_text(title, columns, rows), "", "the first one, to paste into the file:", "", *_lines(found[0], door)]
+        [table_text(title, columns, rows), "", "the first one, to paste into the file:", "", *_lines(found[0], kind)]
     )
 
 
-def _lines(one: Suggestion, door: Door) -> list[str]:
+def _lines(one: Suggestion, kind: Kind) -> list[str]:
     """Return the settings of a layout as a file of that kind writes them."""
-    if door != "lightning":
+    if kind != "lightning":
         flat = {**one.strategy, **one.recompute, "per_device_train_batch_size": one.micro_batch_size}
         flat.pop("micro_batch_size", None)  # which these files do not have
         flat["gradient_accumulation_steps"] = one.num_microbatches

@@ -271,7 +271,7 @@ def test_what_a_run_cannot_read_is_refused_in_one_sentence(tmp_path: Path) -> No
         " cp1 dp1 and reads only directories that MCoreStrategy wrote: load it on one rank or with data parallelism"
         " alone, and save it there",
         "file-precision": "the checkpoint's optimizer state was saved in another precision or without Megatron, so it"
-        " lacks the fp32 copies of the parameters; load its weights alone, or train in the precision of the save",
+        " lacks the fp32 copies of the parameters; load only its weights, or train in the precision of the save",
     }
 
 

@@ -145,14 +145,14 @@ FAULTS: dict[str, tuple[list[str], str]] = {
     "field of the model": (["--model.transformer.hiden_size=4"], "has no field hiden_size; did you mean hidden_size?"),
     "two homes": (
         ["--optimizer=AdamW", "--model.recipe.learning_rate=0.1"],
-        "optimizer: takes the place of the model's own, so model.recipe.learning_rate=0.1 would have no effect",
+        "optimizer: replaces the model's own, so model.recipe.learning_rate=0.1 would have no effect",
     ),
     "a scheduler alone": (
         ["--lr_scheduler=StepLR", "--lr_scheduler.step_size=1"],
         "lr_scheduler is given without optimizer, which it belongs to",
     ),
     "strategy": (["--trainer.strategy=mcoree"], "invalid strategy name: `strategy='mcoree'`"),
-    "accelerator": (["--trainer.accelerator=gpu"], "trainer.accelerator='gpu' is given and this machine has no GPU"),
+    "accelerator": (["--trainer.accelerator=gpu"], "trainer.accelerator='gpu' is given, but torch finds no GPU"),
 }
 
 
@@ -226,7 +226,7 @@ def test_what_is_wrong_in_a_file_is_one_sentence(name: str, tmp_path: Path, caps
 
 def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["fit", "--config", str(tmp_path / "no.yaml")]) == 2
-    refused(capsys, f"--config {tmp_path}/no.yaml: there is no such file")
+    refused(capsys, f"--config {tmp_path}/no.yaml is not a file")
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

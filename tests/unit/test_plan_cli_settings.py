@@ -133,7 +133,7 @@ def test_the_precision_is_found_where_it_is_said(name: str, tmp_path: Path) -> N
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "precision twice": ({"trainer.precision": "bf16-mixed", "trainer.plugins": [PLUGIN]}, "both say the precision"),
+    "precision twice": ({"trainer.precision": "bf16-mixed", "trainer.plugins": [PLUGIN]}, "both set the precision"),
     "precision of nobody": ({"trainer.precision": "fp32"}, "fp32"),
     "precision against the strategy's": (
         {"trainer.precision": "16-true", STRATEGY + "precision_plugin": PLUGIN},
@@ -187,9 +187,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {MODEL + "recip": {}},
         "unknown key of model 'recip'; did you mean 'recipe'?",
     ),
-    "trainer as a number": ({"trainer": 3}, "trainer=3 does not fit; give its arguments by name"),
-    "trainer as a list": ({"trainer": [1]}, "trainer=[1] does not fit; give its arguments by name"),
-    "no trainer": ({"trainer": None}, "trainer=None does not fit; give its arguments by name"),
+    "trainer as a number": ({"trainer": 3}, "trainer=3 is not a mapping; give its arguments by name"),
+    "trainer as a list": ({"trainer": [1]}, "trainer=[1] is not a mapping; give its arguments by name"),
+    "no trainer": ({"trainer": None}, "trainer=None is not a mapping; give its arguments by name"),
     "seed": ({"seed_everything": "x"}, "seed_everything='x' does not fit; choose a value of type bool"),
     "no recipe": ({MODEL + "recipe": None}, "recipe=None"),
     "two recipes": (

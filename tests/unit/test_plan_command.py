@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lightning_mcore.cli.plan import run
-from lightning_mcore.cli.plan_files import door_of, settings_of_files
+from lightning_mcore.cli.plan_files import kind_of, settings_of_files
 from lightning_mcore.planning.machines import machine_named, parse_memory
 from lightning_mcore.planning.plan import make_plan
 from lightning_mcore.planning.suggest import suggest
@@ -193,10 +193,10 @@ def test_a_missing_file_a_broken_one_and_one_of_no_front_door(
 
 
 def test_the_front_door_is_told_by_the_keys() -> None:
-    assert door_of({"trainer": {}, "model": {}}, "a") == "lightning"
-    assert door_of({"fit": {"trainer": {}}}, "a") == "lightning"
-    assert door_of({"stage": "sft", "dataset": "x", "cutoff_len": 8}, "a") == "llamafactory"
-    assert door_of({"tensor_model_parallel_size": 2, "learning_rate": 0.1}, "a") == "arguments"
+    assert kind_of({"trainer": {}, "model": {}}, "a") == "lightning"
+    assert kind_of({"fit": {"trainer": {}}}, "a") == "lightning"
+    assert kind_of({"stage": "sft", "dataset": "x", "cutoff_len": 8}, "a") == "llamafactory"
+    assert kind_of({"tensor_model_parallel_size": 2, "learning_rate": 0.1}, "a") == "arguments"
 
 
 def test_a_file_of_hugging_face_style_arguments(tmp_path: Path) -> None:
@@ -352,8 +352,8 @@ def test_a_model_of_the_hub_is_planned_with_its_config(
     code, text, _ = printed(capsys, file, "--devices", "2")
     assert code == 2
     assert text.splitlines()[0] == (
-        "nobody/llama is a name on the Hugging Face hub whose config is not here, so nothing below knows the model;"
-        " give its config.json with --config FILE"
+        "nobody/llama is a name on the Hugging Face hub whose config is not here, so nothing below includes the "
+        "model; give its config.json with --config FILE"
     )
     config = tiny_folder("llama, plain") / "config.json"
     code, text, _ = printed(capsys, file, "--devices", "2", "--config", str(config))
@@ -370,4 +370,4 @@ def test_a_model_of_the_hub_is_planned_with_its_config(
         code, _, error = printed(capsys, file, "--devices", "2", *words)
         assert (code, sentence in error) == (2, True)
     code, _, error = printed(capsys, str(config), "--devices", "2")
-    assert (code, "nothing of a run; give the file of the run too" in error) == (2, True)
+    assert (code, "describes a model but no run; give the file of the run too" in error) == (2, True)
