@@ -2,9 +2,9 @@
 """Bytes of activations that one rank holds at its peak.
 
 Most of it is what forward keeps for backward (``saved_tensors.py``), of every microbatch in flight
-(``schedule.py``), less what is recomputed. To that comes what backward needs for a while at its worst moment: with
-the loss, the logits in 16 bits and the gradient of the output layer; elsewhere the gradients of one feed-forward part,
-or a layer that is computed again. Pure arithmetic.
+(``schedule.py``), minus what is recomputed. At its worst moment, backward needs more for a while: with the loss, the
+logits in 16 bits and the gradient of the output layer; elsewhere the gradients of one feed-forward part, or a layer
+that is recomputed. Pure arithmetic.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,13 +27,13 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class ActivationSetting:
-    """What activations depend on beside model and layout.
+    """The settings that activations depend on, besides model and layout.
 
     Args:
         micro_batch_size: Rows of a microbatch.
         num_microbatches: Microbatches of a step on one data-parallel rank.
         seq_length: Tokens of a row.
-        form: How activations are kept.
+        form: The number format of activations.
         group_size: ``microbatch_group_size_per_vp_stage``; None is the pipeline size.
     """
 
@@ -54,10 +54,10 @@ class _ChunkBytes:
     """Bytes of one microbatch in one chunk.
 
     Args:
-        kept: What forward keeps.
-        output: What is kept behind the last layer: final norm, logits, loss.
-        at_output: What the worst moment of the loss takes beside ``kept``.
-        in_layers: What the worst moment of a layer's backward takes beside ``kept``, less ``output``.
+        kept: Bytes that forward keeps for backward.
+        output: Bytes kept after the last layer: final norm, logits, loss.
+        at_output: Bytes that the worst moment of the loss takes beside ``kept``.
+        in_layers: Bytes that the worst moment of a layer's backward takes beside ``kept``, minus ``output``.
     """
 
     kept: float
@@ -67,7 +67,7 @@ class _ChunkBytes:
 
     @property
     def beside(self) -> float:
-        """What backward of this chunk needs beside what is kept."""
+        """Bytes that backward of this chunk needs beside the kept ones."""
         return max(self.at_output, self.in_layers - self.output, 0.0)
 
 
@@ -92,7 +92,7 @@ def activation_memory(fields: GPTFields, layout: ParallelLayout, pipeline_rank: 
 
 @dataclass(frozen=True)
 class _Meter:
-    """Weighs the tensors of one microbatch on one rank."""
+    """Counts the bytes of the tensors of one microbatch on one rank."""
 
     fields: GPTFields
     layout: ParallelLayout
@@ -106,7 +106,7 @@ class _Meter:
         )
 
     def chunk(self, chunk: ChunkLayers) -> _ChunkBytes:
-        """Return what a microbatch takes in a chunk."""
+        """Return the bytes of a microbatch in a chunk."""
         fields, form = self.fields, self.setting.form
         same = fields.adapters is None  # layers with the same feed-forward part
         kinds = {fields.is_moe[layer] if same else layer: layer for layer in chunk.layers}
@@ -115,7 +115,7 @@ class _Meter:
         kept += self._weigh(embedding_rows(fields, form)) if chunk.embedding else 0.0
         output = self._weigh(output_rows(fields, form)) if chunk.output else 0.0
         output += self._ahead() * chunk.mtp
-        # A GPU gives the memory of a sent output back at once, a CPU with the backward pass.
+        # A GPU frees a sent output at once, a CPU in the backward pass.
         sent = self.hidden if form.is_local and not chunk.output else 0.0
         has_experts = any(fields.is_moe[layer] for layer in chunk.layers)
         return _ChunkBytes(
@@ -135,7 +135,7 @@ class _Meter:
         return self._weigh(row for row in rows if not self._is_recomputed(row))
 
     def _layer(self, is_moe: bool, layer: int) -> tuple[float, float]:
-        """Return the bytes that a layer keeps, and those it keeps where all of it is recomputed."""
+        """Return the bytes that a layer keeps, and the bytes that it keeps if all of it is recomputed."""
         rows = layer_rows(self.fields, is_moe, self.setting.seq_length, self.setting.form, layer)
         return self._weigh(rows), self._weigh(row for row in rows if not self._is_recomputed(row))
 
@@ -144,7 +144,7 @@ class _Meter:
         return row.part in modules or (row.part == "shared_experts" and "moe" in modules)
 
     def _recomputed(self, layers: Sequence[tuple[float, float]]) -> tuple[float, float]:
-        """Return the bytes that the layers of a chunk keep, and those that come back while one is recomputed."""
+        """Return the bytes that the layers of a chunk keep, and those needed again while one is recomputed."""
         recompute = self.fields.recompute
         if not layers:
             return 0.0, 0.0
@@ -158,26 +158,26 @@ class _Meter:
         if recompute.method == "block":
             again, rest = layers[: recompute.num_layers], layers[recompute.num_layers :]
             whole = sum(layer for layer, _ in rest)
-            # The layers that are kept are behind those recomputed, and gone by then.
+            # The kept layers come after the recomputed ones, and are freed by then.
             return len(again) * hidden + whole, max(layer for layer, _ in again) - whole
         groups = [layers[at : at + recompute.num_layers] for at in range(0, len(layers), recompute.num_layers)]
         return len(groups) * hidden, max(sum(layer for layer, _ in group) for group in groups)
 
     def _at_output(self) -> float:
-        """Return what the loss takes for a while: its own copy of the logits, then the output layer's gradient."""
+        """Return the bytes that the loss needs briefly: its copy of the logits, then the output layer's gradient."""
         fields, element = self.fields, self.setting.form.element
         rows = fields.padded_vocab_size / self.layout.tensor_model_parallel_size
         halves = element < _FP32
         copied = halves or bool(fields.transformer.get("cross_entropy_loss_fusion"))
         logits = self._tokens * rows * element if copied else 0.0
-        # Whole sequences, and the gradient of the matrix; by then 16-bit gradients stand for fp32 probabilities.
+        # Whole sequences, and the gradient of the matrix; by then 16-bit gradients have replaced fp32 probabilities.
         trained = fields.adapters is None or any(name.startswith("output_layer.") for name in fields.adapters.of)
         gradient = rows * fields.hidden_size * element * trained + self._tokens * fields.hidden_size * element
         freed = self._tokens * rows * (_FP32 - element) if halves else 0.0
         return max(logits, gradient - freed)
 
     def _in_layer(self, is_moe: bool) -> float:
-        """Return what backward of a feed-forward part takes for a while: gradients of inner and outer width."""
+        """Return the bytes that backward of a feed-forward part needs briefly: gradients of inner and outer width."""
         fields, form = self.fields, self.setting.form
         rows = [SavedTensor("gradients", 3 * fields.hidden_size, form.element, "sequence")]
         inner = 2 if fields.gated_linear_unit else 1

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The global batch of a run, and the sentence that says how it comes about.
+"""The global batch of a run, and a sentence that shows how it is computed.
 
-Rows of one optimizer step = rows of a microbatch x microbatches x data-parallel size. Experts do not lower the last:
-they are spread over ranks that read different data. Guides that divide by the expert-parallel size are wrong for every
-megatron-core since 0.8.
+Rows of one optimizer step = rows of a microbatch x microbatches x data-parallel size. Expert parallelism does not lower
+the data-parallel size, because experts are spread over ranks that read different data. Guides that divide by the
+expert-parallel size are wrong for every megatron-core since 0.8.
 """
 
 from collections.abc import Mapping
@@ -15,16 +15,16 @@ from lightning_mcore.config.value_checks import require_size
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """What one optimizer step reads.
+    """The rows and tokens that one optimizer step reads.
 
     Args:
         micro_batch_size: Rows of a microbatch, one run through the model; the last of a DataLoader batch may be
             shorter.
         num_microbatches: Microbatches of a step on each data-parallel rank.
         data_parallel_size: Model copies that read different rows.
-        rows: Rows of a step over all ranks.
+        rows: Rows of a step on all ranks together.
         seq_length: Tokens of a row.
-        expert_model_parallel_size: Only for the sentence.
+        expert_model_parallel_size: Used only in the sentence.
     """
 
     micro_batch_size: int
@@ -41,7 +41,7 @@ class GlobalBatch:
 
     @property
     def sentence(self) -> str:
-        """How it comes about, such as ``micro batch 4 x 2 microbatches x data parallel 4 = 32 rows``."""
+        """How the batch is computed, such as ``micro batch 4 x 2 microbatches x data parallel 4 = 32 rows``."""
         product = self.micro_batch_size * self.num_microbatches * self.data_parallel_size
         many = "microbatch" if self.num_microbatches == 1 else "microbatches"
         shorter = "" if product == self.rows else " (the last microbatch of a DataLoader batch is shorter)"
@@ -60,11 +60,11 @@ class GlobalBatch:
 def global_batch(
     strategy: Mapping[str, Any], trainer: Mapping[str, Any], batch_size: int, seq_length: int, dp: int
 ) -> GlobalBatch:
-    """Work out the batch of a step as the strategy will cut it.
+    """Compute the batch of a step as the strategy will split it.
 
     Args:
         strategy: Arguments of ``MCoreStrategy``; ``micro_batch_size`` cuts a DataLoader batch.
-        trainer: Arguments of ``Trainer``; ``accumulate_grad_batches`` is the DataLoader batches of a step.
+        trainer: Arguments of ``Trainer``; ``accumulate_grad_batches`` is the number of DataLoader batches of a step.
         batch_size: Rows of a DataLoader batch on one data-parallel rank.
         seq_length: Tokens of a row.
         dp: Data-parallel size.

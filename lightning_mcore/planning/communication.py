@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank sends in an optimizer step, in bytes, axis by axis.
+"""The bytes that one rank sends in an optimizer step, axis by axis.
 
-Volumes are those of ring algorithms: of n ranks and a whole tensor of S bytes an all-gather or a reduce-scatter sends
-(n - 1) / n x S, an all-reduce twice that, an all-to-all (n - 1) / n of what the rank holds. t below are the tokens of a
-microbatch on one context-parallel rank, h the hidden size, e the bytes of an activation. What recomputation runs again
-is sent again. Left out as small: gradients of norms over tensor-parallel ranks, routing probabilities, shapes.
+Volumes are those of ring algorithms. With n ranks and a whole tensor of S bytes, an all-gather or a reduce-scatter
+sends (n - 1) / n x S, an all-reduce twice that, and an all-to-all (n - 1) / n of what the rank holds. t below are the
+tokens of a microbatch on one context-parallel rank, h the hidden size, e the bytes of an activation. Recomputed forward
+passes send again. Small volumes are left out: gradients of norms over tensor-parallel ranks, routing probabilities,
+shapes.
 
 Sources: ``tensor_parallel/layers.py`` and ``mappings.py`` (tensor and sequence parallelism: an all-reduce, or an
 all-gather and a reduce-scatter, on each side of a pair of matrices, and another all-gather for the gradient of the
@@ -25,14 +26,14 @@ from lightning_mcore.planning.parameters import rank_parameters
 
 @dataclass(frozen=True)
 class Traffic:
-    """How numbers travel.
+    """The number formats and methods of communication.
 
     Args:
-        activation_bytes: Of one element of an activation.
-        gradient_bytes: Of one element of a gradient while it is summed.
-        parameter_bytes: Of one element of a parameter while it is gathered.
+        activation_bytes: Bytes of one element of an activation.
+        gradient_bytes: Bytes of one element of a gradient while it is summed.
+        parameter_bytes: Bytes of one element of a parameter while it is gathered.
         distributed_optimizer: Whether gradients are reduce-scattered and parameters gathered, or all-reduced.
-        backend: Whose layers: ``"local"`` or ``"transformer_engine"``.
+        backend: The layers: ``"local"`` or ``"transformer_engine"``.
     """
 
     activation_bytes: int
@@ -44,15 +45,15 @@ class Traffic:
 
 @dataclass
 class AxisVolume:
-    """What a rank sends along one axis in a step.
+    """The bytes that a rank sends along one axis in a step.
 
     Args:
         axis: ``tp``, ``cp``, ``ep``, ``etp``, ``pp``, ``dp`` (dense gradients), ``edp`` (of experts), ``embedding``.
         group_size: Ranks that take part.
-        stride: Distance of neighbours in the group, in ranks.
+        stride: Distance between neighbours in the group, in ranks.
         sent: Bytes.
-        what: Which collectives.
-        each_microbatch: Whether it is sent with every microbatch; else once a step.
+        what: The collectives, as text.
+        each_microbatch: Whether they run for every microbatch instead of once per step.
     """
 
     axis: str
@@ -70,14 +71,14 @@ class AxisVolume:
 def communication_volume(
     fields: GPTFields, layout: ParallelLayout, world_size: int, batch: GlobalBatch, traffic: Traffic, stage: int
 ) -> list[AxisVolume]:
-    """Return what each rank of a pipeline stage sends in an optimizer step; axes of one rank are left out.
+    """Return the bytes that each rank of a pipeline stage sends in an optimizer step, without axes of one rank.
 
     Args:
         fields: The model.
         layout: The parallel sizes, which fit model and world.
         world_size: Number of ranks.
         batch: Microbatches and their rows.
-        traffic: How numbers travel.
+        traffic: The number formats and methods of communication.
         stage: The pipeline stage, from 0.
     """
     tokens = batch.micro_batch_size * batch.seq_length // layout.context_parallel_size
@@ -152,11 +153,11 @@ def _of_layers(
 
 
 def forward_runs(fields: GPTFields, place: int, num_layers: int) -> Mapping[str, int]:
-    """Return how often each part of a layer runs forward: once, and once more where it is recomputed.
+    """Return how often each part of a layer runs forward: once, or twice if it is recomputed.
 
     Args:
-        fields: The model, with what it recomputes.
-        place: Place of the layer in its chunk; those of multi-token prediction come behind ``num_layers``.
+        fields: The model, with its recomputation.
+        place: Index of the layer in its chunk; layers of multi-token prediction come after ``num_layers``.
         num_layers: Decoder layers of the chunk.
     """
     recompute = fields.recompute
@@ -182,7 +183,7 @@ def _keys_and_values(fields: GPTFields, tp: int) -> float:
 
 
 def _experts(fields: GPTFields, layout: ParallelLayout, tokens: int, traffic: Traffic) -> dict[str, float]:
-    """Bytes of one exchange with the experts: tokens there, or results back."""
+    """Bytes of one exchange with the experts: tokens to them, or results back."""
     experts = fields.experts
     assert experts is not None
     ep, etp = layout.expert_model_parallel_size, layout.expert_tensor_size

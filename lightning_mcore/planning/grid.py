@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks share which group, by arithmetic: for one rank in no more time at 16,384 devices than at 8.
+"""Compute which ranks share which group; for one rank this takes no more time at 16,384 devices than at 8.
 
-Megatron lays ranks out on two grids over the same pipeline stages. The dense one has the axes tp, cp, dp, pp, the one
-of the experts etp, ep, edp, pp; the first axis varies fastest. A group along some axes holds the ranks that differ in
-nothing else. ``plan`` shows them; nothing is opened here (``parallel/groups.py`` does that).
+Megatron lays ranks out on two grids over the same pipeline stages. The dense grid has the axes tp, cp, dp, pp, the grid
+of the experts etp, ep, edp, pp; the first axis varies fastest. A group along some axes holds the ranks that differ only
+in these axes. ``plan`` shows the groups; none is opened here (``parallel/groups.py`` does that).
 
 Source: ``parallel_state.RankGenerator`` with the default order ``tp-cp-ep-dp-pp`` and the groups that
 ``initialize_model_parallel`` opens (megatron-core 0.16.1 and 0.19.2).
@@ -35,12 +35,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "etp_ep": ("etp", "ep"),
     "etp_ep_pp": ("etp", "ep", "pp"),
 }
-"""The axes of each group; ``tp_pp`` is what Megatron calls the model-parallel group."""
+"""The axes of each group; ``tp_pp`` is Megatron's model-parallel group."""
 
 
 @dataclass(frozen=True)
 class RankGrid:
-    """The ranks of a world, cut as a layout says.
+    """The ranks of a world, divided by a layout.
 
     Args:
         layout: Sizes of the parallel axes.
@@ -101,7 +101,7 @@ class RankGrid:
         return members
 
     def to_dict(self, rank: int = 0) -> dict[str, Any]:
-        """Return sizes, and for each group its size, how many there are and the ranks of one, as plain data."""
+        """Return sizes, and for each group its size, the number of such groups and the ranks of one, as plain data."""
         groups = {
             name: {"size": size, "groups": self.world_size // size, "ranks": spoken(self.ranks(name, rank))}
             for name in GROUPS
@@ -118,7 +118,7 @@ class RankGrid:
 
 
 def spoken(ranks: list[int]) -> str:
-    """Return ranks in few words: ``0 1 2 3``, or ``0 8 16 ... 16376`` where there are many."""
+    """Return ranks as short text: ``0 1 2 3``, or ``0 8 16 ... 16376`` for many."""
     if len(ranks) <= 8:
         return " ".join(map(str, ranks))
     return f"{' '.join(map(str, ranks[:3]))} ... {ranks[-1]}"

@@ -7,7 +7,8 @@
 
     plan = plan_of(trainer, module, batch_size=4)
 
-The objects are read, nothing is run. Lightning and Megatron are imported by whoever made the objects, not here.
+The objects are only read; nothing is run. This file does not import Lightning or Megatron, because the code that made
+the objects has done so.
 """
 
 import dataclasses
@@ -30,19 +31,19 @@ def plan_of(
     devices: int | None = None,
     devices_per_node: int | None = None,
 ) -> Plan:
-    """Work out the run of a Trainer and a module.
+    """Plan the run of a Trainer and a module.
 
     Args:
         trainer: A Trainer whose strategy is ``MCoreStrategy``.
         module: An ``MCoreGPT``.
         data: A data module with ``batch_size`` and, if it differs from the model's, ``seq_length``.
-        batch_size: Rows of a DataLoader batch, instead of the data module's.
-        machine: For times, and for the memory of a device.
+        batch_size: Rows of a DataLoader batch; replaces the data module's.
+        machine: The machine for times and for the memory of a device.
         devices: Ranks of the whole run; None for the Trainer's.
         devices_per_node: Devices of a node; None for the Trainer's.
 
     Raises:
-        TypeError: The strategy is another, or the module is no ``MCoreGPT``.
+        TypeError: The strategy is not ``MCoreStrategy``, or the module is not an ``MCoreGPT``.
         ValueError: There are no devices.
     """
     settings = settings_of(trainer, module, data, batch_size)
@@ -56,7 +57,7 @@ def settings_of(trainer: Any, module: Any, data: Any = None, batch_size: int | N
     if not hasattr(strategy, "layout") or not hasattr(strategy, "gradients"):
         raise TypeError(f"{type(strategy).__name__} is not MCoreStrategy; give Trainer(strategy=MCoreStrategy(...))")
     if not hasattr(module, "transformer") or "vocab_size" not in getattr(module, "hparams", {}):
-        raise TypeError(f"{type(module).__name__} is not an MCoreGPT; plan knows only the sizes of that one")
+        raise TypeError(f"{type(module).__name__} is not an MCoreGPT, the only module whose sizes plan knows; give one")
     rows = batch_size if batch_size is not None else getattr(data, "batch_size", None)
     return RunSettings(
         strategy=_strategy(strategy),
@@ -106,7 +107,7 @@ def _model(module: Any) -> dict[str, Any]:
 
 
 def _changed(config: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that do not have their default."""
+    """Return the fields of a dataclass that differ from their defaults."""
     if config is None:
         return {}
     return {

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device can do: numbers of vendors' data sheets, with the shares of them that training reaches.
+"""The speed and memory of devices: numbers from vendors' data sheets, and the shares that training reaches.
 
-``plan`` estimates step times with them and compares memory with the device's. The numbers of a machine may differ
-(network cards, power limits); an estimate ranks layouts, it does not replace a measurement.
+``plan`` estimates step times with them and compares memory with the device's. A real machine may differ (network cards,
+power limits). An estimate ranks layouts; it does not replace a measurement.
 
 Sources: NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM and HGX B200 (dense peaks, without sparsity; NVLink
 in one direction); the network of the usual reference systems, one card for each device (HDR 200 Gb/s, NDR 400 Gb/s).
@@ -17,8 +17,8 @@ COMPUTE_SHARE = {"bf16": 0.5, "fp8": 0.38, "fp32": 0.5}
 """Share of the peak that the matrix products of a layer reach; published runs of 8B to 70B models lie around it."""
 
 NARROW = 512
-"""Columns at which a matrix takes twice as long as its operations: time is work x (1 + 512 / columns). It is why many
-small experts and much tensor parallelism reach a smaller share of the peak than wide dense layers."""
+"""The number of columns at which a matrix takes twice as long as its operations: time is work x (1 + 512 / columns). So
+many small experts and high tensor parallelism reach a smaller share of the peak than wide dense layers."""
 
 LINK_SHARE = 0.75
 """Share of a link's bandwidth that collectives reach."""
@@ -29,11 +29,12 @@ class Machine:
     """One device and its links.
 
     Args:
-        name: As in ``--device``.
-        memory: Bytes.
-        peak: Operations in a second, by number format (``bf16``, ``fp8``, ``fp32``: TF32); an absent one it has not.
-        nvlink: Bytes in a second that it sends to devices of its node.
-        network: Bytes in a second that it sends to other nodes.
+        name: The name in ``--device``.
+        memory: Memory in bytes.
+        peak: Operations per second, by number format (``bf16``, ``fp8``, ``fp32``: TF32); unsupported formats are
+            absent.
+        nvlink: Bytes per second that it sends to devices of its node.
+        network: Bytes per second that it sends to other nodes.
     """
 
     name: str
@@ -43,12 +44,12 @@ class Machine:
     network: float
 
     def link(self, stride: int, size: int, devices_per_node: int) -> float:
-        """Return the bandwidth of a group in bytes per second: NVLink's where it lies within a node."""
+        """Return the bandwidth of a group in bytes per second: NVLink's if the group lies within a node."""
         inside = stride * size <= devices_per_node and devices_per_node % (stride * size) == 0
         return (self.nvlink if inside else self.network) * LINK_SHARE
 
     def speed(self, number_format: str) -> float:
-        """Return the operations in a second that training reaches; a format it has not runs as bf16."""
+        """Return the operations per second that training reaches; an unsupported format counts as bf16."""
         chosen = number_format if number_format in self.peak else "bf16"
         return self.peak[chosen] * COMPUTE_SHARE[chosen]
 
@@ -67,10 +68,10 @@ _LEAST_MEMORY = 1e6
 
 
 def machine_named(name: str) -> Machine:
-    """Return a machine.
+    """Return the machine with a name.
 
     Raises:
-        ValueError: There is none of this name.
+        ValueError: The name is unknown.
     """
     if name.lower() not in MACHINES:
         raise ValueError(unknown_name("device", name, MACHINES))
@@ -78,10 +79,10 @@ def machine_named(name: str) -> Machine:
 
 
 def parse_memory(text: str) -> float:
-    """Return bytes of ``80GB``, ``79.6GiB`` or a plain number of bytes.
+    """Return the number of bytes of a text such as ``80GB``, ``79.6GiB`` or a plain number.
 
     Raises:
-        ValueError: It is not a size, or not one that a device has.
+        ValueError: The text is not a size, or no device has this size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of an ``MCoreGPT`` that memory and parameters follow from, and which layers each pipeline rank holds.
+"""The sizes of an ``MCoreGPT`` that determine memory and parameters, and the layers of each pipeline rank.
 
 ``TransformerConfig`` fills in Megatron's defaults too, but needs torch and a second to import, and warns. The rest of
-``planning`` takes a model as :class:`GPTFields`. Whether the values are allowed is for others to say
-(``layers/transformer_config.py``, ``config/layout.py``); here a model is taken as it is.
+``planning`` takes a model as :class:`GPTFields`. Other files check whether the values are allowed
+(``layers/transformer_config.py``, ``config/layout.py``); here they are not checked.
 
 :func:`stage_layers` splits the layers, chunk by chunk, as Megatron builds them: evenly, with the embedding or the loss
 counted as a layer, with a first or last stage of its own size, or as ``pipeline_model_parallel_layout`` says. Counting
@@ -32,10 +32,10 @@ class LatentAttention:
     """Sizes of multi-latent attention, in channels; the defaults are those of ``MLATransformerConfig`` 0.16.1.
 
     Args:
-        q_lora_rank: Compressed queries; None where they are not compressed.
+        q_lora_rank: Compressed queries; None if they are not compressed.
         kv_lora_rank: Compressed keys and values.
-        qk_head_dim: A head of queries and keys, the part that is not rotated.
-        qk_pos_emb_head_dim: The part that is rotated; all heads share that of the keys.
+        qk_head_dim: The part of a head of queries and keys that is not rotated.
+        qk_pos_emb_head_dim: The part that is rotated; all heads share the rotated part of the keys.
         v_head_dim: A head of values.
     """
 
@@ -57,12 +57,12 @@ class Experts:
 
     Args:
         count: Routed experts of a layer.
-        topk: Of these, how many a token goes through.
+        topk: Number of routed experts that process a token.
         width: Inner width of a routed expert.
         shared_width: Inner width of the shared experts together; 0 for none.
         shared_gate: Whether the output of the shared experts has a gate, a weight of [1, h].
         latent_width: Width that routed experts read and write; None for the hidden size.
-        capacity_factor: ``moe_expert_capacity_factor``; None where no token is dropped.
+        capacity_factor: ``moe_expert_capacity_factor``; None if no token is dropped.
         pads_to_capacity: Whether every expert computes on as many tokens as it may take.
         dispatcher: ``moe_token_dispatcher_type``.
         grouped: Whether TransformerEngine's grouped products compute the experts.
@@ -82,14 +82,14 @@ class Experts:
 
 @dataclass(frozen=True)
 class Recompute:
-    """What backward computes again instead of keeping it.
+    """What backward recomputes instead of keeping it.
 
     Args:
         granularity: ``"full"``, ``"selective"`` or None.
-        method: With full: ``"uniform"`` or ``"block"``.
-        num_layers: With uniform, layers of a group; with block, layers of a stage's chunk that are recomputed.
-        modules: With selective: which parts of a layer.
-        distribute: Whether tensor-parallel ranks share what is kept of a recomputed layer.
+        method: With ``"full"``: ``"uniform"`` or ``"block"``.
+        num_layers: With ``"uniform"``, layers of a group; with ``"block"``, recomputed layers of a stage's chunk.
+        modules: With ``"selective"``: the recomputed parts of a layer.
+        distribute: Whether tensor-parallel ranks share the tensors kept of a recomputed layer.
     """
 
     granularity: str | None
@@ -101,10 +101,10 @@ class Recompute:
 
 @dataclass(frozen=True)
 class GPTFields:
-    """A GPT as its sizes: those of ``TransformerConfig`` under its names, and those of ``MCoreGPT`` around it.
+    """The sizes of a GPT: those of ``TransformerConfig``, with its names, and those of ``MCoreGPT``.
 
     Args:
-        vocab_size: Tokens that exist.
+        vocab_size: Number of existing tokens.
         padded_vocab_size: Rows of the embedding.
         seq_length: Tokens of a sequence.
         learned_positions: Rows of the embedding of positions; 0 with rotary positions or none.
@@ -113,9 +113,9 @@ class GPTFields:
         attention: Sizes of multi-latent attention; None for grouped heads.
         experts: Sizes of the layers with experts; None for a dense model.
         is_moe: For each layer, whether its feed-forward part is a mixture of experts.
-        recompute: What backward computes again.
-        shape: The sizes that a layout must divide, as ``ParallelLayout.validate_model`` takes them.
-        transformer: The fields of ``TransformerConfig`` as they were given.
+        recompute: What backward recomputes.
+        shape: The sizes that a layout must divide, for ``ParallelLayout.validate_model``.
+        transformer: The given fields of ``TransformerConfig``.
         adapters: What is trained beside frozen weights, as ``adapters.py`` fills it in; None where all weights are.
     """
 
@@ -151,14 +151,14 @@ class GPTFields:
 
     @classmethod
     def of(cls, model: Mapping[str, Any]) -> "GPTFields":
-        """Read the arguments of ``MCoreGPT`` (not of its ``from_pretrained``, which are to be resolved first).
+        """Read the arguments of ``MCoreGPT`` (those of ``from_pretrained`` must be resolved first).
 
         Args:
-            model: ``vocab_size``, ``seq_length``, ``transformer`` and what else differs from its defaults. Arguments
-                that say nothing of sizes are not read.
+            model: ``vocab_size``, ``seq_length``, ``transformer`` and other arguments that are not defaults. Arguments
+                that do not affect sizes are not read.
 
         Raises:
-            ValueError: One of these is absent.
+            ValueError: One of these three is absent.
         """
         missing = [name for name in ("vocab_size", "seq_length", "transformer") if model.get(name) is None]
         given: Mapping[str, Any] = model.get("transformer") or {}
@@ -240,7 +240,7 @@ def _experts(given: Mapping[str, Any], ffn_hidden_size: int) -> Experts | None:
 def _recompute(given: Mapping[str, Any]) -> Recompute:
     granularity = given.get("recompute_granularity")
     modules = set(_or(given, "recompute_modules", ["core_attn"])) if granularity == "selective" else set()
-    if given.get("moe_layer_recompute"):  # Megatron's older word for it
+    if given.get("moe_layer_recompute"):  # Megatron's older name for it
         granularity, modules = "selective", modules | {"moe"}
     return Recompute(
         granularity=granularity,
@@ -253,13 +253,14 @@ def _recompute(given: Mapping[str, Any]) -> Recompute:
 
 @dataclass(frozen=True)
 class ChunkLayers:
-    """What one virtual stage of one pipeline rank holds of the model.
+    """The part of the model that one virtual stage of one pipeline rank holds.
 
     Args:
-        layers: Numbers of its decoder layers in the whole model, from 0, in order.
-        embedding: Whether the model begins here.
-        output: Whether the model ends here, with output layer and loss.
-        mtp: Layers of multi-token prediction; with any, the chunk has an embedding (a copy if it is not the first).
+        layers: Indices of its decoder layers in the whole model, from 0, in order.
+        embedding: Whether the chunk has the embedding.
+        output: Whether the chunk has the output layer and the loss.
+        mtp: Number of layers of multi-token prediction; with any, the chunk has an embedding (a copy if it is not the
+            first).
     """
 
     layers: tuple[int, ...]

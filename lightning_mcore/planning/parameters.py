@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of one chunk on one rank, tensor by tensor, as Megatron's modules make them, and how many there are.
+"""The parameters of one chunk on one rank, tensor by tensor, as Megatron's modules create them, and their number.
 
 The single tensors matter to ``state_memory.py`` because the distributed optimizer pads each of them; their sums are the
 parameters of a rank and of the whole model. Biases of row-parallel layers, norms, routers and gates are whole on every
-tensor-parallel rank. All ranks of a stage hold as many: axes divide evenly (``config/layout.py`` refuses the rest). The
-sum over ranks is more than the model has: besides what is whole on every rank, a tied embedding is on the first and on
-the last stage, and multi-token prediction has an embedding of its own stage. Pure arithmetic.
+tensor-parallel rank. All ranks of a stage hold the same number, because axes divide evenly (``config/layout.py``
+refuses other cases). The sum over ranks is larger than the model: some parameters are whole on every rank, a tied
+embedding is on the first and the last stage, and multi-token prediction has an embedding on its stage. Pure arithmetic.
 
 With adapters (``adapters.py``), those of a weight follow it, and what is not trained is marked.
 
@@ -27,12 +27,12 @@ class ParameterTensor:
 
     Args:
         name: The name in a checkpoint, of a layer's without its prefix.
-        size: Elements of one of them on this rank.
-        copies: How many there are, such as one for each expert.
-        expert: Whether they belong to routed experts.
+        size: Elements of one such parameter on this rank.
+        copies: Their number, such as one for each expert.
+        expert: Whether routed experts own them.
         is_matrix: Whether they have two dimensions.
         is_linear: Whether they are the weight of a linear layer inside a transformer layer, which FP8 may hold.
-        is_shared: Whether another stage has a copy of them: an embedding that is tied, or that predicts more tokens.
+        is_shared: Whether another stage has a copy: a tied embedding, or the embedding of multi-token prediction.
         shape: Of a matrix: rows and columns on all ranks together.
         split: The axis of a matrix that tensor-parallel ranks share; None where each has the whole.
         is_trained: Whether they have a gradient; all do without adapters.
@@ -51,7 +51,7 @@ class ParameterTensor:
 
     @property
     def elements(self) -> int:
-        """Elements of all of them together."""
+        """Elements of all copies together."""
         return self.size * self.copies
 
 
@@ -63,8 +63,8 @@ def chunk_tensors(
     Args:
         fields: The model.
         layout: The parallel sizes, which fit the model.
-        chunk: What of the model the chunk holds.
-        backend: Whose layers: ``"local"`` or ``"transformer_engine"``. With tensor parallelism the second keeps the
+        chunk: The part of the model that the chunk holds.
+        backend: The layers: ``"local"`` or ``"transformer_engine"``. With tensor parallelism the second keeps the
             compressing projections of multi-latent attention whole on every rank.
     """
     return [
@@ -137,7 +137,7 @@ def _of_chunk(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, bac
     kinds = {is_moe: list(_of_layer(fields, layout, is_moe, backend)) for is_moe in set(fields.is_moe)}
     for layer in chunk.layers:
         yield from ((f"decoder.layers.{layer}.", tensor) for tensor in kinds[fields.is_moe[layer]])
-    # Without multi-token prediction the final norm stands before the output layer, with it behind the last layer.
+    # Without multi-token prediction the final norm comes before the output layer, with it after the last layer.
     if (fields.num_layers - 1 in chunk.layers) if fields.mtp_num_layers else chunk.output:
         yield from (("decoder.", tensor) for tensor in _norm(fields, "final_layernorm.", hidden))
     for ahead in range(chunk.mtp):
@@ -192,7 +192,7 @@ def _latent_attention(fields: GPTFields, latent: LatentAttention, tp: int, backe
         latent.q_lora_rank,
         latent.kv_lora_rank,
     )
-    whole = 1 if backend == "transformer_engine" else tp  # who shares the compressing projections
+    whole = 1 if backend == "transformer_engine" else tp  # ranks that share the compressing projections
     # Megatron counts the output of attention in heads of v_head_dim.
     yield _matrix("self_attention.linear_proj.weight", (hidden, heads * latent.v_head_dim), tp, 1)
     if fields.add_bias_linear:
@@ -272,8 +272,8 @@ class ParameterCount:
     """Parameters of one rank, in elements.
 
     Args:
-        dense: Those outside routed experts.
-        expert: Those of routed experts.
+        dense: Parameters outside routed experts.
+        expert: Parameters of routed experts.
         trained_dense: Of ``dense``, those that have a gradient.
         trained_expert: Of ``expert``, likewise.
     """
@@ -295,7 +295,7 @@ class ModelParameters:
 
     Args:
         total: All, adapters included.
-        active: Those that one token meets: of the routed experts of a layer, the ``moe_router_topk`` it goes to.
+        active: Parameters that one token uses: of a layer's routed experts, only ``moe_router_topk``.
         trained: Those that have a gradient; without adapters all.
     """
 
@@ -313,7 +313,7 @@ def rank_parameters(
         fields: The model.
         layout: The parallel sizes, which fit the model.
         pipeline_rank: The stage, from 0.
-        backend: Whose layers, ``"local"`` or ``"transformer_engine"``; they differ for multi-latent attention alone.
+        backend: The layers, ``"local"`` or ``"transformer_engine"``; they differ only for multi-latent attention.
     """
     tensors = [tensor for chunk in rank_tensors(fields, layout, pipeline_rank, backend) for tensor in chunk]
     dense, expert = ([tensor for tensor in tensors if tensor.expert is kind] for kind in (False, True))
@@ -330,7 +330,7 @@ def rank_tensors(
 
 
 def model_parameters(fields: GPTFields) -> ModelParameters:
-    """Return how many parameters the model has, on however many ranks."""
+    """Return the number of parameters of the model, which does not depend on the ranks."""
     tensors = chunk_tensors(fields, ParallelLayout(), _whole(fields))
     total = sum(tensor.elements for tensor in tensors)
     trained = sum(tensor.elements for tensor in tensors if tensor.is_trained)

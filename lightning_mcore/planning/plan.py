@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run, worked out before anything runs: grid, batch, stages, memory, communication, FLOPs, warnings and errors.
+"""Plan a run before anything runs: grid, batch, stages, memory, communication, FLOPs, warnings and errors.
 
 :func:`make_plan` takes a run as plain data (``config/run.py``) and allocates nothing: no model and no process group.
-What one rank of a pipeline stage holds, all ranks of it hold, so that 16,384 devices cost no more than 8.
-``lightning-mcore plan`` prints it; :func:`plan_of` makes it from a Trainer and a module.
+All ranks of a pipeline stage hold the same, so 16,384 devices cost no more time than 8. ``lightning-mcore plan`` prints
+the plan; :func:`plan_of` makes one from a Trainer and a module.
 """
 
 from dataclasses import asdict, dataclass
@@ -29,15 +29,15 @@ _GRADIENT_BYTES = {"bf16-true": 2, "16-true": 2}
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What one rank of a pipeline stage holds and sends; the other ranks of the stage do the same.
+    """What one rank of a pipeline stage holds and sends; the other ranks of the stage hold and send the same.
 
     Args:
-        stage: Its number, from 0.
+        stage: The index of the stage, from 0.
         first_rank: The first of its ranks.
         chunks: The layers of its chunks.
-        parameters: Elements.
-        memory: Bytes.
-        traffic: What it sends in a step.
+        parameters: Number of parameters.
+        memory: Memory in bytes.
+        traffic: The bytes sent in a step.
     """
 
     stage: int
@@ -61,28 +61,28 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run, worked out. Parts that errors leave unknown are None.
+    """The plan of a run. Parts that are unknown because of errors are None.
 
     Args:
         devices: Ranks of the run.
         devices_per_node: Devices of a node.
         device_type: ``"cuda"`` or ``"cpu"``.
-        machine: The devices that times and memory are compared with.
-        memory_limit: Bytes of a device.
+        machine: The device for times and memory.
+        memory_limit: Memory of a device, in bytes.
         precision: Name of the number format, with the FP8 recipe.
-        backend: Whose layers.
+        backend: The layers: ``"local"`` or ``"transformer_engine"``.
         layout: The parallel sizes.
-        grid: Ranks of every axis.
-        batch: What a step reads.
+        grid: The ranks along every axis.
+        batch: The rows and tokens of a step.
         fields: The model.
-        parameters: Of the whole model, in elements.
-        stages: One for each pipeline stage.
+        parameters: Number of parameters of the whole model.
+        stages: The plan of each pipeline stage.
         timeline: The pipeline schedule.
-        work: FLOPs of a step.
+        work: The operations of a step.
         time: Estimated seconds of a step on the machine.
-        warnings: What should be changed.
-        errors: What the run would be refused for.
-        assumptions: What the settings do not say.
+        warnings: Sentences about settings that should be changed.
+        errors: Sentences about settings for which the run would be refused.
+        assumptions: Values that were assumed because the settings do not give them.
     """
 
     devices: int
@@ -107,7 +107,7 @@ class Plan:
 
     @property
     def fullest(self) -> StagePlan | None:
-        """The stage whose ranks need most memory."""
+        """The stage whose ranks need the most memory."""
         return max(self.stages, key=lambda stage: stage.memory.total, default=None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,19 +144,19 @@ def make_plan(
     backend: str | None = None,
     ask_others: bool = True,
 ) -> Plan:
-    """Work out a run.
+    """Plan a run.
 
     Args:
         settings: The run.
         devices: Ranks of the whole run.
         devices_per_node: Devices of a node.
-        machine: For times, and for the memory of a device where ``memory_limit`` is None.
+        machine: The machine for times, and for the memory of a device if ``memory_limit`` is None.
         memory_limit: Bytes of a device.
-        backend: ``"local"`` or ``"transformer_engine"``; None for what the model and the accelerator say.
-        ask_others: Whether to ask Megatron and Lightning too, as ``rules.check_run`` does.
+        backend: ``"local"`` or ``"transformer_engine"``; None derives it from the model and the accelerator.
+        ask_others: Whether to check with Megatron and Lightning too, as in ``rules.check_run``.
 
     Raises:
-        ValueError: There are no devices. What is wrong with the run stands in the plan's ``errors``.
+        ValueError: There are no devices. Faults of the run are in the plan's ``errors``.
     """
     run = check_run(settings, devices, backend, ask_others)
     limit = memory_limit if memory_limit is not None else machine.memory if machine is not None else None
@@ -175,7 +175,7 @@ def make_plan(
         if run.stands:
             known |= _worked_out(run, settings, devices, devices_per_node, machine, limit)
     except (ValueError, TypeError, ArithmeticError, LookupError):
-        if not run.errors:  # a run that is refused need not add up
+        if not run.errors:  # the sizes of a refused run may be inconsistent
             raise
     recipe = f" with FP8 ({rules.fp8.recipe})" if rules.fp8 is not None and rules.fp8.is_on else ""
     return Plan(
@@ -252,10 +252,10 @@ def number_format(run: CheckedRun) -> str:
 
 
 def stage_plans(run: CheckedRun, settings: RunSettings, devices: int) -> list[StagePlan]:
-    """Work out what one rank of each pipeline stage holds and sends.
+    """Compute what one rank of each pipeline stage holds and sends.
 
     Args:
-        run: The run after its checks; layout, devices and model fit each other.
+        run: The checked run, whose layout, devices and model fit each other.
         settings: The run.
         devices: Ranks of the whole run.
     """

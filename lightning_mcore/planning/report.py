@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan as text: tables with rich, readable at 100 columns, on a terminal and piped.
 
-What is the same for all stages is said once; long pipelines show their first, fullest and last stages. Errors come
-last, where the eye is.
+Values that are the same for all stages appear once; long pipelines show their first, fullest and last stages. Errors
+come last, where they are seen first.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def report(plan: Plan, picture: bool = False) -> str:
     """Return the text of a plan.
 
     Args:
-        plan: What to show.
+        plan: The plan to show.
         picture: Whether to draw the pipeline schedule.
 
     Raises:
@@ -66,12 +66,12 @@ def _console() -> "Console":
 
 
 def table_text(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return one table, numbers to the right; the first column is to the left.
+    """Return one table, with the first column aligned left and the others right.
 
     Args:
         title: Its heading.
-        columns: Heads of the columns.
-        rows: Texts.
+        columns: Headings of the columns.
+        rows: The texts of each row.
     """
     console = _console()
     with console.capture() as capture:

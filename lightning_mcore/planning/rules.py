@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a run and known before it starts: all that our own rules refuse, not only the first.
+"""Find the faults of a run before it starts: all that our own rules find, not only the first.
 
-Megatron's config stops at the first thing that it refuses of a model. That one is listed; the next shows when it is
-corrected.
+Megatron's config stops at the first fault of a model. That fault is listed; the next one appears once it is corrected.
 
-:class:`RuleBook` collects what checks refuse. :class:`PlannedStrategy` holds the settings of ``MCoreStrategy`` and
-``MCorePrecision``: what stands, and what is wrong with the rest. The functions after it check an ``MCoreGPT`` alone, on
-its layout, and with its batch. The rules are those of the classes (``config/rules/``, ``optimizer/rules.py``, the parts
-themselves); Megatron's own are asked of its ``TransformerConfig``, which is built here, and Lightning's of its
-``Trainer`` (``trainer.py``). The strategy is built as well,
-with what is right of its arguments, because its half of Megatron's config comes from it.
+:class:`RuleBook` collects refusals. :class:`PlannedStrategy` holds the valid settings of ``MCoreStrategy`` and
+``MCorePrecision``, and reports the faults of the others. The functions after it check an ``MCoreGPT`` by itself, on its
+layout, and with its batch. The rules are those of the classes (``config/rules/``, ``optimizer/rules.py``, the parts
+themselves). Megatron's own rules run when its ``TransformerConfig`` is built here, and Lightning's when a ``Trainer``
+is built (``trainer.py``). The strategy is built too, with its valid arguments, because its part of Megatron's config
+comes from it.
 
 :func:`check_run` goes through a run in the order in which it would start: the arguments of Trainer, strategy and
 precision, the model's, the layout on the devices, the model on the layout, the microbatches.
@@ -78,26 +77,26 @@ _LAYOUT = tuple(field.name for field in dataclass_fields(ParallelLayout))
 _FP8 = tuple(field.name for field in dataclass_fields(FP8Settings))
 _SIZES = ("num_distributed_optimizer_instances", "bucket_size")
 _MISSING = re.compile(r"\bTE\b")
-"""Found in what Megatron says where TransformerEngine is not installed, or not the version that it wants."""
+"""Part of Megatron's message if TransformerEngine is missing or has another version than it needs."""
 
 _ASK_TRANSFORMER_ENGINE = ("apply_rope_fusion", "fused_single_qkv_rope", "moe_permute_fusion", "use_te_activation_func")
-"""Fields for which Megatron's config looks for TransformerEngine; those of FP8 are others."""
+"""Fields for which Megatron's config looks for TransformerEngine, except those of FP8."""
 
 
 class RuleBook:
-    """Collects the sentences of checks that refuse something."""
+    """Collects the sentences of refusals."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
 
     def attempt(self, check: Callable[[], T]) -> T | None:
-        """Carry out a check and keep what it refuses.
+        """Run a check and keep its refusal.
 
         Args:
-            check: Raises what it refuses.
+            check: The check; it raises its refusal.
 
         Returns:
-            What it returns; None where it refused.
+            The result of the check; None if it refused.
         """
         try:
             return check()
@@ -106,13 +105,13 @@ class RuleBook:
             return None
 
     def passes(self, check: Callable[[], object]) -> bool:
-        """Carry out a check, keep what it refuses, and return whether it refused nothing."""
+        """Run a check, keep its refusal, and return whether it passed."""
         before = len(self.errors)
         self.attempt(check)
         return len(self.errors) == before
 
     def collect(self, sentences: Iterable[str]) -> bool:
-        """Keep the sentences of rules, and return whether there was none."""
+        """Keep the sentences of rules, and return whether there were none."""
         before = len(self.errors)
         for sentence in sentences:
             self.refuse(sentence)
@@ -125,15 +124,15 @@ class RuleBook:
             self.errors.append(text)
 
     def check_arguments(self, where: str, given: Mapping[str, Any], known: Arguments) -> dict[str, Any]:
-        """Refuse names that do not exist and values that do not fit their type.
+        """Refuse unknown names and values that do not have their type.
 
         Args:
-            where: What takes them, such as ``"argument of MCoreStrategy"``.
+            where: The kind of name, such as ``"argument of MCoreStrategy"``.
             given: Values by name.
-            known: The arguments that there are.
+            known: The existing arguments.
 
         Returns:
-            Those that are right.
+            The valid arguments.
         """
         fitting = {}
         for name, value in given.items():
@@ -150,7 +149,7 @@ class PlannedStrategy:
     """The settings of strategy and precision, checked against each other.
 
     Args:
-        book: Where refusals go.
+        book: Collects refusals.
         strategy: Arguments of ``MCoreStrategy``.
         precision: Arguments of ``MCorePrecision``.
         device_type: ``"cuda"`` or ``"cpu"``.
@@ -177,13 +176,13 @@ class PlannedStrategy:
 
     @property
     def overlap_p2p_comm(self) -> bool:
-        """Whether stages send while computing, the default filled in."""
+        """Whether stages send while computing, with the default filled in."""
         given = self.strategy.get("overlap_p2p_comm")
         interleaved = self.layout is not None and self.layout.virtual_pipeline_model_parallel_size is not None
         return interleaved if given is None else bool(given)
 
     def resolved(self, name: str) -> Any:
-        """Return one of the settings of gradients: the argument, else what ``ddp_config`` says, else the default."""
+        """Return a setting of gradients: the argument, or else the field of ``ddp_config``, or else the default."""
         return strategy_rules.resolved(self.strategy, self.ddp).get(name, of_config("ddp_config")[name].default)
 
     @property
@@ -192,7 +191,7 @@ class PlannedStrategy:
         return bool(self.resolved("use_distributed_optimizer"))
 
     def check(self, world_size: int) -> None:
-        """Refuse what contradicts itself, the devices or their number; the model comes later."""
+        """Refuse settings that contradict each other, the devices or their number; the model is checked later."""
         book, device_type = self._book, self._device_type
         precision = book.attempt(lambda: MCorePrecision(**self.precision))
         if precision is not None and precision.fp8.is_on:
@@ -233,7 +232,7 @@ class PlannedStrategy:
         return strategy.megatron_fields()
 
     def _options(self, name: str, known: Arguments) -> dict[str, Any]:
-        """Return the fields of a config that do not have their default."""
+        """Return the fields of a config that differ from their defaults."""
         given = self.strategy.get(name)
         if given is None:
             return {}
@@ -267,11 +266,11 @@ def check_gpt(book: RuleBook, model: Mapping[str, Any]) -> GPTFields | None:
     """Refuse arguments of ``MCoreGPT`` that are wrong on every layout.
 
     Args:
-        book: Where refusals go.
+        book: Collects refusals.
         model: Its arguments.
 
     Returns:
-        The sizes of the model; None where they are not known.
+        The sizes of the model; None if unknown.
     """
     known = of_model()
     given = book.check_arguments("argument of MCoreGPT", model, known)
@@ -295,7 +294,7 @@ def check_gpt(book: RuleBook, model: Mapping[str, Any]) -> GPTFields | None:
             book.attempt(lambda name=name: require_size(name, right[name]))  # type: ignore[misc]
     book.attempt(lambda: check_positions(settings, transformer))
     arguments = {**given, "transformer": right}
-    try:  # also of a model with wrong fields, so that errors further on are found as well
+    try:  # even for a model with wrong fields, to find later errors too
         fields = GPTFields.of(arguments)
         return book.attempt(lambda: with_adapters(fields, arguments)) or fields
     except (ValueError, TypeError, ArithmeticError, LookupError) as error:
@@ -305,7 +304,7 @@ def check_gpt(book: RuleBook, model: Mapping[str, Any]) -> GPTFields | None:
 
 
 def settings_of_gpt(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``MCoreGPT``, the defaults filled in."""
+    """Return the arguments of ``MCoreGPT``, with defaults filled in."""
     return {name: argument.default for name, argument in of_model().items()} | dict(model)
 
 
@@ -313,7 +312,7 @@ def check_gpt_on_layout(book: RuleBook, fields: GPTFields, rules: PlannedStrateg
     """Refuse a model whose sizes the layout or FP8 cannot divide.
 
     Args:
-        book: Where refusals go.
+        book: Collects refusals.
         fields: The model.
         rules: The settings of strategy and precision.
     """
@@ -330,10 +329,10 @@ def check_gpt_on_layout(book: RuleBook, fields: GPTFields, rules: PlannedStrateg
 def check_in_megatron(
     book: RuleBook, fields: GPTFields, rules: PlannedStrategy, model: Mapping[str, Any], backend: str, device_type: str
 ) -> None:
-    """Build Megatron's config and the optimizer, and refuse what they or our layers refuse.
+    """Build Megatron's config and the optimizer, and collect the refusals of them and of our layers.
 
     Args:
-        book: Where refusals go.
+        book: Collects refusals.
         fields: The model.
         rules: The settings of strategy and precision.
         model: The arguments of ``MCoreGPT``.
@@ -341,7 +340,7 @@ def check_in_megatron(
         device_type: ``"cuda"`` or ``"cpu"``.
     """
     settings, used = settings_of_gpt(model), backend
-    if device_type != "cuda":  # whether a machine with GPUs has TransformerEngine, it is to say itself
+    if device_type != "cuda":  # only a machine with GPUs knows whether it has TransformerEngine
         used = book.attempt(lambda: resolve_transformer_impl(backend, device_type)) or "local"  # type: ignore[arg-type]
     _check_optimizer(book, rules, settings)
     owned = rules.megatron_fields()
@@ -360,13 +359,13 @@ def check_in_megatron(
 
 
 def _config(book: RuleBook, fields: GPTFields, owned: Mapping[str, Any], backend: str, device_type: str) -> Any:
-    """Build Megatron's config; None where Megatron refuses it.
+    """Build Megatron's config; return None if Megatron refuses it.
 
-    Where only TransformerEngine is missing, which a machine with GPUs may have, the config is built without the fields
-    that ask for it, and gets them afterwards, so that all other rules are checked.
+    If only TransformerEngine is missing, which a machine with GPUs may have, the config is built without the fields
+    that need it, and gets them afterwards, so that all other rules are checked.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the run shows what Megatron warns of
+        warnings.simplefilter("ignore")  # the run shows Megatron's warnings
         try:
             return build_transformer_config(fields.transformer, owned)
         except (ValueError, ImportError, TypeError, AttributeError) as error:
@@ -387,8 +386,8 @@ def _config(book: RuleBook, fields: GPTFields, owned: Mapping[str, Any], backend
 
 
 def _check_optimizer(book: RuleBook, rules: PlannedStrategy, settings: Mapping[str, Any]) -> None:
-    """Make the optimizer for one parameter, and refuse it where it cannot do what the strategy asks of it."""
-    quiet = RuleBook()  # what is wrong with the recipe is refused already
+    """Create the optimizer for one parameter, and refuse it if it does not work with the strategy."""
+    quiet = RuleBook()  # faults of the recipe are already collected
     recipe = quiet.attempt(lambda: Recipe.of(settings["recipe"] or {}))
     if recipe is None:
         return
@@ -416,7 +415,7 @@ def check_batch(book: RuleBook, fields: GPTFields, rules: PlannedStrategy, batch
     unit = layout.sequence_multiple
     if batch.seq_length % unit and fields.seq_length % unit == 0:
         book.refuse(
-            f"data.seq_length={batch.seq_length} is not a multiple of {unit}, which the layout asks for; choose"
+            f"data.seq_length={batch.seq_length} is not a multiple of {unit}, which the layout needs; choose"
             f" {-(-batch.seq_length // unit) * unit}"
         )
     if batch.seq_length > fields.seq_length and fields.learned_positions:
@@ -431,18 +430,18 @@ def check_batch(book: RuleBook, fields: GPTFields, rules: PlannedStrategy, batch
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """A run after the checks, as far as they came.
+    """A run after its checks.
 
     Args:
-        errors: A sentence for each thing that is refused.
-        assumptions: What the settings do not say, and what was taken instead; and their notes.
+        errors: A sentence for each refusal.
+        assumptions: Values that were assumed because the settings do not give them, and the settings' notes.
         rules: The settings of strategy and precision.
-        model: Arguments of ``MCoreGPT``, those of a Hugging Face config filled in.
-        fields: The sizes of the model; None where they are unknown.
-        batch: What a step reads; None where layout or sizes are wrong.
+        model: Arguments of ``MCoreGPT``, with those of a Hugging Face config filled in.
+        fields: The sizes of the model; None if unknown.
+        batch: The rows and tokens of a step; None if layout or sizes are wrong.
         backend: ``"local"`` or ``"transformer_engine"``.
         device_type: ``"cuda"`` or ``"cpu"``.
-        stands: Whether layout, devices and model fit each other, so that the rest can be worked out.
+        stands: Whether layout, devices and model fit each other, so that the rest can be computed.
     """
 
     errors: tuple[str, ...]
@@ -462,8 +461,8 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None, a
     Args:
         settings: The run.
         devices: Ranks of the whole run.
-        backend: Whose layers; None for what the model and the accelerator say.
-        ask_others: Whether to ask Lightning's Trainer and Megatron's config too, which takes some milliseconds.
+        backend: The layers; None derives them from the model and the accelerator.
+        ask_others: Whether to check with Lightning's Trainer and Megatron's config too, which takes some milliseconds.
 
     Raises:
         ValueError: There are no devices.
@@ -495,20 +494,22 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None, a
         check_batch(book, fields, rules, batch)
     stands = batch is not None and fields is not None and _stands(rules, fields)
     if model.get("transformer_impl", "auto") == "auto" and backend is None and device_type == "cuda":
-        assumptions.append("layers of TransformerEngine, as transformer_impl='auto' takes on GPUs (--backend local)")
+        assumptions.append(
+            "layers of TransformerEngine, as transformer_impl='auto' chooses on GPUs (or use --backend local)"
+        )
     return CheckedRun(tuple(book.errors), tuple(assumptions), rules, model, fields, batch, used, device_type, stands)
 
 
 def arguments_of_gpt(book: RuleBook, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``MCoreGPT``, those that follow from a Hugging Face config filled in.
+    """Return the arguments of ``MCoreGPT``, with those from a Hugging Face config filled in.
 
     Args:
-        book: Where refusals of arguments go.
-        model: Arguments of ``MCoreGPT``, or with ``"path"`` those of ``MCoreGPT.from_pretrained``.
+        book: Collects refusals of arguments.
+        model: Arguments of ``MCoreGPT``, or, with ``"path"``, those of ``MCoreGPT.from_pretrained``.
 
     Raises:
         FileNotFoundError: There is no such model.
-        ValueError: There is no model, or it is of no known family.
+        ValueError: There is no model, or its family is unknown.
     """
     if not model:
         raise ValueError("the run has no model; give MCoreGPT's arguments, or --model with a Hugging Face model")
@@ -523,11 +524,11 @@ def arguments_of_gpt(book: RuleBook, model: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _check_end(book: RuleBook, model: Mapping[str, Any]) -> None:
-    """Refuse a course of the learning rate that needs the number of steps."""
+    """Refuse a learning-rate schedule that needs the number of steps if that is unknown."""
     try:
         recipe = Recipe.of(model.get("recipe") or {})
     except (TypeError, ValueError):
-        return  # refused already
+        return  # already refused
     book.attempt(lambda: recipe.check_end(None))
 
 
@@ -556,7 +557,7 @@ def _batch(
     try:
         layout.validate_world(devices)
     except ValueError:
-        return None  # refused already
+        return None  # already refused
     return book.attempt(
         lambda: global_batch(rules.strategy, settings.trainer, rows, length, layout.data_parallel_size(devices))
     )

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each part of a GPT keeps of its forward pass for backward: a table of tensors, by their size for one token.
+"""The tensors that each part of a GPT keeps from forward for backward, by their size for one token.
 
-A row says how many elements a token has in the tensor, of how many bytes, and which ranks share it. What two layers
-keep of one tensor is one row, that of the layer which made it. ``activation_memory.py`` adds the rows up. Pure
-arithmetic.
+A row says how many elements a token has in the tensor, of how many bytes, and which ranks share it. A tensor that two
+layers keep is one row, in the layer that made it. ``activation_memory.py`` adds the rows up. Pure arithmetic.
 
 The rows of the torch backend are those that ``torch.autograd.graph.saved_tensors_hooks`` shows on a CPU with PyTorch
 2.13 and megatron-core 0.16.1. With TransformerEngine norms keep their input and one number, linear layers in FP8 their
 input in 8 bits, and dropout one byte for each element, as its documentation says; that needs a GPU and is not measured.
 A tensor that only the gradient of a frozen weight would need is not kept; adapters keep their input and ``A x``, and
 where a layer has several the matrices that it stacks them in.
-Routed experts are taken to be evenly loaded, and what ``cpu_offloading`` would move to the host is counted as if
-it stayed.
+Routed experts are assumed to be evenly loaded, and tensors that ``cpu_offloading`` would move to the host are counted
+as if they stayed.
 """
 
 from collections.abc import Iterator
@@ -32,16 +31,16 @@ class SavedTensor:
     """A tensor that is kept for backward.
 
     Args:
-        name: What it is.
+        name: Its description.
         width: Elements for each token.
         element: Bytes of an element.
-        shared: Which tensor-parallel ranks share it, beside the context-parallel ones, which share all: ``"tensor"``,
-            by its width; ``"sequence"``, by its tokens where the sequence is parallel; ``"gathered"``, likewise, but
-            the ranks that share an expert have all their tokens together; ``"expert"``, so too, and each a part of
-            its width; or nobody. ``"stacked"`` is of ``width`` in all, for any number of tokens, and of
+        shared: How tensor-parallel ranks divide it (context-parallel ranks divide every tensor): ``"tensor"``, by its
+            width; ``"sequence"``, by its tokens under sequence parallelism; ``"gathered"``, in the same way, but the
+            ranks that share an expert hold all their tokens together; ``"expert"``, as ``"gathered"``, and each holds a
+            part of the width; or ``"nobody"``. ``"stacked"`` is of ``width`` in all, for any number of tokens, and of
             ``"stacked rows"`` each tensor-parallel rank has a part.
-        of_rows: Whether each row of a microbatch has its own.
-        part: What of a layer it belongs to, in the words of ``recompute_modules``; empty for the rest.
+        of_rows: Whether each row of a microbatch has its own tensor.
+        part: The part of a layer that it belongs to, as named in ``recompute_modules``; empty for other parts.
         weights: The weights of which only the gradients need it; empty where others need it too.
     """
 
@@ -56,7 +55,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """How activations are kept.
+    """The number format of activations.
 
     Args:
         element: Bytes of an activation: 4 or 2.
@@ -77,25 +76,25 @@ class NumberFormat:
 
     @property
     def linear_input(self) -> int:
-        """Bytes of an element of what a linear layer keeps."""
+        """Bytes of an element of the input that a linear layer keeps."""
         return 1 if self.fp8 else self.element
 
     @property
     def mask(self) -> int:
-        """Bytes that dropout keeps of an element."""
+        """Bytes that dropout keeps for an element."""
         return self.element if self.is_local else 1
 
 
 def layer_rows(
     fields: GPTFields, is_moe: bool, seq_length: int, form: NumberFormat, layer: int | None = None
 ) -> list[SavedTensor]:
-    """Return what a transformer layer keeps.
+    """Return the tensors that a transformer layer keeps.
 
     Args:
         fields: The model.
         is_moe: Whether its feed-forward part is a mixture of experts.
-        seq_length: Tokens of a row, for attention that keeps its weights.
-        form: How activations are kept.
+        seq_length: Tokens of a row, used for attention that keeps its weights.
+        form: The number format of activations.
         layer: Its number, from 0, by which its adapters are found; None for a layer of multi-token prediction.
     """
     rows = [*_norm(fields, "input_layernorm", fields.hidden_size, form, weights=_BEHIND_NORM)]
@@ -150,7 +149,7 @@ def _adapters(fields: GPTFields, form: NumberFormat, prefix: str) -> Iterator[Sa
 
 
 def embedding_rows(fields: GPTFields, form: NumberFormat) -> list[SavedTensor]:
-    """Return what the embedding keeps; arguments as above."""
+    """Return the tensors that the embedding keeps; arguments as in :func:`layer_rows`."""
     rows = [SavedTensor("tokens", 1, _INDEX, "nobody")]
     if fields.hidden_dropout:
         rows.append(SavedTensor("dropout mask", fields.hidden_size, form.mask, "sequence"))
@@ -158,7 +157,7 @@ def embedding_rows(fields: GPTFields, form: NumberFormat) -> list[SavedTensor]:
 
 
 def output_rows(fields: GPTFields, form: NumberFormat) -> list[SavedTensor]:
-    """Return what the final norm, the output layer and the loss keep; arguments as above."""
+    """Return the tensors that the final norm, the output layer and the loss keep; see :func:`layer_rows`."""
     output = "embedding.word_embeddings.weight" if fields.tied else "output_layer.weight"
     rows = [
         *_norm(fields, "decoder.final_layernorm", fields.hidden_size, form, weights=(output,)),
@@ -169,7 +168,7 @@ def output_rows(fields: GPTFields, form: NumberFormat) -> list[SavedTensor]:
 
 
 def multi_token_rows(fields: GPTFields, seq_length: int, form: NumberFormat) -> list[SavedTensor]:
-    """Return what a layer of multi-token prediction keeps, with its embedding and its loss; arguments as above."""
+    """Return the tensors of a layer of multi-token prediction, its embedding and its loss; see :func:`layer_rows`."""
     norms = [row for name in ("enorm", "hnorm") for row in _norm(fields, name, fields.hidden_size, form)]
     return [
         *embedding_rows(fields, form),
@@ -209,7 +208,7 @@ def _norm(
     if not fused:
         yield SavedTensor(f"{name} input, scaled", width, _FP32, shared, weights=(f"{name}.weight",))
     yield SavedTensor(f"{name} statistics", 2 if fields.layer_norm_has_bias else 1, _FP32, shared)
-    # A router reads the output beside the experts, so that it stays as it is.
+    # A router reads the output too, so it is also kept unchanged.
     kept = form.element if kept_whole else form.linear_input
     yield SavedTensor(f"{name} output", width, kept, shared, weights=weights)
 
@@ -225,7 +224,7 @@ def _attention(fields: GPTFields, seq_length: int, form: NumberFormat) -> Iterat
         output = fields.num_attention_heads * fields.attention.v_head_dim
     heads = fields.num_attention_heads
     if fields.attention_dropout and form.is_local:
-        # PyTorch's attention with dropout is not fused on a CPU: weights, mask, and what is left of the weights.
+        # PyTorch's attention with dropout is not fused on a CPU: weights, mask, and the weights after dropout.
         yield SavedTensor("attention weights", 3 * heads * seq_length, form.element, "tensor", part="core_attn")
     else:
         yield SavedTensor("attention statistics", heads, _FP32, "tensor", part="core_attn")
@@ -240,7 +239,7 @@ def _attention(fields: GPTFields, seq_length: int, form: NumberFormat) -> Iterat
 def _grouped_attention(fields: GPTFields, form: NumberFormat) -> Iterator[SavedTensor]:
     queries, keys = fields.num_attention_heads * fields.kv_channels, fields.num_query_groups * fields.kv_channels
     gates = queries if fields.attention_output_gate else 0
-    # The values are a part of it, which keeps the whole.
+    # The values are a view of it, which keeps the whole tensor.
     yield SavedTensor("queries, keys and values", queries + 2 * keys + gates, form.element, "tensor")
     if fields.qk_layernorm:
         yield from _head_norms(fields, queries, keys, form)
@@ -278,7 +277,7 @@ def _latent_attention(fields: GPTFields, latent: LatentAttention, form: NumberFo
     yield SavedTensor("cosines and sines", rotated, form.element, "nobody", form.packed, "mla_up_proj")
     wide = heads * latent.query_width
     yield SavedTensor("queries and keys", 2 * wide, form.element, "tensor", part="mla_up_proj")
-    # PyTorch's fused attention wants values as wide as keys.
+    # PyTorch's fused attention needs values as wide as keys.
     padded = wide if form.is_local and latent.query_width > latent.v_head_dim else heads * latent.v_head_dim
     if form.is_local and padded == wide:
         yield SavedTensor("values, widened", wide, form.element, "tensor", part="core_attn")
@@ -291,7 +290,7 @@ def _latent_attention(fields: GPTFields, latent: LatentAttention, form: NumberFo
 def _mlp(
     fields: GPTFields, width: int, form: NumberFormat, part: str, shared: Shared = "tensor", share: float = 1.0
 ) -> Iterator[SavedTensor]:
-    """Yield what a feed-forward part keeps behind its input; ``share`` of the tokens go through it."""
+    """Yield the tensors that a feed-forward part keeps after its input; ``share`` of the tokens go through it."""
     fused = bool(fields.transformer.get("bias_activation_fusion"))
     inner = 2 if fields.gated_linear_unit else 1
     yield SavedTensor("inner width", inner * width * share, form.element, shared, part=part)
@@ -309,7 +308,7 @@ def _experts(fields: GPTFields, experts: Experts, form: NumberFormat) -> Iterato
     hidden, share = experts.latent_width or fields.hidden_size, float(experts.topk)
     if experts.capacity_factor is not None:
         share *= experts.capacity_factor if experts.pads_to_capacity else min(1.0, experts.capacity_factor)
-    # Scores in fp32, the map as bytes, and for each choice its number, place and weight.
+    # Scores in fp32, the map as bytes, and for each choice its index, position and weight.
     scores = 2 * _FP32 + 1
     yield SavedTensor(
         "routing", experts.count * scores + experts.topk * (3 * _INDEX + _FP32), 1, "sequence", part="moe"

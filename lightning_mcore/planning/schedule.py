@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order of forward and backward passes on each pipeline stage: its bubble, what is in flight, and its picture.
 
-Megatron has two training schedules for several stages. *1F1B*: a stage warms up with as many forward passes as there
-are stages behind it, then alternates. *Interleaved*: a stage owns several chunks and runs a group of microbatches
-through one chunk before it turns to the next; it warms up longer, and the bubble is smaller by the number of chunks.
+Megatron has two training schedules for several stages. **1F1B*: a stage warms up with one forward pass for each later
+stage, then alternates. *Interleaved*: a stage owns several chunks and runs a group of microbatches through one chunk
+before the next; the warm-up is longer, and the bubble is divided by the number of chunks.
 
-:func:`stage_order` is that order, :class:`PipelineTimeline` plays it with forward = 1 and backward = 2 units for a
-chunk and sending for nothing. The bubble is what it measures: the share of the time in which an average stage is idle,
+:func:`stage_order` returns that order. :class:`PipelineTimeline` simulates it with forward = 1 and backward = 2 units
+for a chunk, and sending without cost. It measures the bubble: the share of the time in which an average stage is idle,
 for 1F1B (pp - 1) / (m + pp - 1) of m microbatches.
 
 A microbatch is in flight from its forward pass through a chunk to its backward pass through it; meanwhile its
 activations are kept. :func:`in_flight` counts them, ``activation_memory.py`` weighs the counts.
 
 :func:`schedule_picture` draws a row for each stage, time from left to right. A forward pass is one unit wide, a
-backward pass two; dots are the bubble. Chunks of the interleaved schedule are told apart by a letter behind the number
-of the microbatch (``a`` is the first chunk). A wide picture is cut in its middle.
+backward pass two; dots are the bubble. Chunks of the interleaved schedule have a letter after the number of the
+microbatch (``a`` is the first chunk). A wide picture is cut in its middle.
 
 Source: ``get_pp_rank_microbatches``, ``get_schedule_table`` and the two pipelined schedules of megatron-core (0.16.1).
 """

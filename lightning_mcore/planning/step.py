@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The floating point operations of one optimizer step, and how long the step may take on a machine.
+"""The floating-point operations of one optimizer step, and an estimate of its time on a machine.
 
 Model FLOPs are those of ``flops.training_flops_per_token``, so that ``plan`` and the ``model_tflops`` that a run
-logs mean the same. Hardware FLOPs add the forward passes that are run again in backward. What a part of a layer costs
-is the difference to a model without it.
+logs mean the same. Hardware FLOPs add the forward passes that backward recomputes. The cost of a part of a layer is the
+difference from a model without it.
 
 time = (compute + communication of every microbatch) / (1 - bubble) + communication once a step that is not overlapped,
-of the slowest stage. It is an estimate to rank layouts with: the shares of peak and bandwidth that training reaches are
-the constants of ``machines.py``, and memory-bound layers and uneven experts are left out.
+of the slowest stage. It is an estimate for ranking layouts: the constants in ``machines.py`` are the shares of peak and
+bandwidth that training reaches, and memory-bound layers and uneven experts are left out.
 """
 
 import math
@@ -25,7 +25,7 @@ from lightning_mcore.planning.machines import NARROW, Machine
 from lightning_mcore.planning.model import GPTFields, stage_layers
 
 _RUNS = 3
-"""Forward, and backward as two of it."""
+"""Forward once, and backward, which costs twice as much."""
 _BACKWARD_SHARE = 2 / 3
 
 
@@ -34,12 +34,12 @@ class StepWork:
     """Operations of one optimizer step.
 
     Args:
-        model_flops: Of the model, over all ranks.
-        hardware_flops: With what is recomputed, over all ranks.
-        hardware_flops_of_rank: The same for one rank of each pipeline stage.
-        slowed_flops_of_rank: As ``hardware_flops_of_rank``, narrow matrices counted as the work that takes as long as
-            they do; for estimates of time.
-        flops_per_token: Of the model.
+        model_flops: Operations of the model, over all ranks.
+        hardware_flops: The same, including recomputation.
+        hardware_flops_of_rank: The hardware FLOPs of one rank of each pipeline stage.
+        slowed_flops_of_rank: The same, with narrow matrices counted as the wide-matrix work that takes equally long;
+            used to estimate time.
+        flops_per_token: Operations of the model for one token.
     """
 
     model_flops: float
@@ -57,7 +57,7 @@ def step_work(fields: GPTFields, layout: ParallelLayout, world_size: int, batch:
     """Count the operations of a step.
 
     Args:
-        fields: The model, with what it recomputes.
+        fields: The model, with its recomputation.
         layout: The parallel sizes, which fit model and world.
         world_size: Number of ranks.
         batch: Rows and tokens of a step.
@@ -87,7 +87,7 @@ def step_work(fields: GPTFields, layout: ParallelLayout, world_size: int, batch:
 
 
 def _widths(fields: GPTFields, layout: ParallelLayout) -> dict[str, float]:
-    """Return columns of the matrices of each part on one rank; scores of attention are not a matrix of weights."""
+    """Return the columns of each part's matrices on one rank; attention scores are not a weight matrix."""
     tp, etp = layout.tensor_model_parallel_size, layout.expert_tensor_size
     heads = fields.num_attention_heads * fields.kv_channels / tp
     widths = {"attention": heads, "mla_up_proj": heads, "mlp": fields.ffn_hidden_size / tp, "core_attn": math.inf}
@@ -109,7 +109,7 @@ _NAMES = {
 
 
 def _layer_flops(fields: GPTFields, layer: int, runs: Mapping[str, int]) -> dict[str, float]:
-    """Operations for one token of one layer by its parts, with what is run again."""
+    """Return the operations of one layer for one token, by part, including recomputation."""
     parts = _parts(_hashable(one_layer(fields, layer)), fields.seq_length)
     if fields.adapters is None:
         return {part: flops * (1 + (runs[part] - 1) / _RUNS) for part, flops in parts.items()}
@@ -135,7 +135,7 @@ def _topk(fields: GPTFields) -> int:
 
 
 def one_layer(fields: GPTFields, layer: int) -> dict[str, Any]:
-    """Return the fields of ``TransformerConfig`` of a model that is one layer of this one."""
+    """Return the fields of ``TransformerConfig`` of a model with only one layer of this one."""
     given = {**fields.transformer, "num_layers": 1, "mtp_num_layers": None}
     skip = given.get("window_attn_skip_freq")
     if skip is not None:
@@ -191,13 +191,13 @@ def _latent_up_projections(fields: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class Overlaps:
-    """What runs behind the computation.
+    """The communication that overlaps with computation.
 
     Args:
-        gradients: ``overlap_grad_reduce``: behind the backward pass of the last microbatch.
-        parameters: ``overlap_param_gather``: behind the forward pass of the first one.
+        gradients: ``overlap_grad_reduce``: during the backward pass of the last microbatch.
+        parameters: ``overlap_param_gather``: during the forward pass of the first microbatch.
         stages: ``overlap_p2p_comm``.
-        tensor: ``tp_comm_overlap``; half of it is taken as hidden.
+        tensor: ``tp_comm_overlap``; half of it is assumed to be hidden.
     """
 
     gradients: bool = False
@@ -211,8 +211,8 @@ class StepTime:
     """Seconds of a step on the slowest stage.
 
     Args:
-        compute: Matrix products, recomputation included.
-        each_microbatch: Communication that comes with every microbatch.
+        compute: Matrix products, including recomputation.
+        each_microbatch: Communication of every microbatch.
         once: Communication of gradients and parameters that is not hidden.
         bubble: Waiting for other stages.
     """
@@ -224,7 +224,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Their sum."""
+        """The sum of all four."""
         return self.compute + self.each_microbatch + self.once + self.bubble
 
     def to_dict(self) -> dict[str, Any]:
@@ -246,13 +246,13 @@ def step_time(
 
     Args:
         flops_of_rank: Operations of one rank of each stage, narrow matrices weighed (``slowed_flops_of_rank``).
-        traffic_of_rank: What it sends, for each stage.
+        traffic_of_rank: The bytes that it sends, for each stage.
         num_microbatches: Microbatches of the step.
         bubble: Share of the time in which a stage waits.
         machine: The devices.
         number_format: ``"bf16"``, ``"fp8"`` or ``"fp32"``.
         devices_per_node: Devices that NVLink joins.
-        overlaps: What is hidden.
+        overlaps: The communication that is hidden.
     """
     of_stages = []
     for flops, volumes in zip(flops_of_rank, traffic_of_rank, strict=True):

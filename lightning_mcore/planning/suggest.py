@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lightning-mcore plan --suggest``: the layouts of a model that fit the memory of N devices, best first.
 
-The global batch of the file stays. Tried are tensor parallelism within a node, pipelines with and without interleaving,
-context parallelism for long sequences, expert parallelism, microbatches of a few sizes, and as little recomputation as
-fits. What the rules refuse or memory forbids is dropped; the rest is ordered by the estimated time of a step
-(``step.py``), and the best that Megatron's own config takes are shown. The estimate is rough: measure the first
-few.
+The global batch of the file is kept. The search tries tensor parallelism within a node, pipelines with and without
+interleaving, context parallelism for long sequences, expert parallelism, microbatches of a few sizes, and as little
+recomputation as fits. Layouts that the rules refuse or that exceed the memory are dropped. The others are ordered by
+the estimated time of a step (``step.py``), and the best ones that Megatron's own config accepts are shown. The estimate
+is rough: measure the first few.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,12 +33,12 @@ USABLE = 0.9
 _CHUNKS = (None, 2, 4)
 _ROWS = (1, 2, 4)
 _LEAST_TOKENS = 2048
-"""Tokens of a sequence that a context-parallel rank keeps at least."""
+"""The smallest number of tokens of a sequence on a context-parallel rank."""
 _MOST_BUBBLE = 0.5
 _MOST_TRIED = 500
-"""Layouts that are worked out once one fits; those that cut the model least come first: they send least."""
+"""Number of layouts to compute after one fits; those that split the model least come first, because they send least."""
 _MOST_REFUSED = 100
-"""Suggestions that Megatron's own config may refuse before the search ends."""
+"""Number of suggestions that Megatron's own config may refuse before the search ends."""
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -60,14 +60,14 @@ class Suggestion:
     """A layout that fits.
 
     Args:
-        strategy: What to set of ``MCoreStrategy``.
-        recompute: What to set of ``transformer``.
+        strategy: Arguments of ``MCoreStrategy`` to set.
+        recompute: Fields of ``transformer`` to set.
         micro_batch_size: Rows of a DataLoader batch, which is one microbatch.
         num_microbatches: ``accumulate_grad_batches``.
         memory: Bytes of the fullest rank.
-        bubble: Share of the step in which a stage waits.
+        bubble: Share of the step during which a stage waits.
         seconds: Estimated time of a step.
-        flops_rate: Operations of the model in a second on each device.
+        flops_rate: Operations of the model per second on each device.
     """
 
     strategy: Mapping[str, Any]
@@ -101,13 +101,13 @@ def suggest(
     """Return the layouts that fit, best first.
 
     Args:
-        settings: The run; its layout is replaced, its model, precision and global batch stay.
+        settings: The run; its layout is replaced, and its model, precision and global batch are kept.
         devices: Ranks of the whole run.
         devices_per_node: Devices of a node.
         machine: The devices.
         memory: Bytes of a device; None for the machine's.
         backend: Whose layers.
-        most: How many to return.
+        most: The largest number of layouts to return.
 
     Raises:
         ValueError: The model is wrong, or no layout fits.
@@ -155,10 +155,10 @@ def suggest(
 def _that_stand(
     ordered: Sequence[Suggestion], settings: RunSettings, devices: int, backend: str | None, most: int
 ) -> list[Suggestion]:
-    """Return the first suggestions that Megatron's own config takes.
+    """Return the first suggestions that Megatron's own config accepts.
 
     Raises:
-        ValueError: It takes none of the first.
+        ValueError: It accepts none of the first.
     """
     standing: list[Suggestion] = []
     refused: list[str] = []
@@ -176,7 +176,7 @@ def _that_stand(
 
 
 def _likely_cost(layout: ParallelLayout, devices_per_node: int) -> float:
-    """Return what grows with the traffic of a layout: ranks of a model copy, and of experts beyond a node."""
+    """Return a number that grows with the traffic of a layout: ranks of a model copy, and of experts beyond a node."""
     experts = layout.expert_tensor_size * layout.expert_model_parallel_size
     return layout.model_parallel_size * max(1.0, experts / devices_per_node)
 
@@ -194,7 +194,7 @@ def _nothing(least: float, limit: float, devices: int, rows: int) -> str:
 
 
 def _model_and_rows(settings: RunSettings, devices: int, backend: str | None) -> tuple[GPTFields, int]:
-    """Return the model, and the rows of a step on the devices of the file, else on those that are asked about."""
+    """Return the model, and the rows of a step on the file's devices, or else on the given number."""
     of_node, nodes = settings.trainer.get("devices"), settings.trainer.get("num_nodes") or 1
     tried = [of_node * nodes] if isinstance(of_node, int) and of_node > 0 else []
     for count in (*tried, devices):
@@ -232,7 +232,7 @@ def _layouts(fields: GPTFields, devices: int, devices_per_node: int) -> Iterator
 
 
 def _state(fields: GPTFields, layout: ParallelLayout, settings: RunSettings, devices: int) -> float:
-    """Return bytes without activations of the stages at both ends, below which no rank of them can be."""
+    """Return the bytes of the first and last stage without activations, a lower bound for their ranks."""
     last = layout.pipeline_model_parallel_size - 1
     kept = {name: value for name, value in settings.strategy.items() if name not in _REPLACED}
     strategy = {**kept, **_strategy(layout, devices)}
@@ -245,7 +245,7 @@ def _state(fields: GPTFields, layout: ParallelLayout, settings: RunSettings, dev
 
 
 def _microbatches(layout: ParallelLayout, devices: int, rows: int) -> Iterator[tuple[int, int]]:
-    """Yield rows of a microbatch and microbatches of a step that make the global batch."""
+    """Yield rows of a microbatch and microbatches of a step that give the global batch."""
     dp = layout.data_parallel_size(devices)
     for micro in _ROWS:
         count, rest = divmod(rows, dp * micro)
@@ -270,7 +270,7 @@ def _fitting(
     micro: int,
     count: int,
 ) -> tuple[Plan | None, dict[str, Any]]:
-    """Return the plan with the least recomputation that fits, else the one that comes closest."""
+    """Return the plan with the least recomputation that fits, or else the closest one."""
     closest: tuple[Plan | None, dict[str, Any]] = (None, {})
     for changes in _RECOMPUTE.values():
         tried = _changed(settings, _strategy(layout, devices), changes, micro, count)
@@ -284,7 +284,7 @@ def _fitting(
 
 
 def _strategy(layout: ParallelLayout, devices: int) -> dict[str, Any]:
-    """Return what to set of the strategy: the sizes that are not the default, and what shards and overlaps."""
+    """Return the arguments of the strategy to set: non-default sizes, sharding and overlaps."""
     default = ParallelLayout()
     sizes = {name: value for name, value in vars(layout).items() if value != getattr(default, name, None)}
     if layout.data_parallel_size(devices) * layout.context_parallel_size > 1:
@@ -308,7 +308,7 @@ def _changed(
 
 
 def _resets(given: Mapping[str, Any], chosen: Mapping[str, Any], known: Arguments) -> dict[str, Any]:
-    """Return the defaults of what the file sets and a suggestion does not keep, so that it holds on top of the file."""
+    """Return the defaults of settings that the file changes and the suggestion does not keep, to override the file."""
     gone = {*_REPLACED, *_OF_RECOMPUTE}
     if not chosen.get("sequence_parallel"):
         gone |= {"tp_comm_overlap", "tp_comm_overlap_cfg"}
@@ -325,10 +325,10 @@ def suggestion_text(
 
     Args:
         found: Layouts, best first.
-        machine: What the times are estimated for.
+        machine: The machine for which times are estimated.
         memory: Bytes of a device; None for the machine's.
         devices: Ranks of the whole run.
-        kind: In whose words to write the lines.
+        kind: The kind of file that the lines are for.
     """
     names = {"tp": "tensor_model", "pp": "pipeline_model", "vpp": "virtual_pipeline_model", "cp": "context"}
     names |= {"ep": "expert_model", "etp": "expert_tensor"}
@@ -351,10 +351,10 @@ def suggestion_text(
 
 
 def _lines(one: Suggestion, kind: Kind) -> list[str]:
-    """Return the settings of a layout as a file of that kind writes them."""
+    """Return the settings of a layout as lines of a file of that kind."""
     if kind != "lightning":
         flat = {**one.strategy, **one.recompute, "per_device_train_batch_size": one.micro_batch_size}
-        flat.pop("micro_batch_size", None)  # which these files do not have
+        flat.pop("micro_batch_size", None)  # these files do not have it
         flat["gradient_accumulation_steps"] = one.num_microbatches
         return [f"{name}: {_yaml(value)}" for name, value in flat.items()]
     lines = ["trainer:", f"  accumulate_grad_batches: {one.num_microbatches}", "  strategy:"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Lightning's ``Trainer`` says of its arguments: one is made of them for the CPU, runs nothing and is dropped.
+"""Check arguments of Lightning's ``Trainer`` by building one for the CPU, which runs nothing and is dropped.
 
-It gets a strategy of one process and an environment that says nothing, so that no rank is set and nothing is launched.
-What changes the process is left out (``deterministic``, ``benchmark``), and so is what has a check of its own.
+It gets a strategy of one process and an empty cluster environment, so no rank is set and nothing is launched. Arguments
+that change the process are left out (``deterministic``, ``benchmark``), and so are those with their own check.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ _NOT_ASKED = (
 
 
 def lightning_faults(trainer: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what Lightning refuses: of each argument alone, else of all together.
+    """Yield Lightning's refusals: of each argument alone, or else of all together.
 
     Args:
-        trainer: Arguments of ``Trainer``; names and types were checked before.
+        trainer: Arguments of ``Trainer`` with checked names and types.
     """
     asked = {name: value for name, value in trainer.items() if name not in _NOT_ASKED}
     if trainer.get("accelerator") != "cpu":
-        asked.pop("devices", None)  # the machine of the run is to say
+        asked.pop("devices", None)  # the machine of the run decides
     alone = [(f"trainer.{name}={value!r}", _refusal({name: value})) for name, value in asked.items()]
     if not any(refusal for _, refusal in alone):
         alone = [("the arguments of the Trainer together", _refusal(asked))]
@@ -45,7 +45,7 @@ def may_never_end(trainer: Mapping[str, Any]) -> bool:
     """Return whether the arguments leave the number of steps unknown, however much data there is.
 
     Args:
-        trainer: Arguments of ``Trainer``; of those that Lightning refuses, nothing is said.
+        trainer: Arguments of ``Trainer``; False if Lightning refuses them.
     """
     names = ("max_steps", "max_epochs", "max_time")
     try:
@@ -56,7 +56,7 @@ def may_never_end(trainer: Mapping[str, Any]) -> bool:
 
 
 def _refusal(arguments: Mapping[str, Any]) -> str | None:
-    """Return Lightning's sentences as one; None where it refuses nothing."""
+    """Return Lightning's sentences as one; None if it refuses nothing."""
     try:
         _trainer(arguments)
     except (ValueError, TypeError, MisconfigurationException) as error:

@@ -77,8 +77,8 @@ from lightning_mcore.strategy.schedule import Schedule, wrap_pipeline
 class MCoreStrategy(DDPStrategy):
     """Train a LightningModule on every parallel axis of megatron-core.
 
-    Use it as ``Trainer(strategy=MCoreStrategy(tensor_model_parallel_size=2))``, or, if every size is 1, as
-    ``Trainer(strategy="mcore")``.
+    Use ``Trainer(strategy=MCoreStrategy(tensor_model_parallel_size=2))``; ``Trainer(strategy="mcore")`` has every size
+    1.
 
     Args:
         tensor_model_parallel_size: Ranks that share each matrix.
@@ -102,9 +102,8 @@ class MCoreStrategy(DDPStrategy):
         micro_batch_size: Rows of a microbatch, into which each DataLoader batch is cut; None makes a batch one
             microbatch.
         ddp_config: Megatron's config for gradients, for settings that have no argument here.
-        optimizer_config: Megatron's config for its optimizers, for settings without another place: offload to the host,
-            dtypes of the optimizer's state, counting zeros. Learning rates and similar settings belong to the torch
-            optimizer.
+        optimizer_config: Megatron's config for its optimizers: offload to the host, dtypes of the optimizer's state,
+            counting zeros. Learning rates and similar settings belong to the torch optimizer.
         communication: Rarely used options of process groups and of the traffic between pipeline stages.
         cluster_environment: Where ranks and addresses come from; None lets Lightning detect it.
         checkpoint_io: How one-file checkpoints are written.
@@ -114,8 +113,7 @@ class MCoreStrategy(DDPStrategy):
 
     Raises:
         ValueError: Settings contradict each other. The error comes as soon as they are known: here, when the trainer
-            gets the model, or when the model is built, but always before the process groups or parameters that they
-            affect.
+            gets the model, or when the model is built; always before process groups or parameters that they affect.
     """
 
     _chunks: ModelChunks | None = None

@@ -354,7 +354,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "flipped": (
         lambda at: [str(at / "flipped.ckpt"), str(at / "out")],
-        "the checksum of its record archive/data/0 differs from the one that it was",
+        "the checksum of its record archive/data/0 differs from the one in the archive",
     ),
     "cut": (lambda at: [str(at / "cut.ckpt"), str(at / "out")], "is damaged: __0_0.distcp has"),
 }
