@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Communication options that few runs need: how process groups are made and how pipeline stages talk to each other.
+"""Communication options that few runs need: for process groups and for the traffic between pipeline stages.
 
 They are one argument of the strategy, ``MCoreStrategy(communication=CommunicationOptions(...))``, so that the list of
-its arguments stays readable. Each field has Megatron's name and goes to the place that Megatron has for it:
+its arguments stays readable. Each field has Megatron's name and goes where Megatron reads it:
 :meth:`CommunicationOptions.group_arguments` to ``initialize_model_parallel`` (through ``parallel/groups.py``),
-:meth:`CommunicationOptions.megatron_fields` into the model's ``TransformerConfig``. What needs NCCL is refused on the
-CPU when the trainer meets the model, before a group is opened.
+:meth:`CommunicationOptions.megatron_fields` into the model's ``TransformerConfig``. Options that need NCCL are refused
+on the CPU when the trainer gets the model, before a group is opened.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,22 +40,23 @@ class CommunicationOptions:
     """Rarely used options of Megatron's process groups and of the traffic between pipeline stages.
 
     Args:
-        pipeline_model_parallel_comm_backend: Backend of the pipeline's groups; None for that of all. NCCL only.
+        pipeline_model_parallel_comm_backend: Backend of the pipeline's groups; None for the backend of the others. NCCL
+            only.
         use_sharp: Let InfiniBand switches reduce (SHARP) for one kind of group. NCCL only.
-        sharp_enabled_group: Which: ``"dp"``, or ``"dp_replica"`` with several distributed-optimizer instances; None for
-            ``"dp"``.
+        sharp_enabled_group: That kind: ``"dp"``, or ``"dp_replica"`` with several distributed-optimizer instances; None
+            for ``"dp"``.
         nccl_communicator_config_path: A YAML file with ``min_ctas``, ``max_ctas`` and ``cga_cluster_size`` by group.
-        high_priority_stream_groups: Groups whose kernels go before others, such as ``["tp_dp_cp", "ep"]``. NCCL only.
-        create_gloo_process_groups: Open gloo groups beside the data-parallel ones, for code of your own that asks
-            ``parallel_state`` for them; nothing here needs them.
-        batch_p2p_comm: Send and receive of neighbouring stages as one batch; None for the opposite of overlapping.
+        high_priority_stream_groups: Groups whose kernels have priority, such as ``["tp_dp_cp", "ep"]``. NCCL only.
+        create_gloo_process_groups: Open gloo groups beside the data-parallel ones, for your own code that gets them
+            from ``parallel_state``; this package does not need them.
+        batch_p2p_comm: Batch sends and receives of neighbouring stages; None for the opposite of ``overlap_p2p_comm``.
         overlap_p2p_comm_warmup_flush: Overlap sending in the warm-up and the flush of the interleaved schedule too.
-        deallocate_pipeline_outputs: Free a stage's output once it is sent; None for what Megatron-LM's training does,
-            which is yes, on CUDA, and no on the CPU: gloo still sends from memory that would then be used again.
+        deallocate_pipeline_outputs: Free a stage's output once it is sent; None means yes on CUDA, as in Megatron-LM's
+            training, and no on the CPU, where gloo may still be sending from the memory.
 
     Raises:
         TypeError: A flag is not a bool.
-        ValueError: A value that Megatron does not know, or options that contradict each other.
+        ValueError: Megatron does not know a value, or options contradict each other.
         FileNotFoundError: There is no such configuration file.
     """
 
@@ -70,7 +71,7 @@ class CommunicationOptions:
     deallocate_pipeline_outputs: bool | None = None
 
     def __post_init__(self) -> None:
-        """Check what needs neither layout nor device."""
+        """Check the values that depend on neither layout nor device."""
         self._check_flags()
         backends = get_args(PipelineBackend)
         if self.pipeline_model_parallel_comm_backend not in (None, *backends):
@@ -102,7 +103,7 @@ class CommunicationOptions:
             require_flag(name, getattr(self, name), or_none=name in may_be_none)
 
     def layout_faults(self, layout: ParallelLayout, overlap_p2p_comm: bool, num_instances: int) -> Iterator[str]:
-        """Yield where options contradict the strategy's own, or would have no effect.
+        """Yield a sentence for each option that contradicts the strategy's options or would have no effect.
 
         Args:
             layout: The strategy's layout.
@@ -137,7 +138,7 @@ class CommunicationOptions:
             )
 
     def device_faults(self, device_type: str) -> Iterator[str]:
-        """Yield what only NCCL can do, on a device of another type than ``"cuda"``."""
+        """Yield a sentence for each option that needs NCCL, if the device is not ``"cuda"``."""
         if device_type == "cuda":
             return
         for name in _FOR_NCCL:
@@ -148,17 +149,17 @@ class CommunicationOptions:
                 )
         if self.deallocate_pipeline_outputs:
             yield (
-                "deallocate_pipeline_outputs=True frees memory from which gloo may still be sending, so that it is for"
-                f" CUDA, but this run is on {device_type!r}; leave it out"
+                "deallocate_pipeline_outputs=True frees memory from which gloo may still be sending, so it is only "
+                f"for CUDA, but this run is on {device_type!r}; leave it out"
             )
 
     def group_arguments(self) -> Mapping[str, Any]:
-        """Return the arguments of ``initialize_model_parallel`` that are options here."""
+        """Return these options as arguments of ``initialize_model_parallel``."""
         names = (*_FOR_NCCL, "sharp_enabled_group", "create_gloo_process_groups")
         return {name: getattr(self, name) for name in names}
 
     def megatron_fields(self, layout: ParallelLayout, overlap_p2p_comm: bool, device: "torch.device") -> dict[str, Any]:
-        """Return the ``TransformerConfig`` fields that are options here."""
+        """Return these options as fields of ``TransformerConfig``."""
         batched = self.batch_p2p_comm if self.batch_p2p_comm is not None else not overlap_p2p_comm
         freed = self.deallocate_pipeline_outputs
         if freed is None:

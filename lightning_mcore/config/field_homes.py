@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each field of Megatron's configs is set, so that a setting has one home.
+"""Where each field of Megatron's configs is set, so that each setting has one place.
 
 ``TransformerConfig`` mixes what a model is with how it is run. A module takes the first kind as plain data
-(``layers/transformer_config.py``), the strategy and the precision own the second, and ``OptimizerConfig`` says things a
-second time that torch's optimizer, the Trainer or the precision say already (``optimizer/rules.py``). The tables
-stand here, apart from the checks that need Megatron, so that ``lightning-mcore plan`` knows them without importing it.
+(``layers/transformer_config.py``); the strategy and the precision own the second. ``OptimizerConfig`` repeats settings
+of torch's optimizer, the Trainer and the precision (``optimizer/rules.py``). The tables are separate from the checks
+that need Megatron, so ``lightning-mcore plan`` can use them without importing it.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from lightning_mcore.config.fp8 import TRANSFORMER_FIELDS as FP8_FIELDS
 from lightning_mcore.config.layout import ParallelLayout
 
 DEFAULTS: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "calculate_per_token_loss": True}
-"""Where we differ from Megatron: no dropout (Megatron: 0.1), and every token weighs the same, not every microbatch."""
+"""Our defaults that differ from Megatron's: no dropout (Megatron: 0.1), and equal weight for every token."""
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
@@ -79,7 +79,7 @@ OPTIMIZER_HOMES: dict[str, str] = {
     "timers": "Lightning's profilers, Trainer(profiler=...)",
 }
 OPTIMIZER_NOT_AVAILABLE: dict[str, str] = {
-    "barrier_with_L1_time": "it acts on Megatron's timers, whose place Lightning's profilers take",
+    "barrier_with_L1_time": "it acts on Megatron's timers, which Lightning's profilers replace",
     "overlap_param_gather_with_optimizer_step": "Megatron cannot write sharded checkpoints with it",
     "use_layer_wise_distributed_optimizer": "it serves Megatron's Muon, which needs the package emerging_optimizers",
     "grad_norm_skip_threshold": "stages without parameters would not see that the step was skipped",
@@ -105,31 +105,31 @@ DDP_NOT_AVAILABLE = {
     "keep_fp8_transpose_cache": FSDP,
     "gradient_reduce_div_fusion": FSDP,
     "check_for_large_grads": "Megatron's rerun machine judges them, and it cannot run steps of Lightning again",
-    "delay_wgrad_compute": "it needs a schedule that computes weight gradients apart, which MCoreStrategy has not yet",
+    "delay_wgrad_compute": "it needs a schedule that computes weight gradients separately, which is missing here",
 }
 
 
 def ddp_fields_of(precision: str) -> dict[str, Any]:
-    """Return the fields of ``DistributedDataParallelConfig`` that a number format decides, those of FP8 left out.
+    """Return the fields of ``DistributedDataParallelConfig`` that a number format sets, without those of FP8.
 
     Args:
-        precision: Its name, such as ``"bf16-mixed"``.
+        precision: The name of the number format, such as ``"bf16-mixed"``.
     """
     fields: dict[str, Any] = {"grad_reduce_in_fp32": precision == "32-true" or precision.endswith("-mixed")}
     if precision.startswith("16"):
-        fields["check_for_nan_in_grad"] = False  # an overflow skips a step, it does not end the run
+        fields["check_for_nan_in_grad"] = False  # an overflow skips a step and does not end the run
     return fields
 
 
 def check_owned_by_precision(given: Mapping[str, Any], owned: Mapping[str, Any]) -> None:
-    """Refuse a field of ``ddp_config`` that says something else than the precision.
+    """Refuse a field of ``ddp_config`` that contradicts the precision.
 
     Args:
-        given: The fields of ``ddp_config`` that do not have Megatron's default.
+        given: The fields of ``ddp_config`` that differ from Megatron's defaults.
         owned: The fields that the precision owns.
 
     Raises:
-        ValueError: There is one.
+        ValueError: A field contradicts the precision.
     """
     for name, value in owned.items():
         if name in given and given[name] != value:
@@ -140,7 +140,7 @@ def check_owned_by_precision(given: Mapping[str, Any], owned: Mapping[str, Any])
 
 
 def check_home(name: str) -> None:
-    """Refuse a field of ``TransformerConfig`` that is set elsewhere than in ``transformer``.
+    """Refuse a field of ``TransformerConfig`` that is not set in ``transformer``.
 
     Raises:
         ValueError: The module, the strategy, the precision or the schedule sets it.
@@ -156,7 +156,7 @@ def check_home(name: str) -> None:
 
 
 def check_lengths(fields: Mapping[str, Any]) -> None:
-    """Refuse a list with an entry for each layer that has more or fewer; Megatron finds out late, or not at all.
+    """Refuse per-layer lists with a wrong number of entries, which Megatron notices late or not at all.
 
     Raises:
         ValueError: A list has another number of entries than the model has layers.

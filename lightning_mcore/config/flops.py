@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much work a training step is.
+"""The floating-point operations of a training step.
 
-:func:`training_flops_per_token` is the arithmetic behind ``model_tflops``: the floating point operations that the model
-itself asks for, from its settings alone. Recomputed activations, padding to a capacity and communication are not
-model FLOPs, so the number compares layouts and machines fairly.
+:func:`training_flops_per_token` is the arithmetic behind ``model_tflops``: the floating-point operations of the model
+itself, from its settings alone. Recomputed activations, padding to a capacity and communication are not model FLOPs, so
+the number compares layouts and machines fairly.
 """
 
 from collections.abc import Mapping
@@ -18,17 +18,17 @@ _FORWARD_AND_INPUT = 2
 def training_flops_per_token(
     fields: Mapping[str, Any], vocab_size: int, seq_length: int, trained: tuple[float, float] | None = None
 ) -> float:
-    """Return the floating point operations that training a GPT costs for each token, forward and backward.
+    """Return the floating-point operations of training a GPT on one token, forward and backward.
 
-    Matrix products only, a multiplication and an addition counted as two; norms, activations and the embedding
-    look-up are left out. Causal attention is counted as the half of the matrix that is used. Source:
-    ``num_floating_point_operations`` of megatron.training 0.19.2, whose convention this is; it leaves out the router
-    too, and every layer has full attention there. A layer of multi-token prediction costs as much as the last one, plus
+    Only matrix products count, with a multiplication and an addition as two operations; norms, activations and the
+    embedding look-up are left out. Causal attention counts only the used half of the matrix. Source:
+    ``num_floating_point_operations`` of megatron.training 0.19.2, with the same convention; it also leaves out the
+    router, and gives every layer full attention. A layer of multi-token prediction costs as much as the last one, plus
     the projection before it and another output layer. Linear attention is not counted here.
 
     Args:
         fields: Fields of ``TransformerConfig`` by name; an absent one has Megatron's default.
-        vocab_size: Rows of the output layer, padding included.
+        vocab_size: Rows of the output layer, including padding.
         seq_length: Tokens of a sequence.
         trained: Where weights are frozen: how many multiplications of one token are with matrices that are trained all
             the same, and with those of adapters. None where all weights are trained.
@@ -59,7 +59,7 @@ def _forward(fields: Mapping[str, Any], vocab_size: int, seq_length: int) -> flo
 
 
 def moe_layers(fields: Mapping[str, Any]) -> list[bool]:
-    """Return for each layer whether its MLP is a mixture of experts; ``moe_layer_freq`` decides.
+    """Return for each layer whether its MLP is a mixture of experts, as ``moe_layer_freq`` says.
 
     Source: ``get_gpt_decoder_block_spec`` of megatron-core 0.16.1.
     """
@@ -78,7 +78,7 @@ def _product(rows: int, columns: int) -> int:
 
 
 def _windowed_layers(fields: Mapping[str, Any]) -> list[bool]:
-    """Whether each layer keeps to ``window_size``. Source: ``is_layer_window_attention`` of megatron-core 0.16.1."""
+    """Return whether each layer uses ``window_size``. Source: ``is_layer_window_attention`` of megatron-core 0.16.1."""
     skip, num_layers = fields.get("window_attn_skip_freq"), fields["num_layers"]
     if skip is None:
         return [True] * num_layers
@@ -93,7 +93,7 @@ def _attention(fields: Mapping[str, Any], keys: float) -> float:
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     groups = _given(fields, "num_query_groups", heads)
     channels = _given(fields, "kv_channels", hidden // heads)
-    queries = 3 if fields.get("attention_output_gate") else 2  # the query, the output and the gate are of one size
+    queries = 3 if fields.get("attention_output_gate") else 2  # the query, the output and the gate have the same size
     projections = queries * _product(hidden, heads * channels) + 2 * _product(hidden, groups * channels)
     core = 2 * _product(1, heads * channels)  # scores, and the sum of the values
     return projections + keys * core

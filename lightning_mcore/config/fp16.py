@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp16: how the loss scale moves, as the arguments of ``MCorePrecision`` say it, checked against each other.
+"""fp16: the settings of the loss scale from the arguments of ``MCorePrecision``, checked against each other.
 
-``optimizer/loss_scale.py`` applies it; ``lightning-mcore plan`` asks the same questions.
+``optimizer/loss_scale.py`` uses them; ``lightning-mcore plan`` makes the same checks.
 """
 
 import math
@@ -11,19 +11,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LossScaling:
-    """Settings of the loss scale, under the names of Megatron's ``OptimizerConfig``.
+    """Settings of the loss scale, with the names in Megatron's ``OptimizerConfig``.
 
     Args:
         loss_scale: A constant scale; None for a dynamic one.
-        initial_loss_scale: Where the dynamic scale starts. Megatron starts at 2**32 and skips the first thirty or so
-            steps while it comes down; 2**16, as in ``torch.amp.GradScaler``, lets a short run train.
+        initial_loss_scale: The first dynamic scale. Megatron starts at 2**32 and skips about the first thirty steps
+            until the scale is low enough; 2**16, as in ``torch.amp.GradScaler``, lets a short run train.
         min_loss_scale: Lower bound of the dynamic scale.
         loss_scale_window: Steps without overflow after which the scale doubles.
         hysteresis: Steps with overflow after which the scale is halved.
 
     Raises:
-        TypeError: A value of another type.
-        ValueError: A value out of range.
+        TypeError: A value has another type.
+        ValueError: A value is out of range.
     """
 
     loss_scale: float | None = None
@@ -56,14 +56,14 @@ class LossScaling:
         changed = [field.name for field in fields(self)[1:] if getattr(self, field.name) != field.default]
         if self.loss_scale is not None and changed:
             raise ValueError(
-                f"{changed[0]} moves a dynamic scale, and loss_scale={self.loss_scale} is constant; give one of them"
+                f"{changed[0]} is for a dynamic scale, and loss_scale={self.loss_scale} is constant; give one of them"
             )
 
     def check_precision(self, precision: str) -> None:
         """Refuse settings of a scale in a precision that has none.
 
         Raises:
-            ValueError: The parameters are not fp16, and a setting does not have its default.
+            ValueError: The parameters are not fp16, and a setting differs from its default.
         """
         if not precision.startswith("16") and self != LossScaling():
             raise ValueError(f'precision={precision!r} has no loss scale; leave its arguments out, or use "16-mixed"')

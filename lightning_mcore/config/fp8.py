@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 through TransformerEngine: what is asked for, and what Megatron is told.
+"""FP8 through TransformerEngine: the settings, and the fields of Megatron's configs that they set.
 
 In FP8 the matrix products of TransformerEngine's linear layers run on 8-bit numbers; everything else stays in bf16, and
-the optimizer in fp32. A *recipe* says how numbers are scaled into 8 bits:
+the optimizer in fp32. A *recipe* defines how numbers are scaled to 8 bits:
 
 =============  =========================================  ======================  ===================  =============
 recipe         scale                                      compute capability      TransformerEngine    alignment
@@ -14,8 +14,8 @@ mxfp8          one a block of 32 elements                 10.0 up to below 12.0 
 =============  =========================================  ======================  ===================  =============
 
 :class:`FP8Settings` holds the arguments of :class:`~lightning_mcore.MCorePrecision`, checked against each other, and
-the fields that they mean in each of Megatron's three configs. ``strategy/checks.py`` refuses what machine and
-shapes cannot do.
+the fields that they set in each of Megatron's three configs. ``strategy/checks.py`` refuses settings that the machine
+or the shapes do not support.
 
 Sources: ``TransformerConfig.__post_init__``, ``get_fp8_recipe`` and ``TEDelayedScaling`` of megatron-core (0.16.1 and
 0.19.2).
@@ -33,7 +33,7 @@ AmaxComputeAlgo: TypeAlias = Literal["most_recent", "max"]
 
 ALIGNMENT: dict[str, int] = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
 
-# Which recipes read an option; the others would ignore it.
+# The recipes that read each option; the others would ignore it.
 _READ_BY: dict[str, tuple[str, ...]] = {
     "fp8_margin": ("delayed",),
     "fp8_amax_history_len": ("delayed",),
@@ -50,13 +50,13 @@ _COUNTS = ("fp8_amax_history_len", "fp8_margin", "num_layers_at_start_in_bf16", 
 
 @dataclass(frozen=True)
 class FP8Settings:
-    """The FP8 arguments of ``MCorePrecision``, under Megatron's names and with its defaults.
+    """The FP8 arguments of ``MCorePrecision``, with Megatron's names and defaults.
 
-    What each means is said there, where the command line reads it.
+    ``MCorePrecision`` documents them, because the command line reads their help there.
 
     Raises:
-        TypeError: A value of another type.
-        ValueError: A value that is not there, or that another setting contradicts or ignores.
+        TypeError: A value has another type.
+        ValueError: A value is unknown, or another setting contradicts or ignores it.
     """
 
     fp8: FP8Format | None = None
@@ -117,7 +117,7 @@ class FP8Settings:
                 require_flag(field.name, value)
 
     def check_optimizer(self, distributed: bool, overlap_param_gather: bool, cpu_offload: bool) -> None:
-        """Refuse FP8 weights where the strategy's optimizer cannot keep them.
+        """Refuse FP8 weights if the strategy's optimizer cannot keep them.
 
         Args:
             distributed: Whether the optimizer is sharded.
@@ -125,8 +125,8 @@ class FP8Settings:
             cpu_offload: Whether the optimizer's state is on the host.
 
         Raises:
-            ValueError: The optimizer is not sharded, is offloaded to the host with another recipe than the delayed one,
-                or weights in blocks are to be gathered during the forward pass.
+            ValueError: The optimizer is not sharded, or is offloaded to the host with a recipe other than
+                ``"delayed"``, or block-scaled weights would be gathered during the forward pass.
 
         Source: ``validate_args`` in megatron/training/arguments.py (0.19).
         """
@@ -147,35 +147,35 @@ class FP8Settings:
             )
         if self.fp8_param and self.recipe == "blockwise" and overlap_param_gather:
             raise ValueError(
-                "fp8_param=True with fp8_recipe='blockwise' and overlap_param_gather=True is not available: after a"
-                " checkpoint the next backward would read the weights of the step before; set"
-                " overlap_param_gather=False"
+                "fp8_param=True with fp8_recipe='blockwise' and overlap_param_gather=True is not available: after a "
+                "checkpoint, the next backward would read the weights of the previous step; set "
+                "overlap_param_gather=False"
             )
 
-    # ---- what it means
+    # ---- the fields that they set
 
     @property
     def is_on(self) -> bool:
-        """Whether a format or a recipe was given."""
+        """Whether a format or a recipe is given."""
         return self.fp8 is not None or self.fp8_recipe is not None
 
     @property
     def format(self) -> FP8Format:
-        """The format, where FP8 is on."""
+        """The format, if FP8 is on."""
         return self.fp8 or "hybrid"
 
     @property
     def recipe(self) -> FP8Recipe:
-        """The recipe, where FP8 is on."""
+        """The recipe, if FP8 is on."""
         return self.fp8_recipe or "delayed"
 
     @property
     def alignment(self) -> int:
-        """What the sizes of matrices must be multiples of."""
+        """The number of which the sizes of matrices must be multiples."""
         return ALIGNMENT[self.recipe]
 
     def transformer_fields(self) -> dict[str, Any]:
-        """Return the fields of ``TransformerConfig``; empty without FP8."""
+        """Return the fields of ``TransformerConfig``; an empty dict without FP8."""
         if not self.is_on:
             return {}
         own = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -183,7 +183,7 @@ class FP8Settings:
         return {**own, "fp8": self.format, "fp8_recipe": self.recipe}
 
     def ddp_fields(self) -> dict[str, Any]:
-        """Return the fields of ``DistributedDataParallelConfig``; empty without FP8."""
+        """Return the fields of ``DistributedDataParallelConfig``; an empty dict without FP8."""
         if not self.is_on:
             return {}
         return {
@@ -192,7 +192,7 @@ class FP8Settings:
         }
 
     def optimizer_fields(self) -> dict[str, Any]:
-        """Return the fields of ``OptimizerConfig``; empty without FP8."""
+        """Return the fields of ``OptimizerConfig``; an empty dict without FP8."""
         if not self.is_on:
             return {}
         return {
@@ -202,31 +202,31 @@ class FP8Settings:
 
 
 def check_start(fp8_param: bool, source: str) -> None:
-    """Refuse FP8 weights for a model that does not start from its own random ones.
+    """Refuse FP8 weights for a model that does not start from its own random weights.
 
-    Megatron makes the fp32 copies that its optimizer works on of the values that TransformerEngine remembers from the
-    initialisation, or of the weights once they are rounded to FP8: never of those that were read.
+    Megatron creates its optimizer's fp32 copies from the values that TransformerEngine keeps from the initialisation,
+    or from the weights after rounding to FP8, but never from weights that were read.
 
     Args:
         fp8_param: Whether the weights are kept in FP8.
         source: Where the weights come from, such as ``"the Hugging Face model models/llama"``.
 
     Raises:
-        ValueError: They are.
+        ValueError: The weights are kept in FP8.
     """
     if fp8_param:
         raise ValueError(
-            f"fp8_param=True is not available for a model that starts from {source}: its optimizer would go on from"
-            " other values than these; set fp8_param=False, which keeps fp8_recipe"
+            f"fp8_param=True is not available for a model that starts from {source}: its optimizer would continue "
+            "from other values; set fp8_param=False, which keeps fp8_recipe"
         )
 
 
 def check_model(settings: FP8Settings, shape: ModelShape, tensor_parallel_size: int, expert_tensor_size: int) -> None:
-    """Refuse matrices whose sizes, on each rank, the recipe cannot cut into blocks.
+    """Refuse matrices whose sizes on each rank the recipe cannot divide into blocks.
 
     Args:
-        settings: What was asked for.
-        shape: The model's sizes; those that are unknown are not checked.
+        settings: The FP8 settings.
+        shape: The model's sizes; unknown ones are not checked.
         tensor_parallel_size: Ranks that share a matrix.
         expert_tensor_size: Ranks that share a matrix of an expert.
 
@@ -251,16 +251,16 @@ def check_model(settings: FP8Settings, shape: ModelShape, tensor_parallel_size: 
         if size is not None and size % (ranks * settings.alignment):
             shared_by = f" / {ranks} tensor-parallel ranks" if ranks > 1 else ""
             raise ValueError(
-                f"fp8_recipe={settings.recipe!r} needs multiples of {settings.alignment}, and {name}={size}{shared_by} "
-                f"is none; make it a multiple of {ranks * settings.alignment}"
+                f"fp8_recipe={settings.recipe!r} needs multiples of {settings.alignment}, and "
+                f"{name}={size}{shared_by} is not one; make it a multiple of {ranks * settings.alignment}"
             )
 
 
 def check_layers(settings: FP8Settings, num_layers: int, pipeline_model_parallel_size: int) -> None:
-    """Refuse more layers in bf16 at an end than a pipeline stage holds, as ``TransformerConfig`` does.
+    """Refuse more bf16 layers at one end than a pipeline stage holds, as ``TransformerConfig`` does.
 
     Raises:
-        ValueError: There are more.
+        ValueError: There are more bf16 layers.
     """
     most = num_layers // pipeline_model_parallel_size
     for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
@@ -272,11 +272,11 @@ def check_layers(settings: FP8Settings, num_layers: int, pipeline_model_parallel
 
 
 def check_microbatch(settings: FP8Settings, shape: tuple[int, int] | None, layout: ParallelLayout) -> None:
-    """Refuse microbatches whose number of tokens, on each rank, the recipe cannot cut into blocks.
+    """Refuse microbatches whose number of tokens on each rank the recipe cannot divide into blocks.
 
     Args:
-        settings: What was asked for.
-        shape: (sequence length, rows), before any rank takes its share; None where it is not known.
+        settings: The FP8 settings.
+        shape: (sequence length, rows), before it is split over ranks; None if unknown.
         layout: The strategy's layout.
 
     Raises:
@@ -289,10 +289,10 @@ def check_microbatch(settings: FP8Settings, shape: tuple[int, int] | None, layou
     if seq_length * rows % (ranks * settings.alignment):
         raise ValueError(
             f"fp8_recipe={settings.recipe!r} needs a multiple of {settings.alignment} tokens in each microbatch on each"
-            f" rank, and seq_length={seq_length} * {rows} rows / {ranks} ranks is none; make the tokens of a"
+            f" rank, and seq_length={seq_length} * {rows} rows / {ranks} ranks is not one; make the tokens of a"
             f" microbatch, with padding, a multiple of {ranks * settings.alignment}"
         )
 
 
 TRANSFORMER_FIELDS = tuple(f.name for f in fields(FP8Settings) if f.name != "reuse_grad_buf_for_mxfp8_param_ag")
-"""The fields of ``TransformerConfig`` that belong to FP8, and so to the precision."""
+"""The fields of ``TransformerConfig`` for FP8, which the precision owns."""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parallel layout: how many ranks share each axis of the model, and whether world and model can be cut that way.
+"""The parallel layout: the number of ranks on each axis, and checks that world and model can be divided so.
 
-Megatron finds a size that does not fit late and in many places, some of them after process groups exist and some on
-one rank only, which hangs the others. Here every such size is refused first, on every rank, in one sentence: at
-construction, when the world size is known (:meth:`ParallelLayout.validate_world`), when the model's sizes are
-(:meth:`ParallelLayout.validate_model`) and when the number of microbatches is
-(:meth:`ParallelLayout.validate_microbatches`). The strategy and the process groups call it. The rules are those of
-megatron-core 0.16.1 and 0.19.2, which agree on all of them. Pure arithmetic: no torch, no megatron-core.
+Megatron finds wrong sizes late and in many places, some after process groups exist and some only on one rank, which
+hangs the others. Here every wrong size is refused early, on every rank, in one sentence: at construction, and as soon
+as the world size (:meth:`ParallelLayout.validate_world`), the model's sizes (:meth:`ParallelLayout.validate_model`) and
+the number of microbatches (:meth:`ParallelLayout.validate_microbatches`) are known. The strategy and the process groups
+call it. The rules are those of megatron-core 0.16.1 and 0.19.2, which agree on all of them. Pure arithmetic: no torch,
+no megatron-core.
 """
 
 import math
@@ -27,11 +27,11 @@ from lightning_mcore.config.value_checks import (
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a model the layout must divide; field names and defaults are those of ``TransformerConfig``.
+    """The sizes of a model that the layout must divide, with the names and defaults of ``TransformerConfig``.
 
-    A size that is None takes the default Megatron derives from the others, and is not checked where there is none.
-    ``num_moe_experts=None`` is a dense model, ``mtp_num_layers=None`` has no MTP layers. ``vocab_size`` is the padded
-    one, ``seq_length`` counts tokens before any rank takes its share.
+    A size that is None takes the default that Megatron derives from the others; without such a default it is not
+    checked. ``num_moe_experts=None`` is a dense model, and ``mtp_num_layers=None`` has no MTP layers. ``vocab_size`` is
+    the padded size, and ``seq_length`` counts tokens before they are split over ranks.
     """
 
     num_layers: int | None = None
@@ -54,7 +54,7 @@ class ModelShape:
     account_for_loss_in_pipeline_split: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no model has; zero MTP layers is Megatron's other word for none."""
+        """Refuse impossible sizes; zero MTP layers means none, as in Megatron."""
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and field.type == (int | None):
@@ -62,12 +62,12 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: object, seq_length: int | None = None, vocab_size: int | None = None) -> "ModelShape":
-        """Read the shape off any object with ``TransformerConfig``'s attributes, such as a namespace of its fields.
+        """Read the shape from any object with ``TransformerConfig``'s attributes, such as a namespace of its fields.
 
         Args:
-            config: Attributes it lacks have Megatron's defaults; linear layers then have biases.
-            seq_length: Tokens in a sequence; a ``TransformerConfig`` does not know it.
-            vocab_size: Padded size of the vocabulary; a ``TransformerConfig`` does not know it.
+            config: The object. Missing attributes have Megatron's defaults, so linear layers then have biases.
+            seq_length: Tokens in a sequence, which ``TransformerConfig`` does not have.
+            vocab_size: Padded size of the vocabulary, which ``TransformerConfig`` does not have.
         """
         known: dict[str, Any] = {field.name: getattr(config, field.name, None) for field in fields(cls)}
         known["add_bias_linear"] = getattr(config, "add_bias_linear", True)
@@ -101,7 +101,7 @@ __all__ = ["Coordinates", "ModelShape", "ParallelLayout"]
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Place of one rank on every axis, under the names of ``parallel_state``; prints as ``tp1.pp0.cp0.dp1``."""
+    """The place of one rank on every axis, with the names of ``parallel_state``; prints as ``tp1.pp0.cp0.dp1``."""
 
     tensor_model_parallel_rank: int
     pipeline_model_parallel_rank: int
@@ -112,7 +112,7 @@ class Coordinates:
     expert_data_parallel_rank: int
 
     def __str__(self) -> str:
-        """Return the short form that logs and error messages carry."""
+        """Return the short form for logs and errors."""
         return (
             f"tp{self.tensor_model_parallel_rank}.pp{self.pipeline_model_parallel_rank}"
             f".cp{self.context_parallel_rank}.dp{self.data_parallel_rank}"
@@ -121,17 +121,17 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes of the parallel axes, in Megatron's names; what is left of the world is data parallel.
+    """Sizes of the parallel axes, with Megatron's names; the rest of the world is data parallel.
 
     Args:
         tensor_model_parallel_size: Ranks that share each layer's matrices.
         pipeline_model_parallel_size: Ranks that share the layers.
-        virtual_pipeline_model_parallel_size: Chunks of layers each pipeline rank owns (interleaved schedule); None is
-            one chunk. Filled in from ``pipeline_model_parallel_layout`` where that names several stages per rank.
+        virtual_pipeline_model_parallel_size: Chunks of layers on each pipeline rank (interleaved schedule); None means
+            one chunk. Filled in if ``pipeline_model_parallel_layout`` has several stages per rank.
         pipeline_model_parallel_layout: Layers of each stage as ``"E,t*3|t*4,L"`` or as lists of ``"embedding"``,
             ``"decoder"``, ``"mtp"`` and ``"loss"``; None splits evenly.
         context_parallel_size: Ranks that share each sequence.
-        expert_model_parallel_size: Ranks that share the experts, taken out of the tensor, context and data axes.
+        expert_model_parallel_size: Ranks that share the experts, taken from the tensor, context and data axes.
         expert_tensor_parallel_size: Ranks that share each expert's matrices; None is ``tensor_model_parallel_size``.
         sequence_parallel: Whether norms and dropout split the sequence over the tensor-parallel ranks.
 
@@ -150,7 +150,7 @@ class ParallelLayout:
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        """Validate what needs neither world nor model."""
+        """Check the values that depend on neither world nor model."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type is int or (field.type == (int | None) and value is not None):
@@ -161,7 +161,7 @@ class ParallelLayout:
             pp, vp = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
             check_stages(self.pipeline_model_parallel_layout, pp, vp)
             if (chunks := len(self.pipeline_stages) // pp) > 1:
-                # As TransformerConfig.__post_init__ does, so that process groups and schedule see the same number.
+                # As in TransformerConfig.__post_init__, so that process groups and schedule see the same number.
                 object.__setattr__(self, "virtual_pipeline_model_parallel_size", chunks)
 
     def _check_combinations(self) -> None:
@@ -188,29 +188,29 @@ class ParallelLayout:
 
     @property
     def num_chunks(self) -> int:
-        """Model chunks each rank owns."""
+        """Number of model chunks on each rank."""
         return self.virtual_pipeline_model_parallel_size or 1
 
     @property
     def expert_tensor_size(self) -> int:
-        """Tensor-parallel ranks of an expert, Megatron's default filled in."""
+        """Tensor-parallel ranks of an expert, with Megatron's default filled in."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
     def sequence_multiple(self) -> int:
-        """What the length of a sequence is a multiple of, in tokens, so that ranks get equal shares."""
+        """The number of tokens of which a sequence length must be a multiple, so that ranks get equal shares."""
         slices = 2 if self.context_parallel_size > 1 else 1
         shares = self.tensor_model_parallel_size if self.sequence_parallel else 1
         return self.context_parallel_size * math.lcm(slices, shares)
 
     @property
     def pipeline_stages(self) -> list[list[str]]:
-        """Stages that ``pipeline_model_parallel_layout`` names, in layer order; empty where it is None."""
+        """The stages in ``pipeline_model_parallel_layout``, in layer order; empty if it is None."""
         layout = self.pipeline_model_parallel_layout
         return [] if layout is None else parse_stages(layout)
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return the number of replicas that see different batches; experts do not lower it.
+        """Return the number of replicas that see different batches; expert parallelism does not lower it.
 
         Raises:
             ValueError: The model-parallel ranks do not divide the world.
@@ -231,7 +231,7 @@ class ParallelLayout:
         """Refuse a world that this layout does not divide.
 
         Raises:
-            ValueError: As :meth:`data_parallel_size` and :meth:`expert_data_parallel_size`.
+            ValueError: The layout does not divide the world.
         """
         self.data_parallel_size(world_size)
         self.expert_data_parallel_size(world_size)
@@ -252,15 +252,15 @@ class ParallelLayout:
         _check_sequence(self, shape)
 
     def validate_microbatches(self, num_microbatches: int, group_size: int | None = None) -> None:
-        """Refuse a number of microbatches the schedule cannot run, in training and in validation alike.
+        """Refuse a number of microbatches that the schedule cannot run, in training and in validation.
 
         Args:
             num_microbatches: Microbatches of one step.
             group_size: ``TransformerConfig.microbatch_group_size_per_vp_stage``; None is the pipeline size.
 
         Raises:
-            ValueError: The schedule is interleaved and the number does not fill its groups, which at the default
-                group size means that it is not a multiple of the pipeline size.
+            ValueError: The schedule is interleaved and the number does not fill its groups; with the default group
+                size, the number is then not a multiple of the pipeline size.
 
         Source: ``forward_backward_pipelining_with_interleaving``. The other two schedules take any number.
         """
@@ -285,15 +285,15 @@ class ParallelLayout:
             )
 
     def microbatch_group_size(self, num_microbatches: int, wanted: int) -> int:
-        """Return the group size that a run of the interleaved schedule can have: ``wanted``, or the pipeline size.
+        """Return the possible group size of a run of the interleaved schedule: ``wanted``, or the pipeline size.
 
-        The number of microbatches may be too small for ``wanted`` at the end of an epoch and while evaluating.
+        The number of microbatches may be too small for ``wanted`` at the end of an epoch and in evaluation.
         """
         pp = self.pipeline_model_parallel_size
         return wanted if _fills_groups(num_microbatches, wanted, pp) else pp
 
     def coordinates(self, rank: int, world_size: int) -> Coordinates:
-        """Return where ``rank`` stands on every axis.
+        """Return the place of ``rank`` on every axis.
 
         Raises:
             ValueError: The rank is outside the world, or the world does not fit the layout.
@@ -316,7 +316,7 @@ class ParallelLayout:
         )
 
     def describe(self, world_size: int) -> str:
-        """Return one line for the start of a run, such as ``tp2 pp2 vp2 cp1 dp1 sp``; experts where they are split."""
+        """Return one line for the start of a run, such as ``tp2 pp2 vp2 cp1 dp1 sp``; experts if they are split."""
         virtual = f" vp{self.num_chunks}" if self.num_chunks > 1 else ""
         experts = ""
         if self.expert_model_parallel_size > 1 or self.expert_tensor_size != self.tensor_model_parallel_size:
@@ -330,13 +330,13 @@ class ParallelLayout:
 
 
 def _fills_groups(num_microbatches: int, group: int, pp: int) -> bool:
-    """Whether every group is full, or the last at least as long as the pipeline."""
+    """Return whether every group is full, or the last one at least as long as the pipeline."""
     rest = num_microbatches % group
     return num_microbatches >= group and (rest == 0 or rest >= pp)
 
 
 def _check_moe_sequence_parallel(layout: ParallelLayout, because: str) -> None:
-    """Refuse experts under tensor parallelism alone. Source: ``MoELayer.forward``, which raises in training."""
+    """Refuse experts with tensor but no sequence parallelism. Source: ``MoELayer.forward``, which raises late."""
     if layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
         raise ValueError(
             f"{because} with tensor_model_parallel_size={layout.tensor_model_parallel_size} needs"
@@ -345,7 +345,7 @@ def _check_moe_sequence_parallel(layout: ParallelLayout, because: str) -> None:
 
 
 def _check_tensor(layout: ParallelLayout, shape: ModelShape) -> None:
-    """Refuse matrices that do not fall evenly onto tensor ranks. Source: ``Attention``, ``MLP``, ``VocabUtility``."""
+    """Refuse matrices that tensor ranks cannot share evenly. Source: ``Attention``, ``MLP``, ``VocabUtility``."""
     tp = layout.tensor_model_parallel_size
     for name, size in (
         ("num_attention_heads", shape.num_attention_heads),
@@ -364,13 +364,13 @@ def _check_tensor(layout: ParallelLayout, shape: ModelShape) -> None:
             f"tensor_model_parallel_size={tp} neither divides num_query_groups={groups} nor is a multiple of it;"
             f" choose {choices(allowed)}"
         )
-    # With fewer groups than ranks Megatron splits the joint query, key and value matrix across its groups.
+    # With fewer groups than ranks, Megatron splits the joint query, key and value matrix across group boundaries.
     if width is not None:
         require_divides("tensor_model_parallel_size", tp, "query, key and value rows", (heads + 2 * groups) * width)
 
 
 def _check_experts(layout: ParallelLayout, shape: ModelShape) -> None:
-    """Refuse experts that do not fall evenly onto ranks. Source: ``BaseMoELayer``, ``TransformerConfig``."""
+    """Refuse experts that ranks cannot share evenly. Source: ``BaseMoELayer``, ``TransformerConfig``."""
     ep, etp = layout.expert_model_parallel_size, layout.expert_tensor_size
     etp_name = _name_of_expert_tensor_size(layout)
     if shape.num_moe_experts is None:
@@ -392,15 +392,15 @@ def _check_experts(layout: ParallelLayout, shape: ModelShape) -> None:
 
 
 def _check_sequence(layout: ParallelLayout, shape: ModelShape) -> None:
-    """Refuse a sequence that leaves ranks unequal shares. Source: ``get_batch_on_this_cp_rank``, ``mappings``."""
+    """Refuse a sequence that gives ranks unequal shares. Source: ``get_batch_on_this_cp_rank``, ``mappings``."""
     cp, tp = layout.context_parallel_size, layout.tensor_model_parallel_size
     reasons = [f"context_parallel_size={cp} (two slices a rank)"] if cp > 1 else []
     reasons += [f"sequence_parallel with tensor_model_parallel_size={tp}"] if layout.sequence_parallel else []
     unit = layout.sequence_multiple
     if shape.seq_length is not None and shape.seq_length % unit:
         raise ValueError(
-            f"seq_length={shape.seq_length} is not a multiple of {unit}, which {' and '.join(reasons)} asks for;"
-            f" choose {neighbours(shape.seq_length, unit)}"
+            f"seq_length={shape.seq_length} is not a multiple of {unit}, as {' and '.join(reasons)} needs; choose "
+            f"{neighbours(shape.seq_length, unit)}"
         )
 
 
@@ -422,7 +422,7 @@ def _share_of_world(world_size: int, axes: dict[str, int]) -> int:
 
 
 def _unravel(rank: int, sizes: Sequence[int]) -> list[int]:
-    """Return the place of ``rank`` on each axis, the first varying fastest, and on the one that is left over."""
+    """Return the place of ``rank`` on each axis, the first varying fastest, and on the remaining axis."""
     places = []
     for size in sizes:
         rank, place = divmod(rank, size)

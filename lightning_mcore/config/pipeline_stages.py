@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How layers are cut into pipeline stages: Megatron's layout string read, and every split that is not even refused.
+"""Split layers into pipeline stages: read Megatron's layout string, and refuse uneven splits.
 
-Megatron has four ways to cut: evenly, evenly with the embedding or the loss counted as a layer, with a first or last
-stage of its own size, and by a layout that names each stage. Each has its own rule. ``ParallelLayout`` calls
+Megatron has four ways to split: evenly, evenly with the embedding or the loss counted as a layer, with a different size
+of the first or last stage, and by a layout that lists each stage. Each has its own rule. ``ParallelLayout`` calls
 :func:`check_stages` when it is built and :func:`check_layers` when the model's shape is known. Pure arithmetic.
 """
 
@@ -59,21 +59,21 @@ def check_stages(layout: PipelineLayout, pp: int, vp: int | None) -> None:
     Args:
         layout: The stages, in the order of their layers.
         pp: Pipeline-parallel size.
-        vp: Virtual pipeline size; None agrees with every layout.
+        vp: Virtual pipeline size; None accepts every layout.
 
     Raises:
-        ValueError: Wrong number of stages, or an embedding, loss or MTP layer out of place.
+        ValueError: The number of stages is wrong, or an embedding, loss or MTP layer is in a wrong place.
 
-    Source: ``PipelineParallelLayerLayout.__init__`` and ``validate_layer_layout`` (0.16.1), and stricter in one point:
-        Megatron lets empty stages stand around E and L, then builds the embedding in the first stage and the loss in
-        the last all the same.
+    Source: ``PipelineParallelLayerLayout.__init__`` and ``validate_layer_layout`` (0.16.1), but stricter in one point:
+        Megatron accepts empty stages before E and after L, and still builds the embedding in the first stage and the
+        loss in the last.
     """
     stages = parse_stages(layout)
     given = f"pipeline_model_parallel_layout={layout!r}"
     chunks, rest = divmod(len(stages), pp)
     if rest or not stages:
         raise ValueError(
-            f"{given} has {len(stages)} stages, no multiple of pipeline_model_parallel_size={pp};"
+            f"{given} has {len(stages)} stages, not a multiple of pipeline_model_parallel_size={pp};"
             f" write {neighbours(len(stages), pp)} stages or change the size"
         )
     if pp == 1 and chunks > 1:
@@ -92,28 +92,28 @@ def _check_places(given: str, stages: list[list[str]], pp: int) -> None:
     order = "".join("".join(stage) for stage in stages)
     if stages[0][:1] != ["E"] or stages[-1][-1:] != ["L"] or order.count("E") != 1 or order.count("L") != 1:
         raise ValueError(
-            f"{given} must open its first stage with its only embedding and close its last with its only loss;"
+            f"{given} must begin its first stage with its only embedding and end its last with its only loss;"
             " write it as 'E...|...L'"
         )
     homes = [index for index, stage in enumerate(stages) if "m" in stage]
     if homes and (len(homes) > 1 or homes[0] < len(stages) - pp or "t" in order[order.index("m") :]):
         raise ValueError(
-            f"{given} must hold its MTP layers in one of its last {pp} stages, behind every decoder layer;"
+            f"{given} must have its MTP layers in one of its last {pp} stages, after every decoder layer;"
             " move each m there"
         )
 
 
 def check_layers(layout: PipelineLayout | None, pp: int, vp: int | None, shape: "ModelShape") -> None:
-    """Refuse layers that cannot be cut into the stages asked for.
+    """Refuse layers that cannot be split into the given stages.
 
     Args:
-        layout: The stages, already through :func:`check_stages`; None where Megatron cuts.
+        layout: The stages, already checked by :func:`check_stages`; None if Megatron splits the layers.
         pp: Pipeline-parallel size.
         vp: Virtual pipeline size.
-        shape: Number of layers and the other ways to cut them.
+        shape: The number of layers and the settings of the other ways to split them.
 
     Raises:
-        ValueError: Two ways are named, or the stages or chunks come out uneven.
+        ValueError: Two ways are given, or the stages or chunks are uneven.
 
     Source: ``TransformerConfig.__post_init__`` and ``get_num_layers_to_build`` (0.16.1).
     """
@@ -123,7 +123,7 @@ def check_layers(layout: PipelineLayout | None, pp: int, vp: int | None, shape: 
     counted = [name for name in flags if getattr(shape, name)]
     ways = [*(["pipeline_model_parallel_layout"] if layout is not None else []), *list(uneven)[:1], *counted[:1]]
     if len(ways) > 1:
-        raise ValueError(f"{ways[0]} and {ways[1]} both say how to cut the layers; set only one")
+        raise ValueError(f"{ways[0]} and {ways[1]} both say how to split the layers; set only one")
     if shape.num_layers is None:
         return
     if layout is not None:
@@ -156,7 +156,7 @@ def _check_uneven(pp: int, vp: int | None, num_layers: int, uneven: dict[str, in
         raise ValueError(
             f"{given} needs pipeline_model_parallel_size of 2 or more, but it is 1; raise it or leave both None"
         )
-    # Megatron itself lets a negative rest through where it divides.
+    # Megatron itself accepts a negative rest if it divides evenly.
     if left < others or (left % others if others else left):
         wanted = f"a multiple of {others}, at least {others}" if others else "0"
         raise ValueError(

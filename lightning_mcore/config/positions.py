@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ``MCoreGPT`` tells positions: checked here, and turned into what Megatron's ``GPTModel`` takes.
+"""The position settings of ``MCoreGPT``: check them, and turn them into arguments of Megatron's ``GPTModel``.
 
-Megatron spreads these settings over arguments of ``GPTModel`` and attributes of its config, and ignores some in the
-presence of others; such pairs are refused. Multi-latent attention rotates by itself, with fields of its own config.
+Megatron spreads these settings over arguments of ``GPTModel`` and attributes of its config, and ignores some if others
+are set; such pairs are refused. Multi-latent attention does its own rotation, with fields of its config.
 """
 
 from collections.abc import Mapping
@@ -21,20 +21,20 @@ YARN_DEFAULTS: dict[str, Any] = {
     "mscale_all_dim": 0.0,
     "correction_range_round_to_int": True,
 }
-"""Of ``yarn``, which has to give ``rotary_scaling_factor``; names and values are Megatron's, without ``yarn_``."""
+"""Defaults of ``yarn``, which must give ``rotary_scaling_factor``; the names are Megatron's without ``yarn_``."""
 
 _ROTARY_DEFAULTS = {"rotary_percent": 1.0, "rope_scaling": False, "seq_len_interpolation_factor": None}
 
 
 def check_positions(settings: Mapping[str, Any], transformer: Mapping[str, Any]) -> None:
-    """Refuse settings of positions that do not fit together.
+    """Refuse position settings that contradict each other.
 
     Args:
         settings: The arguments of ``MCoreGPT``.
         transformer: Its fields of ``TransformerConfig``.
 
     Raises:
-        ValueError: A value is unknown, or Megatron would ignore one in the presence of another.
+        ValueError: A value is unknown, or Megatron would ignore a setting because of another one.
     """
     kind = settings["position_embedding_type"]
     if kind not in ("rope", "yarn", "learned_absolute", "none"):
@@ -48,12 +48,12 @@ def check_positions(settings: Mapping[str, Any], transformer: Mapping[str, Any])
         ignored = kind != "rope" or (latent and name != "rotary_percent")
         if settings[name] != nothing and ignored:
             where = "multi_latent_attention" if latent else f"position_embedding_type={kind!r}"
-            raise ValueError(f"{name}={settings[name]!r} has no meaning with {where}; leave it out")
+            raise ValueError(f"{name}={settings[name]!r} has no effect with {where}; leave it out")
     if kind == "yarn" and transformer.get("rotary_interleaved"):
         raise ValueError("rotary_interleaved=True is not available with position_embedding_type='yarn'; leave it out")
     factor = settings["seq_len_interpolation_factor"]
     if factor is not None and factor <= 1:
-        raise ValueError(f"seq_len_interpolation_factor={factor!r} is not above 1; choose by how much to stretch")
+        raise ValueError(f"seq_len_interpolation_factor={factor!r} is not above 1; choose the factor to stretch by")
     _check_yarn(kind, settings["yarn"])
 
 
@@ -69,12 +69,12 @@ def _check_yarn(kind: str, yarn: Mapping[str, Any] | None) -> None:
 
 
 def gpt_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``GPTModel`` that are about positions."""
+    """Return the position arguments of ``GPTModel``."""
     names = ("position_embedding_type", "rotary_base", "rope_scaling_factor", *_ROTARY_DEFAULTS)
     return {name: settings[name] for name in names}
 
 
 def set_yarn(config: "TransformerConfig", yarn: Mapping[str, Any] | None) -> None:
-    """Give the config the attributes that ``GPTModel`` looks for with ``position_embedding_type="yarn"``."""
+    """Set the attributes of the config that ``GPTModel`` reads with ``position_embedding_type="yarn"``."""
     for name, value in ({**YARN_DEFAULTS, **yarn} if yarn is not None else {}).items():
         setattr(config, f"yarn_{name}", value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole run as plain data, whichever way it was given.
+"""A whole run as plain data, however it was written.
 
 A LightningCLI file, arguments in the style of Hugging Face and a LLaMA-Factory file all become :class:`RunSettings`;
 ``lightning-mcore plan`` reads it, and the commands build Lightning's objects from it. No torch, no megatron-core.
@@ -12,18 +12,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What a run is made of: arguments by name, as plain data (numbers, strings, lists, dicts); absent ones default.
+    """The arguments of a run by name, as plain data (numbers, strings, lists, dicts); absent ones have their defaults.
 
     Args:
         strategy: Arguments of ``MCoreStrategy``; ``ddp_config``, ``optimizer_config`` and ``communication`` as dicts of
             their fields.
         precision: Arguments of ``MCorePrecision``; the name of the format under ``"precision"``.
         model: Arguments of ``MCoreGPT``, or, with ``"path"``, those of ``MCoreGPT.from_pretrained``.
-        trainer: Arguments of ``Trainer`` but for strategy, precision, callbacks and loggers: ``devices``,
-            ``num_nodes``, ``accelerator``, ``accumulate_grad_batches``, ``max_steps``, ...
-        data: ``batch_size`` (rows of a DataLoader batch on one data-parallel rank), ``seq_length`` (tokens), and what
-            else the data takes.
-        notes: What the run does in another way than the file says, a line for each.
+        trainer: Arguments of ``Trainer`` except strategy, precision, callbacks and loggers: ``devices``, ``num_nodes``,
+            ``accelerator``, ``accumulate_grad_batches``, ``max_steps``, ...
+        data: ``batch_size`` (rows of a DataLoader batch on one data-parallel rank), ``seq_length`` (tokens), and other
+            arguments of the data.
+        notes: A line for each key that the run treats differently from what the file says.
     """
 
     strategy: Mapping[str, Any] = field(default_factory=dict)

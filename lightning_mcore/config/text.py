@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text for people: an unknown name with its nearest neighbour, and a number in few characters."""
+"""Text for messages: the nearest known name for an unknown one, and short numbers."""
 
 import difflib
 from collections.abc import Iterable
@@ -11,9 +11,9 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     """Return the sentence that refuses a name: ``unknown option 'lerning_rate'; did you mean 'learning_rate'?``.
 
     Args:
-        what: What the name should have been one of, as ``"option"`` or ``"key of run.yaml"``.
-        name: What was given.
-        known: The names that there are.
+        what: The kind of name, such as ``"option"`` or ``"key of run.yaml"``.
+        name: The given name.
+        known: The existing names.
     """
     names = sorted(set(known))
     close = difflib.get_close_matches(name, names, n=1)
@@ -24,7 +24,7 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def human(value: float) -> str:
-    """Return a number in few characters: ``12.3k``, ``2.31``, ``4.1e-05``.
+    """Return a number as short text: ``12.3k``, ``2.31``, ``4.1e-05``.
 
     Args:
         value: Any number.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of plain data, each with the sentence that refuses it: what was given, what is allowed.
+"""Checks of plain data, each with a sentence that says what was given and what is allowed.
 
-:func:`require_size` and its neighbours compare one size with another; layout, pipeline stages and the model's shape
-use them, so that every refused size reads the same. :func:`accepts` says whether plain data fits the type of a field,
-which is what YAML can say of Megatron's configs: functions are given as import paths, members of an enum by name.
+:func:`require_size` and the functions after it check sizes; layout, pipeline stages and the model's shape use them, so
+all errors about sizes read alike. :func:`accepts` tells whether plain data fits the type of a field of Megatron's
+configs, as YAML writes it: functions as import paths, enum members by name.
 """
 
 import enum
@@ -17,8 +17,8 @@ def require_size(name: str, value: object, at_least: int = 1) -> None:
     """Refuse a value that is not a whole number of ranks, layers or tokens.
 
     Raises:
-        TypeError: It is not an int; a bool is not one, since ``True`` would silently mean 1.
-        ValueError: It is too small.
+        TypeError: The value is not an int. A bool is refused too, because ``True`` would silently mean 1.
+        ValueError: The value is too small.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} is not an int; give an int of {at_least} or more")
@@ -27,20 +27,20 @@ def require_size(name: str, value: object, at_least: int = 1) -> None:
 
 
 def require_flag(name: str, value: object, or_none: bool = False) -> None:
-    """Refuse what is not a bool, or with ``or_none`` None.
+    """Refuse a value that is not a bool (or None, with ``or_none``).
 
     Raises:
-        TypeError: It is neither.
+        TypeError: The value is something else.
     """
     if not isinstance(value, bool) and not (or_none and value is None):
         raise TypeError(f"{name}={value!r} is not a bool; give {'True, False or None' if or_none else 'True or False'}")
 
 
 def require_choice(name: str, value: object, kind: Any) -> None:
-    """Refuse a value that is not one of those of ``kind``, a ``Literal``.
+    """Refuse a value that is not one of the choices of ``kind``, a ``Literal``.
 
     Raises:
-        ValueError: It is another one.
+        ValueError: The value is not one of them.
     """
     if value not in typing.get_args(kind):
         raise ValueError(f"{name}={value!r} is unknown; choose {choices(map(repr, typing.get_args(kind)))}")
@@ -50,7 +50,7 @@ def require_divides(name: str, size: int, of: str, whole: int | None) -> None:
     """Refuse a ``size`` that does not divide ``whole``; an unknown whole (None) is not checked.
 
     Raises:
-        ValueError: It does not divide.
+        ValueError: ``size`` does not divide ``whole``.
     """
     if whole is not None and whole % size:
         raise ValueError(f"{name}={size} does not divide {of}={whole}; choose {choices(divisors(whole))}")
@@ -62,7 +62,7 @@ def divisors(whole: int) -> list[int]:
 
 
 def neighbours(value: int, unit: int) -> str:
-    """Return the multiples of ``unit`` around ``value`` as choices, zero left out."""
+    """Return the multiples of ``unit`` next to ``value`` as choices, without zero."""
     below = value // unit * unit
     return choices([size for size in (below, below + unit) if size])
 
@@ -75,7 +75,7 @@ def choices(values: Iterable[object]) -> str:
 
 
 def accepts(hint: Any, value: Any) -> bool:
-    """Whether plain data can become a value of this type; a type we do not know is left to Megatron."""
+    """Return whether plain data can become a value of this type; unknown types are left to Megatron."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True
@@ -105,7 +105,7 @@ def _accepts_items(origin: Any, arguments: tuple[Any, ...], items: list[Any] | t
 
 
 def choices_of(hint: Any) -> str:
-    """Name the values of a type for an error message."""
+    """Return the values of a type as text for errors."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(choices_of(argument) for argument in arguments)
@@ -121,6 +121,6 @@ def choices_of(hint: Any) -> str:
 
 
 def is_callable(hint: Any) -> bool:
-    """Whether a value of this type is a function."""
+    """Return whether values of this type are functions."""
     choices = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return any(typing.get_origin(choice) is Callable for choice in choices)  # also of a bare typing.Callable
+    return any(typing.get_origin(choice) is Callable for choice in choices)  # includes a bare typing.Callable

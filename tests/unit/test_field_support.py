@@ -115,7 +115,7 @@ def test_what_nothing_around_the_model_would_do_is_refused_for_every_model(name:
 )
 def test_choices_that_the_torch_backend_does_not_have_are_refused(name: str, value: Any, choice: str) -> None:
     config = config_of(**{name: value})
-    with pytest.raises(ValueError, match=f"^{name}={value!r} is not for the torch backend, for .*{choice}"):
+    with pytest.raises(ValueError, match=f"^{name}={value!r} is not for the torch backend, because .*{choice}"):
         check_fields(config, "local")
     check_fields(config, "transformer_engine")
 
@@ -123,7 +123,7 @@ def test_choices_that_the_torch_backend_does_not_have_are_refused(name: str, val
 @pytest.mark.parametrize("name", ["is_hybrid_model", "mamba_num_heads", "mrope_section", "linear_attention_freq"])
 def test_fields_of_other_models_are_refused_for_a_gpt_alone(name: str) -> None:
     config = config_of(**{name: other(name)})
-    with pytest.raises(ValueError, match=f"^{name}=.* belongs to another model than a GPT; leave it out$"):
+    with pytest.raises(ValueError, match=f"^{name}=.* is for models other than a GPT; leave it out$"):
         check_fields(config, "local")
     check_fields(config)
 

@@ -405,7 +405,7 @@ def test_tokens_of_a_microbatch_divide_into_blocks_on_each_rank() -> None:
     check_microbatch(settings("mxfp8"), (64, 2), layout)
     check_microbatch(settings("mxfp8"), None, layout)
     check_microbatch(FP8Settings(), (3, 1), layout)
-    with pytest.raises(ValueError, match=r"seq_length=64 \* 1 rows / 4 ranks is none; .* a multiple of 128"):
+    with pytest.raises(ValueError, match=r"seq_length=64 \* 1 rows / 4 ranks is not one; .* a multiple of 128"):
         check_microbatch(settings("mxfp8"), (64, 1), layout)
     check_microbatch(settings("mxfp8"), (64, 1), ParallelLayout(tensor_model_parallel_size=2))
 

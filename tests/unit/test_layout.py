@@ -52,9 +52,9 @@ def exactly(message: str) -> str:
         ({TP: 2, EP: 4}, f"{EP}=4 with {TP}=2 needs sequence_parallel=True; set it, or {TP}=1"),
         (
             {PP: 2, LAYOUT: "Et|t|L"},
-            f"{LAYOUT}='Et|t|L' has 3 stages, no multiple of {PP}=2; write 2 or 4 stages or change the size",
+            f"{LAYOUT}='Et|t|L' has 3 stages, not a multiple of {PP}=2; write 2 or 4 stages or change the size",
         ),
-        ({PP: 2, LAYOUT: []}, f"{LAYOUT}=[] has 0 stages, no multiple of {PP}=2; write 2 stages or change the size"),
+        ({PP: 2, LAYOUT: []}, f"{LAYOUT}=[] has 0 stages, not a multiple of {PP}=2; write 2 stages or change the size"),
         ({LAYOUT: "Et|L"}, f"{LAYOUT}='Et|L' has 2 stages but {PP}=1; write 1 stage or raise the size"),
         (
             {PP: 2, VP: 3, LAYOUT: "Et|t|t|L"},
@@ -74,15 +74,15 @@ def exactly(message: str) -> str:
         *(
             (
                 {PP: 2, LAYOUT: text},
-                f"{LAYOUT}={text!r} must open its first stage with its only embedding and close its last with its only"
-                " loss; write it as 'E...|...L'",
+                f"{LAYOUT}={text!r} must begin its first stage with its only embedding and end its last with its only "
+                "loss; write it as 'E...|...L'",
             )
             for text in ("tE|L", "Et|Lt", "E|EtL", "EL|tL", "t|t", "|EtL")
         ),
         *(
             (
                 {PP: 2, LAYOUT: text},
-                f"{LAYOUT}={text!r} must hold its MTP layers in one of its last 2 stages, behind every decoder layer;"
+                f"{LAYOUT}={text!r} must have its MTP layers in one of its last 2 stages, after every decoder layer;"
                 " move each m there",
             )
             for text in ("Etm|mL", "Em|tL", "Etm|||L")
@@ -195,11 +195,11 @@ LAYERS = [
         {"num_layers": 7, FIRST: 2},
         f"{VP}=2 does not divide the 5 layers of each other pipeline stage; choose 5 or None",
     ),
-    ({PP: 2}, {FIRST: 3, LOSS: True}, f"{FIRST} and {LOSS} both say how to cut the layers; set only one"),
+    ({PP: 2}, {FIRST: 3, LOSS: True}, f"{FIRST} and {LOSS} both say how to split the layers; set only one"),
     (
         {PP: 2, LAYOUT: "Et|tL"},
         {EMBEDDING: True},
-        f"{LAYOUT} and {EMBEDDING} both say how to cut the layers; set only one",
+        f"{LAYOUT} and {EMBEDDING} both say how to split the layers; set only one",
     ),
     (
         {PP: 2, LAYOUT: "Et*3|t*4,L"},
@@ -271,24 +271,24 @@ SEQUENCES = [
     (
         {CP: 2},
         {"seq_length": 10},
-        f"seq_length=10 is not a multiple of 4, which {CP}=2 (two slices a rank) asks for; choose 8 or 12",
+        f"seq_length=10 is not a multiple of 4, as {CP}=2 (two slices a rank) needs; choose 8 or 12",
     ),
     (
         {TP: 4, "sequence_parallel": True},
         {"seq_length": 2},
-        f"seq_length=2 is not a multiple of 4, which sequence_parallel with {TP}=4 asks for; choose 4",
+        f"seq_length=2 is not a multiple of 4, as sequence_parallel with {TP}=4 needs; choose 4",
     ),
     (
         {TP: 4, CP: 2, "sequence_parallel": True},
         {"seq_length": 12},
-        f"seq_length=12 is not a multiple of 8, which {CP}=2 (two slices a rank) and sequence_parallel with {TP}=4"
-        " asks for; choose 8 or 16",
+        f"seq_length=12 is not a multiple of 8, as {CP}=2 (two slices a rank) and sequence_parallel with {TP}=4"
+        " needs; choose 8 or 16",
     ),
     (
         {TP: 3, CP: 2, "sequence_parallel": True},
         {"seq_length": 18},
-        f"seq_length=18 is not a multiple of 12, which {CP}=2 (two slices a rank) and sequence_parallel with {TP}=3"
-        " asks for; choose 12 or 24",
+        f"seq_length=18 is not a multiple of 12, as {CP}=2 (two slices a rank) and sequence_parallel with {TP}=3"
+        " needs; choose 12 or 24",
     ),
 ]
 

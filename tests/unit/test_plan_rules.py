@@ -146,7 +146,7 @@ WRONG: dict[str, tuple[RunSettings, str]] = {
     "fp8 option without fp8": (run_with(precision={"precision": "bf16-mixed", "fp8_wgrad": False}), "fp8_wgrad"),
     "hysteresis of a constant scale": (
         run_with(precision={"precision": "16-mixed", "loss_scale": 128.0, "hysteresis": 3}),
-        "hysteresis moves a dynamic scale",
+        "hysteresis is for a dynamic scale",
     ),
     # what shows once the model or the optimizer is there
     "average in collective of a sum over tokens": (

@@ -81,9 +81,9 @@ def test_angles_are_those_of_transformers() -> None:
     ("arguments", "message"),
     [
         ({"position_embedding_type": "mrope"}, "choose 'rope', 'yarn', 'learned_absolute' or 'none'"),
-        ({"position_embedding_type": "none", "rotary_percent": 0.5}, "rotary_percent=0.5 has no meaning with position"),
-        ({"position_embedding_type": "learned_absolute", "rope_scaling": True}, "rope_scaling=True has no meaning"),
-        ({"position_embedding_type": "yarn", "yarn": YARN, "rotary_percent": 0.5}, "has no meaning with .*'yarn'"),
+        ({"position_embedding_type": "none", "rotary_percent": 0.5}, "rotary_percent=0.5 has no effect with position"),
+        ({"position_embedding_type": "learned_absolute", "rope_scaling": True}, "rope_scaling=True has no effect"),
+        ({"position_embedding_type": "yarn", "yarn": YARN, "rotary_percent": 0.5}, "has no effect with .*'yarn'"),
         ({"seq_len_interpolation_factor": 0.5}, "seq_len_interpolation_factor=0.5 is not above 1"),
         ({"yarn": YARN}, "need each other"),
         ({"position_embedding_type": "yarn"}, "need each other"),
@@ -96,7 +96,7 @@ def test_angles_are_those_of_transformers() -> None:
         ),
         (
             {"rope_scaling": True, "transformer": {**TRANSFORMER, "multi_latent_attention": True}},
-            "rope_scaling=True has no meaning with multi_latent_attention",
+            "rope_scaling=True has no effect with multi_latent_attention",
         ),
         (
             {"position_embedding_type": "yarn", "transformer": {**TRANSFORMER, "multi_latent_attention": True}},

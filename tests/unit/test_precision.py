@@ -35,7 +35,7 @@ from lightning_mcore.parallel.cpu_runtime import cpu_runtime
         ({"loss_scale_window": 0}, ValueError, "loss_scale_window=0 is too small; give 1 step or more"),
         ({"loss_scale_window": 2.0}, TypeError, r"loss_scale_window=2\.0 is not an int"),
         ({"hysteresis": 0}, ValueError, "hysteresis=0 is too small"),
-        ({"loss_scale": 8.0, "hysteresis": 3}, ValueError, r"hysteresis moves a dynamic scale, and loss_scale=8\.0"),
+        ({"loss_scale": 8.0, "hysteresis": 3}, ValueError, r"hysteresis is for a dynamic scale, and loss_scale=8\.0"),
     ],
 )
 def test_a_wrong_loss_scale_is_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between settings, as functions over plain data that yield a sentence for each one that is broken.
+"""Rules between settings, as functions on plain data that yield a sentence for each broken rule.
 
-The class that takes the settings raises the first sentence; ``lightning-mcore plan`` lists them all. A rule stands here
-once. Rules within one part stay with it: a layout (``config/layout.py``), FP8 (``config/fp8.py``), the loss scale
+The class that takes the settings raises the first sentence; ``lightning-mcore plan`` lists them all. Each rule is here
+once. Rules within one part stay with the part: a layout (``config/layout.py``), FP8 (``config/fp8.py``), the loss scale
 (``config/fp16.py``), the optimizer's options (``optimizer/rules.py``).
 """
 
@@ -10,13 +10,13 @@ from collections.abc import Iterable
 
 
 def raise_first(sentences: Iterable[str]) -> None:
-    """Refuse what breaks a rule.
+    """Raise the first sentence, if there is one.
 
     Args:
         sentences: One for each broken rule.
 
     Raises:
-        ValueError: There is a sentence; the first one.
+        ValueError: There is a sentence.
     """
     for sentence in sentences:
         raise ValueError(sentence)

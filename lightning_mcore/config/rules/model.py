@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which fields of ``TransformerConfig`` are supported, and by whose layers, so that none is silently ignored.
+"""The supported fields of ``TransformerConfig``, and the layers that support them, so that none is silently ignored.
 
-Megatron's config names some 320 options. Some only TransformerEngine's layers read, some need CUDA, some need a
-training loop that this package is not. A field that nothing would apply is refused unless it has its default. The
-tables below are data; a field that is in none of them works wherever Megatron accepts it.
+Megatron's config has about 320 options. Some are read only by TransformerEngine's layers, some need CUDA, and some need
+Megatron-LM's training loop. A field that would have no effect is refused unless it has its default. The tables below
+are data; a field in none of them works wherever Megatron accepts it.
 
 ``layers/spec.py`` and ``MCoreGPT.check_settings`` call :func:`check_fields` before a model is built, and
 ``parallel/chunks.py`` for the config of any other model.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 LossNormalization: TypeAlias = Literal["tokens", "samples"]
-"""Over what the loss of a language model is a mean."""
+"""The unit over which the loss of a language model is a mean."""
 
 NEEDS_TRANSFORMER_ENGINE: Collection[str] = (
     # attention
@@ -59,7 +59,7 @@ NEEDS_TRANSFORMER_ENGINE: Collection[str] = (
     # memory
     "cpu_offloading",
 )
-"""Read by TransformerEngine's layers, or by kernels that come with it; refused with the torch backend."""
+"""Fields read only by TransformerEngine's layers or kernels; refused with the torch backend."""
 
 NEEDS_CUDA: Collection[str] = (
     "defer_embedding_wgrad_compute",
@@ -70,23 +70,23 @@ NEEDS_CUDA: Collection[str] = (
     "moe_paged_stash",
     "moe_permute_fusion_into_hybridep",
 )
-"""Refused on any other device."""
+"""Fields that need CUDA; refused on other devices."""
 
 TORCH_BACKEND_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "attention_backend": (("auto", "local"), "its attention is PyTorch's, which chooses its kernel itself"),
     "attention_softmax_in_fp32": ((True,), "its softmax is computed in fp32"),
     "cp_comm_type": ((None, "all_gather"), "it gathers keys and values over the context-parallel ranks"),
-    "deterministic_mode": ((False,), "Trainer(deterministic=True) is what it follows"),
+    "deterministic_mode": ((False,), "it follows Trainer(deterministic=True)"),
     "flash_attention_version": ((None,), "its attention is PyTorch's, which chooses its kernel itself"),
     "masked_softmax_fusion": ((False,), "its attention has no softmax of its own to fuse"),
 }
-"""What the torch backend can do where Megatron leaves a choice, and why not the others."""
+"""The values that the torch backend supports for these fields, and why it does not support others."""
 
 NOT_CARRIED_OUT: Mapping[str, str] = {
     "cuda_graph_impl": "capturing CUDA graphs belongs to Megatron-LM's training loop",
     "enable_cuda_graph": "capturing CUDA graphs belongs to Megatron-LM's training loop",
     "external_cuda_graph": "capturing CUDA graphs belongs to Megatron-LM's training loop",
-    "ep_overlap_early_attn_memory_release": "it is a part of overlap_moe_expert_parallel_comm",
+    "ep_overlap_early_attn_memory_release": "it is part of overlap_moe_expert_parallel_comm",
     "expert_gtp_weight_remat_size": "its process groups are not opened",
     "flash_decode": "it is for Megatron's inference engine",
     "gtp_weight_remat_size": "its process groups are not opened",
@@ -94,19 +94,19 @@ NOT_CARRIED_OUT: Mapping[str, str] = {
     "hierarchical_context_parallel_sizes": "its process groups are not opened",
     "hybrid_context_parallel": "it needs the data loader of Megatron-LM",
     "inference_rng_tracker": "it is for Megatron's inference engine",
-    "init_model_with_meta_device": "nothing would give the parameters their values",
-    "max_seqlen_per_dp_cp_rank": "it is a part of hybrid_context_parallel",
-    "moe_enable_routing_replay": "nothing would record and replay",
+    "init_model_with_meta_device": "nothing would initialise the parameters",
+    "max_seqlen_per_dp_cp_rank": "it is part of hybrid_context_parallel",
+    "moe_enable_routing_replay": "nothing here would record and replay",
     "moe_extended_tp": "megatron-core has retired it; set expert_tensor_parallel_size in MCoreStrategy",
     "moe_token_dropping": "megatron-core does not read it; set moe_expert_capacity_factor",
-    "num_microbatches_with_partial_activation_checkpoints": "a training_step does not know of microbatches",
+    "num_microbatches_with_partial_activation_checkpoints": "a training_step does not know about microbatches",
     "overlap_moe_expert_parallel_comm": "it needs the schedule plans of Megatron-LM",
     "use_inference_optimized_layers": "it is for Megatron's inference engine",
-    "use_mup": "the optimizer would not scale its learning rates along",
+    "use_mup": "the optimizer would not scale its learning rates with it",
     "use_ring_exchange_p2p": "it needs a build of PyTorch that is not public",
     "use_te_rng_tracker": "random states are PyTorch's, so that every layout draws alike",
 }
-"""Needs something around the model that is not there; the reason, as the end of a sentence."""
+"""Fields that need code outside the model that is missing here; the reason, as the end of a sentence."""
 
 NOT_OF_A_GPT: Collection[str] = (
     "is_hybrid_model",
@@ -123,11 +123,11 @@ def check_fields(
     transformer_impl: Literal["local", "transformer_engine"] | None = None,
     device_type: str | None = None,
 ) -> None:
-    """Refuse fields that nothing would apply.
+    """Refuse fields that would have no effect or fail later.
 
     Args:
         config: The config of a model.
-        transformer_impl: Whose layers a GPT has; None where the model is not ours to know.
+        transformer_impl: The layers of a GPT; None for a model that is not ours.
         device_type: ``torch.device.type`` of the device the model trains on; None for unknown.
 
     Raises:
@@ -145,7 +145,7 @@ def check_fields(
     if transformer_impl is not None:
         for name in NOT_OF_A_GPT:
             if name in given:
-                raise ValueError(f"{name}={given[name]!r} belongs to another model than a GPT; leave it out")
+                raise ValueError(f"{name}={given[name]!r} is for models other than a GPT; leave it out")
     if transformer_impl == "local":
         _check_torch_backend(config, given, defaults)
     if transformer_impl == "transformer_engine":
@@ -164,7 +164,7 @@ def _check_torch_backend(config: "TransformerConfig", given: Mapping[str, Any], 
         value = getattr(value, "name", value)  # a member of an enum
         if name in given and value not in allowed:
             raise ValueError(
-                f"{name}={value!r} is not for the torch backend, for {reason}; choose "
+                f"{name}={value!r} is not for the torch backend, because {reason}; choose "
                 f'{" or ".join(map(repr, allowed))}, or transformer_impl="transformer_engine" on CUDA'
             )
     check_attention(config)
@@ -175,7 +175,7 @@ def _check_torch_backend(config: "TransformerConfig", given: Mapping[str, Any], 
 
 
 def _check_context_parallelism(config: "TransformerConfig") -> None:
-    """Refuse ways of TransformerEngine to move keys and values that its attention refuses at the first step."""
+    """Refuse settings of moving keys and values that TransformerEngine's attention would refuse at the first step."""
     given = config.cp_comm_type
     kinds = set(given) if isinstance(given, list | tuple) else {given}
     if "a2a+p2p" in kinds:
@@ -195,11 +195,11 @@ def check_attention(config: Any, is_causal: bool = True) -> None:
     """Refuse attention that the torch backend does not have.
 
     Args:
-        config: The transformer's, or any object with its fields.
-        is_causal: Whether queries see only what stands before them.
+        config: The transformer's config, or any object with its fields.
+        is_causal: Whether queries see only earlier keys and their own.
 
     Raises:
-        ValueError: For a softmax with sinks, or a window that looks ahead under causal attention.
+        ValueError: The softmax has sinks, or a window looks ahead under causal attention.
     """
     if config.softmax_type != "vanilla":
         raise ValueError(
@@ -221,13 +221,13 @@ def check_attention(config: Any, is_causal: bool = True) -> None:
 
 
 def check_without_transformer_engine(config: Any) -> None:
-    """Refuse what Megatron's local layers leave to TransformerEngine, where it is not installed.
+    """Refuse options for which Megatron's local layers need TransformerEngine, if it is not installed.
 
     Args:
-        config: The transformer's, or any object with its fields.
+        config: The transformer's config, or any object with its fields.
 
     Raises:
-        ValueError: It recomputes norms, which only TransformerEngine's layers can.
+        ValueError: The config recomputes norms, which only TransformerEngine's layers can do.
     """
     if config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ()):
         raise ValueError(
@@ -237,11 +237,11 @@ def check_without_transformer_engine(config: Any) -> None:
 
 
 def _check_combinations(config: "TransformerConfig") -> None:
-    """Refuse what Megatron accepts and computes wrongly."""
+    """Refuse combinations that Megatron accepts but computes wrongly."""
     _check_values(config)
     etp, ep = config.expert_tensor_parallel_size, config.expert_model_parallel_size
     if config.num_moe_experts and ep == 1 and etp not in (None, config.tensor_model_parallel_size):
-        # Megatron's layers reduce the gradients of experts over other ranks than the rest only where ep > 1.
+        # Megatron reduces the gradients of experts over their own ranks only if ep > 1.
         raise ValueError(
             f"expert_tensor_parallel_size={etp} with tensor_model_parallel_size={config.tensor_model_parallel_size} "
             "needs expert_model_parallel_size > 1: otherwise megatron-core lets the copies of an expert drift apart; "
@@ -249,7 +249,7 @@ def _check_combinations(config: "TransformerConfig") -> None:
         )
     selected = (config.recompute_modules or ()) if config.recompute_granularity == "selective" else ()
     if "mlp" in selected and config.add_bias_linear:
-        # Megatron's checkpoint returns the bias, a parameter, as an output, which makes it a node of its own graph.
+        # Megatron's recomputation returns the bias, a parameter, as an output, which makes it a node of its own graph.
         raise ValueError(
             "recompute_modules with 'mlp' needs add_bias_linear=False: otherwise the backward pass of megatron-core"
             " calls itself without end; set it, or leave 'mlp' out"
@@ -264,7 +264,7 @@ def _check_combinations(config: "TransformerConfig") -> None:
 
 
 def _check_values(config: "TransformerConfig") -> None:
-    """Refuse values that Megatron finds impossible only once it computes with them, and what has never run."""
+    """Refuse values that Megatron rejects only when it computes with them, and options that have never run."""
     if config.moe_token_dispatcher_type == "flex":
         raise ValueError(
             "moe_token_dispatcher_type='flex' (DeepEP, HybridEP) is not available: it has never run here; choose"
@@ -287,14 +287,14 @@ def _check_values(config: "TransformerConfig") -> None:
 
 
 def check_normalization(normalization: LossNormalization, config: Any) -> None:
-    """Refuse a mean that nobody computes.
+    """Refuse a normalization that is unknown or does not work with the layers' own losses.
 
     Args:
-        normalization: Over what the loss is a mean.
-        config: The model's, or any object with its fields.
+        normalization: The unit over which the loss is a mean.
+        config: The model's config, or any object with its fields.
 
     Raises:
-        ValueError: It is unknown, or losses of layers would be weighed by tokens and divided by samples.
+        ValueError: It is unknown, or the layers' losses would be weighted by tokens and divided by samples.
     """
     if normalization not in get_args(LossNormalization):
         raise ValueError(f"loss normalization {normalization!r} is unknown; choose 'tokens' or 'samples'")
@@ -310,25 +310,25 @@ def check_normalization(normalization: LossNormalization, config: Any) -> None:
     }.items():
         if is_there:
             raise ValueError(
-                f"loss normalization 'samples' with {name}={getattr(config, name)}, a loss that Megatron weighs by"
-                " tokens; choose 'tokens', or leave that loss out"
+                f"loss normalization 'samples' with {name}={getattr(config, name)}, a loss that Megatron weights by "
+                "tokens; choose 'tokens', or leave that loss out"
             )
 
 
 def check_average_in_collective(average_in_collective: bool, config: Any) -> None:
-    """Refuse to average gradients over ranks where the loss is a sum over tokens.
+    """Refuse to average gradients over ranks if the loss is a sum over tokens.
 
     Args:
-        average_in_collective: Of ``ddp_config``.
-        config: The model's, or any object with its fields.
+        average_in_collective: The field of ``ddp_config``.
+        config: The model's config, or any object with its fields.
 
     Raises:
-        ValueError: It averages a loss that is a sum over tokens.
+        ValueError: It would average a loss that is a sum over tokens.
 
     Source: ``DistributedDataParallel.__init__`` (megatron-core 0.16.1 and 0.19.2).
     """
     if average_in_collective and config.calculate_per_token_loss:
         raise ValueError(
-            "ddp_config.average_in_collective=True averages over ranks, and calculate_per_token_loss=True of the model"
-            " asks for a sum over tokens; set one of them to False"
+            "ddp_config.average_in_collective=True averages over ranks, but the model's "
+            "calculate_per_token_loss=True needs a sum over tokens; set one of them to False"
         )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between the settings of ``MCoreStrategy``: gradients, schedule, overlaps, ranks of experts; the ``Trainer``'s.
+"""Rules between the settings of ``MCoreStrategy`` (gradients, schedule, overlaps, expert ranks) and of ``Trainer``.
 
-``given`` are arguments of the strategy by name, None or absent where they are left to their default. ``ddp`` are the
-fields of ``ddp_config`` that do not have Megatron's default; all defaults that are read here are off.
+``given`` holds arguments of the strategy by name; None or absent means the default. ``ddp`` holds the fields of
+``ddp_config`` that differ from Megatron's defaults; all defaults that are used here are off.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from lightning_mcore.config.field_homes import DDP_NOT_AVAILABLE, FSDP
 from lightning_mcore.config.layout import ParallelLayout
 
 OF_GRADIENTS = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
-"""What the strategy and ``ddp_config`` both have a name for."""
+"""Settings that both the strategy and ``ddp_config`` have."""
 
 _NEEDS = {
     "num_distributed_optimizer_instances": "use_distributed_optimizer",
@@ -32,7 +32,7 @@ def resolved(given: Mapping[str, Any], ddp: Mapping[str, Any]) -> dict[str, Any]
 
 
 def gradient_faults(given: Mapping[str, Any], ddp: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the settings of gradients, whatever the layout."""
+    """Yield the faults of the gradient settings on any layout."""
     for name in OF_GRADIENTS:
         if given.get(name) is not None and name in ddp and ddp[name] != given[name]:
             yield f"{name}={given[name]} contradicts ddp_config.{name}={ddp[name]}; set it in one place"
@@ -46,7 +46,7 @@ def gradient_faults(given: Mapping[str, Any], ddp: Mapping[str, Any]) -> Iterato
 
 
 def _option_faults(ddp: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is not available of ``ddp_config``, what would do nothing, and what Megatron asserts against."""
+    """Yield fields of ``ddp_config`` that are not available, would do nothing, or that Megatron rejects."""
     for name, value in ddp.items():
         reason = FSDP if "fsdp" in name else DDP_NOT_AVAILABLE.get(name)
         if reason is not None:
@@ -63,10 +63,10 @@ def _option_faults(ddp: Mapping[str, Any], values: Mapping[str, Any]) -> Iterato
 
 
 def world_faults(ddp: Mapping[str, Any], layout: ParallelLayout, world_size: int, device_type: str) -> Iterator[str]:
-    """Yield what the settings of gradients ask of ranks or devices that these do not have.
+    """Yield gradient settings that the ranks or the device do not support.
 
     Args:
-        ddp: The fields of ``ddp_config`` that do not have Megatron's default.
+        ddp: The fields of ``ddp_config`` that differ from Megatron's defaults.
         layout: The strategy's layout; it divides the world.
         world_size: Number of ranks.
         device_type: ``"cuda"`` or ``"cpu"``.
@@ -91,7 +91,7 @@ def world_faults(ddp: Mapping[str, Any], layout: ParallelLayout, world_size: int
 
 
 def schedule_faults(given: Mapping[str, Any], ddp: Mapping[str, Any], layout: ParallelLayout) -> Iterator[str]:
-    """Yield what the strategy is asked to overlap, group or align that its pipeline does not have."""
+    """Yield settings of overlap, grouping and alignment that the pipeline does not support."""
     interleaved = layout.virtual_pipeline_model_parallel_size is not None
     if given.get("overlap_p2p_comm") and not interleaved:
         yield f"overlap_p2p_comm=True {_INTERLEAVED}"
@@ -111,7 +111,7 @@ def schedule_faults(given: Mapping[str, Any], ddp: Mapping[str, Any], layout: Pa
 
 
 def tensor_overlap_faults(enabled: bool, config_path: str | None, layout: ParallelLayout) -> Iterator[str]:
-    """Yield what ``tp_comm_overlap`` and ``tp_comm_overlap_cfg`` lack on a layout."""
+    """Yield the missing requirements of ``tp_comm_overlap`` and ``tp_comm_overlap_cfg``."""
     if config_path is not None and not enabled:
         yield f"tp_comm_overlap_cfg={config_path!r} needs tp_comm_overlap=True; set both"
     if enabled and not layout.sequence_parallel:
@@ -122,13 +122,13 @@ def tensor_overlap_faults(enabled: bool, config_path: str | None, layout: Parall
 
 
 def tensor_overlap_device_faults(enabled: bool, device_type: str) -> Iterator[str]:
-    """Yield that ``tp_comm_overlap`` is asked for on a device of another type than ``"cuda"``."""
+    """Yield a sentence if ``tp_comm_overlap`` is set and the device is not ``"cuda"``."""
     if enabled and device_type != "cuda":
         yield f"tp_comm_overlap=True needs CUDA and TransformerEngine, but this run is on {device_type!r}; leave it out"
 
 
 def expert_faults(layout: ParallelLayout, device_type: str) -> Iterator[str]:
-    """Yield what the device cannot do of sharing experts."""
+    """Yield ways of sharing experts that the device does not support."""
     if device_type == "cpu" and layout.expert_model_parallel_size > 1 and layout.expert_tensor_size > 1:
         yield (
             f"expert_tensor_parallel_size={layout.expert_tensor_size} with expert_model_parallel_size="
@@ -138,7 +138,7 @@ def expert_faults(layout: ParallelLayout, device_type: str) -> Iterator[str]:
 
 
 def fp8_device_faults(recipe: str, device_type: str) -> Iterator[str]:
-    """Yield that FP8 is asked for on a device that does not have it.
+    """Yield a sentence if the device does not have FP8.
 
     Args:
         recipe: The FP8 recipe.
@@ -152,7 +152,7 @@ def fp8_device_faults(recipe: str, device_type: str) -> Iterator[str]:
 
 
 def trainer_faults(trainer: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what ``MCoreStrategy`` refuses of arguments of ``Trainer`` that Lightning accepts."""
+    """Yield arguments of ``Trainer`` that Lightning accepts but ``MCoreStrategy`` does not."""
     accelerator = trainer.get("accelerator", "auto")
     if accelerator not in _ACCELERATORS:
         yield f"trainer.accelerator={accelerator!r} is not available under MCoreStrategy; choose 'gpu' or 'cpu'"
@@ -161,11 +161,11 @@ def trainer_faults(trainer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def precision_faults(asked: str | None, plugin: str) -> Iterator[str]:
-    """Yield that there are two precisions: Lightning takes the strategy's and forgets the trainer's.
+    """Yield a sentence if there are two precisions: Lightning would use the strategy's and ignore the trainer's.
 
     Args:
-        asked: That of ``Trainer(precision=...)``; ``"32-true"`` also stands where nothing was asked for.
-        plugin: That of ``MCoreStrategy(precision_plugin=...)``.
+        asked: The precision of ``Trainer(precision=...)``; ``"32-true"`` is also its default.
+        plugin: The precision of ``MCoreStrategy(precision_plugin=...)``.
     """
     if asked not in (None, "32-true", plugin):
         yield (
