@@ -8,9 +8,14 @@
 * ``MIN_TESTS=n`` makes a run of fewer than n tests a failure (``tests/suite_size.py``).
 """
 
+import gc
 import logging
 import os
 from collections.abc import Generator, Iterator
+
+from tests import economy  # noqa: F401 - before torch, Lightning and megatron-core
+
+# isort: split
 
 import megatron.core
 import pytest
@@ -53,6 +58,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     wanted = os.environ.get("MEGATRON_CORE_VERSION", imported)
     if imported != wanted:
         pytest.exit(f"MEGATRON_CORE_VERSION={wanted}, but {imported} is imported", returncode=1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Look for garbage among what the tests make; the imports left half a million objects."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

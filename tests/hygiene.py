@@ -53,9 +53,8 @@ def changes(before: Mapping[str, dict[str, Any]], after: Mapping[str, dict[str, 
 def _owners() -> Iterator[ModuleType | type]:
     yield from (torch, torch.cuda, torch.cuda.random, torch.distributed, torch.nn.functional)
     yield from (torch.Tensor, torch.nn.Module)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.core") and module is not None:
-            yield module
+    names = [name for name in list(sys.modules) if name.startswith("megatron.core")]
+    yield from (module for name in names if (module := sys.modules[name]) is not None)
 
 
 def _names(owner: ModuleType | type) -> dict[str, Any]:

@@ -113,6 +113,7 @@ def _isolate() -> None:
     """Be an ordinary process: lead a process group of one's own, fork workers as usual, and end with pytest."""
     os.setsid()
     gc.freeze()  # half a million objects of the imports: looking through them would copy the memory they share
+    gc.enable()  # tests/economy.py
     multiprocessing.set_start_method(None, force=True)  # the platform's, not the fork server that started this rank
     if sys.platform == "linux":
         set_parent_death_signal = 1  # the parent is the fork server, which ends with pytest

@@ -47,6 +47,7 @@ import pytest
 from tests.rank_process import STACK_SIGNAL, Report, rank_main
 
 _PRELOAD = [  # nothing that imports pyarrow, which starts a thread
+    "tests.economy",
     "lightning_mcore",  # before megatron-core, which may find TransformerEngine without its CUDA library
     "torch",
     "lightning.pytorch",
