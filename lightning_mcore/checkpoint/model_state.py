@@ -24,6 +24,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 
+from lightning_mcore.checkpoint.extra_state import checked_extra_state
 from lightning_mcore.checkpoint.io import Contents, MCoreCheckpointIO
 from lightning_mcore.checkpoint.manifest import some_of
 from lightning_mcore.checkpoint.optimizer_state import (
@@ -306,7 +307,8 @@ def load_outside_chunks(module: nn.Module, saved: Mapping[str, Any], path: str, 
         if isinstance(value, Tensor) and name in saved and saved[name].shape != value.shape
     ]
     Differences(missing, unexpected, shapes).check(path, strict, STRICT_LOADING)
-    module.load_state_dict(saved, strict=False)
+    with checked_extra_state(saved):
+        module.load_state_dict(saved, strict=False)
 
 
 # ---- loading
@@ -338,7 +340,8 @@ def load(
     loaded = stored.read(wanted)
     for key, chunk in zip(_keys(chunks), chunks.bare, strict=True):
         is_all = len(wanted[key]) == len(model_state[key]) and not getattr(chunk, TRAINED_ONLY, False)
-        chunk.load_state_dict(loaded.get(key, {}), strict=is_all)
+        with checked_extra_state(loaded.get(key, {})):
+            chunk.load_state_dict(loaded.get(key, {}), strict=is_all)
     if not optimizers:
         return
     # Build the state again: loading has replaced the tensors of the first one by the parameters.

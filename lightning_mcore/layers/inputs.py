@@ -114,9 +114,13 @@ class ModelInputs:
         Args:
             config: The config of the model.
             boundaries_on_host: Whether its layers take the boundaries of packed sequences in tensors on the host.
+
+        Raises:
+            ValueError: Megatron's fused rotary embedding of packed rows would ignore a setting.
         """
         arguments: dict[str, Any] = {}
         if self.packed is not None:
+            _check_fused_rotation(config)
             # Multi-token prediction of a plain GPTModel reads boundaries only from cu_seqlens_q, padded or not.
             packed = all_real(self.packed) if config.mtp_num_layers else self.packed
             arguments["packed_seq_params"] = packed if boundaries_on_host else packed.on(self.tokens.device)
@@ -125,6 +129,17 @@ class ModelInputs:
         if self.loss_mask is not None and config.mtp_num_layers:
             arguments["loss_mask"] = self.loss_mask
         return arguments
+
+
+def _check_fused_rotation(config: TransformerConfig) -> None:
+    """Refuse fused rotary embeddings of packed rows where Megatron's kernel would rotate otherwise.
+
+    Source: ``apply_rotary_pos_emb`` (megatron-core 0.16.1 and 0.19.2).
+    """
+    is_yarn = not config.multi_latent_attention and getattr(config, "yarn_rotary_scaling_factor", None) is not None
+    ignored = "rotary_interleaved=True" if config.rotary_interleaved else "YaRN's scale" if is_yarn else None
+    if config.apply_rope_fusion and ignored is not None:
+        raise ValueError(f"apply_rope_fusion=True with packed rows would ignore {ignored}; set apply_rope_fusion=False")
 
 
 def is_packed(batch: Any) -> bool:

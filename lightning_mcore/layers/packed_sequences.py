@@ -73,9 +73,15 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core h
     boundaries: Boundaries | None = None
 
     def on(self, device: torch.device) -> "PackedSequences":
-        """Return the same description with its tensors on ``device``."""
+        """Return the description for TransformerEngine's kernels, with its tensors on ``device``.
+
+        Padding counts as real there: it stands behind the tokens of its sequence, where causal attention does not see
+        it, and the loss leaves it out. All boundaries are one tensor, because TransformerEngine has only its fused
+        attention for padding between sequences, and before 2.18 compares the tensors in each layer.
+        """
         assert self.boundaries is not None
-        return _described(self.boundaries, device)
+        padded = torch.tensor(self.boundaries.offsets, dtype=torch.int32).to(device, non_blocking=True)
+        return _of_tensors(padded, padded, self.boundaries)
 
 
 def keep_numbers(moved: Any, on_host: Any) -> None:
@@ -200,21 +206,23 @@ def _described(boundaries: Boundaries, device: torch.device) -> PackedSequences:
     """Return Megatron's form of the boundaries, with int32 tensors [n + 1] on ``device``."""
     real = list(accumulate(boundaries.lengths, initial=0))
     both = torch.tensor([real, list(boundaries.offsets)], dtype=torch.int32).to(device, non_blocking=True)
+    return _of_tensors(both[0], both[1], boundaries)
+
+
+def _of_tensors(real: Tensor, padded: Tensor, boundaries: Boundaries) -> PackedSequences:
     longest = max(boundaries.padded_lengths, default=0)
     packed = PackedSequences(
         qkv_format="thd",
-        cu_seqlens_q=both[0],
-        cu_seqlens_kv=both[0],
-        cu_seqlens_q_padded=both[1],
-        cu_seqlens_kv_padded=both[1],
+        cu_seqlens_q=real,
+        cu_seqlens_kv=real,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         boundaries=boundaries,
     )
-    if (
-        _HAS_PAD_BETWEEN_SEQS
-    ):  # otherwise TransformerEngine compares the tensors in each layer, and waits for the device
-        packed.pad_between_seqs = boundaries.has_padding
+    if _HAS_PAD_BETWEEN_SEQS:
+        packed.pad_between_seqs = real is not padded and boundaries.has_padding
     return packed
 
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from lightning_mcore.checkpoint.model_state import TRAINED_ONLY
 from lightning_mcore.config.fp8 import check_start
+from lightning_mcore.config.fusions import fusion_defaults
 from lightning_mcore.config.layout import ModelShape
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.positions import PositionEmbedding, check_positions, gpt_arguments, set_yarn
@@ -87,7 +88,8 @@ class MCoreGPT(SpeedLogs):
         make_vocab_size_divisible_by: The embedding has a multiple of this many rows, whatever the layout, so that the
             numbers are the same on all of them. ``tensor_model_parallel_size`` must divide the padded size.
         transformer_impl: The layers to use: ``"local"`` (plain PyTorch), ``"transformer_engine"``, or ``"auto"``, which
-            takes the second if it is installed and the device is a GPU.
+            takes the second if it is installed and the device is a GPU. There, TransformerEngine's layers get the
+            fused kernels of ``config/fusions.py`` unless ``transformer`` sets these fields.
         loss_normalization: ``"tokens"`` for the mean of the loss over tokens; ``"samples"`` for the mean over samples
             (rows, or the sub-sequences of packed rows) of each sample's mean over tokens.
         hf: The Hugging Face model that it was made from; filled in by :meth:`from_pretrained`.
@@ -495,9 +497,15 @@ class MCoreGPT(SpeedLogs):
         owned = self.megatron_fields()
         if self.transformer.get("multi_latent_attention"):  # its attention does the rotation
             owned |= {name: self.hparams[name] for name in ("rotary_base", "rotary_percent")}
-        config = build_transformer_config(self.transformer, owned)
+        config = build_transformer_config({**self._fusions(), **self.transformer}, owned)
         set_yarn(config, self.hparams["yarn"])
         return config
+
+    def _fusions(self) -> dict[str, bool]:
+        device_type = self._device_type()
+        if device_type != "cuda" or resolve_transformer_impl(self.hparams["transformer_impl"], device_type) == "local":
+            return {}
+        return fusion_defaults(self.transformer, self.hparams["position_embedding_type"], self.lora is not None)
 
     def _device_type(self) -> str:
         if self._trainer is not None:

@@ -105,7 +105,10 @@ def make_optimizer(
     parameters = [parameter for group in user.param_groups for parameter in group["params"]]
     megatron = _rebuild(user, chunks, setting) if rebuilt else _wrap(user, setting)
     scaler = setting.scaler.attach(megatron) if setting.scaler is not None else None
-    return MCoreOptimizer(user, megatron, parameters, chunks, rebuilt=rebuilt, inline=setting.inline, scaler=scaler)
+    made = MCoreOptimizer(user, megatron, parameters, chunks, rebuilt=rebuilt, inline=setting.inline, scaler=scaler)
+    if rebuilt:
+        made.follow_user_groups()
+    return made
 
 
 def _config(fields: dict[str, Any], setting: OptimizerSetting) -> OptimizerConfig:

@@ -20,7 +20,7 @@ and skip the step if one is inf or nan; where the parameters are fp32 (a plain m
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -187,7 +187,7 @@ class MCoreOptimizer(Optimizer):
         if not self.rebuilt:
             return self._step_user(closure)
         result = closure() if closure is not None else None
-        self._follow_user_groups()
+        self.follow_user_groups()
         succeeded, self.grad_norm, self.num_zeros_in_grad = self._step_megatron()
         self.step_skipped = not succeeded
         self.user._opt_called = True  # type: ignore[attr-defined]  # what an LR scheduler looks for
@@ -292,11 +292,14 @@ class MCoreOptimizer(Optimizer):
     def _parts(self) -> list[MegatronOptimizer]:
         return [part for part in optimizer_parts(self.megatron) if not part.is_stub_optimizer]
 
-    def _follow_user_groups(self) -> None:
+    def follow_user_groups(self) -> None:
+        """Give Megatron's groups what the user's say now; before a load too: state lies where they say."""
         own = ("params", *_IDENTIFY, *(_OF_IMPLEMENTATION if self.megatron.config.optimizer_cpu_offload else ()))
         for group in self.megatron.param_groups:
             user_group = self.user.param_groups[int(group[GROUP_INDEX]) - 1]
             group.update({k: _plain(v) for k, v in user_group.items() if k not in own and (k in group or k == "lr")})
+            if not self.megatron.config.optimizer_cpu_offload:
+                group.update(fused_kernel(group))
 
     def _step_megatron(self) -> tuple[bool, float | None, float | None]:
         """Clip and step Megatron's optimizer.
@@ -382,6 +385,19 @@ def _class_of(user: type[Optimizer]) -> type[MCoreOptimizer]:
 def _plain(value: Any) -> Any:
     """Return a hyperparameter as Megatron takes it: a torch optimizer may hold its learning rate in a tensor."""
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def fused_kernel(group: Mapping[str, Any]) -> dict[str, bool]:
+    """Return ``{"fused": True}`` for a group of torch's optimizers on a GPU whose user chose no kernel.
+
+    torch's own choice is several passes over memory, with temporary tensors of the size of the group.
+
+    Args:
+        group: With all fields; those of TransformerEngine's optimizers have no ``fused``.
+    """
+    chosen = [name for name in _OF_IMPLEMENTATION[1:] if group.get(name)]
+    unset = "fused" in group and group["fused"] is None and group.get("foreach") is None and not chosen
+    return {"fused": True} if unset and group["params"] and all(p.is_cuda for p in group["params"]) else {}
 
 
 def _clamp_grads(part: MegatronOptimizer, value: float) -> None:

@@ -30,6 +30,7 @@ from lightning_mcore.arguments.build import make_strategy
 from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.field_homes import REQUIRED, check_owned_by_precision, ddp_fields_of
 from lightning_mcore.config.fp8 import FP8Settings, check_layers, check_microbatch, check_model, check_start
+from lightning_mcore.config.fusions import fusion_defaults
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.positions import check_positions
 from lightning_mcore.config.rules import strategy as strategy_rules
@@ -478,13 +479,15 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None, a
     rules = PlannedStrategy(book, settings.strategy, settings.precision, device_type)
     rules.check(devices)
     model = book.attempt(lambda: arguments_of_gpt(book, settings.model)) or {}
-    fields = check_gpt(book, model) if model else None
+    used = backend or _backend(model, device_type)
+    fused = _fusions(model, used, device_type)
+    built = {**model, "transformer": {**fused, **model["transformer"]}} if fused else model
+    fields = check_gpt(book, built) if model else None
     if "path" in settings.model and rules.fp8 is not None:
         fp8_param, path = rules.fp8.fp8_param, settings.model["path"]
         book.attempt(lambda: check_start(fp8_param, f"the weights of {path}"))
     if ask_others and fields is not None and may_never_end(trainer):
         _check_end(book, model)
-    used = backend or _backend(model, device_type)
     if fields is not None:
         check_gpt_on_layout(book, fields, rules)
         if ask_others:
@@ -497,6 +500,8 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None, a
         assumptions.append(
             "layers of TransformerEngine, as transformer_impl='auto' chooses on GPUs (or use --backend local)"
         )
+    if fused:
+        assumptions.append(f"fused, unless model.transformer sets these fields: {', '.join(fused)}")
     return CheckedRun(tuple(book.errors), tuple(assumptions), rules, model, fields, batch, used, device_type, stands)
 
 
@@ -530,6 +535,14 @@ def _check_end(book: RuleBook, model: Mapping[str, Any]) -> None:
     except (TypeError, ValueError):
         return  # already refused
     book.attempt(lambda: recipe.check_end(None))
+
+
+def _fusions(model: Mapping[str, Any], backend: str, device_type: str) -> dict[str, bool]:
+    transformer = model.get("transformer")
+    if backend != "transformer_engine" or device_type != "cuda" or not isinstance(transformer, Mapping):
+        return {}
+    settings = settings_of_gpt(model)
+    return fusion_defaults(transformer, settings["position_embedding_type"], settings["lora"] is not None)
 
 
 def _backend(model: Mapping[str, Any], device_type: str) -> str:

@@ -33,6 +33,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.checkpoint import manifest as checkpoint_manifest
 from lightning_mcore.checkpoint import model_state as sharded_state
+from lightning_mcore.checkpoint.extra_state import checked_extra_state
 from lightning_mcore.checkpoint.io import CONTENT_METADATA, MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
 from lightning_mcore.checkpoint.model_state import StoredState
 from lightning_mcore.checkpoint.optimizer_state import load_whole_state
@@ -283,7 +284,8 @@ class Checkpoints:
         """Load the weights of a one-file checkpoint, or the state beside the shards of a split model."""
         module, saved = self._module, checkpoint["state_dict"]
         if self._pending is None:
-            module.load_state_dict(saved, strict=strict)
+            with checked_extra_state(saved):
+                module.load_state_dict(saved, strict=strict)
             return
         sharded_state.load_outside_chunks(module, saved, self._pending.path, strict)
         if self._strategy.is_set_up:  # during a run, such as after a search for a learning rate

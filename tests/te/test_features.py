@@ -4,11 +4,16 @@
 from dataclasses import replace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
 from megatron.core.distributed import DistributedDataParallelConfig
+from torch.utils.data import DataLoader
 
+from lightning_mcore.checkpoint.extra_state import checked_extra_state
+from lightning_mcore.config.fusions import fusion_defaults
 from tests.ranks import run_ranks
-from tests.te.runs import Run, train
+from tests.te.runs import TRANSFORMER, Counting, Run, make_model, make_trainer, train
 
 pytestmark = pytest.mark.distributed
 
@@ -57,6 +62,25 @@ def test_packed_rows_compute_the_same_in_bf16(size: int) -> None:
     local_losses, local_norms = numbers(replace(run, impl="local"), size)
     assert losses == pytest.approx(local_losses, rel=2e-3)
     assert norms == pytest.approx(local_norms, rel=1e-2)
+
+
+@pytest.mark.parametrize("backend", ["unfused", "fused"])
+def test_packed_rows_with_padding_have_every_kind_of_attention(backend: str) -> None:
+    run = Run(precision="bf16-mixed", packed=True, steps=1, transformer={"attention_backend": backend})
+    local_losses, _ = numbers(replace(run, impl="local", transformer={}), 1)
+    assert numbers(run, 1)[0] == pytest.approx(local_losses, rel=2e-3)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_fusions_of_a_gpu_compute_the_same(packed: bool) -> None:
+    experts = EXPERTS | {"moe_grouped_gemm": True}  # which draws its first weights in another order
+    run = Run(precision="bf16-mixed" if packed else "32-true", transformer=experts, packed=packed)
+    fused = fusion_defaults(TRANSFORMER | experts)
+    assert len(fused) == 4
+    losses, norms = numbers(replace(run, transformer=experts | fused), 1)
+    plain_losses, plain_norms = numbers(run, 1)
+    assert losses == pytest.approx(plain_losses, rel=2e-3 if packed else 1e-5)
+    assert norms == pytest.approx(plain_norms, rel=1e-2 if packed else 1e-4, nan_ok=True)
 
 
 TRAINS = {
@@ -110,3 +134,33 @@ def test_fp8_weights_are_gathered(recipe: str, ranks: int) -> None:
     losses, _ = numbers(replace(run, fp8=run.fp8 | more), ranks)
     plain, _ = numbers(run, ranks)
     assert losses == pytest.approx(plain, rel=0.01 if recipe == "delayed" else 1e-3)
+
+
+def saved_extra_state(recipe: str) -> tuple[int, list[bool]]:
+    """Return how many layers have an extra state after a step, and whether each is the same after it was loaded."""
+    model = make_model(Run())
+    run = Run(precision="bf16-mixed", fp8={"fp8_recipe": recipe}, steps=1)
+    loader = DataLoader(Counting(), batch_size=4)
+    trainer = make_trainer(run, 1)
+    same = []
+
+    class Reload(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *rest: Any) -> None:
+            chunk = trainer.strategy.chunks.bare[0]
+            state = {name: value for name, value in chunk.state_dict().items() if name.endswith("_extra_state")}
+            state = {name: value for name, value in state.items() if value is not None and value.numel()}
+            with checked_extra_state(state):
+                chunk.load_state_dict(state, strict=False)
+            again = chunk.state_dict()
+            same.extend(torch.equal(again[name], value) for name, value in state.items())
+
+    trainer.callbacks.append(Reload())  # type: ignore[attr-defined]
+    trainer.fit(model, loader)
+    return len(same), same
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_the_extra_state_of_a_recipe_passes_the_check_for_code(recipe: str) -> None:
+    count, same = run_ranks(1, saved_extra_state, recipe, timeout=60)[0]
+    assert count >= 8
+    assert all(same)

@@ -68,6 +68,18 @@ def test_transformer_engine_is_told_whether_there_is_padding(all_real_tokens: bo
     assert getattr(packed, "pad_between_seqs", None) == (None if not known else not all_real_tokens)
 
 
+def test_transformer_engine_gets_one_tensor_of_boundaries() -> None:
+    """With two, it has fused attention alone for rows with padding, and up to 2.17 waits for the GPU in each layer."""
+    packed = packed_sequences(REAL, PADDED, ROW)
+    moved = packed.on(torch.device("cpu"))
+
+    assert moved.cu_seqlens_q.tolist() == packed.cu_seqlens_q_padded.tolist()
+    for name in ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
+        assert getattr(moved, name) is moved.cu_seqlens_q
+    assert not getattr(moved, "pad_between_seqs", None)
+    assert moved.boundaries == packed.boundaries
+
+
 def test_fields_that_megatron_does_not_know_stay_with_us() -> None:
     ours = {field.name for field in dataclasses.fields(PackedSequences)}
     theirs = {field.name for field in dataclasses.fields(PackedSeqParams)}
