@@ -24,10 +24,10 @@ from torch import Tensor
 _NAME = "_extra_state"
 _ALLOWS_ALL = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 _RECIPES = "transformer_engine.common.recipe"
-_OF_TORCH = {
+_KNOWN = {
     ("torch._utils", "_rebuild_tensor_v2"),
-    ("torch._utils", "_rebuild_tensor"),
     ("collections", "OrderedDict"),
+    ("megatron.core.extensions.transformer_engine", "TEDelayedScaling"),
 }
 
 
@@ -38,7 +38,7 @@ class _Reader(pickle.Unpickler):
         """Return what a pickle names, or refuse it."""
         if (module, name) == ("torch.storage", "_load_from_bytes"):  # which would read any pickle
             return lambda content: torch.load(io.BytesIO(content), weights_only=True)
-        if (module, name) in _OF_TENSORS:
+        if (module, name) in _KNOWN:
             return super().find_class(module, name)
         if module == _RECIPES and name.isidentifier():
             found = getattr(importlib.import_module(module), name, None)
