@@ -36,6 +36,14 @@ def _import_parser() -> CommandParser:
     parser.add_argument(
         "--dtype", choices=_DTYPES, default="auto", help="dtype of the weights in the checkpoint (default: the model's)"
     )
+    parser.add_argument(
+        "--adapter",
+        dest="adapters",
+        action="append",
+        default=[],
+        metavar="PEFT",
+        help="make CKPT from this PEFT adapter of HF; given again, the earlier ones are merged into HF first",
+    )
     return parser
 
 
@@ -55,7 +63,11 @@ def _export_parser() -> CommandParser:
         "--dtype", choices=_DTYPES, default="auto", help="dtype of the weights (default: the checkpoint's)"
     )
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="size of a file (default: 5GB)")
-    parser.add_argument("--adapter", action="store_true", help="write the LoRA adapters alone, as a PEFT folder")
+    lora = parser.add_mutually_exclusive_group()
+    lora.add_argument("--adapter", action="store_true", help="write the LoRA adapters alone, as a PEFT folder")
+    lora.add_argument(
+        "--merge", action="store_true", help="write the model with its LoRA adapters merged into it (default)"
+    )
     parser.add_argument(
         "--experts",
         choices=["stacked", "each"],

@@ -61,6 +61,7 @@ def export_checkpoint(
     dtype: str = "auto",
     max_shard_size: str | int = MAX_SHARD_SIZE,
     adapter: bool = False,
+    merge: bool = False,
     experts: str = "stacked",
 ) -> None:
     """Write the weights of a sharded checkpoint as a Hugging Face model, in one process without a GPU.
@@ -80,6 +81,7 @@ def export_checkpoint(
         dtype: ``"bfloat16"``, ``"float16"``, ``"float32"``, or ``"auto"`` for the type in the checkpoint.
         max_shard_size: Size of a file in bytes, or as text, such as ``"5GB"``.
         adapter: Write the LoRA adapters alone, as a PEFT folder.
+        merge: Refuse a checkpoint without LoRA adapters; those of one that has them are merged anyway.
         experts: With ``adapter``, the layout of routed experts: ``"stacked"``, a tensor for all experts of a layer, as
             PEFT with transformers 5 and vLLM from 0.23 read; ``"each"``, a pair for each projection of each expert.
 
@@ -99,8 +101,9 @@ def export_checkpoint(
         layout = experts if adapter else None
         _export_adapted(path, out, layout, like=like, family=family, dtype=dtype, max_shard_size=max_shard_size)
         return
-    if adapter:
-        raise ValueError(f"{path} has no LoRA adapters; leave --adapter (adapter=True) out")
+    for option, given in (("adapter", adapter), ("merge", merge)):
+        if given:
+            raise ValueError(f"{path} has no LoRA adapters; leave --{option} ({option}=True) out")
     description = describe(path, settings, stored.shapes, like, family)
     plan = _plan(description, family, stored.shapes, stored.places, *options)
     warn_of_what_is_lost(description, settings, like)

@@ -28,6 +28,7 @@ from lightning_mcore.checkpoint.save import MANIFEST, SHARDED_STATE, CheckpointS
 from lightning_mcore.checkpoint.save_plan import Piece, ShardPlan, ShardPlanner
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.hf.export_plan import parse_dtype
+from lightning_mcore.hf.peft_folder import adapter_dtype
 from lightning_mcore.hf.pretrained import check_downloads, pieces_of_module, running_fields
 from lightning_mcore.hf.safetensors import SafetensorsFolder
 from lightning_mcore.hf.source import HFSource, refuse_megatron_checkpoint, settings_of_source
@@ -44,14 +45,21 @@ PRECISIONS = {torch.bfloat16: "bf16-true", torch.float16: "16-true", torch.float
 _SILENT_SECONDS = 2.0  # an import that takes no longer shows no progress
 
 
-def import_checkpoint(path: str, out: str, *, family: str | None = None, dtype: Dtype = "auto") -> None:
-    """Make a sharded checkpoint of a Hugging Face model.
+def import_checkpoint(
+    path: str, out: str, *, family: str | None = None, dtype: Dtype = "auto", adapters: Sequence[str] = ()
+) -> None:
+    """Make a sharded checkpoint of a Hugging Face model, or of a PEFT adapter of it.
+
+    The checkpoint of an adapter holds the adapter alone, and remembers its base, which is then whole in memory.
 
     Args:
         path: Folder of the model, with safetensors files, or its name on the Hugging Face hub.
         out: The checkpoint, a directory that does not exist yet or is empty.
         family: Name or path of its family; None for the one in its config.
-        dtype: Type of the weights in the checkpoint; ``"auto"`` is the type of most of the model's weights.
+        dtype: Type of the weights in the checkpoint; ``"auto"`` is the type of most of the model's weights, or of the
+            adapter's.
+        adapters: Folders of PEFT adapters, or their names on the hub. The checkpoint is of the last one; those before
+            it are merged into the base, one after the other.
 
     Raises:
         FileNotFoundError: There is no such model, or a file of it is missing.
@@ -67,6 +75,9 @@ def import_checkpoint(path: str, out: str, *, family: str | None = None, dtype: 
     if checkpoint_files.is_checkpoint_directory(path):
         raise ValueError(f"{path} is already a checkpoint; give the folder of a Hugging Face model")
     refuse_megatron_checkpoint(path)
+    if adapters:
+        _import_adapter(path, out, adapters, family, given)
+        return
     source = HFSource.open(path, family)
     folder = source.open_tensors()
     settings = settings_of_source(source, folder.shapes, path, family)
@@ -77,7 +88,21 @@ def import_checkpoint(path: str, out: str, *, family: str | None = None, dtype: 
         fields, shapes = running_fields(source, module), pieces_of_module(module).shapes
         weights = HFWeights(folder, source.family, fields, shapes, source.fields.get("mtp_num_layers") or 0)
         check_downloads(source.folder, {folder.file_of(name) for name in folder.shapes})
-        _write(module, weights, out, kept)
+        _write(module, _ReadingPlanner(weights), out, kept)
+
+
+def _import_adapter(
+    path: str, out: str, adapters: Sequence[str], family: str | None, dtype: torch.dtype | None
+) -> None:
+    *merged, last = adapters
+    module = MCoreGPT.from_pretrained(path, family=family, lora=last, adapters=merged)
+    module.check_settings()
+    with single_process():
+        module.configure_model()
+        kept = dtype or adapter_dtype(last)
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(kept) if parameter.requires_grad else parameter.data
+        _write(module, ShardPlanner(), out, kept)
 
 
 def _type_of_most(folder: SafetensorsFolder) -> torch.dtype:
@@ -105,7 +130,7 @@ def _build_without_memory(module: MCoreGPT, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)  # what Megatron keeps in fp32, such as a router's bias, is a buffer
 
 
-def _write(module: MCoreGPT, weights: HFWeights, out: str, dtype: torch.dtype) -> None:
+def _write(module: MCoreGPT, planner: ShardPlanner, out: str, dtype: torch.dtype) -> None:
     chunks = built_chunks(module)
     chunks.config.params_dtype = dtype  # for the manifest
     state = model_state.collect(chunks, [])
@@ -118,7 +143,7 @@ def _write(module: MCoreGPT, weights: HFWeights, out: str, dtype: torch.dtype) -
         config=chunks.config,
         optimizers=[],
     )
-    checkpoint = {
+    checkpoint: dict[str, Any] = {
         "epoch": 0,
         "global_step": 0,
         "pytorch-lightning_version": lightning.__version__,
@@ -128,13 +153,14 @@ def _write(module: MCoreGPT, weights: HFWeights, out: str, dtype: torch.dtype) -
         SHARDED_STATE: state.tensors,
         MANIFEST: {**manifest, "parameters": state.num_parameters},
     }
-    planner = _ReadingPlanner(weights)
+    module.on_save_checkpoint(checkpoint)
     try:
         save = CheckpointSave.start(os.path.abspath(out), checkpoint, process_group("dp_cp"), planner)
         while not save.advance():
             pass
     except BaseException:
-        planner.stop()
+        if isinstance(planner, _ReadingPlanner):
+            planner.stop()
         raise
 
 

@@ -21,7 +21,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.checkpoint.manifest import saving, some_of
+from lightning_mcore.checkpoint.weights import load_weights
 from lightning_mcore.config.lora import ALL_LINEAR, LoRA
 from lightning_mcore.hf.adapters import merge_adapters, projection_names
 from lightning_mcore.hf.export import new_folder, require_free
@@ -63,6 +65,7 @@ _VARIANTS = {
     "velora_config": "VeLoRA",
 }
 _OF_PLAIN_BASES = (None, True, False, "gaussian", "eva", "orthogonal")  # values of init_lora_weights
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 _LAYERS: tuple[Any, ...] = (None, [], "layers", ["layers"])
 _INDIFFERENT = frozenset(_WITHOUT_EFFECT.split())
 _ONLY: Mapping[str, Any] = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False}
@@ -140,18 +143,33 @@ def _keys(folder: str) -> list[str]:
         return list(file.keys())
 
 
+def adapter_dtype(path: str) -> torch.dtype:
+    """Return the type of the first tensor of a PEFT adapter; fp32 for one that models are not trained in.
+
+    Args:
+        path: Its folder, or its name on the Hugging Face hub.
+    """
+    folder = _folder_with_weights(path)
+    with _opened(os.path.join(folder, WEIGHTS_FILE)) as file:
+        return _DTYPES.get(file.get_slice(min(file.keys())).get_dtype(), torch.float32)
+
+
 def load_adapter(module: pl.LightningModule, path: str, lora: LoRA) -> None:
     """Fill the adapters of a model from a PEFT folder; collective over the world.
 
     Args:
         module: A module whose adapters are on its model.
-        path: The folder, or a name on the Hugging Face hub.
+        path: The folder, a name on the Hugging Face hub, or a checkpoint of adapters.
         lora: The settings of the adapters.
 
     Raises:
         FileNotFoundError: There is no such adapter.
         ValueError: It does not fit this model: a tensor is missing, unknown, or of another shape.
     """
+    if is_own_checkpoint(path):
+        module.on_load_checkpoint(on_all(lambda: MCoreCheckpointIO().load_checkpoint(path)))  # compares the bases
+        load_weights(module, path)
+        return
     folder = on_all(lambda: _folder_with_weights(path))
     pieces = list(adapter_pieces(module, lora))
     shapes = _shapes(pieces)
@@ -193,7 +211,7 @@ def check_folders(base: str, paths: Sequence[str], family: str | None = None) ->
     source = HFSource.open(base, family)
     settings = complete_fields(source.fields)
     names, shapes = projection_names(source.family, settings), source.open_tensors().shapes
-    for path in paths:
+    for path in (path for path in paths if not is_own_checkpoint(path)):
         lora = read_lora(path)
         lora.check_targets(names, patterns=False)
         wanted = expected_shapes(lora, names, shapes, int(settings.get("num_moe_experts") or 0))

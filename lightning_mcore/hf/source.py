@@ -242,7 +242,7 @@ def pretrained_settings(
 
     Returns:
         ``vocab_size``, ``seq_length``, ``transformer`` and the settings of positions; ``hf`` says where they come from,
-        as plain data.
+        as plain data. ``lora`` is among them for a checkpoint of adapters.
 
     Raises:
         FileNotFoundError: There is no such model, or one of its files is missing.
@@ -411,4 +411,5 @@ def _settings_of_checkpoint(path: str, family: str | None, chosen: Collection[st
         find_family(family)  # imported now, because the user names it, for an export of this run
     recorded = {name: value for name, value in saved["transformer"].items() if name not in chosen}
     refuse_recorded_code(path, recorded)
-    return {name: saved[name] for name in (*_KEPT, "transformer", "hf") if name in saved}
+    kept = (*_KEPT, "transformer", "hf", *(("lora",) if saved.get("lora") else ()))
+    return {name: saved[name] for name in kept if name in saved}

@@ -167,7 +167,7 @@ class MCoreGPT(SpeedLogs):
 
         Args:
             path: Folder of the model, in safetensors, its name on the Hugging Face hub, or a checkpoint from
-                ``lightning-mcore import`` or from a run of this class.
+                ``lightning-mcore import`` or from a run of this class. One of adapters goes on with them.
             seq_length: Tokens of a sequence; None for the longest that the model supports.
             transformer: Fields of ``TransformerConfig`` that replace those from the model's config.
             recipe: Optimizer and learning rate, as in the constructor.
@@ -186,8 +186,13 @@ class MCoreGPT(SpeedLogs):
         """
         from lightning_mcore.hf.pretrained import absolute, pretrained_settings
 
-        own: dict[str, Any] = {}  # a subclass without adapters need not take the argument
+        own = pretrained_settings(path, family, seq_length, transformer)
         merged = [absolute(adapter) for adapter in adapters or []]
+        stored = own.get("lora") is not None  # a checkpoint of adapters, which knows its base
+        if stored and (lora is not None or merged):
+            raise ValueError(
+                f"{path} is a checkpoint of LoRA adapters and goes on with them; leave lora and adapters out"
+            )
         if lora is not None:
             from lightning_mcore.hf.peft_folder import read_lora
 
@@ -195,16 +200,18 @@ class MCoreGPT(SpeedLogs):
             base = absolute(path)
             own["lora"] = replace(settings, base_model_name_or_path=base, merged_adapters=merged or None)
         module = cls(
-            **pretrained_settings(path, family, seq_length, transformer),
             **own,
             recipe=recipe,
             make_vocab_size_divisible_by=make_vocab_size_divisible_by,
             transformer_impl=transformer_impl,
             loss_normalization=loss_normalization,
         )
+        module._given_family = family
+        if stored:
+            module._adapter = absolute(path)
+            return module
         module._starts_from = absolute(path)  # the working folder may change
         module._merged = merged
-        module._given_family = family
         module._adapter = absolute(lora) if isinstance(lora, str) else None
         return module
 

@@ -3,6 +3,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,11 @@ from tests.parity.test_lora import reference
 from tests.ranks import RanksFailedError, run_ranks
 from tests.toy import make_trainer
 
-pytestmark = pytest.mark.distributed
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT asks
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not:RuntimeWarning"),
+]
 
 LENGTH, GLOBAL_BATCH, STEPS = 32, 4, 10
 LOSS = 1e-5  # of the losses of ten steps; measured: 1e-6
@@ -222,7 +228,6 @@ def test_a_folder_of_peft_comes_back(layout: Layout, family: str, lora: dict[str
     [(Layout(tp=2, sp=True), SETTINGS), (Layout(tp=2, pp=2), {**SETTINGS, "use_dora": True, "use_rslora": True})],
     ids=lambda value: getattr(value, "id", "lora"),
 )
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_an_export_is_what_peft_merges(layout: Layout, lora: dict[str, Any], tmp_path: Path) -> None:
     """To the last bit with LoRA; the lengths of DoRA are computed in other ways."""
     from peft import PeftModel
@@ -256,8 +261,6 @@ def test_an_export_is_what_peft_merges(layout: Layout, lora: dict[str, Any], tmp
     ],
     ids=lambda layout: layout.id,
 )
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not:RuntimeWarning")  # they are parameters
 def test_both_layouts_of_experts_come_back(layout: Layout, tmp_path: Path) -> None:
     """From PEFT's stacked tensors to those of each expert and back, bit for bit; PEFT computes the same."""
     source, stacked, each = reference("stacked experts"), str(tmp_path / "stacked"), str(tmp_path / "each")
@@ -277,8 +280,6 @@ def test_both_layouts_of_experts_come_back(layout: Layout, tmp_path: Path) -> No
     assert (logits_of_peft("deepseek_v3", stacked) - source.logits).abs().max() <= 1e-5
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not:RuntimeWarning")
 def test_experts_with_an_a_each_fit_both_layouts(tmp_path: Path) -> None:
     """PEFT computes with either what transformers computes with the merged weights."""
     from transformers import AutoModelForCausalLM
@@ -295,7 +296,6 @@ def test_experts_with_an_a_each_fit_both_layouts(tmp_path: Path) -> None:
         assert (logits_of_peft("qwen3_moe", path) - logits).abs().max() <= 1e-5
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_several_adapters_are_merged_one_after_the_other(tmp_path: Path) -> None:
     """As PEFT does it; a third one is trained on top, and its checkpoint knows what was merged."""
     from peft import PeftModel
@@ -316,6 +316,39 @@ def test_several_adapters_are_merged_one_after_the_other(tmp_path: Path) -> None
             torch.testing.assert_close(found[name], wanted, rtol=0, atol=1e-6)  # lengths are computed in other ways
     with pytest.raises(RanksFailedError, match="were trained on another base than"):
         run_ranks(1, train, folder("llama"), Layout(), SETTINGS, start=f"{saved}/step=2.ckpt")
+
+
+def test_an_imported_adapter_is_a_checkpoint_of_any_layout(tmp_path: Path) -> None:
+    """Loaded on ranks it is PEFT's own again; so is what the command writes."""
+    source, imported, layout = (
+        reference("stacked experts").folder,
+        str(tmp_path / "in.ckpt"),
+        Layout(moe=True, dp=2, ep=2),
+    )
+    files = [str(tmp_path / name) for name in ("on ranks", "by command")]
+    console("import", folder("deepseek_v3"), imported, "--adapter", source)
+    console("export", imported, files[1], "--adapter")
+    run_ranks(2, copy_imported, imported, files[0], layout)
+    wanted = load_file(f"{source}/adapter_model.safetensors")
+    for path in files:
+        found = load_file(f"{path}/adapter_model.safetensors")
+        assert wanted.keys() == found.keys()
+        assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+    with pytest.raises(ValueError, match=r"is a checkpoint of LoRA adapters and goes on with them; leave lora and ad"):
+        MCoreGPT.from_pretrained(imported, lora=source)
+
+
+def console(*arguments: str) -> None:
+    """Run a command in a process of its own."""
+    subprocess.run([sys.executable, "-m", "lightning_mcore.cli", *arguments], check=True, capture_output=True)
+
+
+def copy_imported(checkpoint: str, target: str, layout: Layout) -> None:
+    """Load the checkpoint of an adapter on a layout, and write it as a folder."""
+    module = MCoreGPT.from_pretrained(checkpoint, seq_length=LENGTH)
+    trainer = make_trainer(MCoreStrategy(**layout.strategy_arguments, micro_batch_size=1), limit_val_batches=1)
+    trainer.validate(module, DataLoader(Rows(), batch_size=1), verbose=False)
+    save_adapter(module, target)
 
 
 def logits_of_peft(family: str, adapter: str) -> Tensor:
