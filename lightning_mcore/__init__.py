@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lightning_mcore.data.packing.rows import collate_padded, collate_rows, pack
     from lightning_mcore.data.pretraining.datamodule import MCorePretrainingData
     from lightning_mcore.hf.callback import SaveHFModel
+    from lightning_mcore.layers.lora import adapters_off, add_lora
     from lightning_mcore.layers.metrics import (
         PackingEfficiency,
         PaddingShare,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     )
     from lightning_mcore.layers.session import single_process
     from lightning_mcore.models.gpt import MCoreGPT
-    from lightning_mcore.models.recipe import Recipe
+    from lightning_mcore.models.recipe import Recipe, loraplus_groups
     from lightning_mcore.optimizer.muon import MuonWithAdamW
     from lightning_mcore.strategy.fp8_monitor import FP8Monitor
     from lightning_mcore.strategy.module import MCoreModule
@@ -79,9 +80,12 @@ __all__ = [
     "TokenSample",
     "TokensSeen",
     "__version__",
+    "adapters_off",
+    "add_lora",
     "build_from_checkpoint",
     "collate_padded",
     "collate_rows",
+    "loraplus_groups",
     "pack",
     "single_process",
 ]
@@ -112,9 +116,12 @@ _HOMES = {
     "TokenPerplexity": "layers.metrics",
     "TokenSample": "data.packing.best_fit",
     "TokensSeen": "layers.metrics",
+    "adapters_off": "layers.lora",
+    "add_lora": "layers.lora",
     "build_from_checkpoint": "checkpoint.weights",
     "collate_padded": "data.packing.rows",
     "collate_rows": "data.packing.rows",
+    "loraplus_groups": "models.recipe",
     "pack": "data.packing.rows",
     "single_process": "layers.session",
 }
@@ -123,7 +130,7 @@ _HOMES = {
 _PACKAGES = ("data", "hf")  # ``lightning_mcore.hf.Family`` needs no import of its own
 
 _WITH_MEGATRON = ("checkpoint", "hf", "layers", "models", "optimizer", "strategy")  # rooms that import megatron-core
-_LIGHT = ("Recipe",)  # does not, though it is in such a room
+_LIGHT = ("Recipe", "loraplus_groups")  # do not, though they are in such a room
 
 
 def _build_strategy() -> Any:

@@ -18,7 +18,7 @@ ALL_LINEAR = "all-linear"
 EXPERTS = ".experts."  # part of the name of each projection of a routed expert
 _NAMES = ("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_OUTSIDE_OF_ALL = ("lm_head", "embed_tokens", "gate")  # the router is a "gate"
+_OUTSIDE_OF_ALL = ("lm_head", "embed_tokens", "gate", "output_layer")  # the router is a "gate"
 _EXPERT = re.compile(r"(.*\.)?\w+\.experts\.\d+\.(\w+)")
 TRIPLES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Names of the projections of an expert: gate, up and down."""

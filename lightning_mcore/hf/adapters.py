@@ -15,8 +15,6 @@ import lightning.pytorch as pl
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.extensions import transformer_engine as te
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
 from lightning_mcore.checkpoint.model_state import TRAINED_ONLY, sharded_chunk
@@ -26,15 +24,12 @@ from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.pretrained import pieces_of_module
 from lightning_mcore.hf.weight_map import WeightMap, whole_name, whole_names
 from lightning_mcore.hf.weight_rules import Block, Experts, Shape
-from lightning_mcore.layers.lora import ADAPTERS, Projection, Rows, adapt, merge, share_a
+from lightning_mcore.layers.lora import ADAPTERS, LINEAR, Projection, Rows, adapt, freeze, merge, share_a
 from lightning_mcore.parallel.chunks import ModelChunks
 from lightning_mcore.parallel.consensus import gather
 
 _COMPARED = 8  # values of each tensor
 _OTHERS = ("embedding.", "output_layer.")  # weights that are not of linear layers inside the transformer
-_LINEAR: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear)
-if te.HAVE_TE:
-    _LINEAR += (te.TELinear, te.TELayerNormColumnParallelLinear)
 
 
 @dataclass(frozen=True)
@@ -77,17 +72,14 @@ def add_adapters(chunks: ModelChunks, family: Family, fields: Mapping[str, Any],
     """
     for chunk in chunks.bare:
         setattr(chunk, TRAINED_ONLY, lora.base_model_name_or_path is not None)
-        embedding = getattr(chunk, "embedding", None)
-        if embedding is not None:
-            embedding.register_forward_hook(_require_grad)
+        freeze(chunk)
     _put_on(chunks, family, fields, lora)
 
 
 def _put_on(chunks: ModelChunks, family: Family, fields: Mapping[str, Any], lora: LoRA) -> None:
     for index, chunk in enumerate(chunks.bare):
         found = list(_weights(chunks, index, family, fields))
-        for parameter in chunk.parameters():
-            parameter.requires_grad_(False)
+        chunk.requires_grad_(False)
         for weight in found:
             _train(weight, lora)
 
@@ -132,11 +124,6 @@ def fingerprint(module: pl.LightningModule) -> str:
     return hashlib.sha256(repr(whole).encode()).hexdigest()
 
 
-def _require_grad(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """Let gradients flow to the first layer: recomputation drops those of a block whose input needs none."""
-    return output if output.requires_grad or not module.training else output.requires_grad_()
-
-
 def _train(weight: _Weight, lora: LoRA) -> None:
     saved = [name for name in weight.modules if lora.saves(name)]
     if saved:
@@ -153,7 +140,7 @@ def _train(weight: _Weight, lora: LoRA) -> None:
     adapted = [name for name in weight.modules if lora.adapts(name)]
     if not adapted:
         return
-    if not isinstance(weight.module, _LINEAR):
+    if not isinstance(weight.module, LINEAR):
         if lora.target_modules == ALL_LINEAR:
             return
         raise ValueError(

@@ -36,8 +36,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.extensions import transformer_engine as te
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -50,8 +55,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_mcore.config.lora import LoRA
+from lightning_mcore.parallel.consensus import gather
 
 ADAPTERS = "lora"  # name of the child of a layer that holds its adapters
+
+LINEAR: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear)
+if te.HAVE_TE:
+    LINEAR += (te.TELinear, te.TELayerNormColumnParallelLinear)
 
 
 @dataclass(frozen=True)
@@ -395,6 +405,86 @@ def adapt(layer: Any, projections: Sequence[Projection], lora: LoRA, split: int 
         adapters.start_magnitudes(layer.weight)
 
 
+def add_lora(model: nn.Module, lora: LoRA) -> None:
+    """Freeze the model of your own module, and put adapters on its linear layers; collective over the world.
+
+    Call it at the end of ``configure_model``, on what ``pipeline()`` returned, with the weights in it. Names of targets
+    are those of Megatron's layers, such as ``"linear_qkv"``; each layer has one adapter. Called again, it does nothing.
+
+    Args:
+        model: The model.
+        lora: The settings.
+
+    Raises:
+        ValueError: A target matches nothing, or something is asked for that these adapters cannot do.
+    """
+    if any(isinstance(child, Adapters) for child in model.modules()):
+        return
+    chunks: Any = getattr(model, "chunks", [model])
+    named = [(_global_name(chunk, path), child) for chunk in chunks for path, child in chunk.named_modules()]
+    known = {name for name, child in named if next(child.parameters(recurse=False), None) is not None}
+    lora.check_targets(sorted(set().union(*gather(known))))
+    for chunk in chunks:
+        freeze(chunk)
+    for name, child in named:
+        if lora.saves(name):
+            child.requires_grad_(True)
+        elif isinstance(child, LINEAR) and lora.adapts(name):
+            if getattr(child, "is_expert", False):
+                refuse_on_experts(lora, name)
+            split = child.weight.partition_dim if child.tp_group.size() > 1 else None  # type: ignore[union-attr]
+            adapt(child, [_projection(name, child, split)], lora, split)
+
+
+def _global_name(chunk: nn.Module, path: str) -> str:
+    """Return the path of a layer with the numbers that transformer layers have in the whole model."""
+    parts = path.split(".")
+    for index, part in enumerate(parts):
+        number = getattr(chunk.get_submodule(".".join(parts[: index + 1])), "layer_number", None)
+        if part.isdigit() and isinstance(number, int):
+            parts[index] = str(number - 1)
+    return ".".join(parts)
+
+
+def _projection(name: str, layer: Any, split: int | None) -> Projection:
+    rows, columns = layer.weight.shape
+    ranks, rank = layer.tp_group.size(), layer.tp_group.rank()
+    own = Rows(0, rows * rank if split == 0 else 0, rows)
+    sizes = (rows * (ranks if split == 0 else 1), columns * (ranks if split == 1 else 1))
+    return Projection(name, (own,), *sizes, columns * rank if split == 1 else 0)
+
+
+def freeze(chunk: nn.Module) -> None:
+    """Freeze a chunk, and let gradients flow to its first layer all the same."""
+    chunk.requires_grad_(False)
+    embedding = getattr(chunk, "embedding", None)
+    if embedding is not None:
+        embedding.register_forward_hook(_require_grad)
+
+
+def _require_grad(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """Let gradients flow to the first layer: recomputation drops those of a block whose input needs none."""
+    return output if output.requires_grad or not module.training else output.requires_grad_()
+
+
+def refuse_on_experts(lora: LoRA, name: str) -> None:
+    """Refuse settings that adapters of experts do not have.
+
+    Args:
+        lora: The settings.
+        name: One of the experts' projections.
+
+    Raises:
+        ValueError: There is one.
+    """
+    for field in ("lora_dropout", "use_dora"):
+        if getattr(lora, field):
+            raise ValueError(
+                f"{field}={getattr(lora, field)!r} is not supported on experts such as {name}, as in PEFT; leave"
+                " it out, or the experts (exclude_modules)"
+            )
+
+
 def share_a(layer: Any) -> None:
     """Let all adapters of a layer have the A of the first; of equal rank."""
     first, *others = layer.lora.values()
@@ -426,6 +516,8 @@ def merge(layer: Any) -> None:
 @contextlib.contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
     """Run the model without its adapters inside the ``with`` block, such as a reference model.
+
+    The numbers are those of the frozen weights, bit for bit. Modules that are trained whole stay as they are.
 
     Args:
         module: A module that holds adapters, wrapped or not.

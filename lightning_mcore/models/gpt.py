@@ -125,6 +125,7 @@ class MCoreGPT(SpeedLogs):
         super().__init__()
         self.lora = None if lora is None else LoRA.of(lora)
         self.recipe = Recipe.of(recipe)
+        self.recipe.check_adapters(self.lora is not None)
         self.save_hyperparameters()
         self.hparams["recipe"] = self.recipe.plain()  # even if a subclass has an argument of this name
         for name in ("vocab_size", "seq_length", "make_vocab_size_divisible_by"):

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
@@ -61,6 +61,8 @@ class Recipe:
         lr_scheduler_type: The name of a schedule of transformers, such as ``"linear"``; None for a linear warm-up,
             whose first step already changes the weights, and a cosine.
         lr_scheduler_kwargs: Other arguments of that schedule, such as ``min_lr``.
+        loraplus_lr_ratio: With adapters (LoRA+): the learning rate of B and of trained vectors is this many times that
+            of A; None for the same.
 
     Raises:
         ValueError: A name does not exist, a number is out of range, or two settings contradict each other.
@@ -77,6 +79,7 @@ class Recipe:
     warmup_steps: float = 0
     lr_scheduler_type: SchedulerName | None = None
     lr_scheduler_kwargs: dict[str, Any] | None = None
+    loraplus_lr_ratio: float | None = None
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -89,6 +92,8 @@ class Recipe:
         self._check_warmup()
         if not all(0 <= beta < 1 for beta in self.betas):  # torch would refuse it after the model is built
             raise ValueError(f"betas={self.betas} are out of range; choose two of 0 or more, below 1")
+        if self.loraplus_lr_ratio is not None and self.loraplus_lr_ratio <= 0:
+            raise ValueError(f"loraplus_lr_ratio={self.loraplus_lr_ratio} is too small; choose more than 0, such as 16")
         for name in ("weight_decay", "eps", "sgd_momentum"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} is too small; choose 0 or more")
@@ -130,6 +135,21 @@ class Recipe:
                     "optimizer: replaces the model's own, so"
                     f" model.recipe.{field.name}={given!r} would have no effect; leave one of them out"
                 )
+
+    def check_adapters(self, has_adapters: bool) -> None:
+        """Refuse a rate of adapters where there are none.
+
+        Args:
+            has_adapters: Whether the model has some.
+
+        Raises:
+            ValueError: ``loraplus_lr_ratio`` would have no effect.
+        """
+        if self.loraplus_lr_ratio is not None and not has_adapters:
+            raise ValueError(
+                f"loraplus_lr_ratio={self.loraplus_lr_ratio} is for adapters, and the model has none; give"
+                " lora=LoRA(...), or leave it out"
+            )
 
     def check_end(self, total: int | None) -> None:
         """Refuse a schedule that needs the number of steps if that is unknown.
@@ -183,11 +203,15 @@ class Recipe:
         """
         from torch.optim import SGD, AdamW
 
-        tensors = [parameter for _, parameter in sorted(parameters, key=lambda pair: pair[0])]
-        groups = [
-            {"params": [p for p in tensors if p.dim() > 1], "weight_decay": self.weight_decay},
-            {"params": [p for p in tensors if p.dim() <= 1], "weight_decay": 0.0},
-        ]
+        parameters = sorted(parameters, key=lambda pair: pair[0])
+        if self.loraplus_lr_ratio is not None:
+            groups = loraplus_groups(parameters, self.learning_rate, self.loraplus_lr_ratio, self.weight_decay)
+        else:
+            tensors = [parameter for _, parameter in parameters]
+            groups = [
+                {"params": [p for p in tensors if p.dim() > 1], "weight_decay": self.weight_decay},
+                {"params": [p for p in tensors if p.dim() <= 1], "weight_decay": 0.0},
+            ]
         if self.optimizer == "sgd":
             return SGD(groups, lr=self.learning_rate, momentum=self.sgd_momentum)
         return AdamW(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps)
@@ -228,6 +252,8 @@ class Recipe:
             object.__setattr__(self, name, _number(name, getattr(self, name)))
         warmup = _number("warmup_steps", self.warmup_steps, "steps, or a share of all steps below 1")
         object.__setattr__(self, "warmup_steps", warmup)
+        if self.loraplus_lr_ratio is not None:
+            object.__setattr__(self, "loraplus_lr_ratio", _number("loraplus_lr_ratio", self.loraplus_lr_ratio))
 
     def _check_schedule(self) -> None:
         peak, least, course = self.learning_rate, self.min_learning_rate, self.lr_scheduler_type
@@ -285,3 +311,29 @@ def warmup_cosine(step: int, warmup_steps: int, total_steps: float, least: float
         return (step + 1) / (warmup_steps + 1)
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     return least + (1 - least) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def loraplus_groups(
+    parameters: "Iterable[tuple[str, Parameter]]", lr: float, ratio: float, weight_decay: float = 0.0
+) -> list[dict[str, Any]]:
+    """Return the groups of LoRA+ for an optimizer: B and trained vectors learn faster than A.
+
+    For your own ``configure_optimizers``; ``Recipe(loraplus_lr_ratio=...)`` does the same. All groups exist on every
+    rank, if empty, so that their order means the same.
+
+    Args:
+        parameters: Names and parameters, as ``named_parameters()`` gives them; frozen ones are left out.
+        lr: Learning rate of A and of other matrices.
+        ratio: How many times as large that of B and of vectors is.
+        weight_decay: Of matrices; vectors have none.
+    """
+    groups: list[dict[str, Any]] = [
+        {"params": [], "lr": lr, "weight_decay": weight_decay},
+        {"params": [], "lr": lr * ratio, "weight_decay": 0.0},
+        {"params": [], "lr": lr * ratio, "weight_decay": weight_decay},
+    ]
+    for name, parameter in parameters:
+        if parameter.requires_grad:
+            group = 1 if parameter.dim() <= 1 else 2 if name.endswith("lora_B") else 0
+            groups[group]["params"].append(parameter)
+    return groups

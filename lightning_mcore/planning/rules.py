@@ -284,7 +284,7 @@ def check_gpt(book: RuleBook, model: Mapping[str, Any]) -> GPTFields | None:
     settings = settings_of_gpt(given)
     transformer = given.get("transformer")
     recipe = book.check_arguments("field of Recipe", given.get("recipe") or {}, fields_of(Recipe))
-    book.attempt(lambda: Recipe.of(recipe))
+    book.attempt(lambda: Recipe.of(recipe).check_adapters(given.get("lora") is not None))
     if not isinstance(transformer, Mapping):
         return None
     wrong = dict(field_faults(transformer))

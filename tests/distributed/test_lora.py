@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.nn import functional
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_mcore import LoRA, MCoreGPT, MCoreStrategy, Recipe, single_process
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
@@ -41,7 +43,9 @@ pytestmark = [
 ]
 
 LENGTH, GLOBAL_BATCH, STEPS = 32, 4, 10
+WEIGHT = 1e-5  # of weights after four steps; measured: 1e-6
 LOSS = 1e-5  # of the losses of ten steps; measured: 1e-6
+RATE = 1e-2
 SETTINGS: dict[str, Any] = {"r": 3, "lora_alpha": 6}
 
 LAYOUTS = (
@@ -101,9 +105,10 @@ def train(
     fields: dict[str, Any] | None = None,
     experts: Any = "stacked",
     merged: list[str] | None = None,
+    ratio: float | None = None,
 ) -> dict[str, Any]:
     """Train some steps on a layout; return the course and what this rank holds of the adapter's file at the end."""
-    recipe = Recipe(learning_rate=1e-2, min_learning_rate=1e-2, warmup_steps=0)
+    recipe = Recipe(learning_rate=RATE, min_learning_rate=RATE, warmup_steps=0, loraplus_lr_ratio=ratio)
     module = MCoreGPT.from_pretrained(
         family,
         seq_length=LENGTH,
@@ -155,6 +160,44 @@ def test_ten_steps_are_those_of_one_rank(layout: Layout, one_rank: dict[str, Any
         assert rank["norms"] == pytest.approx(one_rank["norms"], rel=1e-4)
         assert rank["flops"] == one_rank["flops"]
     assert one_rank["losses"][-1] < one_rank["losses"][0] - 0.05
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_lora_plus_is_that_of_peft_and_goes_on_where_it_was_saved(one_rank: dict[str, Any], tmp_path: Path) -> None:
+    adapter = str(one_rank["saved"] / "peft")
+    losses, weights = steps_of_peft(folder("llama"), adapter, ratio=0.25, steps=4)
+    given = {"lora": adapter, "ratio": 0.25}
+    for layout in (Layout(tp=2, sp=True), Layout(dp=2, distributed_optimizer=True, overlap=True)):
+        run = run_ranks(2, train, folder("llama"), layout, **given, steps=4)
+        for rank in run:
+            assert rank["losses"] == pytest.approx(losses, abs=LOSS)
+        for (key, start), data in whole(run).items():
+            part = tuple(slice(a, a + n) for a, n in zip(start, data.shape, strict=True))
+            torch.testing.assert_close(data, weights[key][part], rtol=0, atol=WEIGHT)
+    run_ranks(2, train, folder("llama"), layout, **given, steps=2, save=str(tmp_path))
+    resumed = run_ranks(2, train, folder("llama"), layout, **given, steps=4, start=str(tmp_path / "step=2.ckpt"))
+    assert all(torch.equal(data, whole(run)[place]) for place, data in whole(resumed).items())
+
+
+def steps_of_peft(base: str, adapter: str, ratio: float, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the losses of PEFT with its own optimizer for LoRA+, and the adapter's weights at the end."""
+    from peft import PeftModel, get_peft_model_state_dict
+    from peft.optimizers import create_loraplus_optimizer
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+    model = PeftModel.from_pretrained(model, adapter, is_trainable=True).train()
+    own = {"betas": Recipe().betas, "eps": Recipe().eps, "loraplus_weight_decay": Recipe().weight_decay}
+    optimizer = create_loraplus_optimizer(model, torch.optim.AdamW, lr=RATE, loraplus_lr_ratio=ratio, **own)
+    losses = []
+    shuffled = DistributedSampler(Rows(), num_replicas=1, rank=0)  # as Lightning does
+    for batch in islice(DataLoader(Rows(), batch_size=GLOBAL_BATCH, sampler=shuffled), steps):
+        loss = functional.cross_entropy(model(batch["tokens"]).logits.flatten(0, 1), batch["labels"].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, get_peft_model_state_dict(model)
 
 
 def test_a_run_counts_the_work_that_is_planned(one_rank: dict[str, Any]) -> None:
