@@ -50,6 +50,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
@@ -409,7 +410,8 @@ def add_lora(model: nn.Module, lora: LoRA) -> None:
     """Freeze the model of your own module, and put adapters on its linear layers; collective over the world.
 
     Call it at the end of ``configure_model``, on what ``pipeline()`` returned, with the weights in it. Names of targets
-    are those of Megatron's layers, such as ``"linear_qkv"``; each layer has one adapter. Called again, it does nothing.
+    are those of Megatron's layers, such as ``"linear_qkv"``. A layer has one adapter; ``linear_fc1`` of a gated MLP has
+    two, ``linear_fc1.gate`` and ``linear_fc1.up`` to patterns of ranks. Called again, it does nothing.
 
     Args:
         model: The model.
@@ -424,8 +426,10 @@ def add_lora(model: nn.Module, lora: LoRA) -> None:
     named = [(_global_name(chunk, path), child) for chunk in chunks for path, child in chunk.named_modules()]
     known = {name for name, child in named if next(child.parameters(recurse=False), None) is not None}
     lora.check_targets(sorted(set().union(*gather(known))))
+    gated: set[nn.Module] = set()  # first layers whose rows are a gate's and then the others, on each rank
     for chunk in chunks:
         freeze(chunk)
+        gated |= {x.linear_fc1 for x in chunk.modules() if isinstance(x, MLP) and x.config.gated_linear_unit}
     for name, child in named:
         if lora.saves(name):
             child.requires_grad_(True)
@@ -433,25 +437,29 @@ def add_lora(model: nn.Module, lora: LoRA) -> None:
             if getattr(child, "is_expert", False):
                 refuse_on_experts(lora, name)
             split = child.weight.partition_dim if child.tp_group.size() > 1 else None  # type: ignore[union-attr]
-            adapt(child, [_projection(name, child, split)], lora, split)
+            halves = [f"{name}.gate", f"{name}.up"] if child in gated else [name]
+            adapt(child, list(_projections(halves, child, split)), lora, split)
 
 
 def _global_name(chunk: nn.Module, path: str) -> str:
     """Return the path of a layer with the numbers that transformer layers have in the whole model."""
     parts = path.split(".")
+    whole = list(parts)
     for index, part in enumerate(parts):
         number = getattr(chunk.get_submodule(".".join(parts[: index + 1])), "layer_number", None)
         if part.isdigit() and isinstance(number, int):
-            parts[index] = str(number - 1)
-    return ".".join(parts)
+            whole[index] = str(number - 1)
+    return ".".join(whole)
 
 
-def _projection(name: str, layer: Any, split: int | None) -> Projection:
-    rows, columns = layer.weight.shape
+def _projections(names: Sequence[str], layer: Any, split: int | None) -> Iterator[Projection]:
+    """Yield the projections of a layer, which have equally many of its rows."""
+    rows, columns = layer.weight.shape[0] // len(names), layer.weight.shape[1]
     ranks, rank = layer.tp_group.size(), layer.tp_group.rank()
-    own = Rows(0, rows * rank if split == 0 else 0, rows)
     sizes = (rows * (ranks if split == 0 else 1), columns * (ranks if split == 1 else 1))
-    return Projection(name, (own,), *sizes, columns * rank if split == 1 else 0)
+    for index, name in enumerate(names):
+        own = Rows(index * rows, rows * rank if split == 0 else 0, rows)
+        yield Projection(name, (own,), *sizes, columns * rank if split == 1 else 0)
 
 
 def freeze(chunk: nn.Module) -> None:
