@@ -434,8 +434,7 @@ def add_lora(model: nn.Module, lora: LoRA) -> None:
         if lora.saves(name):
             child.requires_grad_(True)
         elif isinstance(child, LINEAR) and lora.adapts(name):
-            if getattr(child, "is_expert", False):
-                refuse_on_experts(lora, name)
+            lora.check_experts([name])
             split = child.weight.partition_dim if child.tp_group.size() > 1 else None  # type: ignore[union-attr]
             halves = [f"{name}.gate", f"{name}.up"] if child in gated else [name]
             adapt(child, list(_projections(halves, child, split)), lora, split)
@@ -473,24 +472,6 @@ def freeze(chunk: nn.Module) -> None:
 def _require_grad(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     """Let gradients flow to the first layer: recomputation drops those of a block whose input needs none."""
     return output if output.requires_grad or not module.training else output.requires_grad_()
-
-
-def refuse_on_experts(lora: LoRA, name: str) -> None:
-    """Refuse settings that adapters of experts do not have.
-
-    Args:
-        lora: The settings.
-        name: One of the experts' projections.
-
-    Raises:
-        ValueError: There is one.
-    """
-    for field in ("lora_dropout", "use_dora"):
-        if getattr(lora, field):
-            raise ValueError(
-                f"{field}={getattr(lora, field)!r} is not supported on experts such as {name}, as in PEFT; leave"
-                " it out, or the experts (exclude_modules)"
-            )
 
 
 def share_a(layer: Any) -> None:
