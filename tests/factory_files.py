@@ -113,6 +113,30 @@ QWEN3_LORA: dict[str, Any] = {  # examples/train_lora/qwen3_lora_sft.yaml
     "ddp_timeout": 180000000,
     "resume_from_checkpoint": None,
 }
+PRETRAIN = {"stage": "pt", "template": None}  # examples/train_lora/qwen3_lora_pretrain.yaml
+ZERO3 = {"train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3}}
+TRAIN_LORA: dict[str, tuple[dict[str, Any], str | None]] = {
+    "qwen3_lora_sft": ({}, None),
+    "qwen3_lora_pretrain": (PRETRAIN, None),
+    "qwen3_lora_sft_ds3": ({"deepspeed": ZERO3}, None),
+    "qwen3_lora_sft_ray": ({"ray_num_workers": 4}, "ray_num_workers: 4 belongs to a launch on Ray"),
+    "qwen3_lora_dpo": ({"stage": "dpo", "pref_beta": 0.1, "pref_loss": "sigmoid"}, "stage: dpo is not supported"),
+    "qwen3_lora_kto": ({"stage": "kto", "pref_beta": 0.1}, "stage: kto is not supported"),
+    "qwen3_lora_reward": ({"stage": "rm"}, "stage: rm is not supported"),
+    "qwen3_preprocess": ({"tokenized_path": "tokens", "do_train": None}, "tokenized_path: 'tokens' is where"),
+}
+"""The text files of examples/train_lora: what differs from ``QWEN3_LORA``, and why some are refused."""
+
+MERGE_LORA: dict[str, Any] = {  # examples/merge_lora/qwen3_lora_sft.yaml
+    "model_name_or_path": "model",
+    "adapter_name_or_path": "out",
+    "template": "qwen3_nothink",
+    "trust_remote_code": True,
+    "export_dir": "merged",
+    "export_size": 5,
+    "export_device": "cpu",
+    "export_legacy_format": False,
+}
 _MARKS = ("<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "user", "assistant")
 WORDS = 60
 

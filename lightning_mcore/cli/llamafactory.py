@@ -22,6 +22,7 @@ from lightning_mcore.cli.command import DONE, CommandParser, run_command
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from lightning_mcore.arguments.llamafactory.export import FactoryExport
     from lightning_mcore.arguments.llamafactory.output import LossRecord
     from lightning_mcore.arguments.llamafactory.run import FactoryRun
     from lightning_mcore.cli.guard import Beginning
@@ -38,13 +39,18 @@ def run(arguments: Sequence[str]) -> int:
     pairs = [word for word in arguments if "=" in word and not word.startswith("-") and not os.path.isfile(word)]
     options = _parser().read([word for word in arguments if word not in pairs])  # pairs may stand between the options
     options["overrides"] += pairs
-    read: list[FactoryRun] = []
+    from lightning_mcore.arguments.llamafactory.export import FactoryExport
+
+    read: list[FactoryRun | FactoryExport] = []
     code = run_command(lambda: read.append(_read(options)))  # before any slow import
     if code != DONE:
         return code
+    asked = read[0]
+    if isinstance(asked, FactoryExport):
+        return run_command(asked.write)
     from lightning_mcore.cli.guard import guarded
 
-    return guarded(lambda beginning: _train(read[0], options, beginning))
+    return guarded(lambda beginning: _train(asked, options, beginning))
 
 
 def _parser() -> CommandParser:
@@ -65,10 +71,12 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _read(options: dict[str, Any]) -> "FactoryRun":
+def _read(options: dict[str, Any]) -> "FactoryRun | FactoryExport":
+    from lightning_mcore.arguments.llamafactory.export import read_export
     from lightning_mcore.arguments.llamafactory.run import read_run
 
-    return read_run(options["file"], options["overrides"])
+    given = options["file"], options["overrides"]
+    return read_export(*given) or read_run(*given)
 
 
 def _train(asked: "FactoryRun", options: dict[str, Any], beginning: "Beginning") -> None:

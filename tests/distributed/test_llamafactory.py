@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -20,7 +21,7 @@ from lightning_mcore.arguments.llamafactory.dft_loss import DFTModel
 from lightning_mcore.cli.llamafactory import run
 from lightning_mcore.hf import export_checkpoint
 from lightning_mcore.models.recipe import Recipe
-from tests.factory_files import LLAMA3, QWEN3_LORA, QWEN3_MOE, losses, rows, write_run
+from tests.factory_files import LLAMA3, MERGE_LORA, PRETRAIN, QWEN3_LORA, QWEN3_MOE, losses, rows, write_run
 from tests.hf_models import tiny_folder
 from tests.parity.hf_training import LENGTH, text
 from tests.ranks import program_environment, run_ranks
@@ -108,6 +109,27 @@ def test_the_file_of_adapters_runs(tmp_path: Path, capfd: pytest.CaptureFixture[
     first, second = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "again"))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
+def test_the_file_of_adapters_on_texts_runs_and_is_merged(tmp_path: Path) -> None:
+    """The file that merges writes what PEFT computes, in the type of the model."""
+    from peft import PeftModel
+
+    file = write_run(tmp_path, {**QWEN3_LORA, **PRETRAIN, "max_steps": 3, "plot_loss": False}, "qwen3")
+    assert run_all(2, file, "pipeline_model_parallel_size=2", "bf16=false") == [0, 0]
+    places = {key: str(tmp_path / value) for key, value in MERGE_LORA.items() if value in ("model", "out", "merged")}
+    merging = tmp_path / "merge.yaml"
+    merging.write_text(yaml.safe_dump({**MERGE_LORA, **places}))
+    assert run_ranks(1, command, [str(merging)], open_group=False) == [0]
+    tokens = torch.arange(5, 25)[None]
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.dtype == torch.float32
+    before = base(tokens).logits
+    wanted = PeftModel.from_pretrained(base, tmp_path / "out").eval()(tokens).logits
+    assert (wanted - before).abs().max() > 1e-3
+    torch.testing.assert_close(merged(tokens).logits, wanted, rtol=0, atol=1e-5)
 
 
 def test_a_run_is_resumed_exactly(tmp_path: Path) -> None:

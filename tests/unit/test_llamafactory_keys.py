@@ -15,7 +15,8 @@ from lightning_mcore.arguments.llamafactory.keys import REFUSED, FactoryKeys
 from lightning_mcore.arguments.llamafactory.output import where_to_resume
 from lightning_mcore.arguments.llamafactory.run import FactoryRun, read_run
 from lightning_mcore.cli.llamafactory import run
-from tests.factory_files import LLAMA3, QWEN3_MOE, write_run
+from lightning_mcore.cli.plan import run as plan
+from tests.factory_files import LLAMA3, QWEN3_LORA, QWEN3_MOE, TRAIN_LORA, write_run
 
 # Of the model, the data, the fine-tuning, the generation, the training beyond transformers, and Megatron-Bridge.
 _NAMES = """
@@ -349,3 +350,51 @@ def test_a_preempted_run_goes_on_where_it_ended(tmp_path: Path) -> None:
     assert where_to_resume(str(tmp_path), False) == str(tmp_path / "checkpoint-100.ckpt")
     (tmp_path / "checkpoint-100.ckpt").rmdir()
     assert where_to_resume(str(tmp_path), False) == str(tmp_path / "last-preempted.ckpt")
+
+
+@pytest.fixture(scope="module")
+def adapters_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_run(tmp_path_factory.mktemp("qwen3"), QWEN3_LORA, "qwen3")
+
+
+LAYOUTS_OF_ADAPTERS = (
+    [],
+    ["tensor_model_parallel_size=2", "sequence_parallel=true"],
+    ["pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=2"],
+    ["tensor_model_parallel_size=2", "context_parallel_size=2", "use_distributed_optimizer=true"],
+)
+
+
+@pytest.mark.parametrize("name", TRAIN_LORA)
+def test_examples_of_adapters_are_planned_on_every_layout_or_refused(
+    name: str, adapters_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more, sentence = TRAIN_LORA[name]
+    words = [f"{key}={json.dumps(value)}" for key, value in more.items()]
+    if sentence is not None:
+        with pytest.raises(ValueError, match=sentence):
+            read_run(adapters_file, words)
+        return
+    for layout in LAYOUTS_OF_ADAPTERS:
+        assert plan([adapters_file, *words, *layout, "--devices", "4"]) == 0
+        assert "tp" in capsys.readouterr().out
+
+
+def test_adapters_are_merged_or_continued_as_llamafactory_does(adapters_file: str) -> None:
+    """All but the last are merged, with create_new_adapter all of them."""
+    new = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
+    keys = {name: value for name, value in read_file(adapters_file, "a file").items() if not name.startswith("lora_")}
+    without = Path(adapters_file).with_name("without.yaml")
+    without.write_text(json.dumps(keys))
+    cases: dict[str, tuple[list[str], Any, Any]] = {
+        "a, b,c": ([], "c", ["a", "b"]),
+        "[a, b]": (["adapter_folder=in"], "b/in", ["a/in"]),
+        "a": ([], "a", None),
+        "a,b": (["create_new_adapter=true"], new, ["a", "b"]),
+    }
+    for given, (words, lora, merged) in cases.items():
+        file = adapters_file if isinstance(lora, dict) else str(without)
+        model = read_run(file, [f"adapter_name_or_path={given}", *words]).settings().model
+        assert model.get("adapters") == merged
+        found = model["lora"]
+        assert (found if isinstance(lora, str) else {key: found[key] for key in lora}) == lora

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_mcore.arguments.documents import read_file
+from lightning_mcore.arguments.llamafactory.export import read_export
 from lightning_mcore.arguments.llamafactory.output import is_waiting, move_in, unfinished, where_to_resume
 from lightning_mcore.arguments.llamafactory.run import read_run
 from lightning_mcore.cli.llamafactory import run
@@ -36,9 +37,13 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["lora_rank=4"], "lora_rank: 4 is for finetuning_type: lora; leave it out, or choose that"),
         (["finetuning_type=lora", "lora_rank=0"], "r=0 is too small; choose 1 or more"),
         (["finetuning_type=lora", "lora_dropout=1.5"], r"lora_dropout=1.5 is not in \[0, 1\)"),
-        (["finetuning_type=lora", "adapter_name_or_path=a,b"], "adapter_name_or_path: a,b names several adapters"),
         (["finetuning_type=lora", "adapter_name_or_path=a", "lora_rank=4"], "lora_rank: 4 contradicts adapter_name_or"),
-        (["finetuning_type=lora", "pissa_init=true"], "pissa_init: True belongs to a way of fine-tuning that is not"),
+        (["finetuning_type=lora", "adapter_folder=a"], "adapter_folder: a is a folder inside adapter_name_or_path"),
+        (["finetuning_type=lora", "pissa_init=true"], "pissa_init: True belongs to PiSSA, which changes the weights"),
+        (["create_new_adapter=true"], "create_new_adapter: True is for finetuning_type: lora; leave it out"),
+        (["export_dir=a"], "export_dir: 'a' belongs to LLaMA-Factory's export"),
+        (["do_train=false", "export_dir=a", "export_quantization_bit=4"], "export_quantization_bit: 4 belongs to"),
+        (["do_train=false", "export_dir=a", "export_size=0"], "export_size=0 is too small; choose 1 or more"),
         (["stage=dpo"], "stage: dpo is not supported; choose pt or sft"),
         (["stage=sfd"], "stage='sfd' is not available; choose 'pt', 'sft', 'rm', 'ppo', 'dpo' or 'kto'"),
         (["cutoff_len=long"], "cutoff_len='long' is of type str"),
@@ -106,7 +111,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 )
 def test_what_cannot_be_run_is_refused(file: str, overrides: list[str], sentence: str) -> None:
     with pytest.raises((ValueError, TypeError, FileNotFoundError), match=sentence) as caught:
-        read_run(file, overrides)
+        assert read_export(file, overrides) or read_run(file, overrides)
     assert "\n" not in str(caught.value)
 
 

@@ -46,7 +46,10 @@ class FactoryKeys:
         use_rslora: Divide by the square root of the rank instead of the rank.
         use_dora: Also train the lengths of the rows.
         additional_target: Endings of names of modules that are trained in full, separated by commas.
-        adapter_name_or_path: The PEFT folder of an adapter to continue; it contains its own settings.
+        adapter_name_or_path: PEFT folders, with commas between them or as a list. The last is continued with its own
+            settings; those before it are merged into the model.
+        adapter_folder: A folder inside each of them, which has the adapter.
+        create_new_adapter: Merge all of them, and train a new adapter.
         dataset: Names in ``dataset_info.json``, separated by commas.
         eval_dataset: The same, for evaluation.
         dataset_dir: The folder with ``dataset_info.json`` and the files.
@@ -104,7 +107,9 @@ class FactoryKeys:
     use_rslora: bool = False
     use_dora: bool = False
     additional_target: str | None = None
-    adapter_name_or_path: str | None = None
+    adapter_name_or_path: str | list[str] | None = None
+    adapter_folder: str | None = None
+    create_new_adapter: bool = False
     dataset: str | list[str] | None = None
     eval_dataset: str | list[str] | None = None
     dataset_dir: str = "data"
@@ -153,8 +158,8 @@ class FactoryKeys:
         """The adapters to train, as ``MCoreGPT.from_pretrained`` takes them; None for the whole model."""
         if self.finetuning_type != "lora":
             return None
-        if self.adapter_name_or_path is not None:
-            return self.adapter_name_or_path
+        if self.adapters and not self.create_new_adapter:
+            return self.adapters[-1]
         more = self.additional_target
         return {
             "r": self.lora_rank,
@@ -165,6 +170,19 @@ class FactoryKeys:
             "use_rslora": self.use_rslora,
             "use_dora": self.use_dora,
         }
+
+    @property
+    def adapters(self) -> list[str]:
+        """Folders of the adapters that the file names."""
+        given = self.adapter_name_or_path or []
+        folder = self.adapter_folder
+        names = _names(given) if isinstance(given, str) else given
+        return [name if folder is None else os.path.join(name, folder) for name in names]
+
+    @property
+    def merged_adapters(self) -> list[str]:
+        """Folders of the adapters to merge into the model before training."""
+        return self.adapters if self.create_new_adapter else self.adapters[:-1]
 
     @property
     def packs(self) -> bool:
@@ -178,10 +196,25 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
 
-LORA = "lora_rank lora_alpha lora_dropout lora_target use_rslora use_dora additional_target adapter_name_or_path"
+OF_NEW_ADAPTERS = [
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target",
+    "use_rslora",
+    "use_dora",
+    "additional_target",
+]
+"""Keys that say what a new adapter is."""
+
+LORA = (*OF_NEW_ADAPTERS, "adapter_name_or_path", "adapter_folder", "create_new_adapter")
 """Keys that only ``finetuning_type: lora`` uses."""
 
 _FULL = "belongs to a way of fine-tuning that is not available; choose finetuning_type: full or lora without it"
+_PISSA = (
+    "belongs to PiSSA, which changes the weights of the base, and is not available; LLaMA-Factory's"
+    " scripts/pissa_init.py makes a base and an adapter that can be named here"
+)
 _PREFERENCES = "belongs to learning from preferences or rewards, and the stages here are pt and sft"
 _VISION = "belongs to models of images, video or sound, and the models here read text"
 _QUANTIZED = "belongs to quantised weights; bf16, fp16 and fp8 choose the number format here"
@@ -206,22 +239,18 @@ _RAY = "belongs to a launch on Ray, which is not supported yet; start the same c
 
 _GROUPS: dict[str, dict[str, Any]] = {
     _FULL: {
-        "adapter_folder": None,
         "freeze_trainable_layers": 2,
         "freeze_trainable_modules": "all",
         "freeze_extra_modules": None,
         "loraplus_lr_ratio": None,
         "loraplus_lr_embedding": 1e-6,
-        "pissa_init": False,
-        "pissa_iter": 16,
-        "pissa_convert": False,
-        "create_new_adapter": False,
         "module_dropout": 0.0,
         "oft_rank": 0,
         "oft_block_size": 32,
         "oft_target": "all",
         "use_llama_pro": False,
     },
+    _PISSA: {"pissa_init": False, "pissa_iter": 16, "pissa_convert": False},
     _PREFERENCES: {
         "pref_beta": 0.1,
         "pref_ftx": 0.0,

@@ -8,7 +8,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_mcore.arguments.llamafactory.keys import LORA, REFUSED, FactoryKeys
+from lightning_mcore.arguments.fields import check_types
+from lightning_mcore.arguments.llamafactory.keys import LORA, OF_NEW_ADAPTERS, REFUSED, FactoryKeys
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.text import unknown_name
 
@@ -33,6 +34,21 @@ def check_names(given: Mapping[str, Any], path: str) -> None:
     for key in given:
         if key not in known:
             raise ValueError(unknown_name(f"key of {path}", key, known))
+
+
+def own_keys(given: Mapping[str, Any]) -> FactoryKeys:
+    """Return the keys of :class:`FactoryKeys`, with their types checked.
+
+    Args:
+        given: All keys of the file.
+
+    Raises:
+        TypeError: A value has another type.
+        ValueError: A value is not among those of its key.
+    """
+    keys = FactoryKeys(**{key: value for key, value in given.items() if key in OWN})
+    check_types(keys)
+    return keys
 
 
 def check_supported(given: Mapping[str, Any]) -> None:
@@ -88,22 +104,21 @@ def _check_stage(keys: FactoryKeys) -> None:
 
 
 def _check_adapters(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
-    named = [name for name in LORA.split() if given.get(name) is not None]
+    others = [name for name in OF_NEW_ADAPTERS if given.get(name) is not None]
+    named = others + [name for name in LORA if name not in others and given.get(name)]
     if keys.finetuning_type == "full" and named:
         raise ValueError(f"{named[0]}: {given[named[0]]!r} is for finetuning_type: lora; leave it out, or choose that")
     if isinstance(keys.lora, dict):
         LoRA.of(keys.lora)
-    path = keys.adapter_name_or_path
-    if path is not None and "," in path:
+    if keys.adapters and not keys.create_new_adapter and others:
         raise ValueError(
-            f"adapter_name_or_path: {path} names several adapters, and one can be continued; merge the others first"
-            " (lightning-mcore export, or PEFT's merge_and_unload)"
+            f"{others[0]}: {given[others[0]]!r} contradicts adapter_name_or_path: {keys.adapters[-1]}, whose"
+            " adapter_config.json has the settings; leave one of them out, or set create_new_adapter: true"
         )
-    others = [name for name in named if name != "adapter_name_or_path"]
-    if path is not None and others:
+    if keys.adapter_folder is not None and not keys.adapters:
         raise ValueError(
-            f"{others[0]}: {given[others[0]]!r} contradicts adapter_name_or_path: {path}, whose adapter_config.json "
-            "has the settings; leave one of them out"
+            f"adapter_folder: {keys.adapter_folder} is a folder inside adapter_name_or_path, which is not given; name"
+            " that, or leave adapter_folder out"
         )
 
 

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_mcore.arguments.documents import read_file
-from lightning_mcore.arguments.fields import check_type, check_types
+from lightning_mcore.arguments.fields import check_type
 from lightning_mcore.arguments.llamafactory.datasets import DatasetEntry, read_datasets
 from lightning_mcore.arguments.llamafactory.fp8 import Fp8Arguments
 from lightning_mcore.arguments.llamafactory.keys import REFUSED, FactoryKeys, notes_of, translated
-from lightning_mcore.arguments.llamafactory.rules import OWN, check_keys, check_names, check_supported
+from lightning_mcore.arguments.llamafactory.rules import OWN, check_keys, check_names, check_supported, own_keys
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.data.finetuning.templates import ChatTemplate, named_template
 from lightning_mcore.data.preprocess.tokenizer import auto_tokenizer
@@ -69,8 +69,9 @@ class FactoryRun:
         """
         length = self.keys.cutoff_len
         settings = self.arguments.settings(self.model_path, seq_length=length, devices=devices, num_nodes=num_nodes)
-        lora = self.keys.lora
-        model = settings.model if lora is None else {**settings.model, "lora": lora}
+        model, lora, merged = settings.model, self.keys.lora, self.keys.merged_adapters
+        if lora is not None:
+            model = {**model, "lora": lora, **({"adapters": merged} if merged else {})}
         data = {**settings.data, **self.data_settings()}
         return dataclasses.replace(settings, model=model, data=data, notes=self.notes)
 
@@ -153,7 +154,7 @@ def read_run(path: str, overrides: Sequence[str] = ()) -> FactoryRun:
     """
     given = read_file(path, "a training file of LLaMA-Factory", overrides)
     check_names(given, path)
-    own = _own_keys(given)
+    own = own_keys(given)
     _refuse_model(own)
     check_supported(given)
     check_keys(own, given)
@@ -163,13 +164,6 @@ def read_run(path: str, overrides: Sequence[str] = ()) -> FactoryRun:
     evaluation = read_datasets(own.eval_dataset, own.dataset_dir) if own.eval_dataset else []
     _check_datasets(own, train, evaluation)
     return FactoryRun(own, arguments, tuple(train), tuple(evaluation), template, notes_of(own))
-
-
-def _own_keys(given: Mapping[str, Any]) -> FactoryKeys:
-    """Check the types of the keys of :class:`FactoryKeys`, and return them."""
-    keys = FactoryKeys(**{key: value for key, value in given.items() if key in OWN})
-    check_types(keys)
-    return keys
 
 
 def _refuse_model(keys: FactoryKeys) -> None:

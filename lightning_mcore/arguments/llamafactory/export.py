@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A file of LLaMA-Factory that exports: a model, with PEFT adapters merged into it, as a Hugging Face folder."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_mcore.arguments.documents import read_file
+from lightning_mcore.arguments.llamafactory.rules import check_names, check_supported, own_keys
+from lightning_mcore.config.value_checks import require_size
+from lightning_mcore.hf.source import read_config
+
+_OWN = ("export_dir", "export_size", "export_device")  # a device has no effect: each tensor is written from the CPU
+
+
+@dataclass(frozen=True)
+class FactoryExport:
+    """What such a file asks for.
+
+    Attributes:
+        model: Folder or name of the model.
+        adapters: Folders of the adapters to merge, in order.
+        out: The folder to write.
+        max_shard_size: Size of a file, as text.
+    """
+
+    model: str
+    adapters: tuple[str, ...]
+    out: str
+    max_shard_size: str
+
+    def write(self) -> None:
+        """Merge and write, with the whole model in this process.
+
+        Raises:
+            FileNotFoundError: The model or an adapter does not exist.
+            OSError: The disk refuses.
+            ValueError: An adapter does not fit the model, the model is not supported, or ``out`` is taken.
+        """
+        from lightning_mcore.hf.export import export_model, require_free
+        from lightning_mcore.layers.session import single_process
+        from lightning_mcore.models.gpt import MCoreGPT
+
+        require_free(self.out)
+        config = read_config(self.model)
+        dtype = config.get("dtype") or config.get("torch_dtype") or "auto"
+        module = MCoreGPT.from_pretrained(self.model, adapters=list(self.adapters))
+        module.check_settings()
+        with single_process():
+            module.configure_model()
+            export_model(module, self.out, dtype=dtype, max_shard_size=self.max_shard_size)
+
+
+def read_export(path: str, overrides: Sequence[str] = ()) -> FactoryExport | None:
+    """Return the export that a file asks for; None for a file that trains or evaluates.
+
+    Args:
+        path: The file, YAML or JSON.
+        overrides: Changes to the file, each ``key=value``.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: A key is unknown or not supported, or a value is not allowed.
+        TypeError: A value has another type.
+    """
+    given = read_file(path, "a file of LLaMA-Factory", overrides)
+    out = given.get("export_dir")
+    if not out or given.get("do_train") or given.get("do_eval"):
+        return None
+    check_names(given, path)
+    keys = own_keys(given)
+    check_supported({key: value for key, value in given.items() if key not in _OWN})
+    if keys.model_name_or_path is None:
+        raise ValueError("the file has no model_name_or_path; give a Hugging Face folder or name")
+    size = given.get("export_size", 5)
+    require_size("export_size", size)
+    return FactoryExport(keys.model_name_or_path, tuple(keys.adapters), str(out), f"{size}GB")
