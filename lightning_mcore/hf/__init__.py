@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face models in and out, at any layout.
 
-``MCoreGPT.from_pretrained(path)`` starts from one, ``SaveHFModel`` hands one back at the end of a run.
+``MCoreGPT.from_pretrained(path)`` starts from one, and ``SaveHFModel`` writes one at the end of a run.
 :func:`export_checkpoint` and :func:`import_checkpoint` turn checkpoints into Hugging Face models and back without a
-run; they are the commands ``lightning-mcore export`` and ``lightning-mcore import``. To add a family of models, make a
-:class:`Family` of the rules below.
+run; they are the commands ``lightning-mcore export`` and ``lightning-mcore import``. To add a family of models, build a
+:class:`Family` from the rules below.
 """
 
 import importlib
@@ -72,6 +72,6 @@ def __getattr__(name: str) -> Any:
     """Import a name on first use: its module is slow, or imports ``MCoreGPT``, which imports this package."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _LATER[name] != "source":  # which reads configs, without megatron-core
+    if _LATER[name] != "source":  # source reads configs without megatron-core
         import_megatron()
     return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """``SaveHFModel``: write the model in Hugging Face form at the end of a run, or beside every checkpoint.
 
-The weights are written from the memory of the running model. So while a checkpoint is saved asynchronously, its Hugging
-Face form may already be there. ModelCheckpoint decides how checkpoints are named and which are kept. After each of its
-hooks, before the weights change, this callback looks for checkpoints that are new or gone. At the end of an epoch
-Lightning calls ModelCheckpoint's hook after those of all other callbacks; what it saves there is seen when the next
-epoch starts, or when training ends.
+The weights are written from the memory of the running model. So its Hugging Face form may exist while a checkpoint is
+still being saved asynchronously. ModelCheckpoint decides how checkpoints are named and which are kept. After each of
+its hooks, before the weights change, this callback looks for checkpoints that are new or deleted. At the end of an
+epoch Lightning calls ModelCheckpoint's hook after those of all other callbacks; a checkpoint saved there is noticed
+when the next epoch starts, or when training ends.
 """
 
 import logging
@@ -37,24 +37,23 @@ class SaveHFModel(Callback):
         callbacks = [ModelCheckpoint("runs/gpt", save_top_k=2, monitor="val_loss"), SaveHFModel("runs/gpt/final")]
 
     With ``every_checkpoint=True``, ``runs/gpt/epoch=1-step=200.ckpt`` gets ``runs/gpt/epoch=1-step=200.ckpt-hf`` beside
-    it, with the same weights. When ModelCheckpoint deletes the checkpoint, this is deleted, too. When a checkpoint is
-    saved again under its name, as ``last.ckpt`` is, its Hugging Face form is replaced. A link, as from
-    ``save_last="link"``, gets none, and neither do checkpoints of ``PreemptionCheckpoint``, which is short of time, and
-    of your own calls: export those with ``lightning-mcore export``.
+    it, with the same weights. When ModelCheckpoint deletes the checkpoint, this is deleted too. When a checkpoint is
+    saved again under the same name, such as ``last.ckpt``, its Hugging Face form is replaced. Links, as from
+    ``save_last="link"``, checkpoints of ``PreemptionCheckpoint``, which has little time, and checkpoints of your own
+    calls get none: export those with ``lightning-mcore export``.
 
-    A model that cannot be exported is refused when training begins. After an exception, nothing more is written.
+    A model that cannot be exported is refused when training starts. After an exception, nothing more is written.
 
     Args:
         folder: Where to write the model at the end of ``fit``; it must not exist, or be empty. None to write none.
         every_checkpoint: Whether to write beside every checkpoint.
-        like: Hugging Face folder to take config, generation config and tokenizer from; None for the one that the model
-            was made from.
-        family: What kind of model to write: a ``model_type``, or ``"package.module:FAMILY"`` for your own family; None
-            for the family that the model was made from, or else the first that fits it.
-        dtype: ``"bfloat16"``, ``"float16"``, ``"float32"``, or ``"auto"`` for that of the weights in the model.
+        like: Hugging Face folder with the config, generation config and tokenizer to use; None for the model's source.
+        family: The kind of model to write: a ``model_type``, or ``"package.module:FAMILY"`` for your own family; None
+            for the family of the model's source, or else the first that fits.
+        dtype: ``"bfloat16"``, ``"float16"``, ``"float32"``, or ``"auto"`` for the dtype of the model's weights.
         max_shard_size: Size of a file in bytes, or as text, such as ``"5GB"``.
-        adapter: Write the LoRA adapters alone, as a PEFT folder; False for the whole model, with them merged into its
-            weights.
+        adapter: Write only the LoRA adapters, as a PEFT folder; False writes the whole model, with adapters merged into
+            its weights.
         experts: With ``adapter``, the layout of routed experts: ``"stacked"``, a tensor for all experts of a layer, as
             PEFT with transformers 5 and vLLM from 0.23 read; ``"each"``, a pair for each projection of each expert.
 
@@ -91,21 +90,21 @@ class SaveHFModel(Callback):
             "max_shard_size": max_shard_size,
         }
         self._looks: list[_Look] = []
-        self._beside: set[str] = set()  # checkpoints with a Hugging Face form, or soon to have one
+        self._beside: set[str] = set()  # checkpoints that have, or soon will have, a Hugging Face form
         self._there: set[str] = set()  # those that have been seen
         self._wrote_folder = False
 
     @property
     def state_key(self) -> str:
-        """A key that tells several of these callbacks in one trainer apart."""
+        """A key that distinguishes several of these callbacks in one trainer."""
         return self._generate_state_key(folder=self.folder, every_checkpoint=self.every_checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs: which checkpoints have a Hugging Face form."""
+        """Return the state for a resumed run: the checkpoints that have a Hugging Face form."""
         return {"beside": sorted(self._beside)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned, as far as it still exists."""
+        """Load the result of :meth:`state_dict`, without folders that no longer exist."""
         self._beside = {path for path in state_dict["beside"] if os.path.isdir(path + SUFFIX)}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -123,7 +122,7 @@ class SaveHFModel(Callback):
         trainer.callbacks = [*others, self]  # type: ignore[attr-defined] # a new list, because Lightning is iterating
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse now what could not be written later.
+        """Refuse a model that could not be written later.
 
         Raises:
             ValueError: The family of the model is unknown, the folder is taken, or checkpoints go to another machine.
@@ -154,7 +153,7 @@ class SaveHFModel(Callback):
         self._follow(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write beside the checkpoints of the last epoch's end, where ModelCheckpoint came after all others.
+        """Write beside the checkpoints of the last epoch's end, where ModelCheckpoint's hook is the last.
 
         Source: ``_FitLoop.on_advance_end`` (Lightning 2.6.6).
         """
@@ -168,7 +167,7 @@ class SaveHFModel(Callback):
             self._wrote_folder = True
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Delete the forms of checkpoints that are gone; asynchronous saves delete theirs at the very end."""
+        """Delete the Hugging Face forms of deleted checkpoints; asynchronous saves delete some at the very end."""
         self._clear_away(trainer)
         self._looks = []
 
@@ -191,7 +190,7 @@ class SaveHFModel(Callback):
             export_model(module, out, **self._options, replace=replace)
 
     def _clear_away(self, trainer: pl.Trainer) -> None:
-        """Delete the forms of checkpoints that are gone, on rank 0; if one cannot be deleted, only warn."""
+        """Delete the Hugging Face forms of deleted checkpoints, on rank 0; only warn if that fails."""
         if not trainer.is_global_zero:
             return
         self._there |= {path for path in self._beside if os.path.lexists(path)}
@@ -215,9 +214,9 @@ class SaveHFModel(Callback):
 
 
 class _Look:
-    """What a ModelCheckpoint has saved, as far as it shows; the same on every rank.
+    """Tracks the checkpoints that a ModelCheckpoint has saved, from its attributes; the same on every rank.
 
-    One hook saves at most two checkpoints: one that is ranked, and then ``last``.
+    One hook saves at most two checkpoints: a ranked one, and then ``last``.
 
     Source: ``ModelCheckpoint._save_topk_checkpoint`` and ``_save_last_checkpoint`` (Lightning 2.6.6).
     """

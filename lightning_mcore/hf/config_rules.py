@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules that map the keys of a Hugging Face config to settings of Megatron, and back.
 
-A family (``family.py``) is a list of such rules. Each rule is responsible for some keys: it maps them, knows that they
-do not change the numbers, or refuses them. Keys without a rule are refused, so a key that changes the numbers is never
-ignored.
+A family (``family.py``) is a list of such rules. Each rule is responsible for some keys: it maps them, ignores them
+because they do not change the numbers, or refuses them. Keys without a rule are refused, so a key that changes the
+numbers is never ignored.
 
-*Fields* are settings by their name here: the fields of ``TransformerConfig``, and arguments of ``MCoreGPT`` such as
-``vocab_size`` and ``rotary_base``. Rules read a config that transformers has completed with all defaults.
+**Fields* are settings by their names in this package: the fields of ``TransformerConfig``, and arguments of
+``MCoreGPT`` such as ``vocab_size`` and ``rotary_base``. Rules read a config in which transformers has filled in all
+defaults.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,12 +18,12 @@ Config = Mapping[str, Any]
 Fields = Mapping[str, Any]
 
 LONGEST_SEQUENCE = 1 << 40
-"""More tokens than any model can take in a sequence."""
+"""A sequence length, in tokens, beyond that of any model."""
 
 _LONGEST_VALUE = 80  # characters of a value in an error
 
 LARGEST_SIZE = 1 << 24
-"""Larger than any size of any model; a larger one in a config is damage, and would take all memory."""
+"""A size beyond that of any model; a larger value in a config is damaged, and would take all memory."""
 
 
 class ConfigRule(Protocol):
@@ -30,7 +31,7 @@ class ConfigRule(Protocol):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of the Hugging Face config that it is responsible for."""
+        """The keys of the Hugging Face config that the rule is responsible for."""
         ...
 
     def read(self, config: Config) -> dict[str, Any]:
@@ -61,9 +62,9 @@ class Same:
     """A key and a field with the same value.
 
     Args:
-        key: Of the Hugging Face config.
-        field: Its name here.
-        others: Names of the key in other releases of transformers.
+        key: The key in the Hugging Face config.
+        field: The name of the field.
+        others: The names of the key in other releases of transformers.
         at_least: The smallest allowed value, an int if only whole numbers are allowed; None to allow any value.
         at_most: The largest allowed value.
     """
@@ -80,7 +81,7 @@ class Same:
         return (self.key, *self.others)
 
     def read(self, config: Config) -> dict[str, Any]:
-        """Return the field; without a value there is none, so that the default holds."""
+        """Return the field; an empty dict without a value, so that the default applies."""
         self.check(config)
         value = next((config[key] for key in self.keys if config.get(key) is not None), None)
         return {} if value is None else {self.field: value}
@@ -89,7 +90,7 @@ class Same:
         """Refuse a value that is out of range, in a config that may be incomplete.
 
         Raises:
-            ValueError: It is out of range, or not a number.
+            ValueError: The value is out of range, or not a number.
         """
         if self.at_least is not None:
             for key in self.keys:
@@ -103,10 +104,10 @@ class Same:
 
 @dataclass(frozen=True)
 class Preset:
-    """Initial values of fields that do not change the model's numbers; the user may choose others.
+    """Initial values of fields that do not change the model's numbers; the user may change them.
 
     Args:
-        fields: By name.
+        fields: The values by field name.
     """
 
     fields: dict[str, Any]
@@ -117,7 +118,7 @@ class Preset:
         return dict(self.fields)
 
     def write(self, fields: Fields) -> dict[str, Any]:
-        """Return nothing."""
+        """Return an empty dict."""
         return {}
 
 
@@ -126,11 +127,11 @@ class Constants(Preset):
     """Fields that the whole family has in common.
 
     Args:
-        fields: By name.
+        fields: The values by field name.
     """
 
     def write(self, fields: Fields) -> dict[str, Any]:
-        """Refuse other values, because there is no key for them."""
+        """Refuse other values, because the config has no key for them."""
         for name, value in self.fields.items():
             if fields[name] != value:
                 raise ValueError(
@@ -144,8 +145,8 @@ class Only:
     """A key that is supported with one value only.
 
     Args:
-        key: Of the Hugging Face config.
-        value: The value; a config without the key has it, too.
+        key: The key in the Hugging Face config.
+        value: The value, which is also the default.
         why: Why other values are not supported, as a clause.
         is_written: Whether to write the key; False if transformers does not know it.
     """
@@ -175,23 +176,23 @@ class Unused:
     """Keys that do not change the numbers of a model whose weights are given.
 
     Args:
-        keys: Of the Hugging Face config.
+        keys: The keys in the Hugging Face config.
     """
 
     keys: tuple[str, ...]
 
     def read(self, config: Config) -> dict[str, Any]:
-        """Return nothing."""
+        """Return an empty dict."""
         return {}
 
     def write(self, fields: Fields) -> dict[str, Any]:
-        """Return nothing."""
+        """Return an empty dict."""
         return {}
 
 
 @dataclass(frozen=True)
 class Derived:
-    """Keys and fields that depend on each other in some other way.
+    """Keys and fields that two functions translate.
 
     Args:
         keys: Keys that the two functions handle.
@@ -208,7 +209,7 @@ def refuse_outside(key: str, value: Any, least: float, most: float = LARGEST_SIZ
     """Refuse a value of a key that is not a number in a range, or not a whole number if ``least`` is an int.
 
     Raises:
-        ValueError: It is not.
+        ValueError: The value is not such a number.
     """
     kind = int if isinstance(least, int) else (int, float)
     if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
@@ -217,7 +218,7 @@ def refuse_outside(key: str, value: Any, least: float, most: float = LARGEST_SIZ
 
 
 def shortened(value: Any) -> str:
-    """Return a value as Python writes it, cut if it is too long for a sentence."""
+    """Return the ``repr`` of a value, cut if it is too long for a sentence."""
     text = repr(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that most families share: those of a decoder like Llama's, and of its variants.
+"""Rules that most families share, for a decoder like Llama's and its variants.
 
-A family (``families/``) combines its tables from these. Weights have Megatron's names as in checkpoints, where a norm
+A family (``families/``) combines its tables from these. Weights have Megatron's names in checkpoints, where a norm
 before a projection belongs to that projection.
 """
 
@@ -68,7 +68,7 @@ NO_MLP_BIAS = Only("mlp_bias", False, _ALL_OR_NONE)
 
 PRETRAINING_TP = Unused(("pretraining_tp",))
 
-# ---- windows: transformers counts the keys that a query sees with itself, Megatron those before itself
+# ---- windows: transformers counts the keys that a query sees including its own, Megatron only those before it
 
 _FULL, _WINDOWED = "full_attention", "sliding_attention"
 

@@ -2,7 +2,7 @@
 """Rules for mixtures of experts: which layers have them, how tokens are routed, and their weights.
 
 Mixtral and Qwen route by a softmax, DeepSeek and GLM by a sigmoid with a bias that affects only the choice. Losses that
-balance the load are Megatron's own; the user sets them for training, in ``transformer``.
+balance the load are Megatron's own; the user sets them in ``transformer`` for training.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from lightning_mcore.hf.config_rules import (
 )
 from lightning_mcore.hf.weight_rules import Experts, Rename, Rows, WeightRule
 
-_BEST_OF_GROUP = 2  # experts by which transformers judges a group
+_BEST_OF_GROUP = 2  # number of experts by which transformers ranks a group
 
 # ---- which layers
 
@@ -123,15 +123,15 @@ def _read_groups(config: Config) -> dict[str, Any]:
     experts = config.get("n_routed_experts") or config["num_local_experts"]
     if experts % groups or experts // groups < _BEST_OF_GROUP:
         raise ValueError(
-            f"n_group={groups} of {experts} experts is not supported, because a group is judged by its {_BEST_OF_GROUP}"
-            " best experts; only equal groups of at least that many are"
+            f"n_group={groups} of {experts} experts is not supported, because a group is ranked by its "
+            f"{_BEST_OF_GROUP} best experts; only equal groups of at least that many are"
         )
     counted = config["num_experts_per_tok"] // chosen
     if counted != _BEST_OF_GROUP:
         raise ValueError(
-            f"topk_group={chosen} of n_group={groups} with num_experts_per_tok={config['num_experts_per_tok']} is not"
-            f" supported, because Megatron judges a group by its num_experts_per_tok // topk_group = {counted} best"
-            f" experts, transformers by {_BEST_OF_GROUP}; only where both are the same, or all groups are chosen, is it"
+            f"topk_group={chosen} of n_group={groups} with num_experts_per_tok={config['num_experts_per_tok']} is not "
+            f"supported, because Megatron ranks a group by its num_experts_per_tok // topk_group = {counted} best "
+            f"experts, and transformers by {_BEST_OF_GROUP}; only equal numbers, or choosing all groups, are"
         )
     return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
 
@@ -165,7 +165,7 @@ SOFTMAX_ROUTER = Derived(
 """A softmax over all experts; the weights of the chosen ones may be normalised to add up to 1."""
 
 NORMALISED_ROUTER = Derived((), _read_normalised, lambda fields: {})
-"""The same; they always add up to 1."""
+"""A softmax over all experts; the weights of the chosen ones always add up to 1."""
 
 SIGMOID_ROUTER: tuple[ConfigRule, ...] = (
     Constants({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
@@ -178,7 +178,7 @@ SIGMOID_ROUTER: tuple[ConfigRule, ...] = (
         lambda fields: {"routed_scaling_factor": fields["moe_router_topk_scaling_factor"] or 1.0},
     ),
 )
-"""A sigmoid for each expert in fp32, in groups or not; its bias is fixed, unless the user sets an update rate."""
+"""A sigmoid for each expert in fp32, with or without groups; its bias is fixed unless the user sets an update rate."""
 
 # ---- sizes
 
@@ -226,7 +226,7 @@ def expert_weights(gate: str, expert: str, names: tuple[str, str, str]) -> tuple
     Args:
         gate: Hugging Face's name of the router.
         expert: Prefix of the names of an expert's weights; ``{expert}`` is its number.
-        names: Names of its gate, up and down projection.
+        names: The names of its gate, up and down projections.
     """
     gate_projection, up, down = (f"{expert}.{name}.weight" for name in names)
     return (

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a model in Hugging Face form: from a sharded checkpoint, or from the running model.
+"""Write a model in Hugging Face form, from a sharded checkpoint or from the running model.
 
-Both write what ``save_pretrained`` of transformers would: safetensors files of a limited size with an index,
-``config.json``, the generation config, and the tokenizer files of the model that training began with. Anything wrong is
-refused before the first tensor is read, and the folder appears only when it is whole.
+Both write the files that ``save_pretrained`` of transformers writes: safetensors files of a limited size with an index,
+``config.json``, the generation config, and the tokenizer files of the source model. Errors are found before the first
+tensor is read, and the folder appears only when it is whole.
 
-:func:`export_checkpoint` is what ``lightning-mcore export`` runs: one process, no GPU, a few tensors in memory.
-:func:`export_model` runs on every rank of a training run, and each rank writes files of its own; ``callback.py`` calls
-it from a callback.
+``lightning-mcore export`` runs :func:`export_checkpoint`: one process, no GPU, a few tensors in memory.
+:func:`export_model` runs on every rank of a training run, and each rank writes its own files; the callback in
+``callback.py`` calls it.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ from lightning_mcore.layers.session import single_process
 from lightning_mcore.parallel.consensus import decide, on_all
 from lightning_mcore.strategy import MCoreStrategy
 
-_SILENT_SECONDS = 2.0  # writing that takes no longer shows no progress
+_SILENT_SECONDS = 2.0  # shorter exports show no progress
 _WRITERS = 4  # files written at the same time
 
 
@@ -66,21 +66,21 @@ def export_checkpoint(
 ) -> None:
     """Write the weights of a sharded checkpoint as a Hugging Face model, in one process without a GPU.
 
-    A checkpoint of LoRA adapters is merged with the weights of its base, which is then whole in memory.
+    A checkpoint of LoRA adapters is merged into the weights of its base, which takes the memory of the whole model.
 
     Layers of multi-token prediction are written as in the published models. transformers does not run them: it ignores
-    those of as many layers as the published model has, and reports others as unexpected keys.
+    as many as the published model has, and reports others as unexpected keys.
 
     Args:
         path: A checkpoint that ``MCoreStrategy`` or Megatron-LM wrote, on any layout; a folder on this machine.
         out: The folder to write, outside the checkpoint; it must not exist, or be empty. A link is followed.
-        like: Hugging Face folder to take config, generation config and tokenizer from, if the checkpoint does not have
-            them, as one of Megatron-LM, or if others are wanted.
-        family: What kind of model to write: a ``model_type``, or ``"package.module:FAMILY"`` for your own family; None
+        like: Hugging Face folder with the config, generation config and tokenizer to use, if the checkpoint has none,
+            like those of Megatron-LM, or if you want others.
+        family: The kind of model to write: a ``model_type``, or ``"package.module:FAMILY"`` for your own family; None
             for the family in the checkpoint or in ``like``, or else the first that fits the model.
         dtype: ``"bfloat16"``, ``"float16"``, ``"float32"``, or ``"auto"`` for the type in the checkpoint.
         max_shard_size: Size of a file in bytes, or as text, such as ``"5GB"``.
-        adapter: Write the LoRA adapters alone, as a PEFT folder.
+        adapter: Write only the LoRA adapters, as a PEFT folder.
         merge: Refuse a checkpoint without LoRA adapters; those of one that has them are merged anyway.
         experts: With ``adapter``, the layout of routed experts: ``"stacked"``, a tensor for all experts of a layer, as
             PEFT with transformers 5 and vLLM from 0.23 read; ``"each"``, a pair for each projection of each expert.
@@ -137,7 +137,7 @@ def export_model(
 ) -> None:
     """Write the running model as a Hugging Face model; collective over the world, at any layout.
 
-    Call it on every rank, during a run or after it. Each rank writes files of its own into a folder that all ranks see.
+    Call it on every rank, during a run or after it. Each rank writes its own files into a folder that all ranks see.
 
     Args:
         module: A module whose model is built with ``pipeline()``.
@@ -146,11 +146,11 @@ def export_model(
         family: As in :func:`export_checkpoint`.
         dtype: As in :func:`export_checkpoint`; ``"auto"`` is the type of the weights in the model.
         max_shard_size: As in :func:`export_checkpoint`.
-        replace: Whether to replace a Hugging Face model at ``out``, when the new one is whole.
+        replace: Whether to replace a Hugging Face model at ``out`` once the new one is whole.
 
     Raises:
         RuntimeError: The module has no model yet, or there are no ranks.
-        Exception: As :func:`export_checkpoint`; the same on every rank.
+        Exception: An error of :func:`export_checkpoint`; the same on every rank.
     """
     _require_groups()
     out = decide(partial(require_free, out, replace))
@@ -176,7 +176,7 @@ def check_export(
     dtype: str = "auto",
     max_shard_size: str | int = MAX_SHARD_SIZE,
 ) -> None:
-    """Raise now what :func:`export_model` would raise later, except for a taken folder; collective over the world.
+    """Raise the errors of :func:`export_model` in advance, except for a taken folder; collective over the world.
 
     Args:
         module: As in :func:`export_model`.
@@ -186,7 +186,7 @@ def check_export(
         max_shard_size: As in :func:`export_model`.
 
     Raises:
-        Exception: As :func:`export_model`.
+        Exception: An error of :func:`export_model`.
     """
     _require_groups()
     with _ready(module):
@@ -195,12 +195,12 @@ def check_export(
 
 @dataclass(frozen=True)
 class _LiveModel:
-    """The running model and what to write of it.
+    """The running model, and the plan of its export.
 
     Args:
-        pieces: What this rank holds.
-        description: What it is.
-        plan: Which tensor goes into which file; the same on every rank.
+        pieces: The pieces that this rank holds.
+        description: The description of the model.
+        plan: The file of each tensor; the same on every rank.
     """
 
     pieces: ModelPieces
@@ -229,14 +229,14 @@ def _require_groups() -> None:
 
 
 def require_free(out: str, replace: bool = False) -> str:
-    """Refuse to write over something else.
+    """Refuse to write over other files.
 
     Args:
         out: The folder to write.
         replace: Whether ``out`` may be a Hugging Face model.
 
     Returns:
-        The folder to write: ``out``, or its target if it is a link, which stays.
+        The folder to write: ``out``, or the target of the link ``out``, which is kept.
 
     Raises:
         ValueError: ``out`` is a file, or a folder that is not empty.
@@ -246,7 +246,7 @@ def require_free(out: str, replace: bool = False) -> str:
     is_model = CONFIG_FILE in names or ADAPTER_CONFIG_FILE in names
     if (os.path.lexists(out) and not os.path.isdir(out)) or (names and not (replace and is_model)):
         what = "holds other files" if names else "is a file"
-        raise ValueError(f"{out} {what}; give a folder that is empty, or does not exist yet")
+        raise ValueError(f"{out} {what}; give a folder that is empty or does not exist yet")
     return out
 
 
@@ -258,13 +258,13 @@ def _write_own(plan: ExportPlan, folder: str, files: Sequence[str], tensors: dic
 
 
 def _write_all(plan: ExportPlan, folder: str, read: Callable[[Place], Tensor], bar: Any) -> None:
-    """Write all files, a few at a time: one waits for the disk while another reads."""
+    """Write all files, a few at a time, so that one waits for the disk while another reads."""
     stopped, lock = Event(), Lock()
 
     def write(file: str) -> None:
         memory = torch.empty(
             max(map(plan.size, plan.files[file])), dtype=torch.uint8
-        )  # the system provides only what is touched
+        )  # the system provides only pages that are used
 
         def assemble(name: str) -> Tensor:
             if stopped.is_set():
@@ -279,7 +279,7 @@ def _write_all(plan: ExportPlan, folder: str, read: Callable[[Place], Tensor], b
         try:
             for future in as_completed([pool.submit(write, file) for file in plan.files]):
                 future.result()
-        finally:  # after a fault, cancel the rest
+        finally:  # after an error, cancel the rest
             stopped.set()
             pool.shutdown(cancel_futures=True)
 
@@ -305,7 +305,7 @@ def _finish(plan: ExportPlan, description: Description, folder: str) -> None:
 
 @contextlib.contextmanager
 def new_folder(out: str) -> Iterator[str]:
-    """Yield a folder to write into, which appears at ``out`` at the end."""
+    """Yield a folder to write into; it appears at ``out`` at the end."""
     with saving(out):
         folder = atomic.begin(out)
     try:
@@ -319,7 +319,7 @@ def new_folder(out: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _shared_folder(out: str) -> Iterator[str]:
-    """Do the same with all ranks; a failure on one rank is a failure on all, so all leave it together."""
+    """Do the same on all ranks together; a failure on one rank is raised on all."""
     folder = decide(saving(out)(partial(atomic.begin, out)))
     try:
         yield folder
@@ -332,7 +332,7 @@ def _shared_folder(out: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _ready(module: pl.LightningModule) -> Iterator[None]:
-    """Enter the runtime of ``MCoreStrategy``, if it has the module, with all parameters in place."""
+    """Enter the runtime of ``MCoreStrategy``, if it runs the module, with all parameters whole."""
     trainer = module._trainer
     strategy: Any = trainer.strategy if trainer is not None else None
     if not isinstance(strategy, MCoreStrategy):

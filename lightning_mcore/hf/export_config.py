@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything of an exported model but its weights: its family, ``config.json``, generation config, tokenizer files.
+"""The parts of an exported model besides its weights: family, ``config.json``, generation config, tokenizer files.
 
-A model that was made from a Hugging Face model remembers its config (``MCoreGPT(hf=...)``), which is written unchanged
-as far as it is still true. The rules of its family describe a model made from scratch. Either way the config is read
-back and must describe the exported model: a config that is nearly right would load, and compute other numbers.
+A model that was made from a Hugging Face model remembers its config (``MCoreGPT(hf=...)``), which is written with only
+those keys changed that are no longer true. For a model made from scratch, the rules of its family write the config. In
+both cases the config is read back and must describe the exported model, because a slightly wrong config would load and
+compute other numbers.
 """
 
 import fnmatch
@@ -47,7 +48,7 @@ _TOKENIZER_FILES = (
     "chat_template*",
     "*.jinja",
 )
-_CODE_FILES = ("*.py",)  # of a config with auto_map
+_CODE_FILES = ("*.py",)  # copied for a config with auto_map
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _NOT_OF_THE_MODEL = {"transformer_impl", "seq_length", "make_vocab_size_divisible_by"}
 
@@ -57,11 +58,11 @@ class Description:
     """A model to export, as plain data.
 
     Args:
-        family: Name or path of its family.
-        fields: All its fields, by Megatron's and ``MCoreGPT``'s names.
+        family: The name or path of its family.
+        fields: All its fields, with Megatron's and ``MCoreGPT``'s names.
         config: Content of ``config.json``, except the type of the weights.
-        generation_config: Content of ``generation_config.json``; None without one.
-        source: Hugging Face folder with its tokenizer; None without one.
+        generation_config: Content of ``generation_config.json``; None if there is none.
+        source: Hugging Face folder with its tokenizer; None if there is none.
     """
 
     family: str
@@ -81,15 +82,15 @@ def describe(
     """Find the family and the config of a model.
 
     Args:
-        what: The model, for messages: a path, or the name of a class.
+        what: The name of the model in errors: a path, or the name of a class.
         settings: Arguments of its ``MCoreGPT``; others are ignored. May be empty.
-        shapes: Shapes of its tensors, by whole name.
+        shapes: The shapes of its tensors, by whole name.
         like: Hugging Face folder whose config, generation config and tokenizer to use.
-        family: Name or path of its family; None to find it.
+        family: The name or path of its family; None to find it.
 
     Raises:
         FileNotFoundError: ``like`` is not the folder of a model.
-        ValueError: The model does not fit the family or any family, or nothing says what the model is.
+        ValueError: The model does not fit the family or any family, or there is no description of it.
     """
     origin: dict[str, Any] = dict(settings.get("hf") or {})
     source = HFSource.open(like, family) if like is not None else None
@@ -106,10 +107,10 @@ def describe(
         fields = dict(source.fields)
     else:
         raise ValueError(
-            f"{what} does not say what its model is, as MCoreGPT's checkpoints do; give a Hugging Face model of the"
-            " same shape with like (--like FOLDER)"
+            f"{what} does not describe its model, as MCoreGPT's checkpoints do; give a Hugging Face model of the same "
+            "shape with like (--like FOLDER)"
         )
-    _check_layers(what, fields, shapes)  # what follows iterates over all of them
+    _check_layers(what, fields, shapes)  # the code below iterates over all of them
     fields = complete_fields({**fields, "mtp_num_layers": _count_layers("mtp", shapes) or None})
     name = family or origin.get("family") or _guess(what, fields)
     known = find_family(name) if family else recorded_family(name)
@@ -121,7 +122,7 @@ def write_files(description: Description, dtype: torch.dtype, folder: str) -> No
     """Write all files but the weights into a folder.
 
     Args:
-        description: Of the model.
+        description: The description of the model.
         dtype: The type of most of its weights.
         folder: The folder.
     """
@@ -129,7 +130,7 @@ def write_files(description: Description, dtype: torch.dtype, folder: str) -> No
     config.pop("torch_dtype", None)
     copied = _copy(description.source, (*_TOKENIZER_FILES, *(_CODE_FILES if "auto_map" in config else ())), folder)
     if not any(name.endswith(".py") for name in copied):
-        config.pop("auto_map", None)  # it names code that was not copied
+        config.pop("auto_map", None)  # it refers to code that was not copied
     write_json(os.path.join(folder, CONFIG_FILE), config)
     if description.generation_config is not None:
         write_json(os.path.join(folder, GENERATION_FILE), description.generation_config)
@@ -144,21 +145,21 @@ def write_json(path: str, content: Mapping[str, Any]) -> None:
 
 
 def warn_of_what_is_lost(description: Description, settings: Mapping[str, Any], like: str | None) -> None:
-    """Warn of what the exported model will lack, although it can be exported.
+    """Warn about losses of an export that is still possible.
 
     Args:
-        description: Of the model.
-        settings: Arguments of its ``MCoreGPT``, as far as known.
-        like: Hugging Face folder to take the tokenizer from.
+        description: The description of the model.
+        settings: The known arguments of its ``MCoreGPT``.
+        like: The Hugging Face folder with the tokenizer to use.
     """
     path = (settings.get("hf") or {}).get("path")
     if like is None and path is not None and _folder_of(path) is None:
         rank_zero_warn(
-            f"{path}, which the model was made from, is no longer there, so the tokenizer is not exported; give a"
-            " folder that has it with like (--like FOLDER)"
+            f"{path}, the source of the model, no longer exists, so the tokenizer is not exported; give a folder that "
+            "has it with like (--like FOLDER)"
         )
     capacity = description.fields.get("moe_expert_capacity_factor")
-    if capacity is not None and capacity >= 0:  # to Megatron, a negative one means none
+    if capacity is not None and capacity >= 0:  # Megatron takes a negative one as none
         rank_zero_warn(
             f"the model was trained with moe_expert_capacity_factor={capacity}, so that full experts dropped tokens;"
             " transformers does not, and computes other numbers for those tokens"
@@ -173,7 +174,7 @@ def _fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _config(
     family: Family, fields: Mapping[str, Any], given: Mapping[str, Any] | None, seq_length: int | None
 ) -> dict[str, Any]:
-    """Return a ``config.json`` that means the same as ``fields``."""
+    """Return a ``config.json`` that is equivalent to ``fields``."""
     if given is not None and given.get("model_type") == family.model_type:
         content = _adapted(family, fields, given)
     else:
@@ -187,7 +188,7 @@ def _config(
 
 
 def _adapted(family: Family, fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with those keys changed that are not true of the model."""
+    """Return a config with the keys changed that do not match the model."""
     before = _read(family, given)
     if not differences(before, fields):
         return dict(given)
@@ -233,7 +234,7 @@ def _count_layers(stem: str, shapes: Mapping[str, Shape]) -> int:
 
 
 def _folder_of(path: str | None) -> str | None:
-    """Return the folder of a model on this machine, also for a name on the hub that has been downloaded."""
+    """Return the folder of a model on this machine, or of a downloaded model with this name on the hub."""
     if path is None or os.path.isdir(path):
         return path
     if not is_hub_name(path):

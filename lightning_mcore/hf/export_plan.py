@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of an export: which Hugging Face tensor goes into which file, and from which rectangles it is assembled.
+"""The plan of an export: the file of each Hugging Face tensor, and the rectangles that it is assembled from.
 
-The rectangles (:class:`Place`) lie in a checkpoint or in the memory of ranks; the plan does not know which. So
-``export.py`` uses one plan for both. Ranks that make a plan from the same places make the same plan.
+The rectangles (:class:`Place`) lie in a checkpoint or in the memory of ranks. The plan does not depend on which, so
+``export.py`` uses it for both. Ranks that plan with the same places get the same plan.
 """
 
 import re
@@ -33,10 +33,10 @@ class Place:
     """A rectangle of a Megatron tensor, and where it lies.
 
     Args:
-        start: Where it begins in the tensor.
-        shape: Its shape there.
-        dtype: Type of its values.
-        source: Where it lies, for the function that reads it.
+        start: The index at which it begins in the tensor.
+        shape: Its shape.
+        dtype: The dtype of its values.
+        source: Its location, for the function that reads it.
     """
 
     start: Shape
@@ -50,7 +50,7 @@ class Part:
     """A rectangle that is copied in one step.
 
     Args:
-        place: Where its values lie.
+        place: The place of its values.
         block: The rectangle, in Megatron's tensor and in Hugging Face's.
     """
 
@@ -58,7 +58,7 @@ class Part:
     block: Block
 
     def within_place(self, held: Tensor) -> Tensor:
-        """Return its values, in the shape of the Hugging Face tensor.
+        """Return a view of its values, with the Hugging Face shape and the dtype of ``held``.
 
         Args:
             held: The whole rectangle of the place, in Megatron's shape.
@@ -70,19 +70,19 @@ class Part:
         return held.t() if block.transposed else held
 
     def within_target(self, target: Tensor) -> Tensor:
-        """Return the rectangle of a Hugging Face tensor, ``target``, that it fills."""
+        """Return a view of the rectangle of ``target``, a Hugging Face tensor of any shape and dtype, that it fills."""
         for axis, (start, length) in enumerate(zip(self.block.hf_start, self.block.hf_shape, strict=True)):
             target = target.narrow(axis, start, length)
         return target
 
 
 class ExportPlan:
-    """Which tensors go into which files, and where their values come from.
+    """The file of each tensor, and the places of its values.
 
     Args:
         weights: The family's rules, applied to the model.
-        places: Rectangles of each Megatron tensor, by its whole name; together they are all of it.
-        dtype: Type to write; None for the type of the places.
+        places: The rectangles that make up each Megatron tensor, by its whole name.
+        dtype: The dtype to write; None for the dtype of the places.
         max_shard_size: Bytes of tensors in a file; a single tensor may have more.
 
     Attributes:
@@ -91,7 +91,7 @@ class ExportPlan:
         dtypes: Types of the tensors.
 
     Raises:
-        ValueError: The places do not make whole tensors.
+        ValueError: The places do not form whole tensors.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ExportPlan:
 
     @property
     def main_dtype(self) -> torch.dtype:
-        """The type that most of the values have."""
+        """The dtype of most of the values."""
         counts: dict[torch.dtype, int] = {}
         for name, dtype in self.dtypes.items():
             counts[dtype] = counts.get(dtype, 0) + prod(self.shapes[name])
@@ -127,7 +127,7 @@ class ExportPlan:
 
     @property
     def index(self) -> dict[str, Any] | None:
-        """Content of the index; None where there is one file."""
+        """The content of the index; None if there is only one file."""
         if len(self.files) == 1:
             return None
         counted = self.shapes.keys() - self._weights.repeated.keys()
@@ -149,19 +149,19 @@ class ExportPlan:
         for megatron, block in self._weights.of(name):
             for place in self._places[megatron]:
                 if block.start and not _meet(block, place):
-                    continue  # there are many experts, and most are not this one
+                    continue  # skip the many other experts quickly
                 inside = block.within(place.start, place.shape)
                 if inside is not None:
                     found.append(Part(place, inside))
         return found
 
     def assemble(self, name: str, read: Callable[[Place], Tensor], memory: Tensor) -> Tensor:
-        """Return a tensor, without a copy if one place holds it exactly as it is written.
+        """Return a whole tensor, of its planned shape and dtype; without a copy if one place holds exactly these bytes.
 
         Args:
-            name: Of the tensor.
+            name: The name of the tensor.
             read: Returns the rectangle of a place.
-            memory: Bytes to assemble it in, at least its own size; reused for the next tensor.
+            memory: A uint8 buffer [bytes], at least as large as the tensor; reused for the next tensor.
 
         Raises:
             ValueError: Its new type cannot hold some of its values.
@@ -177,12 +177,12 @@ class ExportPlan:
         return target
 
     def convert(self, name: str, values: Tensor, target: Tensor) -> None:
-        """Copy a part of a tensor to the memory that it is written from.
+        """Copy a part of a tensor into the memory from which it is written.
 
         Args:
-            name: Of the tensor.
-            values: The part, as it is held.
-            target: Of the same shape, with the dtype to write.
+            name: The name of the tensor.
+            values: The part, of any shape and dtype.
+            target: The memory, of the same shape, with the dtype to write.
 
         Raises:
             ValueError: This dtype cannot hold some of its values.
@@ -202,7 +202,7 @@ class ExportPlan:
         return widest
 
     def _in_order(self) -> list[str]:
-        """Return the names in the order of the model: the embedding, the layers, what follows them."""
+        """Return the names in the order of the model: the embedding, the layers, then the rest."""
 
         def place(name: str) -> tuple[int, list[tuple[int, str]]]:
             megatron = self._weights.of(name)[0][0]
@@ -214,16 +214,16 @@ class ExportPlan:
 
 
 def _meet(block: Block, place: Place) -> bool:
-    """Return whether they have rows in common; faster than finding which."""
+    """Return whether the block and the place have rows in common; faster than finding the rows."""
     first, start = block.start[0], place.start[0]
     return start < first + block.shape[0] and first < start + place.shape[0]
 
 
 def parse_dtype(name: str) -> torch.dtype | None:
-    """Return a type by its name; None for ``"auto"``.
+    """Return a dtype by its name; None for ``"auto"``.
 
     Raises:
-        ValueError: The name is not known.
+        ValueError: The name is unknown.
     """
     if name not in DTYPES:
         raise ValueError(f"dtype={name!r} is not known; choose {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
@@ -237,14 +237,12 @@ def parse_size(size: str | int) -> int:
         size: A number, or a text such as ``"5GB"``, in powers of ten.
 
     Raises:
-        ValueError: It is not a size, or zero.
+        ValueError: It is not a size, or it is zero.
     """
     found = _SIZE.fullmatch(str(size).strip()) if isinstance(size, str | int) and not isinstance(size, bool) else None
     value = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
     if value < 1:
-        raise ValueError(
-            f"max_shard_size={size!r} is not a size of a file; give bytes, or a text such as '5GB' or '500MB'"
-        )
+        raise ValueError(f"max_shard_size={size!r} is not a file size; give bytes, or text such as '5GB' or '500MB'")
     return value
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A family of Hugging Face models as data, and where families are found by name.
+"""A family of Hugging Face models as data, and functions that find families by name.
 
 A :class:`Family` holds rules for config keys (``config_rules.py``), rules for weights (``weight_rules.py``) and the
-prefixes of layers. It says nothing about how a model is split over ranks. megatron-core is imported for the defaults
-of its fields, not to read a config.
+prefixes of layers. It does not depend on how a model is split over ranks. megatron-core is imported only for the
+defaults of its fields, not to read a config.
 
-The families of this package lie in ``families/``. Another package registers its own in its ``pyproject.toml``, and
-they are found by name from then on::
+The families of this package lie in ``families/``. Another package registers its own in its ``pyproject.toml``, and they
+can then be found by name::
 
     [project.entry-points."lightning_mcore.families"]
     gemma = "my_package.gemma:FAMILY"
@@ -14,7 +14,7 @@ they are found by name from then on::
 Nothing is registered at run time, so a name means the same in every process.
 
 A path such as ``my_package.gemma:FAMILY`` is imported only when the user gives it. A downloaded file may name any
-module, so ``config.json`` and checkpoints may only name one of the families above; :func:`recorded_family`.
+module, so ``config.json`` and checkpoints may only name one of the families above (:func:`recorded_family`).
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ _IRRELEVANT = """
 """
 
 IRRELEVANT = frozenset(_IRRELEVANT.split())
-"""Keys of any config that do not change the numbers of a model whose weights are given."""
+"""Keys of any config that do not change the numbers of a model with given weights."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Family:
     Args:
         model_type: As in ``config.json``.
         architecture: Name of the class in transformers.
-        config: What the keys of its config mean.
-        layer: Weights of a layer: Megatron's names after ``decoder.layers.<n>.``, Hugging Face's after
+        config: The rules of its config keys.
+        layer: The weights of a layer: Megatron's names after ``decoder.layers.<n>.``, Hugging Face's after
             ``layer_prefix``.
-        outside: Weights outside of layers, with their whole names.
-        multi_token: Weights of a layer for multi-token prediction beside those of ``layer``: Megatron's names after
-            ``mtp.layers.<n>.``, Hugging Face's after the prefix of a layer after the last.
-        repeated: Tensors of such a layer that repeat a tensor of the model: the name of that tensor, by their own.
-        unread: Endings of names of tensors that are not weights.
+        outside: The weights outside layers, with their whole names.
+        multi_token: The weights that a layer of multi-token prediction has beside those of ``layer``: Megatron's names
+            after ``mtp.layers.<n>.``, Hugging Face's after the prefix of a layer after the last.
+        repeated: The tensors of such a layer that repeat a tensor of the model, mapped to the name of that tensor.
+        unread: The endings of names of tensors that are not weights.
         layer_prefix: Prefix of Hugging Face's names of a layer's weights; ``{layer}`` is its number.
     """
 
@@ -71,13 +71,13 @@ class Family:
     layer_prefix: str = "model.layers.{layer}."
 
     def read_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of a config: the fewest that are needed, with all that differ from a default.
+        """Return the fields of a config: the required ones and those that differ from a default.
 
         Args:
             config: The Hugging Face config, with all defaults.
 
         Raises:
-            ValueError: A key is not known, or its value is not supported.
+            ValueError: A key is unknown, or its value is not supported.
         """
         fields: dict[str, Any] = {}
         for rule in self.config:
@@ -85,18 +85,18 @@ class Family:
                 fields |= rule.read(config)
             except (TypeError, ArithmeticError, LookupError, AttributeError) as error:
                 given = ", ".join(f"{key}={shortened(config.get(key))}" for key in rule.keys)
-                raise ValueError(f"{given} has another type than transformers writes ({error})") from error
+                raise ValueError(f"{given} does not have the type that transformers writes ({error})") from error
         known = IRRELEVANT.union(*(rule.keys for rule in self.config))
         for key, value in config.items():
             if key not in known and value is not None:
                 raise ValueError(
-                    f"{key}={shortened(value)} is not a known key of a config of {self.model_type!r}, and it might"
-                    " change the numbers; remove it, or give a family that knows it"
+                    f"{key}={shortened(value)} is not a known key of {self.model_type!r} configs and might change the "
+                    "numbers; remove it, or give a family that knows it"
                 )
         return fields
 
     def check_sizes(self, config: Mapping[str, Any]) -> None:
-        """Refuse impossible sizes in a config that is not completed yet: to complete it, transformers uses them.
+        """Refuse impossible sizes before transformers uses them to complete the config.
 
         Args:
             config: The content of ``config.json``.
@@ -118,7 +118,7 @@ class Family:
         return [self.layer_prefix.replace("{layer}", str(num_layers + number)) for number in range(layers)]
 
     def write_config(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keys of a config that means the same as ``fields``, and only those.
+        """Return exactly the keys of a config that is equivalent to ``fields``.
 
         Args:
             fields: All fields of a model, as :func:`complete_fields` returns them.
@@ -137,14 +137,14 @@ class Family:
         return config
 
     def check_same(self, again: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
-        """Refuse a config that does not mean what the model is.
+        """Refuse a config that does not describe the model.
 
         Args:
-            again: All fields that follow from the config.
+            again: All fields from the config.
             fields: All fields of the model.
 
         Raises:
-            ValueError: One that changes the numbers differs.
+            ValueError: A field that changes the numbers differs.
         """
         for name in differences(again, fields):
             raise ValueError(
@@ -154,12 +154,12 @@ class Family:
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the fields that change the numbers and are not the same in two models, of those that both have."""
+    """Return the fields of both models that change the numbers and differ."""
     return [name for name, value in other.items() if name not in TRAINING_ONLY and one.get(name, value) != value]
 
 
 def complete_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields completed with all defaults and derived sizes, in one normal form.
+    """Return fields with all defaults and derived sizes filled in, in a normal form.
 
     Fields without effect, and those with several equivalent values, take the value from :func:`_normal_form`. So
     equal models have equal fields.
@@ -206,7 +206,7 @@ def _normal_form(whole: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _normal_windows(whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return which layers have a window as a tuple of flags; None if all have one."""
+    """Return the layers that have a window as a tuple of flags; None if all have one."""
     window, skip = whole["window_size"], whole["window_attn_skip_freq"]
     if isinstance(skip, int):
         skip = tuple(int((layer + 1) % skip != 0) for layer in range(whole["num_layers"]))
@@ -217,7 +217,7 @@ def _normal_windows(whole: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _normal_experts(whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return which layers have experts as a tuple of flags; 1 if all have them."""
+    """Return the layers that have experts as a tuple of flags; 1 if all have them."""
     if not whole["num_moe_experts"]:
         return {"moe_layer_freq": 1}
     every = whole["moe_layer_freq"]
@@ -256,7 +256,7 @@ MODULE_DEFAULTS: dict[str, Any] = {
 
 
 def split_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of the module and the fields of its ``transformer``."""
+    """Split fields into the settings of the module and the fields of its ``transformer``."""
     module = {name: value for name, value in fields.items() if name in OF_THE_MODULE}
     return module, {name: value for name, value in fields.items() if name not in OF_THE_MODULE}
 
@@ -282,7 +282,7 @@ def family_names() -> list[str]:
 
 
 def find_family(name: str) -> Family:
-    """Return a family that the user has named.
+    """Return the family that the user names.
 
     Args:
         name: Its ``model_type``, or the path of a :class:`Family`, such as ``"my_package.gemma:FAMILY"``.
@@ -294,7 +294,7 @@ def find_family(name: str) -> Family:
 
 
 def recorded_family(name: str) -> Family:
-    """Return the family that a checkpoint names; a path must already be imported, and is never imported here.
+    """Return the family that a checkpoint names; a path must already be imported, because it is never imported here.
 
     Args:
         name: The name in the checkpoint.
@@ -326,8 +326,8 @@ def registered_family(name: str) -> Family:
     if name in _OWN:
         return _import(f"lightning_mcore.hf.families.{name}:FAMILY")
     raise ValueError(
-        f"models of type {name!r} are not supported; choose {', '.join(family_names())}, or give a family of your own,"
-        " family='package.module:FAMILY'"
+        f"models of type {name!r} are not supported; choose {', '.join(family_names())}, or give your own family, "
+        "family='package.module:FAMILY'"
     )
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Single files of a Hugging Face model: JSON, the header of safetensors, and the hub's checksums.
 
-The files of a model hold no checksums, so a bit that flips on the disk goes unseen: it only makes another weight. A
-file from the hub has a checksum beside it. In the cache the file is a link to a blob that is named after its checksum,
-and a download into a folder keeps it in ``.cache/huggingface/download``. Large files have their SHA-256, small ones
-git's SHA-1. A copy of such a folder has none, nor has a model that was made elsewhere.
+The files of a model hold no checksums, so a flipped bit on the disk is not noticed: it only changes a weight. A file
+from the hub has a checksum beside it. In the cache the file is a link to a blob named after its checksum, and a
+download into a folder keeps the checksum in ``.cache/huggingface/download``. Large files have a SHA-256, small ones
+git's SHA-1. Copies of such a folder and models from other sources have no checksums.
 
 Source: "Understand caching" and ``_local_folder.py`` (huggingface_hub 1 and 2).
 """
@@ -21,14 +21,14 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 LONGEST_JSON = 100 << 20
-"""Bytes of a JSON file or a header that are read, as in the safetensors library; a longer one is damaged."""
+"""The largest size in bytes of a JSON file or header, as in the safetensors library; a longer one is damaged."""
 
 _LENGTH = 8  # bytes in front of the header of a safetensors file, with its length
 _DEEPEST = 64  # levels of JSON
 _GIT, _SHA256 = 40, 64  # hexadecimal digits
 _ETAG = re.compile(rf"[0-9a-f]{{{_GIT}}}|[0-9a-f]{{{_SHA256}}}")
 _CHUNK = 8 << 20  # bytes
-_LATER = 1.0  # seconds that a file may be younger than its metadata; clocks of disks are coarse
+_LATER = 1.0  # seconds by which a file may be newer than its metadata, because file times are coarse
 
 
 def read_json(folder: str, name: str) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def read_json(folder: str, name: str) -> dict[str, Any]:
         raise FileNotFoundError(f"{folder} has no {name}; give the folder of a Hugging Face model")
     size = os.path.getsize(path)
     if size > LONGEST_JSON:
-        raise ValueError(f"{path} has {size} bytes, and at most {LONGEST_JSON} are read; download it again")
+        raise ValueError(f"{path} has {size} bytes, more than the {LONGEST_JSON} that are read; download it again")
     check_download(path)
     with open(path, "rb") as file:
         return _parse_object(path, file.read())
@@ -63,7 +63,7 @@ def read_header(path: str) -> tuple[dict[str, Any], int]:
         length = int.from_bytes(file.read(_LENGTH), "little")
         if not 0 < length <= min(size - _LENGTH, LONGEST_JSON):
             raise ValueError(
-                f"{path} is damaged: it has {size} bytes and announces a header of {length}; download it again"
+                f"{path} is damaged: it has {size} bytes and its header should have {length}; download it again"
             )
         header = _parse_object(f"the header of {path}", file.read(length))
     header.pop("__metadata__", None)
@@ -71,26 +71,26 @@ def read_header(path: str) -> tuple[dict[str, Any], int]:
 
 
 def _parse_object(where: str, text: bytes) -> dict[str, Any]:
-    """Return a JSON object; ``where`` is the file or the part of one that holds ``text``, for the error.
+    """Parse a JSON object; ``where`` names the file, or the part of it, in errors.
 
     Raises:
-        ValueError: It is not a JSON object, or it is nested too deep.
+        ValueError: It is not a JSON object, or it is nested too deeply.
     """
     try:
         content = json.loads(text.decode())
         _check_plain(content)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON, or only a part of it ({error}); download it again") from error
+        raise ValueError(f"{where} is not JSON, or only part of it ({error}); download it again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{where} holds a {type(content).__name__}, not an object; download it again")
     return content
 
 
 def _check_plain(content: Any) -> None:
-    """Refuse NaN and infinity, for which JSON has no words, and what is nested too deep to go through.
+    """Refuse NaN and infinity, which are not JSON, and values that are nested too deeply.
 
     Raises:
-        ValueError: There is such a thing.
+        ValueError: There is such a value.
     """
     level = [("", content)]
     for _ in range(_DEEPEST):
@@ -101,7 +101,7 @@ def _check_plain(content: Any) -> None:
             elif isinstance(value, list):
                 deeper += [(key, item) for item in value]
             elif isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{key} is {value}, which is not a number of JSON")
+                raise ValueError(f"{key} is {value}, which is not a JSON number")
         level = deeper
     if level:
         raise ValueError(f"it is nested deeper than {_DEEPEST} levels")
@@ -117,7 +117,7 @@ def check_download(path: str) -> bool:
         Whether there is a checksum.
 
     Raises:
-        ValueError: It differs.
+        ValueError: The checksum differs.
     """
     told = _of_cache(path) or _of_folder(path)
     if told is None:
@@ -130,14 +130,14 @@ def check_download(path: str) -> bool:
             digest.update(chunk)
     if digest.hexdigest() != told:
         raise ValueError(
-            f"{path} is not what the hub has under that name: its checksum is {digest.hexdigest()[:12]}, and the"
-            f" hub's is {told[:12]}; download it again, or copy the folder elsewhere if the change is yours"
+            f"{path} differs from the hub's file of that name: its checksum is {digest.hexdigest()[:12]}, and the"
+            f" hub's is {told[:12]}; download it again, or copy the folder to another place if the change is yours"
         )
     return True
 
 
 def _of_cache(path: str) -> str | None:
-    """Return the checksum that names the blob behind a link."""
+    """Return the checksum in the name of the blob that a link leads to; None if there is none."""
     if not os.path.islink(path):
         return None
     folder, name = os.path.split(os.readlink(path))
@@ -145,7 +145,7 @@ def _of_cache(path: str) -> str | None:
 
 
 def _of_folder(path: str) -> str | None:
-    """Return the checksum that a download left; None if the file was changed since, on purpose."""
+    """Return the checksum that a download saved; None if the file was changed later, on purpose."""
     folder, name = os.path.split(path)
     try:
         with open(

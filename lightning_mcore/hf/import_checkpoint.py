@@ -3,7 +3,7 @@
 
 The model is built without memory for its weights, to find their names, shapes and places. Each tensor is read while the
 one before it is written, so only two are in memory at any time. The result is an ordinary checkpoint of ``MCoreGPT``
-with weights alone. Every layout loads it (``self.load_weights(out)``, ``MCoreGPT.from_pretrained(out)``,
+with only weights. Every layout loads it (``self.load_weights(out)``, ``MCoreGPT.from_pretrained(out)``,
 ``MCoreGPT.load_from_checkpoint(out)``), and it remembers the Hugging Face model that it was made from.
 """
 
@@ -42,7 +42,7 @@ from lightning_mcore.parallel.groups import process_group
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 PRECISIONS = {torch.bfloat16: "bf16-true", torch.float16: "16-true", torch.float32: "32-true"}
-_SILENT_SECONDS = 2.0  # an import that takes no longer shows no progress
+_SILENT_SECONDS = 2.0  # shorter imports show no progress
 
 
 def import_checkpoint(
@@ -64,7 +64,7 @@ def import_checkpoint(
     Raises:
         FileNotFoundError: There is no such model, or a file of it is missing.
         OSError: The disk refuses.
-        ValueError: Its family is not known, its config or weights are not supported, or ``out`` is not empty.
+        ValueError: Its family is unknown, its config or weights are not supported, or ``out`` is not empty.
     """
     path, out = os.fspath(path), os.fspath(out)
     if os.path.islink(out):
@@ -165,7 +165,7 @@ def _write(module: MCoreGPT, planner: ShardPlanner, out: str, dtype: torch.dtype
 
 
 class _ReadingPlanner(ShardPlanner):
-    """Plans pieces that are read from a Hugging Face model when they are taken out.
+    """Plans pieces that are read from a Hugging Face model when they are accessed.
 
     Args:
         weights: The model's.
@@ -189,13 +189,13 @@ class _ReadingPlanner(ShardPlanner):
 
 
 class _PiecesToRead(Sequence[Piece]):
-    """Pieces that are read when they are taken out, into two buffers in turn.
+    """Pieces that are read when they are accessed, into two buffers in turn.
 
-    Memory that is touched for the first time is slower than a good disk, so the buffers are reused.
+    The first access to new memory is slower than a good disk, so the buffers are reused.
 
     Args:
-        planned: The same pieces, of tensors without memory.
-        weights: Where they are read from.
+        planned: The same pieces, with tensors without memory.
+        weights: The Hugging Face weights to read.
     """
 
     def __init__(self, planned: Sequence[Piece], weights: HFWeights) -> None:
@@ -234,10 +234,10 @@ class _PiecesToRead(Sequence[Piece]):
         return Piece(piece.index, values)
 
     def __iter__(self) -> Iterator[Piece]:
-        """Read each piece while the one before it is written.
+        """Read each piece while the previous one is written.
 
         Raises:
-            RuntimeError: It was stopped.
+            RuntimeError: :meth:`stop` was called.
         """
         self._writer = threading.current_thread()
         size = sum(piece.content.nbytes for piece in self._planned if isinstance(piece.content, Tensor))

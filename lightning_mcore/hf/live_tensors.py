@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole tensors of the running model, gathered from the ranks that hold their parts, one file on each rank at a time.
+"""Gather whole tensors of the running model from the ranks that hold their parts, one file per rank at a time.
 
-Each rank writes files of its own. In a *round* every rank fills one file: it receives the rectangles of that file from
-their owners, and sends its own rectangles to the ranks that fill other files. Every rank knows the plan, so there are
-no requests: sender and receiver go through the same list in the same order. Rectangles travel in main memory, already
-in the type that is written. A rank holds the file that it fills, and a limited number of bytes to send.
+Each rank writes its own files. In a *round*, every rank fills one file: it receives the rectangles of that file from
+their owners, and sends its own rectangles to the ranks that fill other files. Every rank knows the plan, so no requests
+are needed: sender and receiver go through the same list in the same order. Rectangles are sent from host memory,
+already converted to the dtype that is written. A rank holds the file that it fills, and a limited number of bytes to
+send.
 
 ``export.py`` calls :func:`places_of_all` and :func:`exchange`.
 """
@@ -21,8 +22,8 @@ from lightning_mcore.hf.export_plan import ExportPlan, Part, Place
 from lightning_mcore.hf.pretrained import ModelPieces
 from lightning_mcore.parallel.consensus import control_group, gather, on_all
 
-_ON_THEIR_WAY = 256 << 20  # bytes that a rank sends at a time, or one larger rectangle
-_ALIGNMENT = 8  # bytes; any type may begin there
+_ON_THEIR_WAY = 256 << 20  # bytes that a rank sends at once, unless one rectangle is larger
+_ALIGNMENT = 8  # bytes; a suitable alignment for any dtype
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class _Transfer:
         owner: The rank that holds it.
         writer: The rank that writes it.
         name: Name of the Hugging Face tensor.
-        part: Which rectangle.
+        part: The rectangle.
     """
 
     owner: int
@@ -43,10 +44,10 @@ class _Transfer:
 
 
 def places_of_all(pieces: ModelPieces) -> dict[str, list[Place]]:
-    """Return where each rectangle of the model lies: its rank, and its number among that rank's pieces; collective.
+    """Return the place of each rectangle of the model: its rank, and its index among that rank's pieces; collective.
 
     Args:
-        pieces: What this rank holds.
+        pieces: The pieces that this rank holds.
     """
     own = [
         (piece.name, piece.start, piece.shape, piece.dtype, number)
@@ -64,15 +65,15 @@ def exchange(plan: ExportPlan, pieces: ModelPieces, files: Sequence[str]) -> dic
     """Fill the file of this rank in one round; collective over the world.
 
     Args:
-        plan: The same on every rank.
-        pieces: What this rank holds.
+        plan: The plan; the same on every rank.
+        pieces: The pieces that this rank holds.
         files: The file that each rank writes; ranks after the last file write none.
 
     Returns:
-        The tensors of this rank's file, by name; empty if it has no file.
+        The tensors of this rank's file, by name, with their planned shapes and dtypes; empty if it has no file.
 
     Raises:
-        Exception: A rank lacks memory, or holds values that their new type cannot hold; the same on every rank.
+        Exception: A rank lacks memory, or holds values that the new dtype cannot represent; the same on every rank.
     """
     rank = dist.get_rank()
     transfers = list(_transfers(plan, files))
@@ -100,7 +101,7 @@ def exchange(plan: ExportPlan, pieces: ModelPieces, files: Sequence[str]) -> dic
 
 
 class _Arrival:
-    """Memory for a rectangle to receive: its place in the tensor, if that is contiguous."""
+    """Memory for a rectangle to receive: its place in the tensor if that is contiguous, otherwise a buffer."""
 
     def __init__(self, transfer: _Transfer, whole: Tensor) -> None:
         self._place = transfer.part.within_target(whole)
@@ -112,7 +113,7 @@ class _Arrival:
         )
 
     def put(self) -> None:
-        """Copy it into its place, after it has arrived."""
+        """Copy the rectangle into its place after it has arrived."""
         if self.buffer is not self._place:
             self._place.copy_(self.buffer)
 
@@ -120,9 +121,9 @@ class _Arrival:
 def _memory(
     plan: ExportPlan, files: Sequence[str], transfers: Sequence[_Transfer], leaving: Sequence[_Transfer]
 ) -> tuple[dict[str, Tensor], list[_Arrival], Tensor]:
-    """Allocate all the memory of a round: for this rank's file, for what arrives, and for what is sent.
+    """Allocate all the memory of a round: for this rank's file, for rectangles to receive, and for those to send.
 
-    No rank sends before all ranks have theirs: if one failed halfway, others would wait for ever.
+    No rank sends before all ranks have allocated, because others would wait for ever if one failed halfway.
     """
     rank = dist.get_rank()
     own = plan.files[files[rank]] if rank < len(files) else ()
@@ -140,9 +141,10 @@ def _send(
     waiting_room: Tensor,
     failures: list[Exception],
 ) -> None:
-    """Send rectangles from the waiting room, and wait until they are sent.
+    """Send rectangles from the send buffer, and wait until they are sent.
 
-    If one cannot be converted, anything is sent in its place, because a rank waits for it; ``failures`` gets the error.
+    If one cannot be converted, arbitrary bytes are sent instead, because a rank waits for it; ``failures`` gets the
+    error.
     """
     works, start = [], 0
     for transfer in batch:
@@ -159,7 +161,7 @@ def _send(
 
 
 def _room(transfer: _Transfer, plan: ExportPlan) -> int:
-    """Return the bytes that a rectangle takes in the waiting room, aligned for any type."""
+    """Return the bytes that a rectangle takes in the send buffer, aligned for any dtype."""
     size = prod(transfer.part.block.hf_shape) * plan.dtypes[transfer.name].itemsize
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 

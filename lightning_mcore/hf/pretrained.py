@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fill a running model from a Hugging Face model: every rank reads the rectangles that it holds, and no more.
+"""Fill a running model from a Hugging Face model; every rank reads only the rectangles that it holds.
 
-:func:`load_pretrained` fills the chunks that a rank has built. ``source.py`` has read the config before, when there
-were no ranks yet. A checkpoint directory of this package, from ``lightning-mcore import`` or from a run of
-``MCoreGPT``, holds the settings and the weights; then the Hugging Face folder is not needed.
+:func:`load_pretrained` fills the chunks that a rank has built. ``source.py`` has already read the config, before there
+were ranks. A checkpoint directory of this package, from ``lightning-mcore import`` or from a run of ``MCoreGPT``, holds
+the settings and the weights; then the Hugging Face folder is not needed.
 
 :func:`pieces_of_module` returns the weights of a running model as rectangles of the whole model's tensors. Megatron's
-modules know which part of which tensor they hold (``sharded_state_dict``). An export uses it, too.
+modules know which part of which tensor they hold (``sharded_state_dict``). Exports use this function too.
 """
 
 import os
@@ -45,9 +45,9 @@ from lightning_mcore.parallel.consensus import collect, gather, on_all
 __all__ = ["absolute", "load_pretrained", "pretrained_settings", "running_fields"]
 
 _FILLED = "_filled_from_hugging_face"  # set on a model that load_pretrained has filled
-_HASHED = 4  # files that a rank compares at the same time
+_HASHED = 4  # files that a rank checks at the same time
 _SHOWN = 2  # names of files in a line of the log
-_SILENT_SECONDS = 2.0  # reading that takes no longer shows no progress
+_SILENT_SECONDS = 2.0  # shorter reads show no progress
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class ModelPiece:
     """A rectangle of a tensor of the whole model that this rank holds.
 
     Args:
-        name: Whole name of the tensor, as in ``weight_map.py``.
-        start: Where the rectangle begins in it.
-        shape: Its shape there; it may have leading axes of size 1 that ``data`` lacks.
-        read: Returns the values: in the memory of the model, or merged with those of adapters.
-        dtype: Their type.
-        is_main: Whether this rank is the main one of those with the same values.
+        name: The whole name of the tensor, as in ``weight_map.py``.
+        start: The index at which the rectangle begins in the tensor.
+        shape: The shape of the rectangle; it may have leading axes of size 1 that ``data`` lacks.
+        read: Returns the values: those in the model's memory, or merged with adapters.
+        dtype: The dtype of the values.
+        is_main: Whether this rank is the main one of the ranks with the same values.
     """
 
     name: str
@@ -72,16 +72,16 @@ class ModelPiece:
 
     @property
     def data(self) -> Tensor:
-        """The values."""
+        """The values, of shape ``shape`` (perhaps without leading axes of size 1) and dtype ``dtype``."""
         return self.read()
 
 
 @dataclass(frozen=True)
 class ModelPieces:
-    """What this rank holds of a model, and the shapes of all its tensors.
+    """The pieces of a model that this rank holds, and the shapes of all tensors of the model.
 
     Args:
-        own: Rectangles on this rank.
+        own: The rectangles on this rank.
         shapes: Shapes of the tensors of the whole model, by whole name.
     """
 
@@ -92,9 +92,9 @@ class ModelPieces:
 def load_pretrained(module: pl.LightningModule, path: str, family: str | None = None) -> None:
     """Fill the chunks that ``pipeline()`` has built from a Hugging Face model; collective over the world.
 
-    Happens once for each model: if ``validate`` follows ``fit``, the trained weights stay. Padding rows of the
-    embedding become zero. ``MCoreGPT`` keeps them out of the loss; a plain ``GPTModel`` does not, so give it the exact
-    size of the vocabulary.
+    The weights are read once for each model: if ``validate`` follows ``fit``, the trained weights stay. Padding rows of
+    the embedding become zero. ``MCoreGPT`` excludes them from the loss. A plain ``GPTModel`` does not, so give it the
+    exact size of the vocabulary.
 
     Args:
         module: A module whose model is built and not wrapped yet, as at the end of ``configure_model``.
@@ -130,7 +130,7 @@ def load_pretrained(module: pl.LightningModule, path: str, family: str | None = 
 
 
 def running_fields(source: HFSource, module: pl.LightningModule) -> dict[str, Any]:
-    """Return the settings of a built model: those in its own config, and the rest from its source.
+    """Return the settings of a built model: those in its own config, and the others from its source.
 
     Args:
         source: The model that it will be filled from.
@@ -150,8 +150,8 @@ def running_fields(source: HFSource, module: pl.LightningModule) -> dict[str, An
 def check_downloads(folder: str, files: Collection[str]) -> None:
     """Compare files with the hub's checksums, and report files without one; collective over the world.
 
-    Every machine reads all files that its ranks need once more, because its disk may be its own; the ranks of a machine
-    share the work. The files are then in the page cache, from which the weights are read.
+    Every machine reads all files that its ranks need, because each machine may have its own disk; the ranks of a
+    machine share the work. The files are then in the page cache, from which the weights are read.
 
     Args:
         folder: The model's folder.
@@ -194,13 +194,13 @@ def _fill(folder: str, weights: HFWeights, pieces: ModelPieces) -> None:
 
 
 def pieces_of_module(module: pl.LightningModule) -> ModelPieces:
-    """Return what this rank holds of a module's model; collective over the world.
+    """Return the pieces of a module's model that this rank holds; collective over the world.
 
     Args:
         module: A module whose model is built with ``pipeline()``, wrapped or not.
 
     Raises:
-        RuntimeError: There is no such model yet.
+        RuntimeError: The module has no such model yet.
     """
     chunks = built_chunks(module)
     if chunks.pipeline is None:
@@ -217,7 +217,7 @@ def pieces_of_module(module: pl.LightningModule) -> ModelPieces:
 
 
 def _own_pieces(chunks: ModelChunks) -> tuple[list[ModelPiece], dict[str, Shape]]:
-    """Return what this rank holds, and the shapes of the stored tensors that it belongs to."""
+    """Return the pieces that this rank holds, and the shapes of their stored tensors."""
     own, stored = [], {}
     latest = lru_cache(maxsize=1)(lambda read: read())  # a merged weight is read for each of its projections
     for index, chunk in enumerate(chunks.bare):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary positions of Hugging Face configs: ``rope_parameters`` in and out.
+"""Read and write the rotary positions of Hugging Face configs (``rope_parameters``).
 
-They are plain, stretched evenly (``linear``), as in Llama 3 (``llama3``) or as in YaRN (``yarn``). Latent attention
-has its own rotation and fields, and supports only the first and the last of these.
+They are plain, stretched evenly (``linear``), stretched as in Llama 3 (``llama3``), or as in YaRN (``yarn``). Latent
+attention has its own rotation and fields, and supports only plain and YaRN positions.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _BUILT_IN = "Megatron has Llama 3's own value built in"
 _NO_SUCH = "Megatron does not have such positions"
 _FASTEST, _SLOWEST = 32.0, 1.0  # defaults of YaRN
 
-_SMALLEST, _LARGEST = 1e-6, 1e15  # of bases and factors; beyond them, wavelengths are 0 or infinite
+_SMALLEST, _LARGEST = 1e-6, 1e15  # limits of bases and factors; beyond them, wavelengths are 0 or infinite
 
 Rope = dict[str, Any]
 
@@ -86,7 +86,7 @@ def _parameters(config: Config) -> Rope:
 
 
 def _refuse_rest(kind: str, rope: Rope) -> None:
-    if kind == "default":  # the length that the model was trained on; nothing is stretched
+    if kind == "default":  # only the length that the model was trained with; nothing is stretched
         rope.pop("original_max_position_embeddings", None)
     if rope.get("partial_rotary_factor") == 1.0:
         del rope["partial_rotary_factor"]
@@ -95,7 +95,7 @@ def _refuse_rest(kind: str, rope: Rope) -> None:
 
 
 def _read_yarn(rope: Rope, config: Config) -> dict[str, Any]:
-    """Take out the keys that say which wavelengths are stretched, and by how much."""
+    """Remove and return the keys for which wavelengths are stretched, and by how much."""
     original = rope.pop("original_max_position_embeddings", None)
     refuse_outside("rope_parameters.original_max_position_embeddings", original, 1, LONGEST_SEQUENCE)
     if rope.get("factor") is None:
@@ -109,7 +109,7 @@ def _read_yarn(rope: Rope, config: Config) -> dict[str, Any]:
 
 
 def _read_mscale(rope: Rope) -> dict[str, float]:
-    """Take out what the rotation is multiplied with; transformers uses the two numbers only if both are there.
+    """Remove and return the factors of the rotation; transformers uses the two numbers only if both are given.
 
     Source: ``_compute_yarn_parameters`` (transformers 5.23); ``_yarn_get_concentration_factor`` (megatron-core).
     """
@@ -171,7 +171,7 @@ def _factor(rope: Rope, kind: str) -> float:
 
 
 def _number(rope: Rope, key: str, default: float) -> float:
-    """Take out a number, which must not be negative."""
+    """Remove and return a number, which must not be negative."""
     value = rope.pop(key, default)
     refuse_outside(f"rope_parameters.{key}", value, 0.0, _LARGEST)
     return float(value)

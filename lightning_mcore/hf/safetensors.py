@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a Hugging Face model on the disk: any rectangle of a tensor read, and files written tensor by tensor.
+"""The weights of a Hugging Face model on the disk: read any rectangle of a tensor, write files tensor by tensor.
 
 A model is one ``model.safetensors``, or several files with an index. Opening a :class:`SafetensorsFolder` reads only
-headers, and checks that every file is as long as its header says. So a broken download is found before a model is
-built. A rectangle is a view of the mapped file: nothing is read before it is copied, and nothing is copied twice.
+headers, and checks that every file has the length that its header gives, so a broken download is found before a model
+is built. A rectangle is a view of the mapped file: values are read only when they are copied, and copied only once.
 ``safe_open`` of safetensors does not read ahead: for columns of a matrix on a cold disk it takes twice as long.
 
 :func:`write_safetensors` keeps only one tensor in memory. The header says where each tensor will lie, which is known
-before the first tensor is. ``save_file`` of safetensors wants all tensors at once, writes a file that only this user
-may read, and goes through the page cache, which takes longer than a good disk
-(``checkpoint/storage/direct_file.py``).
+before the first tensor is. ``save_file`` of safetensors needs all tensors at once, writes a file that only this user
+may read, and uses the page cache, which is slower than a good disk (``checkpoint/storage/direct_file.py``).
 
 Source: safetensors 0.8, "Format" in its README: 8 bytes with the length of the header, the header as JSON, the tensors.
 """
@@ -37,17 +36,17 @@ _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 _log = logging.getLogger(__name__)
 
-_AHEAD_FROM = 1 << 20  # bytes from which to read ahead, instead of page by page
+_AHEAD_FROM = 1 << 20  # bytes from which to read ahead instead of page by page
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor lies.
+    """The place of a tensor in the files.
 
     Args:
-        file: Name of its file.
+        file: The name of its file.
         dtype: Type of its values.
-        begin: Where the values begin in the file, in bytes.
+        begin: The byte at which the values begin in the file.
     """
 
     file: str
@@ -59,13 +58,13 @@ class SafetensorsFolder:
     """The tensors of a model.
 
     Args:
-        folder: Where ``model.safetensors``, or its index, lies.
+        folder: The folder with ``model.safetensors`` or its index.
         unread: Endings of the names of tensors to ignore.
 
     Attributes:
         folder: The argument.
         shapes: Shape of every tensor that is not ignored, by name.
-        dtypes: Type of its values, by name; a floating-point type.
+        dtypes: The dtype of each such tensor, a floating-point type.
 
     Raises:
         FileNotFoundError: There are no safetensors files, or one of them is missing.
@@ -92,7 +91,7 @@ class SafetensorsFolder:
 
         Args:
             name: Name of the tensor.
-            start: Where the rectangle begins.
+            start: The index at which the rectangle begins.
             shape: Its shape.
         """
         whole = self._view(name)
@@ -105,7 +104,7 @@ class SafetensorsFolder:
         return whole[tuple(slice(first, first + length) for first, length in zip(start, shape, strict=True))]
 
     def file_of(self, name: str) -> str:
-        """Return the path of the file that a tensor lies in."""
+        """Return the path of the file that holds a tensor."""
         return os.path.join(self.folder, self._places[name].file)
 
     # ---- headers
@@ -152,7 +151,7 @@ class SafetensorsFolder:
                 self.shapes[name], self.dtypes[name] = shape, dtype
         end = 0
         for begin, last, name in sorted(ranges):
-            if begin != end:  # the format has neither holes nor values of two tensors
+            if begin != end:  # the format allows no gaps and no shared bytes
                 raise self._unreadable(file_name, name)
             end = last
         size = os.path.getsize(path)
@@ -162,7 +161,7 @@ class SafetensorsFolder:
             )
 
     def _entry(self, file_name: str, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-        """Return type, shape, beginning and end of a tensor; the last two in bytes after the header."""
+        """Return dtype, shape, begin and end of a tensor; the last two in bytes after the header."""
         try:
             (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
         except (KeyError, TypeError, ValueError) as error:
@@ -182,7 +181,7 @@ class SafetensorsFolder:
 
     def _unreadable(self, file_name: str, name: str) -> ValueError:
         return ValueError(
-            f"{self.folder}/{file_name} is damaged: its header does not say where {name} lies; download it again"
+            f"{self.folder}/{file_name} is damaged: its header has no valid place for {name}; download it again"
         )
 
     def _compare(self, index: dict[str, str]) -> None:
@@ -195,19 +194,19 @@ class SafetensorsFolder:
             )
 
     def _compare_sizes(self) -> None:
-        """Warn if the index counts other bytes than there are; published models have had it wrong, so go on."""
+        """Warn if the index gives another total size than the files; some published models have it wrong."""
         found = sum(prod(shape) * self.dtypes[name].itemsize for name, shape in self.shapes.items())
         if self._announced not in (None, found):
             rank_zero_only(_log.warning)(
-                "%s/%s counts %s bytes of weights, but there are %d; if that is not what you expect, download the"
-                " model again",
+                "%s/%s gives %s bytes of weights, but the files have %d; if that is unexpected, download the model "
+                "again",
                 *(self.folder, INDEX_FILE, self._announced, found),
             )
 
     # ---- values
 
     def _view(self, name: str) -> Tensor:
-        """Return a whole tensor in the memory of its mapped file."""
+        """Return a whole tensor, of its stored shape and dtype, in the memory of its mapped file."""
         if name not in self._whole:
             place, shape = self._places[name], self.shapes[name]
             count = prod(shape) * place.dtype.itemsize
@@ -226,7 +225,7 @@ class SafetensorsFolder:
         return self._mapped[file_name]
 
     def _announce(self, name: str, begin: int, length: int) -> None:
-        """Read ahead a range of a tensor, in bytes, most of which will be read."""
+        """Read ahead a range of bytes of a tensor, most of which will be used."""
         if length < _AHEAD_FROM or not hasattr(mmap, "MADV_WILLNEED"):
             return
         place = self._places[name]
@@ -239,7 +238,7 @@ def _is_file_name(value: Any) -> bool:
 
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_ALIGNMENT = 8  # bytes; where the data begin
+_ALIGNMENT = 8  # bytes; alignment of the data
 _NO_CHECKSUM = 0  # the file's checksum is not used
 
 
@@ -251,9 +250,10 @@ def write_safetensors(
     """Write a file, and flush it to the disk.
 
     Args:
-        path: Where to write; a file that is there is replaced.
+        path: Where to write; an existing file is replaced.
         tensors: Type and shape of each tensor, by name.
-        read: Returns a contiguous tensor on the CPU, of that type and shape, given its name; called once for each.
+        read: Returns the tensor with a given name, contiguous, on the CPU, with that dtype and shape; called once for
+            each.
 
     Raises:
         OSError: The disk refuses.

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face model as a source: its folder, its completed config, and the arguments of ``MCoreGPT`` from it.
+"""A Hugging Face model as the source of an ``MCoreGPT``: its folder, its completed config, and the arguments from it.
 
-:func:`pretrained_settings` makes the arguments before there are ranks, so faults in the config or the files are found
-then. ``MCoreGPT.from_pretrained`` and ``lightning-mcore plan`` call it. To read a ``config.json``, neither Lightning
-nor megatron-core is imported; for a checkpoint directory of this package, which holds the settings itself, Lightning
-is.
+:func:`pretrained_settings` returns the arguments before there are ranks, so faults in the config or the files are found
+early. ``MCoreGPT.from_pretrained`` and ``lightning-mcore plan`` call it. Reading a ``config.json`` imports neither
+Lightning nor megatron-core; reading a checkpoint directory of this package, which holds the settings itself, imports
+Lightning.
 
 transformers fills in the defaults of a ``config.json`` and renames old keys, so the rules of a family see one name for
-each key. Importing transformers takes two seconds; it is imported only here, when a config is completed.
+each key. Importing transformers takes two seconds, so it is imported only to complete a config.
 """
 
 import contextlib
@@ -36,9 +36,9 @@ _MOST_LABELS = 1_000_000
 _DESCRIPTIONS = ("*.json",)
 _DOWNLOADED = (*_DESCRIPTIONS, "*.safetensors", "*.model", "*.jinja", "*.txt", "tokenizer*")
 
-_KEPT = sorted(OF_THE_MODULE - {"make_vocab_size_divisible_by", "transformer_impl"})  # what a model is, not how it runs
+_KEPT = sorted(OF_THE_MODULE - {"make_vocab_size_divisible_by", "transformer_impl"})  # of the model, not of its runs
 
-_TIMES = 2  # smaller differences are found tensor by tensor once the model is built
+_TIMES = 2  # smaller differences are found tensor by tensor after the model is built
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def local_folder(path: str | os.PathLike[str], weights: bool = True) -> str:
         weights: Whether to download the weights, or only config and index.
 
     Raises:
-        FileNotFoundError: There is neither such a folder nor such a name.
+        FileNotFoundError: There is no such folder and no such name on the hub.
     """
     where = os.fspath(path)
     if os.path.isdir(where):
@@ -65,13 +65,13 @@ def local_folder(path: str | os.PathLike[str], weights: bool = True) -> str:
         return str(snapshot_download(where, allow_patterns=list(_DOWNLOADED if weights else _DESCRIPTIONS)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise FileNotFoundError(
-            f"{where} is not a folder, and a model of that name could not be downloaded; give a folder with a"
+            f"{where} is not a folder, and no model of that name could be downloaded; give a folder with a"
             f" {CONFIG_FILE}"
         ) from error
 
 
 def is_hub_name(path: str) -> bool:
-    """Return whether a path does not exist and has the form of a name on the Hugging Face hub: ``"org/model"``."""
+    """Return whether a path does not exist and looks like a name on the Hugging Face hub, ``"org/model"``."""
     return not os.path.exists(path) and path.count("/") == 1 and not path.startswith((".", "/", "~"))
 
 
@@ -85,7 +85,7 @@ def is_unknown_on_hub(path: str) -> bool:
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """Return a model's config as it is in the file.
+    """Return a model's config, unchanged from the file.
 
     Args:
         folder: The folder with its ``config.json``.
@@ -109,9 +109,9 @@ def read_config(folder: str) -> dict[str, Any]:
 
 
 def complete_config(family: Family, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a ``config.json`` with the defaults of transformers, if it knows the model.
+    """Return the content of a ``config.json`` with transformers' defaults filled in, if it knows the model.
 
-    transformers makes lists of the lengths in the config and looks up names in torch, so both are checked first.
+    transformers creates lists with lengths from the config and looks up names in torch, so both are checked first.
 
     Args:
         family: Its family.
@@ -128,7 +128,7 @@ def complete_config(family: Family, content: Mapping[str, Any]) -> dict[str, Any
     return copy.deepcopy(_completed(json.dumps(dict(content))))
 
 
-@functools.lru_cache(maxsize=16)  # a run asks several times, and transformers would warn each time
+@functools.lru_cache(maxsize=16)  # a run calls this several times, and transformers would warn each time
 def _completed(text: str) -> dict[str, Any]:
     from transformers import AutoConfig
 
@@ -136,7 +136,7 @@ def _completed(text: str) -> dict[str, Any]:
     try:
         config = AutoConfig.for_model(given.pop("model_type"), **given)
         whole: dict[str, Any] = config.to_dict()
-    except Exception as error:  # keys become attributes, so any key can replace anything
+    except Exception as error:  # keys become attributes, so a bad key can break anything
         if "Unrecognized model identifier" in str(error):
             found: dict[str, Any] = json.loads(text)
             return found
@@ -159,7 +159,7 @@ def family_of(config: Mapping[str, Any], family: str | None) -> Family:
 
 
 def read_generation_config(folder: str) -> dict[str, Any] | None:
-    """Return the content of ``generation_config.json``; None without one."""
+    """Return the content of ``generation_config.json``; None if there is none."""
     return read_json(folder, GENERATION_FILE) if os.path.exists(os.path.join(folder, GENERATION_FILE)) else None
 
 
@@ -208,17 +208,17 @@ class HFSource:
         return cls(folder, known, config, fields)
 
     def open_tensors(self) -> "SafetensorsFolder":
-        """Read the headers of its weights.
+        """Open the model's weights; reads only their headers.
 
         Raises:
             FileNotFoundError: A file is missing.
-            ValueError: A file is damaged, the weights are quantised, or they are those of a far smaller model.
+            ValueError: A file is damaged, the weights are quantised, or they belong to a much smaller model.
         """
         from lightning_mcore.hf.safetensors import SafetensorsFolder
 
         tensors = SafetensorsFolder(self.folder, self.family.unread)
         there, least = sum(map(prod, tensors.shapes.values())), _least_weights(self.fields)
-        if least > _TIMES * there:  # found before the model is built
+        if least > _TIMES * there:  # refuse before the model is built
             raise ValueError(
                 f"{self.folder}/config.json describes a model of {least} weights or more, and its files hold {there};"
                 " give config and weights of one model"
@@ -241,8 +241,8 @@ def pretrained_settings(
         transformer: Fields of ``TransformerConfig`` to use instead of those from the config.
 
     Returns:
-        ``vocab_size``, ``seq_length``, ``transformer`` and the settings of positions; ``hf`` says where they come from,
-        as plain data. ``lora`` is among them for a checkpoint of adapters.
+        ``vocab_size``, ``seq_length``, ``transformer`` and the position settings; ``hf`` describes their source, as
+        plain data. ``lora`` is among them for a checkpoint of adapters.
 
     Raises:
         FileNotFoundError: There is no such model, or one of its files is missing.
@@ -268,7 +268,7 @@ def planned_settings(
     seq_length: int | None = None,
     transformer: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what :func:`pretrained_settings` does, from a config alone; weights are neither downloaded nor needed.
+    """Return the result of :func:`pretrained_settings` from a config alone, without weights.
 
     Layers of multi-token prediction are included, unless the weights are there and lack them.
 
@@ -280,7 +280,7 @@ def planned_settings(
 
     Raises:
         FileNotFoundError: There is no such model.
-        ValueError: As :func:`pretrained_settings`.
+        ValueError: As in :func:`pretrained_settings`.
     """
     if is_own_checkpoint(path):
         return pretrained_settings(path, family, seq_length, transformer)
@@ -292,7 +292,7 @@ def planned_settings(
 def _names_there(source: HFSource) -> Collection[str] | None:
     """Return the names of the tensors in the index or in the only file; None if there is neither."""
     names: Any = None
-    with contextlib.suppress(FileNotFoundError, ValueError):  # absent, or damaged: the run will report it
+    with contextlib.suppress(FileNotFoundError, ValueError):  # absent or damaged; the run will report it
         if os.path.exists(os.path.join(source.folder, INDEX_FILE)):
             names = read_json(source.folder, INDEX_FILE).get("weight_map")
         else:
@@ -301,7 +301,7 @@ def _names_there(source: HFSource) -> Collection[str] | None:
 
 
 def absolute(path: str) -> str:
-    """Return the absolute path of a folder; a name on the hub stays as it is."""
+    """Return the absolute path of a folder; a name on the hub is returned unchanged."""
     return os.path.abspath(path) if os.path.isdir(path) else path
 
 
@@ -315,7 +315,7 @@ def refuse_megatron_checkpoint(path: str) -> None:
     """Refuse a checkpoint that does not describe its model.
 
     Raises:
-        ValueError: It is a checkpoint of Megatron-LM, or of another program.
+        ValueError: The path is a checkpoint of Megatron-LM or another program.
     """
     if os.path.isdir(path) and checkpoint_files.is_megatron_checkpoint(path):
         raise ValueError(
@@ -331,7 +331,7 @@ def settings_of_source(
 
     Args:
         source: The model.
-        tensors: Names of its weights; None if they are not known.
+        tensors: The names of its weights; None if unknown.
         path: The path that the user gave.
         family: The family that the user gave.
     """
@@ -340,7 +340,7 @@ def settings_of_source(
     unpredicted = tensors is not None and not any(name.startswith(behind) for name in tensors)
     if fields.get("mtp_num_layers") and unpredicted:
         _log.info(
-            "%s has no weights for multi-token prediction, so the model is made without those layers", source.folder
+            "%s has no weights for multi-token prediction, so the model is built without those layers", source.folder
         )
         del fields["mtp_num_layers"]
     return {
@@ -357,7 +357,7 @@ def settings_of_source(
 
 
 def _least_weights(fields: Mapping[str, Any]) -> int:
-    """Return the least number of weights of a model: its embedding, and the larger matrices of its layers.
+    """Return a lower bound for the number of weights of a model: its embedding and the larger matrices of its layers.
 
     Args:
         fields: Settings of Megatron, from the family's rules.
@@ -383,12 +383,12 @@ def is_own_checkpoint(path: str) -> bool:
 
 
 def _settings_of_checkpoint(path: str, family: str | None, chosen: Collection[str]) -> dict[str, Any]:
-    """Return the settings of the model in a checkpoint directory, without those of its training run.
+    """Return the model settings in a checkpoint directory, without those of its training run.
 
     Args:
         path: The directory.
         family: The family that the user gave.
-        chosen: Names of fields that the user gives values for.
+        chosen: The names of fields for which the user gives values.
     """
     from lightning.pytorch import LightningModule
 
@@ -404,11 +404,11 @@ def _settings_of_checkpoint(path: str, family: str | None, chosen: Collection[st
         )
     if family not in (None, hf["family"]):
         raise ValueError(
-            f"family={family!r} is given for {path}, a checkpoint of family {hf['family']!r}, whose weights are"
-            " Megatron's already; leave it out"
+            f"family={family!r} is given for {path}, a checkpoint of family {hf['family']!r}, whose weights are "
+            "already Megatron's; leave it out"
         )
     if family is not None:
-        find_family(family)  # imported now, because the user names it, for an export of this run
+        find_family(family)  # import it now, because the user names it and an export of this run needs it
     recorded = {name: value for name, value in saved["transformer"].items() if name not in chosen}
     refuse_recorded_code(path, recorded)
     kept = (*_KEPT, "transformer", "hf", *(("lora",) if saved.get("lora") else ()))

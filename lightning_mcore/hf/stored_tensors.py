@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights in a sharded checkpoint, read piece by piece in one process, for the offline export.
+"""Read the weights in a sharded checkpoint piece by piece in one process, for the offline export.
 
 A checkpoint in Megatron's ``torch_dist`` format, ours or Megatron-LM's, holds each tensor as rectangles in several
-files, as its layout cut it. :class:`StoredTensors` lists these rectangles by the whole names of their tensors
-(:attr:`~StoredTensors.places`) and reads them from mapped files. It needs neither process groups nor a GPU, and only
-the memory of the pages that were read last.
+files, as its layout split it. :class:`StoredTensors` lists these rectangles by the whole names of their tensors
+(:attr:`~StoredTensors.places`) and reads them from mapped files. It needs no process groups and no GPU, and only the
+memory of the pages that were read last.
 """
 
 import os
@@ -23,8 +23,8 @@ from lightning_mcore.hf.export_plan import Place
 from lightning_mcore.hf.weight_map import whole_names
 from lightning_mcore.hf.weight_rules import Shape
 
-_OF_AN_OPTIMIZER = ("optimizer.", "chained_", "optimizer_")  # prefixes of the names of its state
-_MAPPED = 64 << 20  # bytes of pieces that stay mapped, because the next tensor may lie in them
+_OF_AN_OPTIMIZER = ("optimizer.", "chained_", "optimizer_")  # prefixes of the names of optimizer state
+_MAPPED = 64 << 20  # bytes of pieces that stay mapped, because they may hold the next tensor
 
 
 class StoredTensors:
@@ -35,8 +35,7 @@ class StoredTensors:
 
     Attributes:
         path: The argument.
-        is_ours: Whether ``MCoreStrategy`` wrote it; otherwise it has no checksums of files and does not describe its
-            model.
+        is_ours: Whether ``MCoreStrategy`` wrote it; others have no checksums of files and do not describe their model.
         shapes: Shapes of the tensors, by whole name.
         places: Rectangles that they consist of, by whole name.
 
@@ -54,7 +53,7 @@ class StoredTensors:
         manifest = checkpoint_files.check_sizes(path) if self.is_ours else None
         content = self._read(METADATA_FILE)
         if manifest is not None and f"{zlib.crc32(content):08x}" != manifest["files"][METADATA_FILE]["crc32"]:
-            raise damaged(path, f"the checksum of {METADATA_FILE} differs from the one that it was saved with")
+            raise damaged(path, f"the checksum of {METADATA_FILE} differs from the one in the manifest")
         self._metadata = read_metadata(path, content)
         for name, size in least_sizes(self._metadata).items():
             checkpoint_files.check_size(fs, self._root, path, name, size, or_more=True)
@@ -69,9 +68,9 @@ class StoredTensors:
                 self._add(key, entry)
 
     def read(self, place: Place) -> Tensor:
-        """Return a rectangle, of the stored dtype, in the memory of the mapped file; its checksum is compared once.
+        """Return a rectangle, of shape ``place.shape`` and the stored dtype, in the memory of the mapped file.
 
-        Any thread may call it.
+        Its checksum is compared once. Any thread may call this.
 
         Raises:
             ValueError: It is damaged.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fields of ``TransformerConfig`` that affect how a model is trained, but not what it computes.
 
-An exported model may have been trained with any value of these: losses of routers, recomputation, fused kernels, the
-precision of a softmax, the capacity of experts. A Hugging Face config cannot express them and does not need to. The
-config that ``family.py`` writes must express all other fields, or the export is refused.
+An exported model may have been trained with any value of these fields: router losses, recomputation, fused kernels, the
+precision of a softmax, the capacity of experts. A Hugging Face config cannot express them and need not. The config that
+``family.py`` writes must express all other fields, or the export is refused.
 """
 
 _LOSSES_AND_CHANCE = """
@@ -84,4 +84,4 @@ TRAINING_ONLY = frozenset(
         )
     ).split()
 )
-"""Their names, in all supported releases of megatron-core."""
+"""The names of these fields in all supported releases of megatron-core."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of a family, applied to the tensors of one model: which rectangles are equal.
+"""Apply the rules of a family to the tensors of one model, to find the equal rectangles.
 
 Megatron's tensors have their *whole* names here, with the number of the layer, such as
 ``decoder.layers.3.mlp.linear_fc1.weight``. If all layers of a model are alike, checkpoints stack them under the name
@@ -21,11 +21,11 @@ _MULTI_TOKEN_LAYER = re.compile(r"(?:transformer_layer|mtp_model_layer)\.(.+)") 
 
 @dataclass(frozen=True)
 class StoredPlace:
-    """Where a tensor with a whole name lies among tensors whose layers may be stacked.
+    """The place of a tensor with a whole name among tensors whose layers may be stacked.
 
     Args:
         key: Name of the stored tensor.
-        layer: Its index on the first axis of that tensor; None if layers are not stacked.
+        layer: The index of the layer on the first axis of that tensor; None if layers are not stacked.
     """
 
     key: str
@@ -51,8 +51,8 @@ def whole_name(key: str, start: Shape, shape: Shape) -> tuple[str, Shape, Shape]
 
     Args:
         key: Name of the stored tensor.
-        start: Where the rectangle begins in it.
-        shape: Its shape; within one layer.
+        start: The index at which the rectangle begins.
+        shape: The shape of the rectangle, which lies within one layer.
     """
     stacked = _STACKED.fullmatch(key)
     if stacked is None:
@@ -72,7 +72,7 @@ class WeightMap:
     Attributes:
         blocks: Blocks of each Megatron tensor, by whole name.
         shapes: Shapes of the Hugging Face tensors.
-        repeated: Names of Hugging Face tensors that repeat another one, with the name of the other.
+        repeated: The names of Hugging Face tensors that repeat another one, mapped to the other's name.
         in_fp32: Hugging Face tensors that are kept in fp32.
 
     Raises:
@@ -91,7 +91,7 @@ class WeightMap:
             if rule.in_fp32:
                 self.in_fp32 |= {block.hf for block in self.blocks[name]}
         self.shapes = _shapes(block for blocks in self.blocks.values() for block in blocks)
-        of_model = self._rules.repeated(tensors)  # with tied embeddings there is no output layer to repeat
+        of_model = self._rules.repeated(tensors)  # with tied embeddings, there is no output layer to repeat
         self.repeated = {name: other for name, other in of_model.items() if other in self.shapes}
         self.shapes |= {name: self.shapes[other] for name, other in self.repeated.items()}
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that say which parts of a Megatron tensor and of Hugging Face tensors are equal.
+"""Rules for the equal parts of Megatron's tensors and Hugging Face's.
 
-Nothing is computed between the two. A Megatron tensor is a Hugging Face tensor under another name, or rows of several
-(queries, keys and values; gate and up), or a stack of several (experts), or a transposed one. So a rule gives a list of
-:class:`Block`: a rectangle of Megatron's tensor and the equal rectangle of a Hugging Face tensor. The same list serves
-both directions. Rules do not know how a tensor is split over ranks: a rank with a rectangle takes the blocks within it.
+No values are computed between the two. A Megatron tensor is a Hugging Face tensor with another name, or rows of several
+(queries, keys and values; gate and up), or a stack of several (experts), or a transposed one. So a rule returns a list
+of :class:`Block`: a rectangle of Megatron's tensor and the equal rectangle of a Hugging Face tensor. The same list
+serves both directions. Rules do not know how a tensor is split over ranks: a rank with a rectangle takes the blocks
+within it.
 
 Megatron's names are those in checkpoints. Names of weights of a layer are given without their prefix
 (``self_attention.linear_qkv.weight``, ``self_attn.q_proj.weight``). ``weight_map.py`` applies rules to a model.
@@ -24,8 +25,9 @@ class Block:
 
     Args:
         hf: Name of the Hugging Face tensor.
-        hf_start: Where the rectangle begins there.
-        start: Where it begins in Megatron's tensor, which may have more leading axes, of size 1 here.
+        hf_start: The index at which the rectangle begins in it.
+        start: The index at which it begins in Megatron's tensor, which may have more leading axes, of size 1 in the
+            block.
         shape: Its shape in Megatron's tensor.
         transposed: Whether the Hugging Face tensor, of two axes, is transposed.
     """
@@ -43,7 +45,7 @@ class Block:
         return inner[::-1] if self.transposed else inner
 
     def within(self, start: Shape, shape: Shape) -> "Block | None":
-        """Return the part of it within a rectangle of Megatron's tensor; None if they do not overlap."""
+        """Return the part of the block within a rectangle of Megatron's tensor; None if they do not overlap."""
         first = tuple(map(max, self.start, start))
         last = tuple(min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, start, shape, strict=True))
         if any(a >= b for a, b in zip(first, last, strict=True)):
@@ -63,7 +65,7 @@ class WeightRule(Protocol):
 
     @property
     def in_fp32(self) -> bool:
-        """Whether the Hugging Face model keeps it in fp32, whatever the type of its other weights."""
+        """Whether the Hugging Face model keeps it in fp32, whatever the dtype of its other weights."""
         ...
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
@@ -78,11 +80,11 @@ class WeightRule(Protocol):
 
 @dataclass(frozen=True)
 class _OneToOne:
-    """A Megatron tensor that is made of one Hugging Face tensor.
+    """A Megatron tensor that corresponds to one Hugging Face tensor.
 
     Args:
         megatron: Megatron's name.
-        hf: Hugging Face's.
+        hf: Hugging Face's name.
         in_fp32: Whether the Hugging Face model keeps it in fp32.
     """
 
@@ -97,12 +99,12 @@ class Rename(_OneToOne):
 
     Args:
         megatron: Megatron's name.
-        hf: Hugging Face's.
+        hf: Hugging Face's name.
         in_fp32: Whether the Hugging Face model keeps it in fp32.
     """
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
-        """Return one block, the whole."""
+        """Return one block, the whole tensor."""
         origin = (0,) * len(shape)
         return [Block(self.hf, origin, origin, shape)]
 
@@ -113,11 +115,11 @@ class Transpose(_OneToOne):
 
     Args:
         megatron: Megatron's name.
-        hf: Hugging Face's.
+        hf: Hugging Face's name.
     """
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
-        """Return one block, the whole."""
+        """Return one block, the whole tensor."""
         return [Block(self.hf, (0, 0), (0, 0), shape, transposed=True)]
 
 
@@ -127,11 +129,11 @@ class Vocabulary(_OneToOne):
 
     Args:
         megatron: Megatron's name.
-        hf: Hugging Face's.
+        hf: Hugging Face's name.
     """
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
-        """Return one block, the rows of real tokens."""
+        """Return one block, the rows without padding."""
         origin = (0,) * len(shape)
         return [Block(self.hf, origin, origin, (fields["vocab_size"], *shape[1:]))]
 
@@ -163,8 +165,8 @@ class QueryKeyValue:
     Args:
         megatron: Megatron's name.
         query: Hugging Face's name of the queries.
-        key: Of the keys.
-        value: Of the values.
+        key: Hugging Face's name of the keys.
+        value: Hugging Face's name of the values.
     """
 
     megatron: str

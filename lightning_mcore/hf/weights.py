@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face tensors read as Megatron's: checked against the model as a whole, then read rectangle by rectangle.
+"""Read Hugging Face tensors as Megatron's: check them against the whole model, then read rectangle by rectangle.
 
-A caller that fills a model, or writes a checkpoint of it, asks for a rectangle of one of Megatron's tensors
-(:meth:`HFWeights.fill`) and gets exactly that. ``pretrained.py`` asks for what a rank holds, ``import_checkpoint.py``
-for one tensor after the other.
+A caller that fills a model, or writes a checkpoint of it, asks for rectangles of Megatron's tensors
+(:meth:`HFWeights.fill`). ``pretrained.py`` asks for the rectangles of a rank, ``import_checkpoint.py`` for one tensor
+after another.
 
 :func:`require_finite` refuses weights that are infinite or NaN, :func:`require_fits` those that would become infinite
-in a narrower type. Among the types of weights that is only float16, whose largest value is 65504. Import and export
-call :func:`require_fits` before they convert. A model that was trained to infinity is exported as it is.
+in a narrower type. Among the dtypes of weights only float16 is so narrow, with a largest value of 65504. Import and
+export call :func:`require_fits` before they convert. A model with infinite trained weights is exported unchanged.
 """
 
 from collections import Counter
@@ -39,7 +39,7 @@ class HFWeights:
         multi_token_layers: Number of layers for multi-token prediction in the config; the model may lack them.
 
     Raises:
-        ValueError: The weights are not those of this model: some are missing, unknown, or of another shape.
+        ValueError: The weights belong to another model: some are missing, unknown, or of another shape.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class HFWeights:
         """Read a rectangle of one of Megatron's tensors; padding rows of the vocabulary become zero.
 
         Args:
-            target: Where to write; it has as many values as the rectangle, and any floating-point dtype.
+            target: The tensor to fill, with as many values as the rectangle, of any shape and floating-point dtype.
             name: Whole name of the tensor.
             start: Where the rectangle begins.
             shape: Its shape.
 
         Raises:
-            ValueError: Two tensors differ that are one in Megatron, a value is not finite, or it does not fit the dtype
+            ValueError: Two tensors that are one in Megatron differ, or a value is not finite or does not fit the dtype
                 of ``target``.
         """
         parts = [part for block in self._overlapping(name, start, shape) if (part := block.within(start, shape))]
@@ -98,7 +98,7 @@ class HFWeights:
         return {self._folder.file_of(each) for hf in near for each in (hf, *self._aliases.get(hf, ()))}
 
     def _overlapping(self, name: str, start: Shape, shape: Shape) -> list[Block]:
-        """Return the blocks that overlap a rectangle on its first axis; of stacked experts, a few of hundreds."""
+        """Return the blocks that overlap a rectangle on its first axis, such as a few of many stacked experts."""
         if not start:
             return self._map.blocks[name]
         first, last = start[0], start[0] + shape[0]
@@ -131,7 +131,7 @@ class HFWeights:
                 )
 
     def _blocks_of_tied_output(self) -> list[Block]:
-        """Return the blocks of an output layer in the files, if the model uses its embedding in its place."""
+        """Return the blocks of an output layer in the files, if the model uses its embedding instead."""
         if _OUTPUT in self._shapes or _EMBEDDING not in self._shapes:
             return []
         rules = (rule for rule in self._family.outside if rule.megatron == _OUTPUT)
@@ -173,12 +173,12 @@ class HFWeights:
             parts = self._too_small()
         if parts:
             raise ValueError(
-                f"the weights in {self._folder.folder} are not those of this model: {'; '.join(parts)}; give config and"
-                " weights of one model, and leave its sizes as they are"
+                f"the weights in {self._folder.folder} do not belong to this model: {'; '.join(parts)}; give config "
+                "and weights of one model, and do not change its sizes"
             )
 
     def _too_small(self) -> list[str]:
-        """Return a sentence if one of Megatron's tensors is too small for what belongs there."""
+        """Return a sentence if one of Megatron's tensors is too small for its Hugging Face block."""
         for name, blocks in self._map.blocks.items():
             size = self._shapes[name]
             for block in blocks:
@@ -187,14 +187,14 @@ class HFWeights:
         return []
 
     def _whole_tied(self) -> set[str]:
-        """Return the tensors of a tied output layer that have as many values as the rules give them."""
+        """Return the tensors of a tied output layer that have the size that the rules give them."""
         sizes: Counter[str] = Counter()
         for block in self._tied:
             sizes[block.hf] += prod(block.shape)
         return {name for name, size in sizes.items() if size == prod(self._folder.shapes[name])}
 
     def _is_left_out(self, name: str) -> bool:
-        """Return whether the model may lack a tensor: it repeats another one, or is not wanted."""
+        """Return whether the model may lack a tensor, because it repeats another one or is left out."""
         return name.startswith(self._left_out) or any(name == block.hf for block in self._tied)
 
 
@@ -209,13 +209,13 @@ def require_finite(name: str, values: Tensor) -> None:
     """Refuse weights that are infinite or NaN: the file is damaged, or the model never worked.
 
     Args:
-        name: Name of the tensor, for the message.
+        name: The name of the tensor, for errors.
         values: The tensor or a part of it, of any shape and floating-point dtype.
 
     Raises:
         ValueError: A value is not finite.
     """
-    if values.numel() and not torch.stack(torch.aminmax(values)).isfinite().all():  # passes NaN on, needs no memory
+    if values.numel() and not torch.stack(torch.aminmax(values)).isfinite().all():  # propagates NaN, needs no memory
         raise ValueError(f"{name} has infinite or NaN values, which cannot be trained; download it again")
 
 
@@ -223,8 +223,8 @@ def require_fits(name: str, values: Tensor, dtype: torch.dtype) -> None:
     """Refuse values that a dtype cannot hold; infinite values may stay infinite.
 
     Args:
-        name: Name of the tensor, for the message.
-        values: The tensor or a part of it, of any shape, with its present dtype.
+        name: The name of the tensor, for errors.
+        values: The tensor or a part of it, of any shape and its current dtype.
         dtype: The new dtype.
 
     Raises:
@@ -232,7 +232,7 @@ def require_fits(name: str, values: Tensor, dtype: torch.dtype) -> None:
     """
     if not values.numel() or torch.finfo(values.dtype).max <= torch.finfo(dtype).max:
         return
-    ends = torch.stack(torch.aminmax(values))  # needs no memory; the rest is rarely reached
+    ends = torch.stack(torch.aminmax(values))  # needs no memory; the code below rarely runs
     if ends.to(dtype).isfinite().all():
         return
     lost = values.isfinite() & ~values.to(dtype).isfinite()

@@ -280,7 +280,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path: Path) 
         assert sentences[2].startswith(
             "model.layers.0.mlp.down_proj.weight has values up to 1e+06, and the largest of float16"
         )
-        assert "out-gone, which the model was made from, is no longer there" in sentences[3]
+        assert "out-gone, the source of the model, no longer exists" in sentences[3]
         assert len(sentences) == 4
     check_same(folder, str(out))
     assert sorted(os.listdir(tmp_path)) == ["disk", "out"]

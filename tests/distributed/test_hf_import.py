@@ -366,8 +366,8 @@ def test_every_rank_refuses_with_the_same_words(tmp_path: Path) -> None:
     first, second = run_ranks(2, refused, str(folder), timeout=240)
     assert first == second
     assert first == [
-        f"ValueError: the weights in {folder} are not those of this model: it lacks model.layers.3.mlp.up_proj.weight;"
-        " give config and weights of one model, and leave its sizes as they are",
+        f"ValueError: the weights in {folder} do not belong to this model: it lacks model.layers.3.mlp.up_proj.weight;"
+        " give config and weights of one model, and do not change its sizes",
         f"FileNotFoundError: {folder} lacks model-00001-of-00004.safetensors, which model.safetensors.index.json names;"
         " download the model again",
     ]

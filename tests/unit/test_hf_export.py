@@ -291,7 +291,7 @@ def test_a_checkpoint_that_says_nothing_of_itself_is_exported_like_another_model
     shutil.copytree(checkpoint, theirs)
     for name in ("checkpoint.json", "lightning.pt", "ranks.pt"):
         (theirs / name).unlink()
-    with pytest.raises(ValueError, match=r"does not say what its model is.*--like FOLDER"):
+    with pytest.raises(ValueError, match=r"does not describe its model.*--like FOLDER"):
         export_checkpoint(str(theirs), str(out))
     assert not out.exists()
     export_checkpoint(str(theirs), str(out), like=str(model))
@@ -304,7 +304,7 @@ def test_a_source_that_is_gone_costs_the_tokenizer_and_a_warning(tmp_path: Path)
     model = save_tiny("qwen2", tmp_path / "model", tokenizer=True)
     import_checkpoint(str(model), str(tmp_path / "c.ckpt"))
     shutil.move(model, tmp_path / "moved")
-    with pytest.warns(UserWarning, match=r"model, which the model was made from, is no longer there.*--like FOLDER"):
+    with pytest.warns(UserWarning, match=r"model, the source of the model, no longer exists.*--like FOLDER"):
         export_checkpoint(str(tmp_path / "c.ckpt"), str(tmp_path / "out"))
     assert not (tmp_path / "out" / "tokenizer.json").exists()
     export_checkpoint(str(tmp_path / "c.ckpt"), str(tmp_path / "with"), like=str(tmp_path / "moved"))

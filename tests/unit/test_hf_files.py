@@ -77,7 +77,7 @@ def test_a_changed_bit_in_weights_of_the_hub_is_refused(
         import_checkpoint(str(folder), str(tmp_path / "whole.ckpt"))
     assert "no checksum" not in caplog.text
     flip(folder / WEIGHTS, -3)
-    with pytest.raises(ValueError, match=rf"{WEIGHTS} is not what the hub has under that name: its checksum is \w"):
+    with pytest.raises(ValueError, match=rf"{WEIGHTS} differs from the hub's file of that name: its checksum is \w"):
         import_checkpoint(str(folder), str(tmp_path / "changed.ckpt"))
     assert not (tmp_path / "changed.ckpt").exists()
 
@@ -87,7 +87,7 @@ def test_a_changed_digit_in_a_config_of_the_hub_is_refused(where: str, request: 
     folder: Path = request.getfixturevalue(where)
     MCoreGPT.from_pretrained(str(folder))
     flip(folder / "config.json", (folder / "config.json").read_bytes().index(b"128"))
-    with pytest.raises(ValueError, match=r"config\.json is not what the hub has under that name: .*; download"):
+    with pytest.raises(ValueError, match=r"config\.json differs from the hub's file of that name: .*; download"):
         MCoreGPT.from_pretrained(str(folder))
 
 
@@ -132,4 +132,4 @@ def test_an_index_that_counts_other_bytes_is_told(tmp_path: Path, caplog: pytest
     for more, told in ((0, False), (2, True)):
         index.write_text(json.dumps({**content, "metadata": {"total_size": content["metadata"]["total_size"] + more}}))
         MCoreGPT.from_pretrained(str(folder))
-        assert ("bytes of weights, but there are" in caplog.text) is told
+        assert ("bytes of weights, but the files have" in caplog.text) is told

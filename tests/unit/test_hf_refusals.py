@@ -110,7 +110,7 @@ REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
         change_config(model_type="gpt_neox"),
         ValueError,
         r"models of type 'gpt_neox' are not supported; choose llama, mistral, mixtral, qwen2, qwen2_moe, qwen3,"
-        r" qwen3_moe, deepseek_v3, glm4_moe, or give a family of your own, family='package\.module:FAMILY'",
+        r" qwen3_moe, deepseek_v3, glm4_moe, or give your own family, family='package\.module:FAMILY'",
     ),
     "no model type": (change_config(model_type=None), ValueError, r"config\.json has no model_type; give the folder"),
     "a key that changes the numbers": (
@@ -121,7 +121,7 @@ REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
     "an unknown key": (
         change_config(logit_softcapping=30.0),
         ValueError,
-        r"config\.json: logit_softcapping=30\.0 is not a known key of a config of 'llama'",
+        r"config\.json: logit_softcapping=30\.0 is not a known key of 'llama' configs",
     ),
     "a quantised model": (
         change_config(quantization_config={"quant_method": "fp8"}),
@@ -141,13 +141,13 @@ REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
     "a config that is cut off": (
         write("config.json", b'{"model_type": "lla'),
         ValueError,
-        r"FOLDER/config\.json is not JSON, or only a part of it \(.*\); download it again",
+        r"FOLDER/config\.json is not JSON, or only part of it \(.*\); download it again",
     ),
     "a list for a config": (write("config.json", b"[]"), ValueError, r"config\.json holds a list, not an object"),
     "an index that is cut off": (
         write(INDEX_FILE, b'{"weight_map": {'),
         ValueError,
-        r"FOLDER/model\.safetensors\.index\.json is not JSON, or only a part of it",
+        r"FOLDER/model\.safetensors\.index\.json is not JSON, or only part of it",
     ),
     "an index of something else": (write(INDEX_FILE, b"{}"), ValueError, r"has no weight_map of file names"),
     "an index that leads elsewhere": (
@@ -168,17 +168,17 @@ REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
     "a file cut off in its header": (
         lambda folder: first_file(folder).write_bytes(first_file(folder).read_bytes()[:40]),
         ValueError,
-        r"is damaged: it has 40 bytes and announces a header of \d+; download it again",
+        r"is damaged: it has 40 bytes and its header should have \d+; download it again",
     ),
     "an empty file": (
         lambda folder: first_file(folder).write_bytes(b""),
         ValueError,
-        r"is damaged: it has 0 bytes and announces a header of 0; download it again",
+        r"is damaged: it has 0 bytes and its header should have 0; download it again",
     ),
     "a header of noise": (
         lambda folder: first_file(folder).write_bytes((8).to_bytes(8, "little") + b"\xff\x00 noise" + bytes(100)),
         ValueError,
-        r"the header of .* is not JSON, or only a part of it \(.*\); download it again",
+        r"the header of .* is not JSON, or only part of it \(.*\); download it again",
     ),
     "a header of another kind": (
         lambda folder: first_file(folder).write_bytes((2).to_bytes(8, "little") + b"[]"),
@@ -188,12 +188,12 @@ REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
     "a tensor without a place": (
         another_header(lambda header: header[EMBEDDING].pop("data_offsets")),
         ValueError,
-        r"is damaged: its header does not say where model\.embed_tokens\.weight lies; download it again",
+        r"is damaged: its header has no valid place for model\.embed_tokens\.weight; download it again",
     ),
     "a tensor with another place": (
         another_header(lambda header: header[EMBEDDING].update(shape=[101, 31])),
         ValueError,
-        r"is damaged: its header does not say where model\.embed_tokens\.weight lies; download it again",
+        r"is damaged: its header has no valid place for model\.embed_tokens\.weight; download it again",
     ),
     "a tensor that is in no index": (
         change_tensors(lambda tensors: tensors.update(extra=torch.zeros(2)), in_index=False),
@@ -229,7 +229,7 @@ REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
     "a config nested without an end": (
         write("config.json", b'{"model_type": "llama", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
         ValueError,
-        r"config\.json is not JSON, or only a part of it \(.*\); download it again",
+        r"config\.json is not JSON, or only part of it \(.*\); download it again",
     ),
     "a config nested deep": (
         write("config.json", b'{"model_type": "llama", "x": ' + b"[" * 80 + b"]" * 80 + b"}"),
@@ -239,7 +239,7 @@ REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
     "no number": (
         write("config.json", b'{"model_type": "llama", "rms_norm_eps": NaN}'),
         ValueError,
-        r"config\.json is not JSON, .* \(rms_norm_eps is nan, which is not a number of JSON\); download it again",
+        r"config\.json is not JSON, .* \(rms_norm_eps is nan, which is not a JSON number\); download it again",
     ),
     "a key that takes a method's place": (
         change_config(to_dict=5),
@@ -249,7 +249,7 @@ REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
     "a key of another kind": (
         change_config(rope_parameters=[1]),
         ValueError,
-        r"config\.json: (transformers refuses config\.json|rope_parameters=\[1\] has another type)",
+        r"config\.json: (transformers refuses config\.json|rope_parameters=\[1\] does not have the type)",
     ),
     "more labels than words": (
         change_config(num_labels=10**9),
@@ -264,17 +264,17 @@ REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
     "two tensors in one place": (
         another_header(lambda header: [entry.update(data_offsets=[0, 12928]) for entry in header.values()]),
         ValueError,
-        r"is damaged: its header does not say where .* lies; download it again",
+        r"is damaged: its header has no valid place for .*; download it again",
     ),
     "a tensor of a negative size": (
         another_header(lambda header: header[EMBEDDING].update(shape=[-101, -32])),
         ValueError,
-        r"is damaged: its header does not say where model\.embed_tokens\.weight lies; download it again",
+        r"is damaged: its header has no valid place for model\.embed_tokens\.weight; download it again",
     ),
     "a tensor without an end": (
         another_header(lambda header: header[EMBEDDING].update(data_offsets=[0, 1e400])),
         ValueError,
-        r"the header of .* is not JSON, or only a part of it \(.*\); download it again",
+        r"the header of .* is not JSON, or only part of it \(.*\); download it again",
     ),
     "no folder": (
         shutil.rmtree,
@@ -366,11 +366,11 @@ def copy_embedding(folder: Path, more_rows: int = 0) -> None:
 REFUSED_WITH_THE_MODEL: dict[str, tuple[Damage, str]] = {
     "missing tensors": (
         change_tensors(lambda tensors: tensors.pop(EMBEDDING)),
-        r"the weights in FOLDER are not those of this model: it lacks model\.embed_tokens\.weight; give config and",
+        r"the weights in FOLDER do not belong to this model: it lacks model\.embed_tokens\.weight; give config and",
     ),
     "extra tensors": (
         change_tensors(lambda tensors: tensors.update(extra=torch.zeros(2))),
-        r"of this model: it has extra, which the model does not have; give config and weights of one model",
+        r"to this model: it has extra, which the model does not have; give config and weights of one model",
     ),
     "another shape": (
         change_tensors(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING][:50].contiguous()})),
@@ -378,7 +378,7 @@ REFUSED_WITH_THE_MODEL: dict[str, tuple[Damage, str]] = {
     ),
     "more layers than the config says": (
         change_config(num_hidden_layers=3),
-        r"of this model: it has model\.layers\.3\.input_layernorm\.weight, model\.layers\.3\..* and 4 more, which",
+        r"to this model: it has model\.layers\.3\.input_layernorm\.weight, model\.layers\.3\..* and 4 more, which",
     ),
     "a tied output layer that is another": (
         change_config(tie_word_embeddings=True),
@@ -387,7 +387,7 @@ REFUSED_WITH_THE_MODEL: dict[str, tuple[Damage, str]] = {
     ),
     "a tied output layer with more rows": (
         lambda folder: [change_config(tie_word_embeddings=True)(folder), copy_embedding(folder, more_rows=3)],
-        r"of this model: it has lm_head\.weight, which the model does not have",
+        r"to this model: it has lm_head\.weight, which the model does not have",
     ),
     "another family": (
         change_config(model_type="qwen2", attention_bias=None, mlp_bias=None, pretraining_tp=None, head_dim=None),
