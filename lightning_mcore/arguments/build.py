@@ -26,7 +26,7 @@ from lightning_mcore.arguments.callbacks import StepCheckpoint, StepEvaluation
 from lightning_mcore.arguments.mapping import callback_settings, logger_settings
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.config.communication import CommunicationOptions
-from lightning_mcore.config.run import RunSettings
+from lightning_mcore.config.run import RunSettings, class_and_arguments
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.hf.callback import SaveHFModel
@@ -68,14 +68,9 @@ def make_strategy(settings: Mapping[str, Any]) -> MCoreStrategy:
 
 
 def _made(kind: Any, given: Mapping[str, Any]) -> Any:
-    """Return an object of a class from its arguments, or from the form of a YAML file; None if it names another class.
-
-    Source: the form ``{class_path: ..., init_args: ...}`` of jsonargparse.
-    """
-    if "class_path" not in given:
-        return kind(**given)
-    is_it = str(given["class_path"]).rpartition(".")[2] == kind.__name__
-    return kind(**(given.get("init_args") or {})) if is_it else None
+    """Return an object of a class from its arguments in a YAML file; None if they name another class."""
+    name, arguments = class_and_arguments(given)
+    return kind(**arguments) if name in ("", kind.__name__) else None
 
 
 def _check_optimizer(settings: Mapping[str, Any]) -> None:

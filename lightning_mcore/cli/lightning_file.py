@@ -9,7 +9,7 @@ from typing import Any, cast
 from lightning_mcore.cli.fit import TrainingCLI, parse, refuse_lone_scheduler
 from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.strategy import precision_faults
-from lightning_mcore.config.run import RunSettings
+from lightning_mcore.config.run import RunSettings, class_and_arguments
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.planning.signatures import Arguments, fields_of, of_model, of_precision, of_strategy, of_trainer
@@ -136,7 +136,7 @@ def _changed(values: Mapping[str, Any], known: Arguments) -> dict[str, Any]:
 def _strategy(trainer: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """Return the arguments of ``MCoreStrategy``, and the precision plugin among them."""
     given = trainer.get("strategy", "auto")
-    name, arguments = _class_and_arguments(given)
+    name, arguments = class_and_arguments(given)
     names = ("MCoreStrategy", "mcore") if isinstance(given, str) else ("MCoreStrategy",)
     if name not in names or (isinstance(given, str) and "." in given):  # as text, Lightning accepts names but not paths
         shown = given if isinstance(given, str) else name
@@ -154,7 +154,7 @@ def _precision(trainer: Mapping[str, Any], of_its_strategy: Any) -> dict[str, An
     found = [
         (name, arguments)
         for plugin in (plugins if isinstance(plugins, list) else [plugins])
-        for name, arguments in [_class_and_arguments(plugin)]
+        for name, arguments in [class_and_arguments(plugin)]
         if name in ("MCorePrecision", *_LIGHTNING_PRECISIONS)
     ]
     asked = trainer.get("precision")
@@ -164,7 +164,7 @@ def _precision(trainer: Mapping[str, Any], of_its_strategy: Any) -> dict[str, An
             f"trainer.precision={asked!r} and {found[0][0]} in trainer.plugins both set the precision; keep one of them"
         )
     if of_its_strategy is not None:
-        found = [_class_and_arguments(of_its_strategy)]
+        found = [class_and_arguments(of_its_strategy)]
     if not found:
         on_cpu = asked == "16-mixed" and trainer.get("accelerator") == "cpu"
         return {} if asked is None else {"precision": "bf16-mixed" if on_cpu else asked}  # as Lightning does
@@ -176,9 +176,9 @@ def _precision(trainer: Mapping[str, Any], of_its_strategy: Any) -> dict[str, An
 
 
 def _model(given: Any, where: str) -> dict[str, Any]:
-    name, arguments = _class_and_arguments(given)
+    name, arguments = class_and_arguments(given)
     if arguments.get("recipe") is not None:
-        _, recipe = _class_and_arguments(arguments["recipe"])
+        _, recipe = class_and_arguments(arguments["recipe"])
         arguments["recipe"] = _changed(recipe, fields_of(Recipe)) or None
     elif name in ("MCoreGPT", "from_pretrained") and "recipe" in arguments:
         Recipe.of(arguments["recipe"])  # refuses None
@@ -201,25 +201,15 @@ def _with_optimizer(model: dict[str, Any], values: Mapping[str, Any]) -> dict[st
     if given is None:
         return model
     Recipe.of(model.get("recipe") or {}).check_unused()
-    name, arguments = _class_and_arguments(given)
+    name, arguments = class_and_arguments(given)
     if name != "SGD":
         return model
     return {**model, "recipe": {"optimizer": "sgd", "sgd_momentum": arguments.get("momentum") or 0.0}}
 
 
 def _data(given: Any) -> dict[str, Any]:
-    _, arguments = _class_and_arguments(given if given is not None else {})
+    _, arguments = class_and_arguments(given if given is not None else {})
     return {name: arguments[name] for name in _OF_DATA if arguments.get(name) is not None}
-
-
-def _class_and_arguments(given: Any) -> tuple[str, dict[str, Any]]:
-    """Return the last part of a class path, and its arguments; a mapping without a class path is the arguments."""
-    if isinstance(given, str):
-        return given.rpartition(".")[2], {}
-    if "class_path" not in given:
-        return "", dict(given)
-    arguments = {**(given.get("init_args") or {}), **(given.get("dict_kwargs") or {})}
-    return str(given["class_path"]).rpartition(".")[2], arguments
 
 
 def refuse_unknown_option(key: str, others: Sequence[str]) -> None:

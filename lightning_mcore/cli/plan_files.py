@@ -61,7 +61,7 @@ def settings_of_files(
         texts += [f"model_name_or_path={model}"] if model is not None else []
         settings = read_run(paths[0], texts).settings()
     else:
-        settings = _arguments(documents[0], paths[0], overrides, model)
+        settings = _arguments(documents[0], overrides, model)
     if seq_length is None:
         return settings
     changed = {**settings.model, "seq_length": seq_length}
@@ -127,9 +127,7 @@ def argument_names() -> set[str]:
     return {field.name for field in fields(Seq2SeqTrainingArguments)} | {"model_name_or_path"}
 
 
-def _arguments(
-    document: Mapping[str, Any], path: str, overrides: Sequence[tuple[str, str]], model: str | None
-) -> RunSettings:
+def _arguments(document: Mapping[str, Any], overrides: Sequence[tuple[str, str]], model: str | None) -> RunSettings:
     """Read a file of Hugging Face style arguments."""
     from lightning_mcore.arguments import Seq2SeqTrainingArguments, parse_arguments
 

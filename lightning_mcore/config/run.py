@@ -32,3 +32,19 @@ class RunSettings:
     trainer: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+
+def class_and_arguments(given: Any) -> tuple[str, dict[str, Any]]:
+    """Return the name of a class and its arguments, from the form that YAML files use.
+
+    Source: the form ``{class_path: ..., init_args: ...}`` of jsonargparse.
+
+    Args:
+        given: That form, a class path alone, or a mapping of arguments, whose class name is the empty text.
+    """
+    if isinstance(given, str):
+        return given.rpartition(".")[2], {}
+    if "class_path" not in given:
+        return "", dict(given)
+    arguments = {**(given.get("init_args") or {}), **(given.get("dict_kwargs") or {})}
+    return str(given["class_path"]).rpartition(".")[2], arguments

@@ -40,7 +40,7 @@ from lightning_mcore.config.rules.model import (
     check_normalization,
     check_without_transformer_engine,
 )
-from lightning_mcore.config.run import RunSettings
+from lightning_mcore.config.run import RunSettings, class_and_arguments
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.config.value_checks import accepts, choices_of, require_size
 from lightning_mcore.layers.multi_token import check_multi_token
@@ -240,8 +240,7 @@ class PlannedStrategy:
         if not isinstance(given, Mapping):
             self._book.refuse(f"{name}={given!r} is not a mapping; give its fields by name")
             return {}
-        inner = given.get("init_args", {}) if "class_path" in given else given
-        right = self._book.check_arguments(f"field of {name}", inner, known)
+        right = self._book.check_arguments(f"field of {name}", class_and_arguments(given)[1], known)
         return {key: value for key, value in right.items() if value != known[key].default}
 
     def _check_overlaps(self, layout: ParallelLayout) -> None:

@@ -36,7 +36,7 @@ def run_warnings(
     return [
         *_of_pipeline(run, layout, bubble),
         *_of_overlaps(run, sizes),
-        *_of_layout(run, layout, devices_per_node),
+        *_of_layout(layout, devices_per_node),
         *_of_memory(run, sizes, memory, limit),
     ]
 
@@ -76,7 +76,7 @@ def _of_overlaps(run: CheckedRun, sizes: Mapping[str, int]) -> list[str]:
     return found
 
 
-def _of_layout(run: CheckedRun, layout: ParallelLayout, devices_per_node: int) -> list[str]:
+def _of_layout(layout: ParallelLayout, devices_per_node: int) -> list[str]:
     found = []
     tp, experts = layout.tensor_model_parallel_size, layout.expert_tensor_size * layout.expert_model_parallel_size
     if tp > devices_per_node:

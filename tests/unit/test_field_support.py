@@ -193,7 +193,7 @@ def test_multi_token_prediction_that_would_depend_on_the_layout_is_refused(
     check_multi_token(config_of(mtp_num_layers=1, calculate_per_token_loss=True), tied)
 
 
-@pytest.mark.skipif(hasattr(multi_token_prediction, "process_mtp_loss"), reason="mended in megatron-core 0.17")
+@pytest.mark.skipif(hasattr(multi_token_prediction, "process_mtp_loss"), reason="fixed in megatron-core 0.17")
 def test_multi_token_prediction_that_could_divide_by_zero_is_refused() -> None:
     with pytest.raises(ValueError, match=r"divides by zero .*; set calculate_per_token_loss=True"):
         check_multi_token(config_of(mtp_num_layers=1))

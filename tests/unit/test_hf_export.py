@@ -151,7 +151,7 @@ def test_sizes_are_read_as_transformers_reads_them(size: Any, wanted: int) -> No
 
 @pytest.mark.parametrize("size", ["5XB", "", "GB", 0, -1, True, None, 1.5, "0GB"])
 def test_what_is_no_size_is_refused(size: Any) -> None:
-    with pytest.raises(ValueError, match="is not a size of a file"):
+    with pytest.raises(ValueError, match="is not a file size"):
         parse_size(size)
 
 
@@ -336,7 +336,10 @@ REFUSALS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "another machine": (lambda at: ["memory://x", str(at / "out")], "is not on a disk of this machine"),
     "taken": (lambda at: [str(at / "c.ckpt"), str(at / "full")], "full holds other files; give a folder that is empty"),
     "taken by a file": (lambda at: [str(at / "c.ckpt"), str(at / "file")], "file is a file; give a folder"),
-    "shard size": (lambda at: [str(at / "c.ckpt"), str(at / "out"), "--max-shard-size", "5XB"], "'5XB' is not a size"),
+    "shard size": (
+        lambda at: [str(at / "c.ckpt"), str(at / "out"), "--max-shard-size", "5XB"],
+        "'5XB' is not a file size",
+    ),
     "like": (
         lambda at: [str(at / "c.ckpt"), str(at / "out"), "--like", str(at / "no")],
         "is not the folder of a Hugging",
@@ -439,7 +442,7 @@ def test_a_link_to_an_empty_folder_stays_and_the_folder_is_filled(tiny: tuple[Pa
         ({}, r"SaveHFModel\(\) writes nothing; give a folder"),
         ({"folder": "x", "dtype": "int8"}, "dtype='int8' is not known"),
         ({"folder": "x", "max_shard_size": "5"}, None),
-        ({"folder": "x", "max_shard_size": "many"}, "is not a size of a file"),
+        ({"folder": "x", "max_shard_size": "many"}, "is not a file size"),
     ],
 )
 def test_the_callback_refuses_what_it_could_not_do(arguments: dict[str, Any], sentence: str | None) -> None:
