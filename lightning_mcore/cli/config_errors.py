@@ -44,7 +44,7 @@ def explain(parser: Any, arguments: Sequence[str], message: str, documents: Sequ
 def overlooked_fault(
     parser: Any, arguments: Sequence[str], parsed: Mapping[str, Any], documents: Sequence[Mapping[str, Any]] = ()
 ) -> str | None:
-    """Return a sentence for a fault that jsonargparse accepts: an unknown empty mapping, or an empty trainer.
+    """Return a sentence for a fault that jsonargparse accepts: an unknown empty mapping, no trainer, a null recipe.
 
     Args:
         parser: The parser of the command, a ``LightningArgumentParser``.
@@ -61,7 +61,19 @@ def overlooked_fault(
         settings = _read(parser, arguments, documents)
     except ValueError:
         return None  # jsonargparse also accepts other ways to give a value
-    return _dropped(settings, {**dict.fromkeys(_roots(parser)), **parsed}, "key")
+    fault = _dropped(settings, {**dict.fromkeys(_roots(parser)), **parsed}, "key")
+    return fault or next((fault for root in parsed if (fault := _null_settings(root, parsed[root]))), None)
+
+
+def _null_settings(path: str, given: Any) -> str | None:
+    """Return a sentence for a dataclass that is null in the arguments of a class; None if there is no such fault."""
+    if not isinstance(given, Mapping) or "class_path" not in given:
+        return None
+    for name, value in (given.get("init_args") or {}).items():
+        kinds = _kinds(_hints(_find(path, str(given["class_path"]))).get(name, Any))
+        if value is None and any(map(dataclasses.is_dataclass, kinds)) and type(None) not in kinds:
+            return f"{path}.{name}=None is not a mapping; give its fields by name, or leave it out"
+    return None
 
 
 def _dropped(settings: Mapping[str, Any], parsed: Mapping[str, Any], what: str) -> str | None:

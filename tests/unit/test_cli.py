@@ -143,6 +143,7 @@ FAULTS: dict[str, tuple[list[str], str]] = {
         "sequence_parallel=True needs tensor_model_parallel_size of 2 or more, but it is 1",
     ),
     "field of the model": (["--model.transformer.hiden_size=4"], "has no field hiden_size; did you mean hidden_size?"),
+    "null": (["--model.recipe=null"], "model.recipe=None is not a mapping; give its fields by name, or leave it out"),
     "two homes": (
         ["--optimizer=AdamW", "--model.recipe.learning_rate=0.1"],
         "optimizer: replaces the model's own, so model.recipe.learning_rate=0.1 would have no effect",
