@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluation: exact metrics for datasets that the ranks do not divide evenly, and names that only some ranks log.
 
-**Repeated samples.* Lightning's distributed sampler repeats samples at the end, so that every rank has the same number
+*Repeated samples.* Lightning's distributed sampler repeats samples at the end, so that every rank has the same number
 of batches, which ranks with shared collectives (experts, gathered parameters) need. Counting samples twice would skew a
 metric. So :class:`RepeatedRows` cuts repeated samples off the batch; a batch of only repeated samples still runs, but
 its logged values are dropped (:func:`without_weight`).
