@@ -6,7 +6,7 @@ Everything here is a function of its arguments alone: the same on every rank, in
 the same sequences whatever the layout; a data-parallel rank reads its part of them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -98,6 +98,10 @@ class Recipe:
         count, rest = divmod(self.global_batch_size, layout.dp * self.micro_batch_size)
         assert rest == 0, f"{layout.id} does not divide the global batch"
         return count
+
+    def shallow(self, layout: Layout) -> "Recipe":
+        """Return the recipe of a model of two layers where no pipeline cuts it: what tp, cp, dp and ep do is alike."""
+        return self if layout.pp > 1 else replace(self, options=(*self.options, ("num_layers", 2)))
 
 
 def transformer_fields(layout: Layout, recipe: Recipe) -> dict[str, Any]:

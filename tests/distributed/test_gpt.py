@@ -22,7 +22,7 @@ STEPS = 40
 PROMPT = [3, 4, 5, 6]
 
 TRANSFORMER: dict[str, Any] = {
-    "num_layers": 4,
+    "num_layers": 2,
     "hidden_size": 32,
     "num_attention_heads": 4,
     "num_query_groups": 2,

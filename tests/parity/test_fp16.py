@@ -88,6 +88,7 @@ def test_fp16_stays_near_fp32() -> None:
 
 def _both(layout: Layout, recipe: Recipe) -> tuple[Trace, Trace]:
     """Run on every rank."""
+    recipe = recipe.shallow(layout)
     return bare_loop.train(layout, recipe), lightning_loop.train(layout, recipe)
 
 

@@ -190,6 +190,8 @@ def _cases(layout: Layout) -> tuple[tuple[str, str], ...]:
     if layout.vp is not None or (layout.cp > 1 and COUNTS_OWN_TOKENS):
         names = [name for name in names if name not in ("tokens", "balanced")]
     one_axis = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, layout.cp)) <= 1
+    if layout.moe and not one_axis:  # layouts of one axis have the other weights of a loss, and those without experts
+        names = [name for name in names if ", by " not in name]
     return tuple((name, kind) for name in names for kind in ("packed", "padded")[: 1 + (one_axis and name in PADDED)])
 
 

@@ -3,8 +3,8 @@
 
 ``test_layouts.py`` and ``test_loop.py`` cut one model in every way; here a few cuts meet many models. A row of the
 table is an option, as fields of ``TransformerConfig`` or arguments of ``GPTModel``, and the layouts it is trained on.
-On each the strategy equals the bare Megatron loop bit for bit, and its losses, gradients and weights agree with one
-rank within the tolerance of ``test_layouts.py``; measured over the table: 2.2e-6.
+On each the losses, gradients and weights agree with one rank within the tolerance of ``test_layouts.py``; measured over
+the table: 2.2e-6. On the first the strategy also equals the bare Megatron loop bit for bit.
 
 An option whose arithmetic is about the tokens of one rank, as a capacity is, has layouts that leave sequences whole.
 """
@@ -52,7 +52,7 @@ class Option:
     Args:
         name: A short name.
         fields: Fields of the ``TransformerConfig``; a tuple stands for a list.
-        layouts: Where.
+        layouts: Where; the bare loop runs on the first.
         model: Arguments of ``GPTModel``.
         recipe: How losses are weighted.
         tolerance: How far a layout may be from one rank.
@@ -235,7 +235,7 @@ def test_at_least_sixty_combinations_of_layout_and_option_are_trained() -> None:
 
 
 def check(option: Option) -> tuple[list[str], dict[str, float]]:
-    """Return what differs from the bare loop, and how far each layout is from one rank."""
+    """Return what differs from the bare loop on the first layout, and how far each layout is from one rank."""
     recipe = option.full_recipe
     one_rank = list({layout.one_rank: None for layout in option.layouts})
     (references,) = run_ranks(1, _train_bare, one_rank, recipe, timeout=120)
@@ -243,7 +243,8 @@ def check(option: Option) -> tuple[list[str], dict[str, float]]:
     worst: dict[str, float] = {}
     for world_size in sorted({layout.world_size for layout in option.layouts}):
         layouts = [layout for layout in option.layouts if layout.world_size == world_size]
-        ranks = run_ranks(world_size, _train_both, layouts, recipe, timeout=60 + 60 * len(layouts))
+        compared = option.layouts[0] if option.layouts[0] in layouts else None
+        ranks = run_ranks(world_size, _train_both, layouts, recipe, compared, timeout=60 + 60 * len(layouts))
         for index, layout in enumerate(layouts):
             ours = [rank[index].ours for rank in ranks]
             unequal += [f"{layout.id}: {line}" for rank in ranks for line in rank[index].differences]
@@ -253,7 +254,7 @@ def check(option: Option) -> tuple[list[str], dict[str, float]]:
 
 @dataclass
 class Pair:
-    """A run through Lightning on one rank, and in what it differs from the bare loop there."""
+    """A run through Lightning on one rank, and in what it differs from the bare loop where that ran."""
 
     ours: Trace
     differences: list[str]
@@ -263,12 +264,11 @@ def _train_bare(layouts: Sequence[Layout], recipe: Recipe) -> list[Trace]:
     return [bare_loop.train(layout, recipe, keep_gradients=True) for layout in layouts]
 
 
-def _train_both(layouts: Sequence[Layout], recipe: Recipe) -> list[Pair]:
+def _train_both(layouts: Sequence[Layout], recipe: Recipe, compared: Layout | None) -> list[Pair]:
     pairs = []
     for layout in layouts:
-        bare = bare_loop.train(layout, recipe)
         ours = lightning_loop.train(layout, recipe, keep_gradients=True)
-        pairs.append(Pair(ours, differences(bare, ours)))
+        pairs.append(Pair(ours, differences(bare_loop.train(layout, recipe), ours) if layout == compared else []))
     return pairs
 
 
