@@ -128,7 +128,7 @@ class Share:
         return MAIN_NAMES[isinstance(self.part, DistributedOptimizer)]
 
     def copy(self) -> Tensor:
-        """Return the fp32 copy that is stepped."""
+        """Return the fp32 copy that is stepped, of the shape of ``stepped``."""
         if _is_aware_of_precision(self.part):
             kept: dict[str, Tensor] = self.part._get_main_param_and_optimizer_states(self.parameter)
             return kept["param"]
@@ -137,7 +137,7 @@ class Share:
     # ---- loading
 
     def targets(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return tensors to read these parts of the state into, by name, and drop the parameter's other state."""
+        """Return tensors of the shape of ``stepped`` to read these parts into, by name, and drop the other state."""
         if _is_aware_of_precision(self.part):  # it scales its state, and keeps the copy in it
             return {name: torch.empty_like(self.stepped, dtype=torch.float32) for name in names}
         for name in [name for name in self.state if name not in names]:
@@ -148,13 +148,13 @@ class Share:
         return {name: self.state[name] for name in names}
 
     def target_of_copy(self) -> Tensor:
-        """Return the tensor to read the copy into."""
+        """Return the tensor to read the fp32 copy into, of the shape of ``stepped``."""
         if _is_aware_of_precision(self.part):
             return torch.empty_like(self.stepped, dtype=torch.float32)
         return self.stepped.detach()
 
     def accept(self, tensors: dict[str, Tensor]) -> None:
-        """Copy targets that lie outside the optimizer's memory into it."""
+        """Copy targets of the shape of ``stepped`` that lie outside the optimizer's memory into it."""
         if _is_aware_of_precision(self.part):
             self.part._set_main_param_and_optimizer_states(self.parameter, tensors)
 

@@ -280,7 +280,7 @@ class FollowedLoader(BatchSampler):
         return tuple(generator.get_state() for generator in self._generators)
 
     def put_own_states(self, states: Sequence[torch.Tensor]) -> None:
-        """Set the states of these generators, if the number of states fits."""
+        """Set the states of these generators, uint8 tensors [n], if the number of states fits."""
         generators = self._generators
         if len(generators) == len(states):
             for generator, state in zip(generators, states, strict=True):

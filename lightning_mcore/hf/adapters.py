@@ -206,7 +206,7 @@ def _weights(chunks: ModelChunks, index: int, family: Family, fields: Mapping[st
 def weights_trained_whole(
     chunks: ModelChunks, family: Family, fields: Mapping[str, Any]
 ) -> Iterator[tuple[Block, Tensor]]:
-    """Yield the parts of weights beside the adapters that this rank trains: where each lies, and its values.
+    """Yield the parts of whole weights that this rank trains: each block, and its values in Hugging Face's shape.
 
     Args:
         chunks: A model with adapters.

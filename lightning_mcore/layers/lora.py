@@ -137,7 +137,7 @@ class Adapter(nn.Module):
             self.lora_magnitude_vector = nn.Parameter(weight.new_zeros(projection.own_rows))
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return A, B, and the lengths of DoRA; Megatron gathers a module's parameters when the module is called."""
+        """Return A [r, columns], B [rows, r], and DoRA's lengths [rows]; Megatron gathers parameters at the call."""
         return self.lora_A, self.lora_B, self.lora_magnitude_vector
 
 
@@ -326,7 +326,7 @@ class Adapters(nn.ModuleDict):
 
     @torch.no_grad()
     def start_magnitudes(self, weight: Tensor) -> None:
-        """Set the trained lengths to those of the rows of W; collective over the ranks that share them."""
+        """Set the trained lengths to those of W's rows, [rows, columns]; collective over the ranks that share them."""
         lengths = self._lengths(weight)
         for adapter in self._adapters:
             assert adapter.lora_magnitude_vector is not None

@@ -100,7 +100,7 @@ def keep_numbers(moved: Any, on_host: Any) -> None:
 
 
 def rows_between(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """Return the rows ``start`` to ``stop - 1`` of a tensor, with their numbers if :func:`keep_numbers` kept them."""
+    """Return rows ``start`` to ``stop - 1`` of [b, ...], any dtype, with the numbers that :func:`keep_numbers` kept."""
     rows = tensor[start:stop]
     numbers = _kept_numbers(tensor)
     if numbers is not None:

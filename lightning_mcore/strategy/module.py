@@ -258,7 +258,7 @@ class MCoreModule(pl.LightningModule):
         return losses
 
     def model_inputs(self, batch: dict[str, Tensor]) -> ModelInputs:
-        """Return the model's inputs for a batch, or for this context-parallel rank's share of one."""
+        """Return the model's inputs for a batch of [b, s] tensors, or for this context-parallel rank's share of one."""
         group = process_group("cp") if self._host() is not None else None
         return ModelInputs.of(batch) if group is None else ModelInputs.of(batch, group.rank(), group.size())
 

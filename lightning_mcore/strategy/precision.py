@@ -310,7 +310,7 @@ class MCorePrecision(Precision):
         return self.tensor_init_context()
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Run backward of a plain module and reduce its gradients; the schedule has done both for a pipeline."""
+        """Run backward from a scalar loss and reduce a plain module's gradients; a pipeline's schedule has done so."""
         if self.runner is None:  # after a run, nothing is wrapped
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return

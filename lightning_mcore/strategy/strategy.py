@@ -440,7 +440,7 @@ class MCoreStrategy(DDPStrategy):
         return _sync_ddp_if_available(tensor, self._or_data_parallel(group), reduce_op=reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather from the data-parallel ranks."""
+        """Gather a tensor of any shape and dtype from the data-parallel ranks, stacked along a new first dimension."""
         return super().all_gather(tensor, self._or_data_parallel(group), sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -108,7 +108,7 @@ def fused_multi_row_padding(x: Tensor, out: Tensor, rows: Sequence[int], padded:
 
 
 def fused_multi_row_unpadding(x: Tensor, out: Tensor, padded: Sequence[int], rows: Sequence[int]) -> None:
-    """Copy each expert's rows back, without the padding."""
+    """Copy each expert's rows of [padded rows, h] back into ``out`` [rows, h], without the padding."""
     _copy_rows(x, padded, out, rows, rows)
 
 

@@ -269,7 +269,7 @@ def fused_rope_backward(
     grad: Tensor, freqs: Tensor, starts: Tensor | None, form: Any, interleaved: bool, bounds: Tensor | None,
     cp_size: int, cp_rank: int,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of the input of :func:`fused_rope_forward`."""
+    """Return the gradient of the input of :func:`fused_rope_forward`, of the shape and dtype of ``grad``."""
     return _rope(grad, freqs, starts, form, interleaved, bounds, cp_size, cp_rank, backward=True)
 
 
@@ -288,7 +288,7 @@ def fused_qkv_rope_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, q_freqs: Tensor, k_freqs: Tensor, widths: Sequence[int], form: Any,
     interleaved: bool, cp_size: int, cp_rank: int,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of the input of :func:`fused_qkv_rope_forward`."""
+    """Return the gradient of the input of :func:`fused_qkv_rope_forward`, of that input's shape and dtype."""
     rope = (None, form, interleaved, None, cp_size, cp_rank, True)
     dq = _rope(dq, q_freqs, *rope).reshape(*dk.shape[:3], -1)
     return torch.cat((dq, _rope(dk, k_freqs, *rope), dv), -1)

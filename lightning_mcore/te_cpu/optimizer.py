@@ -19,14 +19,14 @@ def multi_tensor_adam(
     Args:
         chunk: Not used.
         noop: Not used.
-        lists: Gradients, parameters, both moments and, for parameters of fewer bits, their fp32 copies.
+        lists: Gradients, parameters, both moments and, for parameters of fewer bits, their fp32 copies; any shape.
         lr: Learning rate.
         beta1: Decay of the first moment.
-        beta2: Decay of the second.
-        eps: Added to the root of the second.
+        beta2: Decay of the second moment.
+        eps: Added to the root of the second moment.
         step: The number of this step, from 1 on.
         mode: 1 for AdamW; 0 adds weight decay to the gradient.
-        bias_correction: Divide the moments by what is missing from their sums.
+        bias_correction: Divide the moments by ``1 - beta ** step``.
         weight_decay: Weight decay.
         rest: Not used.
     """
@@ -52,7 +52,7 @@ def multi_tensor_sgd(
     chunk: int, noop: Tensor, lists: _Lists, weight_decay: float, momentum: float, dampening: float, lr: float,
     nesterov: bool, first_run: bool, decay_after_momentum: bool, scale: float,
 ) -> None:  # fmt: skip
-    """Take a step of SGD, in place; ``lists`` has gradients, parameters, momenta and perhaps copies of few bits."""
+    """Take a step of SGD in place; ``lists``: gradients, parameters, momenta, perhaps 16-bit copies, of any shape."""
     copies = lists[3] if len(lists) > 3 else lists[1]
     for grad, parameter, velocity, copy in zip(*lists[:3], copies, strict=True):
         gradient = grad.float() * scale
@@ -87,7 +87,7 @@ def multi_tensor_l2norm(chunk: int, noop: Tensor, lists: _Lists, per_tensor: boo
 def multi_tensor_unscale_l2norm(
     chunk: int, noop: Tensor, lists: _Lists, inverse_scale: Any, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return norms as :func:`multi_tensor_l2norm` does, of the values times ``inverse_scale``."""
+    """Return norms of the values times ``inverse_scale``, with the shapes of :func:`multi_tensor_l2norm`."""
     norms = torch.stack([tensor.float().norm() for tensor in lists[0]]) if lists[0] else torch.zeros(1)
     if inverse_scale is not None:
         norms = norms * inverse_scale

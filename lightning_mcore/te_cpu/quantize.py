@@ -90,7 +90,7 @@ def exponent_of(amax: Tensor, top: float) -> Tensor:
 
 
 def reciprocal_of(exponent: Tensor) -> Tensor:
-    """Return ``2 ** (127 - exponent)``, by which ``mxfp8`` multiplies; 1 where the exponent is 0. fp32."""
+    """Return ``2 ** (127 - exponent)``, by which ``mxfp8`` multiplies, or 1 for exponent 0; any shape, fp32 out."""
     return _power(torch.where(exponent == 0, 0, 127 - exponent.int()))
 
 
@@ -383,7 +383,7 @@ def split_quantize(
 
 
 def multi_tensor_quantize(tensors: Sequence[Tensor], quantizers: Sequence[Any]) -> list[Any]:
-    """Quantize each tensor."""
+    """Quantize each tensor [..., k], of any float dtype."""
     return [quantize(tensor, quantizer) for tensor, quantizer in zip(tensors, quantizers, strict=True)]
 
 
@@ -459,7 +459,7 @@ def fp8_block_scaling_partial_cast(
 def mxfp8_scaling_compute_partial_amax(
     tensor: Tensor, amax_rowwise: Tensor, amax_colwise: Tensor, rows: int, cols: int, start_offset: int
 ) -> None:
-    """Write the amax of each 32 values of a weight, along its rows and its columns, as far as this rank has them."""
+    """Write the amax of each 32 values of a weight [rows, cols] in both directions, from the values of this rank."""
     matrix = _placed(tensor, rows, cols, start_offset)
     for amax, (height, width) in ((amax_rowwise, (1, _BLOCK)), (amax_colwise, (_BLOCK, 1))):
         _write(amax, tiles(matrix, height, width).abs().amax(dim=(1, 3)))
@@ -475,7 +475,7 @@ def mxfp8_scaling_partial_cast(
     cols: int,
     start_offset: int,
 ) -> None:
-    """Cast this rank's values of a weight to E4M3 with the exponents of the whole weight, in both orientations."""
+    """Cast this rank's values of a weight [rows, cols] to E4M3 in both directions, by the weight's exponents."""
     count = tensor.numel()
     for output, scales, (height, width) in (
         (output_rowwise, scale_inv_rowwise, (1, _BLOCK)),

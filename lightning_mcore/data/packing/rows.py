@@ -93,7 +93,7 @@ def build_row(
     vocab_size: int | None = None,
     pad_token: int = 0,
 ) -> dict[str, Tensor]:
-    """Return a packed row of samples, in the given order.
+    """Return a packed row of samples, in the given order; see the table above for shapes and dtypes of its tensors.
 
     Args:
         samples: One or more samples of at least two tokens each.
