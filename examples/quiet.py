@@ -8,7 +8,7 @@ import warnings
 
 for _message in (
     ".*CUDA_DEVICE_MAX_CONNECTIONS.*",  # megatron-core: concerns GPUs
-    ".*cuda_graph_scope.*",  # megatron-core: warns of its own default
+    ".*cuda_graph_scope.*",  # megatron-core warns about its own default
     ".*reuse_grad_buf_for_mxfp8_param_ag.*",  # megatron-core: concerns the memory of GPUs
     ".*grad attribute of a Tensor that is not a leaf.*",  # megatron-core: its optimizer's fp32 shards are views
     ".*torch.distributed.*is deprecated.*",  # megatron-core 0.16 under a torch that renames collectives

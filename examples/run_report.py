@@ -224,7 +224,7 @@ def draw_side_by_side(file: Path, metrics: dict[str, Path], names: dict[str, str
     Args:
         file: The picture; its suffix chooses the format.
         metrics: The CSV file of each run, by the name of the run.
-        names: The label of each metric, by its name; each gets axes of its own.
+        names: The label of each metric, by its name; each has its own axes.
     """
     figure, all_axes = pyplot.subplots(1, len(names), figsize=(6 * len(names), 4.5), dpi=120, squeeze=False)
     for axes, (name, label) in zip(all_axes[0], names.items(), strict=True):

@@ -6,7 +6,7 @@ process groups and, on the CPU, ``torch.cuda``. :class:`SingleModelSession` is a
 trainer for that run. It opens groups in which nothing is split, and closes them when the run ends, also by an
 exception.
 
-Experts and multi-token prediction add losses of their own to the gradient, and expect Megatron's loop around them. In
+Experts and multi-token prediction add their own losses to the gradient, and expect Megatron's loop around them. In
 Lightning's loop the loss is the mean over a batch, divided by ``accumulate_grad_batches``. The session makes the
 additional losses follow the same rule, whatever ``calculate_per_token_loss`` says. They are not logged there.
 """

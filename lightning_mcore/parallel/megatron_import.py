@@ -20,7 +20,7 @@ def import_megatron() -> None:
     name = "megatron.core.models.gpt.gpt_layer_specs"
     if name in sys.modules:
         return
-    importlib.import_module("torch")  # may set filters of its own, which stay
+    importlib.import_module("torch")  # may set its own filters, which stay
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=HINTS, category=UserWarning)
         importlib.import_module(name)

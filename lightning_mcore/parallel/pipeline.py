@@ -7,7 +7,7 @@ becomes a pipeline stage:
 * the schedule activates one chunk and calls ``training_step``;
 * on a chunk that is not the last stage, ``self.model(...)`` raises :class:`StageOutput`, which carries the chunk's
   output and unwinds ``training_step``; the schedule catches it and sends the output to the next stage;
-* on the last stage ``self.model(...)`` returns, and ``training_step`` goes on to its loss.
+* on the last stage ``self.model(...)`` returns, and ``training_step`` continues to its loss.
 
 So ``training_step`` calls ``self.model(...)`` exactly once. Code before the call runs on every stage, code after it on
 the last one. ``StageOutput`` derives from ``BaseException``, so ``except Exception`` does not catch it.

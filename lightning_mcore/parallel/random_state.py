@@ -94,7 +94,7 @@ def draw_other_numbers() -> None:
 
 
 def seed_common(seed: int) -> None:
-    """Seed python, numpy and torch on the CPU; generators of CUDA stay as they are."""
+    """Seed python, numpy and torch on the CPU; CUDA's generators do not change."""
     random.seed(seed)
     numpy.random.seed(seed)
     torch.default_generator.manual_seed(seed)

@@ -257,7 +257,7 @@ def _close_in_forks() -> None:
 
 
 def send(connection: socket.socket, name: str, *arguments: Any) -> None:
-    """Send a message; nothing happens if the other side has ended, which the reader of the connection hears."""
+    """Send a message; do nothing if the other side has ended, which the reader of the connection notices."""
     with contextlib.suppress(OSError):
         connection.sendall(json.dumps([name, *arguments]).encode() + b"\n")
 

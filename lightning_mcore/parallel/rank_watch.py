@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks hear of each other's end: what fails on one of them ends the run on all, within seconds and with its cause.
+"""Ranks learn of each other's end: a failure on one of them ends the run on all, within seconds and with its cause.
 
 A rank that fails leaves the others in a collective that nobody completes. They would wait for the timeout of the
 process group, half an hour by default, and then say nothing of the cause. So each rank has a thread that listens on a
-TCP connection to rank 0 while training goes on. Nothing is sent during a step, and no rank has to say anything to be
-taken for alive: the kernel closes the connection of a process that ends, whatever ended it.
+TCP connection to rank 0 during training. Nothing is sent during a step, and no rank has to say anything to be taken for
+alive: the kernel closes the connection of a process that ends, whatever ended it.
 
 =====================================================  ==============================================================
 what happens on a rank                                 what the others do
@@ -59,7 +59,7 @@ _GRACE = 10.0  # seconds for a rank to end by itself, once another has failed
 _LAST_GRACE = 20.0  # seconds for the rank that failed to clear up, if the others have not failed with it
 _STOPPED = 10  # seconds that a rank may be stopped while another is not
 _TICK = 1.0  # seconds between two looks at another process
-_CAUSE_TIMEOUT = 1.0  # seconds in which rank 0 passes on what it hears
+_CAUSE_TIMEOUT = 1.0  # seconds in which rank 0 passes on messages
 _LENGTH = 200  # characters of the begin of an error, and of its end, that are told to the others
 
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl
@@ -99,7 +99,7 @@ _here = _Here()
 
 @contextlib.contextmanager
 def run(children: Callable[[], Sequence[subprocess.Popen[bytes]]]) -> Iterator[None]:
-    """Let the other ranks hear of an exception that leaves the ``with`` block, and end it if another rank fails.
+    """Tell the other ranks about an exception that leaves the ``with`` block, and end it if another rank fails.
 
     Args:
         children: Returns the ranks that this process has started.
@@ -352,7 +352,7 @@ class _Watch:
             rank = self._neighbour[0]
             cause = f"rank {rank} was stopped (SIGSTOP) for {_STOPPED} s while others were not, and was killed"
             self._tell("stopped", self._run, cause)
-            if rank == 0:  # which does not hear this
+            if rank == 0:  # rank 0 does not receive this
                 self._hear_cause(self._run, cause)
             self.end_stopped_neighbour()
 
@@ -362,7 +362,7 @@ class _Watch:
         return False
 
     def end_stopped_neighbour(self) -> None:
-        """End a rank that is stopped: it would not hear that the run is over, and stay for ever."""
+        """End a rank that is stopped, because it would not learn that the run is over and would stay for ever."""
         if self._neighbour is not None and self._neighbour_is_stopped():
             with contextlib.suppress(psutil.Error):
                 self._neighbour[1].kill()  # no other process that has its number by now: psutil knows when it began
@@ -381,7 +381,7 @@ class _Watch:
 
 
 class _Hub:
-    """The thread of rank 0, which hears all ranks and tells them what it means.
+    """The thread of rank 0 that receives messages from all ranks and decides what they mean.
 
     Args:
         connections: To each rank, itself included.
@@ -579,7 +579,7 @@ def _watch_the_start(children: Callable[[], Sequence[subprocess.Popen[bytes]]], 
     """Notice ranks that end before all are connected, where one has started the others."""
     launcher = int(os.environ.pop(LAUNCHED_BY, "0"))  # not for programs that this rank starts in its turn
     if os.getppid() == launcher and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)  # so that it hears of the end when stopped
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)  # so that a stopped rank learns of the end
 
     def watch() -> None:
         while not connected.wait(_TICK / 4):

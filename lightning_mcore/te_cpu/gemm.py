@@ -54,13 +54,13 @@ def generic_gemm(
         gelu: Apply GELU, or in a backward pass multiply by its derivative.
         gelu_in: What GELU was applied to.
         grad: This is a backward pass.
-        workspace: Not used, nor is its size.
+        workspace: Not used; its size is not used either.
         workspace_size: Not used.
         accumulate: Add to ``out``.
         use_split_accumulator: Not used; sums are fp32.
         comm_overlap: Refused if it is not None.
         comm_type: Not used.
-        extra_output: Returned as it is.
+        extra_output: Returned unchanged.
         bulk_overlap: Not used.
         alpha: Multiplies the product.
         beta: Multiplies ``out`` where ``accumulate`` is set; 1 if None.

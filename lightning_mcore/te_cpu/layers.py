@@ -202,7 +202,7 @@ def _turned_back(x: Tensor, interleaved: bool) -> Tensor:
 
 
 def _rotate(x: Tensor, angles: Tensor, interleaved: bool, backward: bool) -> Tensor:
-    """Rotate [..., h, d] by angles [..., 1, r]; the last d - r values stay as they are."""
+    """Rotate [..., h, d] by angles [..., 1, r]; the last d - r values do not change."""
     size = angles.shape[-1]
     part = x[..., :size].float()
     if backward:

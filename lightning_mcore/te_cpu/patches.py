@@ -65,7 +65,7 @@ def _seen_on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _entered(manager: contextlib.AbstractContextManager[Any]) -> Iterator[Any]:
-    """Enter a context where tensors are seen on a GPU, and leave its body as it is."""
+    """Enter a context where tensors are seen on a GPU, and leave the body of the ``with`` block unchanged."""
     with contextlib.ExitStack() as stack:
         with _SeenOnCuda():
             value = stack.enter_context(manager)
@@ -124,7 +124,7 @@ def patch_transformer_engine() -> None:
     base.__init__ = _with_a_device(base.__init__)
     for name, owner, method in _ASK_FOR_CUDA:
         holder = getattr(part(name), owner, None)
-        if holder is None:  # a function of its own in later releases
+        if holder is None:  # a separate function in later releases
             continue
         is_static = isinstance(vars(holder).get(method), staticmethod)
         wrapped = _seen_on_cuda(getattr(holder, method))

@@ -212,7 +212,7 @@ def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Tensor | Non
         tensor: Any shape of two dimensions or more, any float dtype, or a quantized tensor.
         quantizer: One of TransformerEngine's; None returns the tensor.
         output: Where the result is written; None makes a new one.
-        noop: [1]; if it is not zero, ``output`` stays as it is.
+        noop: [1]; if it is not zero, ``output`` does not change.
 
     Returns:
         A quantized tensor of the same shape.

@@ -94,7 +94,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
         pad_to_seq_length: Without packing, pad every row to ``seq_length`` instead of to the longest of its batch.
 
     Attributes:
-        statistics: What became of the samples of each split, after ``setup``; not for a stream.
+        statistics: The counts of used, cut and dropped samples of each split, after ``setup``; not for a stream.
 
     Raises:
         ValueError: A setting is out of range, or two contradict each other.
@@ -413,7 +413,7 @@ def _numbered(sources: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _summary(samples: TokenizedSamples, packing: bool) -> str:
-    """Return a line that says what became of samples."""
+    """Return a line with the counts of used, cut and dropped samples."""
     if packing or samples.statistics.rows:
         return str(samples.statistics)
     lengths = samples.lengths

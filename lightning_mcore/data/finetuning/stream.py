@@ -74,7 +74,7 @@ class Item:
         batch: A batch; None after the last one.
         state: State to continue from after this batch; None if no state was taken.
         failure: Why the reader cannot continue.
-        statistics: At the end, what became of its samples.
+        statistics: The counts of used, cut and dropped samples; complete at the end.
         left_out: At the end, the number of rows that do not fill a batch.
     """
 
@@ -255,7 +255,7 @@ class _Reader:
 
 
 class _OneInARow:
-    """Replaces the packer if each sample has a row of its own."""
+    """Replaces the packer if each sample has its own row."""
 
     def __init__(self, row_length: int, overlong: Overlong) -> None:
         self.statistics = PackingStatistics()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Chat templates by name, and the tokens that a conversation becomes under one.
 
-Most tokenizers come with a chat template in Jinja, and ``chat.py`` uses it. LLaMA-Factory uses templates of its own,
-which a training file names: ``template: llama3``. Those for the text models of the families that this package knows are
-here as plain data, under the same names, so that a conversation becomes the same tokens.
+Most tokenizers come with a chat template in Jinja, and ``chat.py`` uses it. LLaMA-Factory uses its own templates, which
+a training file names: ``template: llama3``. Those for the text models of the families that this package knows are here
+as plain data, under the same names, so that a conversation becomes the same tokens.
 
 A :class:`ChatTemplate` says what is written before and after the text of each turn, in *pieces*. A piece is text, with
 ``{text}`` where the text of the turn goes, or :data:`BOS` or :data:`EOS`. Each piece is tokenised by itself, so tokens

@@ -336,7 +336,7 @@ def fit_sample(
     overlong: Overlong = "error",
     empty: Empty = "error",
 ) -> list[TokenSample]:
-    """Cut, split or leave out a sample that does not go into a row as it is, and count it.
+    """Cut, split or leave out a sample that does not fit into a row, and count it.
 
     Args:
         sample: The sample.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker of ``lightning-mcore preprocess``: reads pieces of the input and sends their tokens back.
 
-It is a program of its own, ``python -P data/preprocess/worker.py DESCRIPTOR``, that imports nothing from this package:
-it starts within 0.1 s and 20 MB, while the package needs 5 s and 440 MB. The start methods of multiprocessing would
-import the caller's script, which may lack a main guard, or fork a process that has threads. ``pool.py`` starts it and
-talks to it over the pipe of that descriptor, in plain tuples:
+It is a separate program, ``python -P data/preprocess/worker.py DESCRIPTOR``, that imports nothing from this package: it
+starts within 0.1 s and 20 MB, while the package needs 5 s and 440 MB. The start methods of multiprocessing would import
+the caller's script, which may lack a main guard, or fork a process that has threads. ``pool.py`` starts it and talks to
+it over the pipe of that descriptor, in plain tuples:
 
 =========  ================================================================================================
 to it      settings (dict) once, then pieces (dict, made by ``inputs.py``); the end of the pipe ends it

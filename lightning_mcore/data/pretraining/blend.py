@@ -7,7 +7,7 @@ of their documents each split gets. :func:`build` makes the samples of a split.
 Megatron cuts documents into samples and shuffles them once, into index files that all ranks then map. Its
 ``BlendedMegatronDatasetBuilder`` puts barriers between rank 0, which writes those files, and the others, which read
 them. When rank 0 fails, the others wait until the process group times out. The dataset classes themselves need no
-barriers. Here rank 0 builds, every rank hears whether that worked (``parallel/consensus.py``), and then all of them
+barriers. Here rank 0 builds, every rank learns whether that worked (``parallel/consensus.py``), and then all of them
 read. The samples equal those of Megatron's builder; a test compares both.
 
 Index files lie in ``CACHE_DIR/<digest>``. The folder appears when it is complete, and is built again when its files no
