@@ -12,7 +12,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from megatron.core import ModelParallelConfig, parallel_state
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
@@ -25,6 +28,9 @@ from lightning_mcore.hf import export_checkpoint, export_model
 from lightning_mcore.hf.peft_folder import save_adapter
 from lightning_mcore.hf.peft_tensors import adapter_pieces
 from lightning_mcore.hf.source import planned_settings
+from lightning_mcore.layers.lora import Projection, adapt
+from lightning_mcore.layers.lora import Rows as RowsOfLayer
+from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.planning.adapters import with_adapters
 from lightning_mcore.planning.batch import GlobalBatch
 from lightning_mcore.planning.model import GPTFields
@@ -426,3 +432,50 @@ def copy_adapter(family: str, source: str, target: str) -> None:
     with single_process():
         module.configure_model()
         save_adapter(module, target)
+
+
+@cpu_runtime()
+def gradient_below_adapters(sizes: tuple[int, int], sequence_parallel: bool) -> tuple[Tensor, list[int]]:
+    """Return the gradient of what enters two layers whose weights are zero, so that only adapters pass it on.
+
+    Returns:
+        The gradient on this rank, [s, b, h], and the first and last token of it.
+    """
+    inputs, wide = sizes
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    rank, size = parallel_state.get_tensor_model_parallel_rank(), dist.get_world_size()
+    config = ModelParallelConfig(
+        tensor_model_parallel_size=size, sequence_parallel=sequence_parallel, use_cpu_initialization=True
+    )
+    options: dict[str, Any] = {"config": config, "init_method": torch.nn.init.zeros_, "bias": False}
+    up = ColumnParallelLinear(inputs, wide, gather_output=False, **options)
+    down = RowParallelLinear(wide, inputs, input_is_parallel=True, skip_bias_add=False, **options)
+    share = wide // size
+    adapt(up, [Projection("up", (RowsOfLayer(0, rank * share, share),), wide, inputs, 0)], LoRA(r=3), 0)
+    adapt(down, [Projection("down", (RowsOfLayer(0, 0, inputs),), inputs, wide, rank * share)], LoRA(r=3), 1)
+    with torch.no_grad():  # A is drawn from its name: the same on every layout
+        for layer, outputs, first in ((up, wide, rank * share), (down, inputs, 0)):
+            (adapter,) = layer.lora.values()
+            whole = torch.randn(outputs, 3, generator=torch.Generator().manual_seed(outputs))
+            adapter.lora_B.copy_(whole[first : first + len(adapter.lora_B)])
+        for layer in (up, down):
+            layer.weight.requires_grad_(False)
+    tokens = 8
+    own = tokens // size if sequence_parallel else tokens
+    place = [rank * own, rank * own + own] if sequence_parallel else [0, tokens]
+    text, wanted = torch.randn(2, tokens, 2, inputs, generator=torch.Generator().manual_seed(0))
+    entering = text[place[0] : place[1]].clone().requires_grad_()
+    (down(up(entering)[0])[0] * wanted[place[0] : place[1]]).sum().backward()
+    assert entering.grad is not None
+    return entering.grad, place
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_gradient_below_adapters_is_that_of_one_rank(sequence_parallel: bool) -> None:
+    """Its ratio to one rank's is 1.0; it is 2.0 where the gathered input's gradient is summed twice."""
+    ((wanted, _),) = run_ranks(1, gradient_below_adapters, (6, 4), False)
+    for gradient, (first, last) in run_ranks(2, gradient_below_adapters, (6, 4), sequence_parallel):
+        whole = wanted[first:last]
+        ratio = (gradient * whole).sum() / whole.square().sum()
+        assert ratio.item() == pytest.approx(1.0, abs=1e-6)
+        torch.testing.assert_close(gradient, whole)

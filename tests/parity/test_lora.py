@@ -38,6 +38,7 @@ LOGITS, LOSS, GRADIENT = 1e-5, 1e-5, 1e-4  # the first two absolute, the third o
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
+STACKED_EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -74,6 +75,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stacked experts alone": ("mixtral", {"target_modules": [], "target_parameters": ["experts.gate_up_proj"]}),
 }
 
+OF_SHARED = [f"{module}.{name}.weight" for module in ("mlp", "shared_experts") for name in MLP]
+EVERY: dict[str, tuple[str, dict[str, Any]]] = {
+    "every target of mistral": ("mistral", {"target_modules": "all-linear"}),
+    "every target of qwen3": ("qwen3", {"target_modules": "all-linear", "use_dora": True}),
+    "every target of mixtral": ("mixtral", {"target_modules": ATTENTION, "target_parameters": STACKED_EXPERTS}),
+    "every target of qwen2_moe": (
+        "qwen2_moe",
+        {"target_modules": [*ATTENTION, *MLP], "target_parameters": STACKED_EXPERTS},
+    ),
+    "every target of qwen3_moe": ("qwen3_moe", {"target_modules": ATTENTION, "target_parameters": STACKED_EXPERTS}),
+    "every target of deepseek_v3": (
+        "deepseek_v3",
+        {"target_modules": LATENT, "target_parameters": [*STACKED_EXPERTS, *OF_SHARED]},
+    ),
+    "every target of glm4_moe": (
+        "glm4_moe",
+        {"target_modules": ATTENTION, "target_parameters": [*STACKED_EXPERTS, *OF_SHARED], "use_rslora": True},
+    ),
+}
+CASES |= EVERY
+
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("qwen3_moe", {"target_modules": [*ATTENTION, *MLP]}),
     "some experts": ("deepseek_v3", {"target_modules": r".*\.mlp\.experts\.[0-4]\.(up|down)_proj|.*o_proj"}),
@@ -108,6 +130,7 @@ LAYOUTS: dict[Layout, tuple[str, ...]] = {
     Layout(moe=True, tp=2, sp=True, ep=2, etp=1): STACKED,
     Layout(moe=True, dp=2, pp=2, ep=2): STACKED,
     Layout(tp=2, pp=2, sp=True): ("all", "shared expert"),
+    Layout(tp=2, cp=2, sp=True): ("all", "lengths", "stacked experts"),
 }
 
 
