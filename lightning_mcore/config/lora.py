@@ -230,6 +230,25 @@ class LoRA:
                         f" {', '.join(near)}?"
                     )
 
+    def check_layers(self, config: Any, names: Iterable[str]) -> None:
+        """Refuse layers that take no adapters.
+
+        Args:
+            config: Megatron's config of the model.
+            names: Names of all its projections.
+
+        Raises:
+            ValueError: It asks for such layers.
+        """
+        if getattr(config, "moe_grouped_gemm", False) and any(EXPERTS in name and self.adapts(name) for name in names):
+            raise ValueError(
+                "moe_grouped_gemm=True is not supported with adapters on experts; set it to False, or leave the experts"
+                " out (exclude_modules=['experts'])"
+            )
+        for field in ("tp_comm_overlap", "fp8_param"):
+            if getattr(config, field, False):
+                raise ValueError(f"{field}=True is not supported with adapters; leave it out")
+
     def check_experts(self, adapted: Iterable[str]) -> None:
         """Refuse dropout and DoRA on routed experts.
 

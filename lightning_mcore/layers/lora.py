@@ -57,6 +57,7 @@ from torch.nn import functional
 
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.parallel.consensus import gather
+from lightning_mcore.parallel.groups import process_group
 
 ADAPTERS = "lora"  # name of the child of a layer that holds its adapters
 
@@ -167,11 +168,14 @@ class Adapters(nn.ModuleDict):
         super().__init__({_last(p.name): Adapter(p, columns, lora, weight) for p in projections})
         self.enabled = True
         self.split = split
-        self.group = layer.tp_group
-        self.is_explicit = bool(getattr(layer, "explicit_expert_comm", False))
+        self.group = _group_of(layer) or process_group("tp")
+        # TransformerEngine's layers of experts have no mode of parallelism.
+        of_experts = split is not None and getattr(layer, "parallel_mode", split) is None
+        self.is_explicit = bool(getattr(layer, "explicit_expert_comm", of_experts))
         self.is_sequence_parallel = bool(layer.sequence_parallel) and not self.is_explicit and split is not None
         self.dropout = lora.lora_dropout
         self.uses_dora = lora.use_dora
+        self._known: tuple[Any, Tensor] | None = None  # the frozen weight at that time, and its rows' squared lengths
         adapters: list[Adapter] = list(self.values())  # type: ignore[arg-type]
         self._adapters = adapters
         order = _order(adapters, weight.shape[0])
@@ -312,17 +316,29 @@ class Adapters(nn.ModuleDict):
         Its square is that of W, twice the products of both, and that of B A; with columns on several ranks each of
         these is a sum over the ranks, and none needs B A itself.
         """
+        own = self._squares(weight)
         weight, a, b = weight.float(), torch.cat([x.lora_A for x in self._adapters]).float(), self._b().float()
         b = b * self._scales(b)
-        sums = [weight.square().sum(1), weight @ a.t(), a @ a.t()]
-        if self.split == 1 and self.group.size() > 1:
-            for part in sums:
-                dist.all_reduce(part, group=self.group)
-        squares = sums[0] + 2 * (sums[1] * b).sum(1) + ((b @ sums[2]) * b).sum(1)
+        mixed, of_a = self._over_columns(weight @ a.t()), self._over_columns(a @ a.t())
+        squares = own + 2 * (mixed * b).sum(1) + ((b @ of_a) * b).sum(1)
         if self.order is None:
             return squares.sqrt()
         absent = self.order.eq(sum(x.lora_B.shape[0] for x in self._adapters))
         return squares.sqrt().masked_fill(absent, 1.0)
+
+    def _squares(self, weight: Tensor) -> Tensor:
+        """Return the squared length of each row of W, computed again only if W has changed."""
+        state = (weight.data_ptr(), weight._version, weight.dtype)
+        if self._known is None or self._known[0] != state:
+            with torch.inference_mode(False), torch.no_grad():  # training reads it after an evaluation
+                self._known = state, self._over_columns(weight.detach().float().square().sum(1))
+        return self._known[1]
+
+    def _over_columns(self, part: Tensor) -> Tensor:
+        """Sum over the ranks that have other columns of the weight, in place."""
+        if self.split == 1 and self.group.size() > 1:
+            dist.all_reduce(part, group=self.group)
+        return part
 
     @torch.no_grad()
     def start_magnitudes(self, weight: Tensor) -> None:
@@ -367,6 +383,8 @@ class _Adapted:
         if not self.lora.enabled:
             return output, bias
         added = getattr(self, "bias", None) if bias is None else None
+        if added is not None and added.numel() == 0:  # how TransformerEngine says that there is none
+            added = None
         return self.lora.change(_normalised(self, inputs), output, self, added), bias
 
     def sharded_state_dict(
@@ -425,19 +443,28 @@ def add_lora(model: nn.Module, lora: LoRA) -> None:
     chunks: Any = getattr(model, "chunks", [model])
     named = [(_global_name(chunk, path), child) for chunk in chunks for path, child in chunk.named_modules()]
     known = {name for name, child in named if next(child.parameters(recurse=False), None) is not None}
-    lora.check_targets(sorted(set().union(*gather(known))))
+    names = sorted(set().union(*gather(known)))
+    lora.check_targets(names)
+    lora.check_layers(getattr(chunks[0], "config", None), names)
     gated: set[nn.Module] = set()  # first layers whose rows are a gate's and then the others, on each rank
     for chunk in chunks:
         freeze(chunk)
         gated |= {x.linear_fc1 for x in chunk.modules() if isinstance(x, MLP) and x.config.gated_linear_unit}
     for name, child in named:
+        layer: Any = child
         if lora.saves(name):
-            child.requires_grad_(True)
-        elif isinstance(child, LINEAR) and lora.adapts(name):
+            layer.requires_grad_(True)
+        elif isinstance(layer, LINEAR) and lora.adapts(name):
             lora.check_experts([name])
-            split = child.weight.partition_dim if child.tp_group.size() > 1 else None  # type: ignore[union-attr]
-            halves = [f"{name}.gate", f"{name}.up"] if child in gated else [name]
-            adapt(child, list(_projections(halves, child, split)), lora, split)
+            group = _group_of(layer)
+            split = layer.weight.partition_dim if group is not None and group.size() > 1 else None
+            halves = [f"{name}.gate", f"{name}.up"] if layer in gated else [name]
+            adapt(layer, list(_projections(halves, layer, split)), lora, split)
+
+
+def _group_of(layer: Any) -> Any:
+    """Return the group that splits the weight of a layer; TransformerEngine has another name for that of experts."""
+    return getattr(layer, "_tp_group", None) or layer.tp_group
 
 
 def _global_name(chunk: nn.Module, path: str) -> str:
@@ -454,7 +481,8 @@ def _global_name(chunk: nn.Module, path: str) -> str:
 def _projections(names: Sequence[str], layer: Any, split: int | None) -> Iterator[Projection]:
     """Yield the projections of a layer, which have equally many of its rows."""
     rows, columns = layer.weight.shape[0] // len(names), layer.weight.shape[1]
-    ranks, rank = layer.tp_group.size(), layer.tp_group.rank()
+    group = _group_of(layer)
+    ranks, rank = (1, 0) if split is None else (group.size(), group.rank())
     sizes = (rows * (ranks if split == 0 else 1), columns * (ranks if split == 1 else 1))
     for index, name in enumerate(names):
         own = Rows(index * rows, rows * rank if split == 0 else 0, rows)

@@ -241,7 +241,9 @@ class MCoreGPT(SpeedLogs):
         if self.lora is not None:
             from lightning_mcore.hf.adapters import projection_names
 
-            self.lora.check_targets(projection_names(*self.hf_names()), patterns=self._adapter is None)
+            names = projection_names(*self.hf_names())
+            self.lora.check_targets(names, patterns=self._adapter is None)
+            self.lora.check_layers(config, names)
         if self._starts_from is not None:
             from lightning_mcore.hf.peft_folder import check_folders
 

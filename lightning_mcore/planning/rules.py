@@ -43,6 +43,8 @@ from lightning_mcore.config.rules.model import (
 from lightning_mcore.config.run import RunSettings, class_and_arguments
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.config.value_checks import accepts, choices_of, require_size
+from lightning_mcore.hf.adapters import projection_names
+from lightning_mcore.hf.family import family_and_fields
 from lightning_mcore.layers.multi_token import check_multi_token
 from lightning_mcore.layers.spec import resolve_transformer_impl
 from lightning_mcore.layers.transformer_config import build_transformer_config, field_faults
@@ -351,6 +353,9 @@ def check_in_megatron(
         return
     book.attempt(lambda: check_fields(config, used, device_type))  # type: ignore[arg-type]
     book.attempt(lambda: check_uniform_recompute(config))
+    if fields.adapters is not None:
+        lora = fields.adapters.lora
+        book.attempt(lambda: lora.check_layers(config, projection_names(*family_and_fields(model))))
     book.attempt(lambda: check_multi_token(config, bool(settings["share_embeddings_and_output_weights"])))
     book.attempt(lambda: check_normalization(settings["loss_normalization"], config))
     book.attempt(lambda: check_average_in_collective(bool(rules.resolved("average_in_collective")), config))

@@ -479,3 +479,25 @@ def test_the_gradient_below_adapters_is_that_of_one_rank(sequence_parallel: bool
         ratio = (gradient * whole).sum() / whole.square().sum()
         assert ratio.item() == pytest.approx(1.0, abs=1e-6)
         torch.testing.assert_close(gradient, whole)
+
+
+def test_lengths_of_frozen_rows_are_computed_once_and_after_a_load() -> None:
+    run_ranks(1, read_lengths, folder("llama"))
+
+
+def read_lengths(family: str) -> None:
+    """Read the lengths of rows before and after their weights change."""
+    module = MCoreGPT.from_pretrained(family, lora=LoRA(use_dora=True, target_modules=["o_proj"]))
+    with single_process():
+        module.configure_model()
+        layer = module.model.chunks[0].decoder.layers[0].self_attention.linear_proj
+        adapters, weight = layer.lora, layer.weight
+        with torch.inference_mode():
+            first = adapters._squares(weight)
+        assert not first.is_inference()
+        with torch.no_grad():
+            weight.copy_(2 * weight)
+        torch.testing.assert_close(adapters.ratio(weight), torch.full_like(first, 0.5))
+        assert adapters._squares(weight) is adapters._squares(weight)
+        weight.data = weight.data.bfloat16()
+        assert adapters._squares(weight).equal(weight.float().square().sum(1))
