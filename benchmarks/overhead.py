@@ -265,14 +265,19 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def commit() -> str:
+    """Return the commit of the repository."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    return described.stdout.strip() or "unknown"
+
+
 def circumstances(options: argparse.Namespace) -> dict[str, Any]:
     """Return what the figures depend on."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    ).stdout.strip()
     return {
         "date": date.today().isoformat(),
-        "commit": commit or "unknown",
+        "commit": commit(),
         "device": f"CPU ({platform.machine()}, {os.cpu_count()} cores), gloo, one thread for each rank",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -297,7 +302,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def write_results(output: Path, name: str, title: str, facts: dict[str, Any], results: Any, text: str) -> None:
+def write_results(
+    output: Path, name: str, title: str, facts: dict[str, Any], results: Any, text: str, device: str = "cpu"
+) -> None:
     """Write what was measured as JSON and to read, and show it.
 
     Args:
@@ -307,9 +314,10 @@ def write_results(output: Path, name: str, title: str, facts: dict[str, Any], re
         facts: The circumstances.
         results: What was measured, as JSON can hold it.
         text: The same to read.
+        device: The kind of device that it was measured on.
     """
     output.mkdir(parents=True, exist_ok=True)
-    stem = output / f"{name}_cpu_{facts['date'].replace('-', '')}"
+    stem = output / f"{name}_{device}_{facts['date'].replace('-', '')}"
     stem.with_suffix(".json").write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
     settings = "\n".join(f"- {key}: {value}" for key, value in facts.items())
     stem.with_suffix(".md").write_text(f"# {title}\n\n{text}\n\n{settings}\n")

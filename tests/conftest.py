@@ -3,7 +3,9 @@
 
 * Nothing a test patches in torch survives it; process groups are closed after it and environment variables put back.
 * Under ``--dist loadgroup`` tests that share a fixture of their module run in one process, so that it is made once.
-* Tests marked ``gpu`` skip without a GPU, for one reason; with ``REQUIRE_GPU=1`` such a skip is a failure.
+* Tests marked ``gpu`` skip without a GPU, for one reason; with ``REQUIRE_GPU=1`` such a skip is a failure. Those marked
+  ``gpus(count, capability, te)`` need that much beyond one GPU; they skip where it is missing. ``GPU_TESTS_DEVICE=cpu``
+  runs them on the CPU, to try them out.
 * ``MEGATRON_CORE_VERSION=x`` makes a run on another release of megatron-core an error.
 * ``MIN_TESTS=n`` makes a run of fewer than n tests a failure (``tests/suite_size.py``).
 """
@@ -21,6 +23,7 @@ import megatron.core
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from lightning_mcore.parallel.groups import close_process_groups
 from tests import hygiene
@@ -89,16 +92,38 @@ def _gpu_is_required() -> bool:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a GPU test where there is no GPU."""
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+    """Skip a GPU test where there is no GPU, or less than it needs."""
+    needs = item.get_closest_marker("gpus")
+    on_the_cpu = os.environ.get("GPU_TESTS_DEVICE") == "cpu"
+    if _is_of_a_gpu(item) and not torch.cuda.is_available() and not on_the_cpu:
         pytest.skip("needs a CUDA GPU")
+    if needs is not None:
+        reason = _lacking(**needs.kwargs, on_the_cpu=on_the_cpu)
+        if reason is not None:
+            pytest.skip(reason)
+
+
+def _is_of_a_gpu(item: pytest.Item) -> bool:
+    return item.get_closest_marker("gpu") is not None or item.get_closest_marker("gpus") is not None
+
+
+def _lacking(on_the_cpu: bool, count: int = 1, capability: tuple[int, int] = (0, 0), te: bool = False) -> str | None:
+    """Return what a test marked ``gpus`` lacks on this machine."""
+    if te and not HAVE_TE:
+        return "needs TransformerEngine"
+    if not on_the_cpu and torch.cuda.device_count() < count:
+        return f"needs {count} CUDA GPUs"
+    if not on_the_cpu and torch.cuda.get_device_capability() < capability:
+        return f"needs compute capability {'.'.join(map(str, capability))}"
+    return None
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Turn the skip of a GPU test into a failure where a GPU is required."""
     report = yield
-    if report.skipped and item.get_closest_marker("gpu") and _gpu_is_required() and not hasattr(report, "wasxfail"):
+    counts = item.get_closest_marker("gpu") or (_is_of_a_gpu(item) and not torch.cuda.is_available())
+    if report.skipped and counts and _gpu_is_required() and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"
         report.longrepr = f"REQUIRE_GPU=1 is set, and the test was skipped: {reason}"

@@ -93,14 +93,13 @@ def make_trainer(run: Run, world_size: int, *callbacks: pl.Callback, **options: 
     """Return the Trainer of a run."""
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     return pl.Trainer(
-        accelerator="cpu",
         devices=world_size,
         strategy=MCoreStrategy(**({"micro_batch_size": 1 if run.packed else 2} | run.layout)),
         plugins=[MCorePrecision(run.precision, **run.fp8)],  # type: ignore[arg-type]
         max_steps=run.steps,
         log_every_n_steps=1,
         callbacks=list(callbacks),
-        **(quiet | options),
+        **({"accelerator": "cpu"} | quiet | options),
     )
 
 
@@ -111,11 +110,15 @@ def make_model(run: Run) -> MCoreGPT:
     return MCoreGPT(VOCABULARY, LENGTH, fields, recipe=recipe, transformer_impl=run.impl, **run.model)  # type: ignore[arg-type]
 
 
+def make_loader(run: Run) -> DataLoader[dict[str, Tensor]]:
+    """Return the data of a run."""
+    return DataLoader(Packed(), 1, collate_fn=collate_rows) if run.packed else DataLoader(Counting(), batch_size=4)
+
+
 def train(run: Run, world_size: int = 1) -> tuple[list[float], list[float]]:
     """Train on this rank; return the losses and the gradient norms."""
     torch.set_num_threads(1)
     pl.seed_everything(1, verbose=False)
     numbers = Numbers()
-    loader = DataLoader(Packed(), 1, collate_fn=collate_rows) if run.packed else DataLoader(Counting(), batch_size=4)
-    make_trainer(run, world_size, numbers).fit(make_model(run), loader)
+    make_trainer(run, world_size, numbers).fit(make_model(run), make_loader(run))
     return numbers.losses, numbers.norms
