@@ -70,7 +70,7 @@ def test_a_conversation_that_does_not_alternate_is_left_out(tmp_path: Path, role
 @pytest.mark.parametrize(
     ("row", "says", "sentence"),
     [
-        ({"instruction": "x"}, {}, "'d' has the columns 'instruction', and not 'input', 'output'; name its columns"),
+        ({"instruction": "x"}, {}, "'d' has the columns 'instruction', but not 'input', 'output'; name its columns"),
         ({**ALPACA, "output": 3}, {}, "'output' of row 0 is of type int; give text"),
         (
             {**ALPACA, "h": [["a"]]},

@@ -100,7 +100,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["flash_attn=fa9"], "flash_attn='fa9' is not available; choose 'auto', 'disabled', 'sdpa', 'fa2' or 'fa3'"),
         (["stage=pt", "use_dft_loss=true"], "use_dft_loss: True is for stage: sft"),
         (["use_muon=true"], "use_muon: True treats queries, keys and values as .* MuonWithAdamW"),
-        (["use_asft_loss=true"], "use_asft_loss: True needs a second model, .* use_dft_loss"),
+        (["use_asft_loss=true"], "use_asft_loss: True needs a second model .* use_dft_loss"),
         (["use_eaft_loss=true"], "use_eaft_loss: True weighs tokens by the entropy of their logits"),
         (["tokenized_path=there"], "tokenized_path: 'there' is where LLaMA-Factory keeps tokens; .* cache_dir"),
         (["freeze_trainable_layers=8"], "freeze_trainable_layers: 8 .* way of fine-tuning that is not available"),

@@ -69,8 +69,6 @@ def read_export(path: str, overrides: Sequence[str] = ()) -> FactoryExport | Non
     check_names(given, path)
     keys = own_keys(given)
     check_supported({key: value for key, value in given.items() if key not in _OWN})
-    if keys.model_name_or_path is None:
-        raise ValueError("the file has no model_name_or_path; give a Hugging Face folder or name")
     size = given.get("export_size", 5)
     require_size("export_size", size)
-    return FactoryExport(keys.model_name_or_path, tuple(keys.adapters), str(out), f"{size}GB")
+    return FactoryExport(str(keys.model_name_or_path), tuple(keys.adapters), str(out), f"{size}GB")

@@ -44,10 +44,12 @@ def own_keys(given: Mapping[str, Any]) -> FactoryKeys:
 
     Raises:
         TypeError: A value has another type.
-        ValueError: A value is not among those of its key.
+        ValueError: A value is not among those of its key, or the file has no model.
     """
     keys = FactoryKeys(**{key: value for key, value in given.items() if key in OWN})
     check_types(keys)
+    if keys.model_name_or_path is None:
+        raise ValueError("the file has no model_name_or_path; give a Hugging Face folder or name")
     return keys
 
 

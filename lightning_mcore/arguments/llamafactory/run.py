@@ -168,9 +168,7 @@ def read_run(path: str, overrides: Sequence[str] = ()) -> FactoryRun:
 
 def _refuse_model(keys: FactoryKeys) -> None:
     """Refuse a model of an unknown family before any keys that only such a model needs."""
-    path = keys.model_name_or_path
-    if path is None:
-        raise ValueError("the file has no model_name_or_path; give a Hugging Face folder or name")
+    path = str(keys.model_name_or_path)
     if os.path.isfile(os.path.join(path, "config.json")):
         family_of(read_config(path), None)
 
