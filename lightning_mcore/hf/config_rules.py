@@ -5,7 +5,7 @@ A family (``family.py``) is a list of such rules. Each rule is responsible for s
 because they do not change the numbers, or refuses them. Keys without a rule are refused, so a key that changes the
 numbers is never ignored.
 
-**Fields* are settings by their names in this package: the fields of ``TransformerConfig``, and arguments of
+*Fields* are settings by their names in this package: the fields of ``TransformerConfig``, and arguments of
 ``MCoreGPT`` such as ``vocab_size`` and ``rotary_base``. Rules read a config in which transformers has filled in all
 defaults.
 """

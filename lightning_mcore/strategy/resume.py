@@ -5,7 +5,7 @@ Every Lightning checkpoint has weights, optimizer and loops. :class:`ExactResume
 (``parallel/random_state.py``) and the place in the data (``data/position.py``), as a dict for each rank
 (:meth:`~ExactResume.rank_state`). The strategy calls its other methods from the hooks of the same name.
 
-**The place* is an epoch and the number of its batches that are done. Lightning's own counters differ between the
+*The place* is an epoch and the number of its batches that are done. Lightning's own counters differ between the
 moments at which a checkpoint may be saved, so :meth:`~ExactResume.restore` writes one of two places into the loops'
 state before Lightning reads it:
 
