@@ -267,7 +267,7 @@ def test_a_config_of_deepspeed_that_contradicts_or_cannot_be_read_is_refused(tmp
         with pytest.raises(ValueError, match=sentence):
             read(file, f"deepspeed={config}")
     config.write_text(json.dumps(ZERO), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"is stage 2 of ZeRO, .* contradicts use_distributed_optimizer: False"):
+    with pytest.raises(ValueError, match=r"is ZeRO stage 2, .* contradicts use_distributed_optimizer: False"):
         read(file, f"deepspeed={config}", "use_distributed_optimizer=false")
 
 
