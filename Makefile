@@ -29,7 +29,7 @@ ARGS ?=
 LIGHTNING ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install check docs format test test-fast test-lightning test-mcore-latest test-te fuzz demo demo-finetune demo-hf demo-fp8 bench bench-checkpoint \
+.PHONY: help install check docs format test test-fast test-lightning test-mcore-latest test-te fuzz demo demo-finetune demo-hf demo-lora demo-fp8 bench bench-checkpoint \
 	bench-packing bench-preprocess bench-hf bench-startup gpu torture faults mutate clean
 
 help:  ## list the commands
@@ -140,6 +140,9 @@ demo-finetune: $(INSTALLED)  ## fine-tune a small GPT on packed conversations, t
 
 demo-hf: $(INSTALLED)  ## fine-tune a Hugging Face model, tensor parallel, and hand back a Hugging Face model
 	$(RUN) examples/finetune_hf.py $(ARGS)
+
+demo-lora: $(INSTALLED)  ## train LoRA adapters on a frozen model, tensor parallel, and write a PEFT folder
+	$(RUN) examples/finetune_lora.py $(ARGS)
 
 demo-fp8: $(TE)/.unpacked  ## train a small GPT in bf16 and with each FP8 recipe, and compare
 	PYTHONPATH=$(CURDIR)/$(TE)/site $(RUN) examples/preview_fp8.py $(ARGS)

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 import cli
 import finetune_hf
+import finetune_lora
 import pretrain_gpt
 import run_report
 from lightning_mcore import MCoreGPT, MCoreStrategy, ParallelLayout
@@ -169,6 +170,27 @@ def test_a_hugging_face_model_is_tuned_and_handed_back(
     before, after = (load_file(folder / "model.safetensors") for folder in (start, tuned))
     assert {name: tensor.shape for name, tensor in before.items()} == {name: t.shape for name, t in after.items()}
     assert all(not torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
+def test_adapters_are_trained_and_peft_loads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    small = ("--max-steps=3", "--max-bytes=400000", "--seq-length=64", "--batch-size=2", "--rank=3")
+    monkeypatch.chdir(tmp_path)
+    options = finetune_lora.parse_arguments([*small])
+    finetune_lora.prepare(options, finetune_lora.StdlibDialogues(options.seq_length, max_bytes=options.max_bytes))
+    output = run_on_ranks(capsys, 2, "finetune_lora.py", *small, folder=tmp_path)
+    assert "layout: 2 ranks, tp2 pp1" in output
+    assert "adapter: outputs/finetune_lora/adapter (adapter_config.json, adapter_model.safetensors)\nnext" in output
+    base, adapter = (tmp_path / "outputs/finetune_lora" / name for name in ("base", "adapter"))
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    assert any(tensor.any() for name, tensor in model.named_parameters() if "lora_B" in name)
 
 
 def test_a_loss_curve_without_its_logger_is_refused_before_training() -> None:

@@ -398,3 +398,11 @@ def test_adapters_are_merged_or_continued_as_llamafactory_does(adapters_file: st
         assert model.get("adapters") == merged
         found = model["lora"]
         assert (found if isinstance(lora, str) else {key: found[key] for key in lora}) == lora
+
+
+def test_the_example_of_adapters_on_experts_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).parents[2] / "examples" / "llamafactory" / "qwen3_30b_a3b_lora.yaml"
+    write_run(tmp_path, QWEN3_LORA, "qwen3_moe")
+    places = [f"model_name_or_path={tmp_path / 'model'}", f"dataset_dir={tmp_path / 'data'}", "dataset=alpaca_en_demo"]
+    assert plan([str(example), *places, "--devices", "8"]) == 0
+    assert "ep4" in capsys.readouterr().out

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train LoRA adapters on two CPU processes, tensor parallel with sequence parallelism, and write a PEFT folder.
+
+Run it with ``make demo-lora`` or ``python examples/finetune_lora.py``. ``--model`` names a folder, or a model on the
+hub, whose tokenizer has a chat template; without it, ``transformers`` makes a tiny random Llama, whose embedding and
+output layer are then trained too. The weights are frozen. The data are the questions and answers of
+``finetune_gpt.py``. At the end the two ranks write ``adapter_config.json`` and ``adapter_model.safetensors``, which
+``peft`` and vLLM load.
+"""
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+
+import lightning.pytorch as pl
+
+import quiet  # noqa: F401
+from finetune_hf import make_model
+from lightning_mcore import LoRA, MCoreFinetuningData, MCoreGPT, MCoreStrategy, Recipe, SaveHFModel
+from run_report import LayoutTable, StepBar
+from stdlib_dialogues import StdlibDialogues
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; the defaults take about a minute on two cores."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder or name of the model to start from (default: a tiny random one)")
+    parser.add_argument("--output", type=Path, default=Path("outputs/finetune_lora"), help="folder for the files")
+    parser.add_argument("--devices", type=int, default=2, help="ranks, one process each (2)")
+    parser.add_argument("--tp", type=int, default=2, help="tensor_model_parallel_size (2)")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline_model_parallel_size (1)")
+    parser.add_argument("--rank", type=int, default=16, help="rank of the adapters (16)")
+    parser.add_argument("--seq-length", type=int, default=256, help="tokens in a row (256)")
+    parser.add_argument("--batch-size", type=int, default=8, help="rows in a step, for each data-parallel rank (8)")
+    parser.add_argument("--learning-rate", type=float, default=5e-3)
+    parser.add_argument("--max-steps", type=int, default=60)
+    parser.add_argument("--max-bytes", type=int, default=2_000_000, help="how much of the library to read (2000000)")
+    return parser.parse_args(arguments)
+
+
+def prepare(options: argparse.Namespace, dialogues: StdlibDialogues) -> None:
+    """Write the exchanges and, if none is given, the model; in one process, before the others start."""
+    dialogues.write()
+    if options.model is None:
+        make_model(options.output / "base", dialogues.tokenizer)
+        shutil.rmtree(options.output / "adapter", ignore_errors=True)  # from an earlier run of this demo
+
+
+def next_steps(base: str, adapter: Path) -> str:
+    """Return what can be done with the adapter."""
+    return f"""
+adapter: {adapter} (adapter_config.json, adapter_model.safetensors)
+next, one of:
+  go on      MCoreGPT.from_pretrained("{base}", lora="{adapter}")
+  merge      lightning-mcore import {base} {adapter}.ckpt --adapter {adapter}
+             lightning-mcore export {adapter}.ckpt {adapter}-merged --merge
+  PEFT       PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{adapter}")"""
+
+
+def main() -> None:
+    """Make a model if none is given, train adapters on it, and write them."""
+    options = parse_arguments()
+    pl.seed_everything(1, verbose=False)
+    dialogues = StdlibDialogues(options.seq_length, max_bytes=options.max_bytes)
+    if "LOCAL_RANK" not in os.environ:  # the first process, which starts the others
+        prepare(options, dialogues)
+    base, end = options.model or str(options.output / "base"), options.output / "adapter"
+
+    module = MCoreGPT.from_pretrained(
+        base,
+        options.seq_length,
+        recipe=Recipe(learning_rate=options.learning_rate, warmup_steps=options.max_steps // 10),
+        lora=LoRA(
+            r=options.rank,
+            lora_alpha=2 * options.rank,
+            modules_to_save=["embed_tokens", "lm_head"] if options.model is None else None,
+        ),
+    )
+    data = MCoreFinetuningData(
+        train_files=dialogues.train_files,
+        validation_files=dialogues.validation_files,
+        tokenizer=base,
+        seq_length=options.seq_length,
+        batch_size=options.batch_size,
+        overlong="split",
+        cache_dir=dialogues.cache_dir,
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=options.devices,
+        strategy=MCoreStrategy(
+            tensor_model_parallel_size=options.tp,
+            pipeline_model_parallel_size=options.pp,
+            sequence_parallel=options.tp > 1,
+        ),
+        max_steps=options.max_steps,
+        gradient_clip_val=1.0,
+        limit_val_batches=8,
+        callbacks=[LayoutTable(), StepBar(), SaveHFModel(str(end), adapter=True)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=data)
+    if trainer.is_global_zero:
+        print(next_steps(base, end))
+
+
+if __name__ == "__main__":
+    main()
