@@ -20,10 +20,12 @@ from typing import Any, Self, TypeVar
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 
+from lightning_mcore.checkpoint import fp8_state
 from lightning_mcore.checkpoint.extra_state import checked_extra_state
 from lightning_mcore.checkpoint.io import Contents, MCoreCheckpointIO
 from lightning_mcore.checkpoint.manifest import some_of
@@ -154,6 +156,8 @@ def collect(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer]) -> Collec
         optimizers: The optimizers whose state is saved; empty to save only weights.
     """
     model_state, shares = on_all(lambda: _shares(chunks, optimizers))
+    for key, chunk in zip(_keys(chunks), chunks.bare, strict=True):
+        fp8_state.as_tensors(chunk, chunks.config, model_state[key])
     state = dict(model_state)
     numbers = []
     for index, own in enumerate(shares):
@@ -161,7 +165,11 @@ def collect(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer]) -> Collec
         numbers.append(gather_numbers({**without_state, **numbers_of(own)}))
         blocks = [*_state_blocks(index, own), *_blocks_of_untrained(index, own, model_state)]
         state[f"{OPTIMIZER}{index}"] = {str(number): block for number, block in enumerate(blocks)}
-    return CollectedState(state, numbers, _count_parameters(model_state))
+    count = _count_parameters(model_state)
+    for entry in _tensors_in(model_state):
+        if isinstance(entry, ShardedTensorFactory) and is_float8tensor(entry.data):
+            entry.data = entry.data.dequantize()  # MXFP8 weights of TransformerEngine 2.11 cannot be cut
+    return CollectedState(state, numbers, count)
 
 
 def _shares(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer]) -> tuple[dict[str, Any], list[list[Share]]]:
@@ -340,8 +348,9 @@ def load(
     loaded = stored.read(wanted)
     for key, chunk in zip(_keys(chunks), chunks.bare, strict=True):
         is_all = len(wanted[key]) == len(model_state[key]) and not getattr(chunk, TRAINED_ONLY, False)
-        with checked_extra_state(loaded.get(key, {})):
-            chunk.load_state_dict(loaded.get(key, {}), strict=is_all)
+        state = loaded.get(key, {})
+        with fp8_state.restored(chunk, chunks.config, state), checked_extra_state(state):
+            chunk.load_state_dict(state, strict=is_all)
     if not optimizers:
         return
     # Build the state again: loading has replaced the tensors of the first one by the parameters.

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 from torch import Tensor
@@ -76,8 +77,9 @@ class Share:
     @property
     def has_copy(self) -> bool:
         """Whether the optimizer steps a copy instead of the parameter's own memory."""
-        own, parameter = self.stepped.untyped_storage(), self.parameter.untyped_storage()
-        return _is_aware_of_precision(self.part) or own.data_ptr() != parameter.data_ptr()
+        if _is_aware_of_precision(self.part) or is_float8tensor(self.parameter):  # which has no memory of its own
+            return True
+        return self.stepped.untyped_storage().data_ptr() != self.parameter.untyped_storage().data_ptr()
 
     @property
     def state(self) -> dict[str, Any]:
@@ -193,6 +195,20 @@ def shares_of(optimizer: MCoreOptimizer, model_state: Mapping[str, Any]) -> list
         Share(part, stepped, parameter, group, entries[id(parameter)], begin)
         for part, parameter, stepped, group, begin in stepped_here
     ]
+
+
+def reload_weights(optimizer: MCoreOptimizer, of_fp8: Mapping[Tensor, Tensor]) -> None:
+    """Make the fp32 copies that an optimizer steps of the weights again.
+
+    Args:
+        optimizer: The optimizer.
+        of_fp8: The values of the weights that are kept in FP8, before they were rounded; of the weight's shape.
+    """
+    optimizer.megatron.reload_model_params()
+    for part in optimizer_parts(optimizer.megatron) if of_fp8 else ():
+        for parameter, stepped, _, begin in _ranges(part):
+            if parameter in of_fp8:
+                stepped.detach().copy_(of_fp8[parameter].view(-1)[begin : begin + stepped.numel()].view_as(stepped))
 
 
 def _is_tensor(entry: Any) -> bool:

@@ -21,10 +21,10 @@ from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from lightning_mcore.checkpoint import manifest, model_state
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.checkpoint.model_state import StoredState
-from lightning_mcore.config.fp8 import check_start
 from lightning_mcore.layers.session import single_process
 from lightning_mcore.layers.transformer_config import refuse_recorded_code
 from lightning_mcore.parallel.chunks import built_chunks
+from lightning_mcore.parallel.fp8_weights import filled_as_plain
 
 _INSTANTIATORS = (None, "lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
 
@@ -42,16 +42,16 @@ def load_weights(module: pl.LightningModule, path: str | Path, strict: bool = Tr
     Raises:
         FileNotFoundError: There is nothing at ``path``.
         RuntimeError: The module has no model yet.
-        ValueError: It is not such a checkpoint, it is of another model, or the model keeps its weights in FP8.
+        ValueError: It is not such a checkpoint, or it is of another model.
     """
     where, io = str(path), MCoreCheckpointIO()
-    check_start(bool(getattr(built_chunks(module).config, "fp8_param", False)), f"the weights of {where}")
     if not io.is_directory(where):
         raise ValueError(
             f"{where} is not a checkpoint directory of MCoreStrategy or Megatron-LM; load a file of another strategy"
             " with load_from_checkpoint"
         )
-    _load(module, where, io, strict)
+    with filled_as_plain([module]):
+        _load(module, where, io, strict)
 
 
 def build_from_checkpoint(

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 import torch
+from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -141,9 +142,8 @@ def write_pieces(
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return a plain tensor; TransformerEngine's low-precision tensors, a subclass, are dequantized."""
-    plain: Tensor = tensor.dequantize() if "dequantize" in vars(type(tensor)) and tensor.is_cuda else tensor
-    return plain
+    """Return a plain tensor; one that TransformerEngine keeps in FP8 is dequantized."""
+    return tensor.dequantize() if is_float8tensor(tensor) else tensor
 
 
 def _write_tensor(file: ChecksummedFile, tensor: Tensor) -> None:

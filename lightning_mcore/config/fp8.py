@@ -201,26 +201,6 @@ class FP8Settings:
         }
 
 
-def check_start(fp8_param: bool, source: str) -> None:
-    """Refuse FP8 weights for a model that does not start from its own random weights.
-
-    Megatron creates its optimizer's fp32 copies from the values that TransformerEngine keeps from the initialisation,
-    or from the weights after rounding to FP8, but never from weights that were read.
-
-    Args:
-        fp8_param: Whether the weights are kept in FP8.
-        source: Where the weights come from, such as ``"the Hugging Face model models/llama"``.
-
-    Raises:
-        ValueError: The weights are kept in FP8.
-    """
-    if fp8_param:
-        raise ValueError(
-            f"fp8_param=True is not available for a model that starts from {source}: its optimizer would continue "
-            "from other values; set fp8_param=False, which keeps fp8_recipe"
-        )
-
-
 def check_model(settings: FP8Settings, shape: ModelShape, tensor_parallel_size: int, expert_tensor_size: int) -> None:
     """Refuse matrices whose sizes on each rank the recipe cannot divide into blocks.
 

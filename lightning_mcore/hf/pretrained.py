@@ -31,7 +31,6 @@ from lightning_mcore.checkpoint.manifest import some_of
 from lightning_mcore.checkpoint.model_state import sharded_chunk
 from lightning_mcore.checkpoint.optimizer_state import pieces_of
 from lightning_mcore.checkpoint.weights import load_weights
-from lightning_mcore.config.fp8 import check_start
 from lightning_mcore.hf.family import complete_fields
 from lightning_mcore.hf.files import check_download
 from lightning_mcore.hf.source import HFSource, absolute, is_own_checkpoint, pretrained_settings
@@ -41,6 +40,7 @@ from lightning_mcore.hf.weights import HFWeights
 from lightning_mcore.layers.lora import ADAPTERS, merging
 from lightning_mcore.parallel.chunks import ModelChunks, built_chunks, find_pipeline
 from lightning_mcore.parallel.consensus import collect, gather, on_all
+from lightning_mcore.parallel.fp8_weights import filled_as_plain
 
 __all__ = ["absolute", "load_pretrained", "pretrained_settings", "running_fields"]
 
@@ -105,28 +105,30 @@ def load_pretrained(module: pl.LightningModule, path: str, family: str | None = 
     Raises:
         FileNotFoundError: There is no such model, or one of its files is missing.
         RuntimeError: The module has no model yet, or it is being trained.
-        ValueError: The weights are not those of this model or are damaged, or the model keeps its weights in FP8; the
-            same on every rank.
+        ValueError: The weights are not those of this model or are damaged; the same on every rank.
     """
     pipeline = find_pipeline(module)
     if pipeline is not None and pipeline.__dict__.get(_FILLED):
         return
     if any(hasattr(parameter, "main_grad") for parameter in module.parameters()):
         raise RuntimeError("load_pretrained() was called after training began; call it in configure_model()")
-    config = getattr(pipeline.chunks[0], "config", None) if pipeline is not None else None
-    check_start(bool(getattr(config, "fp8_param", False)), f"the weights of {path}")
     if is_own_checkpoint(path):
         load_weights(module, path)
     else:
         source = on_all(lambda: HFSource.open(path, family))
-        pieces = pieces_of_module(module)
-        fields, multi_token = running_fields(source, module), source.fields.get("mtp_num_layers") or 0
-        weights = on_all(lambda: HFWeights(source.open_tensors(), source.family, fields, pieces.shapes, multi_token))
-        read = {file for piece in pieces.own for file in weights.files(piece.name, piece.start, piece.shape)}
-        check_downloads(source.folder, read)
-        on_all(lambda: _fill(source.folder, weights, pieces))
+        with filled_as_plain([module]):
+            _fill_from(source, module)
     if pipeline is not None:
         object.__setattr__(pipeline, _FILLED, True)
+
+
+def _fill_from(source: HFSource, module: pl.LightningModule) -> None:
+    pieces = pieces_of_module(module)
+    fields, multi_token = running_fields(source, module), source.fields.get("mtp_num_layers") or 0
+    weights = on_all(lambda: HFWeights(source.open_tensors(), source.family, fields, pieces.shapes, multi_token))
+    read = {file for piece in pieces.own for file in weights.files(piece.name, piece.start, piece.shape)}
+    check_downloads(source.folder, read)
+    on_all(lambda: _fill(source.folder, weights, pieces))
 
 
 def running_fields(source: HFSource, module: pl.LightningModule) -> dict[str, Any]:

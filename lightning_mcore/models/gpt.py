@@ -26,7 +26,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from lightning_mcore.checkpoint.model_state import TRAINED_ONLY
-from lightning_mcore.config.fp8 import check_start
 from lightning_mcore.config.fusions import fusion_defaults
 from lightning_mcore.config.layout import ModelShape
 from lightning_mcore.config.lora import LoRA
@@ -232,8 +231,6 @@ class MCoreGPT(SpeedLogs):
             ModuleNotFoundError: TransformerEngine is asked for but not installed.
         """
         config = self._build_config()
-        if self._starts_from is not None and not self._resumes:
-            check_start(config.fp8_param, f"the weights of {self._starts_from}")
         device_type = self._device_type()
         check_backend(config, resolve_transformer_impl(self.hparams["transformer_impl"], device_type), device_type)
         check_multi_token(config, self.hparams["share_embeddings_and_output_weights"])

@@ -222,7 +222,7 @@ def _mark_whole_weights(modules: Sequence[nn.Module]) -> None:
         for layer in module.modules():
             if type(layer) is transformer_engine.TELinear:  # its subclasses are cut
                 for parameter in layer.parameters(recurse=False):
-                    parameter.tensor_model_parallel = False
+                    parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
 
 
 def unwrap_chunks(chunks: ModelChunks) -> ModelChunks:

@@ -29,7 +29,7 @@ from torch import nn
 from lightning_mcore.arguments.build import make_strategy
 from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.field_homes import REQUIRED, check_owned_by_precision, ddp_fields_of
-from lightning_mcore.config.fp8 import FP8Settings, check_layers, check_microbatch, check_model, check_start
+from lightning_mcore.config.fp8 import FP8Settings, check_layers, check_microbatch, check_model
 from lightning_mcore.config.fusions import fusion_defaults
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.positions import check_positions
@@ -487,9 +487,6 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None, a
     fused = _fusions(model, used, device_type)
     built = {**model, "transformer": {**fused, **model["transformer"]}} if fused else model
     fields = check_gpt(book, built) if model else None
-    if "path" in settings.model and rules.fp8 is not None:
-        fp8_param, path = rules.fp8.fp8_param, settings.model["path"]
-        book.attempt(lambda: check_start(fp8_param, f"the weights of {path}"))
     if ask_others and fields is not None and may_never_end(trainer):
         _check_end(book, model)
     if fields is not None:

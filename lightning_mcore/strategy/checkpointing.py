@@ -36,12 +36,12 @@ from lightning_mcore.checkpoint import model_state as sharded_state
 from lightning_mcore.checkpoint.extra_state import checked_extra_state
 from lightning_mcore.checkpoint.io import CONTENT_METADATA, MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
 from lightning_mcore.checkpoint.model_state import StoredState
-from lightning_mcore.checkpoint.optimizer_state import load_whole_state
-from lightning_mcore.config.fp8 import check_start
+from lightning_mcore.checkpoint.optimizer_state import load_whole_state, reload_weights
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
 from lightning_mcore.parallel import rank_watch
 from lightning_mcore.parallel.chunks import ModelChunks, find_pipeline, synchronize_parameters
 from lightning_mcore.parallel.consensus import decide, on_all
+from lightning_mcore.parallel.fp8_weights import filled_as_plain
 from lightning_mcore.strategy.module import MCoreModule
 
 if TYPE_CHECKING:
@@ -252,8 +252,7 @@ class Checkpoints:
 
         Raises:
             FileNotFoundError: The path does not exist, or is a directory that is not a checkpoint.
-            ValueError: The checkpoint is of another model, or cannot be read completely; or it has only weights, and
-                the run keeps them in FP8.
+            ValueError: The checkpoint is of another model, or cannot be read completely.
         """
         strategy = self._strategy
         self.finish()
@@ -261,11 +260,7 @@ class Checkpoints:
         state: dict[str, Any] = on_all(lambda: self._read(path, weights_only))
         strategy.resume.restore(state.pop(RANK_STATE, None), state)
         if state.pop(MANIFEST, None) is not None:
-            numbers = state.pop(_NUMBERS, None)
-            module = strategy.lightning_module
-            if numbers is None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
-                check_start(strategy.precision_plugin.fp8.fp8_param, f"only the weights of {path}")
-            self._pending = StoredState.open(self._shard_io, path, numbers, weights_only)
+            self._pending = StoredState.open(self._shard_io, path, state.pop(_NUMBERS, None), weights_only)
         return state
 
     def _read(self, path: str, weights_only: bool | None) -> dict[str, Any]:
@@ -336,10 +331,14 @@ class Checkpoints:
         resumed = optimizers if fitting and stored.numbers is not None else []
         if resumed:
             checkpoint_manifest.check_optimizer(path, manifest, [optimizer.user for optimizer in resumed])
-        sharded_state.load(stored, chunks, resumed, strict=self._module.strict_loading)
-        if not resumed:
-            for optimizer in optimizers:
-                optimizer.megatron.reload_model_params()
+        strict = self._module.strict_loading
+        if resumed:
+            sharded_state.load(stored, chunks, resumed, strict)
+            return
+        with filled_as_plain(chunks.bare) as written:
+            sharded_state.load(stored, chunks, [], strict)
+        for optimizer in optimizers:
+            reload_weights(optimizer, written)
 
     def forget_pending(self) -> None:
         """Forget shards for which no model was set up."""

@@ -103,8 +103,8 @@ class MCorePrecision(Precision):
         fp8: With bf16 the FP8 format, ``"e4m3"`` or ``"hybrid"``; None for ``"hybrid"`` if there is a recipe.
         fp8_recipe: How tensors are scaled to FP8: ``"delayed"``, ``"tensorwise"``, ``"blockwise"`` or ``"mxfp8"``;
             turns FP8 on.
-        fp8_param: Keep the weights in FP8, and gather them in FP8; needs the distributed optimizer, and a model that
-            starts from random weights or resumes from a whole checkpoint.
+        fp8_param: Keep the weights in FP8, and gather them in FP8; needs the distributed optimizer, which steps fp32
+            copies.
         fp8_margin: With the delayed recipe: powers of two that the scale stays below the largest.
         fp8_amax_history_len: With the delayed recipe: number of steps whose largest values are remembered.
         fp8_amax_compute_algo: With the delayed recipe: which of these values to use, ``"most_recent"`` or ``"max"``.

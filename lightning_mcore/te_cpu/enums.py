@@ -66,5 +66,6 @@ def enums(version: str) -> dict[str, type[enum.IntEnum]]:
     names = dict(_NAMES)
     if version.startswith("2.11."):
         names["NVTE_Fused_Attn_Backend"] = f"NVTE_F16_max512_seqlen {names['NVTE_Fused_Attn_Backend']}"
-    made = {name: enum.IntEnum(name, members.split(), start=0) for name, members in names.items()}
+    module = "transformer_engine_torch"  # where pickle looks for them
+    made = {name: enum.IntEnum(name, members.split(), start=0, module=module) for name, members in names.items()}
     return {**made, "DType": DType}  # type: ignore[dict-item]

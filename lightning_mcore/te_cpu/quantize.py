@@ -113,7 +113,7 @@ def _spread(scale: Tensor, shape: Sequence[int], rows: int, columns: int) -> Ten
 
 def _transposed(data: Tensor) -> Tensor:
     """Move the last dimension to the front, as TransformerEngine keeps columnwise data."""
-    return data.movedim(-1, 0).contiguous()
+    return data.movedim(-1, 0).contiguous() if data.dim() else data
 
 
 def _matrix(tensor: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ def _allocate(tensor: Any, quantizer: Any, shape: Sequence[int]) -> None:
         if not rowwise or tensor._data is None:
             tensor._data = torch.zeros(shape, dtype=torch.uint8) if rowwise else None
         if not columnwise or tensor._transpose is None:
-            tensor._transpose = torch.zeros((shape[-1], *shape[:-1]), dtype=torch.uint8) if columnwise else None
+            tensor._transpose = torch.zeros(shape[-1:] + shape[:-1], dtype=torch.uint8) if columnwise else None
         tensor._transpose_invalid = tensor._transpose is None
         return
     for wanted, prefix in ((rowwise, "_rowwise"), (columnwise, "_columnwise")):
@@ -335,8 +335,8 @@ def to_float(tensor: Any, columnwise: bool = False) -> Any:
     kind = TORCH_DTYPES[DType(int(tensor._fp8_dtype))]
     if hasattr(tensor, "_scale_inv"):
         if tensor._data is not None:
-            return tensor._data.view(kind).float() * tensor._scale_inv
-        return tensor._transpose.view(kind).movedim(0, -1).float() * tensor._scale_inv
+            return tensor._data.view(kind).float() * tensor._scale_inv.view(())
+        return tensor._transpose.view(kind).movedim(0, -1).float() * tensor._scale_inv.view(())
     columnwise = columnwise if tensor._columnwise_data is not None else False
     columnwise = columnwise or tensor._rowwise_data is None
     data = (tensor._columnwise_data if columnwise else tensor._rowwise_data).view(kind).float()

@@ -8,7 +8,6 @@ that are not there.
 
 import dataclasses
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -19,11 +18,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.enums import Fp8Recipe
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
-from torch import nn
 
-from lightning_mcore import MCoreGPT, MCoreModule, MCorePrecision, MCoreStrategy, ModelShape, ParallelLayout
-from lightning_mcore.checkpoint.io import MANIFEST
-from lightning_mcore.checkpoint.weights import load_weights
+from lightning_mcore import MCoreModule, MCorePrecision, ModelShape, ParallelLayout
 from lightning_mcore.config.fp8 import (
     ALIGNMENT,
     TRANSFORMER_FIELDS,
@@ -34,12 +30,8 @@ from lightning_mcore.config.fp8 import (
     check_model,
 )
 from lightning_mcore.config.rules.model import check_fields
-from lightning_mcore.hf.pretrained import load_pretrained
 from lightning_mcore.layers.transformer_config import check_transformer_fields
 from lightning_mcore.parallel.chunks import pipeline_config
-from lightning_mcore.parallel.pipeline import Pipeline
-from lightning_mcore.strategy import checkpointing as persistence
-from lightning_mcore.strategy.checkpointing import _NUMBERS as NUMBERS
 from lightning_mcore.strategy.checks import (
     FP8Machine,
     check_chunks,
@@ -237,61 +229,6 @@ def test_fp8_weights_need_the_sharded_optimizer_and_mxfp8_ones_no_overlap() -> N
     check_optimizer(settings("tensorwise"), overlapped, offload)
     with pytest.raises(ValueError, match="choose fp8_recipe='delayed', or leave one of them out"):
         check_optimizer(settings("tensorwise", fp8_param=True), overlapped, offload)
-
-
-# Weights that are read
-
-
-class Filled(MCoreGPT):
-    """Runs in a precision that keeps weights in FP8."""
-
-    def megatron_fields(self) -> dict[str, Any]:
-        return MCorePrecision("bf16-mixed", fp8_recipe="tensorwise", fp8_param=True).megatron_fields()
-
-
-def test_fp8_weights_do_not_start_from_a_hugging_face_model() -> None:
-    module = Filled(
-        vocab_size=8, seq_length=8, transformer={"num_layers": 1, "hidden_size": 16, "num_attention_heads": 1}
-    )
-    module._starts_from = "models/llama"
-    with pytest.raises(ValueError, match=r"fp8_param=True is not available for .* that starts from .*models/llama"):
-        module.check_settings()
-    resumed: Any = SimpleNamespace(ckpt_path="last.ckpt", strategy=SimpleNamespace(root_device=torch.device("cpu")))
-    module._trainer = resumed
-    with pytest.raises(ValueError, match="fp8='hybrid' needs TransformerEngine"):  # what a CPU says of any FP8
-        module.check_settings()
-
-
-@pytest.mark.parametrize("read", [load_weights, load_pretrained])
-def test_fp8_weights_are_not_filled_from_a_checkpoint_or_folder(read: Any, tmp_path: Path) -> None:
-    module, chunk = MCoreModule(), nn.Linear(1, 1)
-    chunk.config = SimpleNamespace(fp8_param=True)  # type: ignore[assignment]
-    module.model = Pipeline([chunk], [True], ParallelLayout())
-    with pytest.raises(ValueError, match="starts from the weights of") as refusal:
-        read(module, str(tmp_path))
-    assert is_one_sentence(str(refusal.value).replace(str(tmp_path), "folder"))
-
-
-@pytest.mark.parametrize(("fn", "numbers"), [("fit", False), ("fit", True), ("validate", False)])
-def test_fp8_weights_do_not_go_on_from_weights_alone(
-    fn: str, numbers: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    saved = {MANIFEST: {}, **({NUMBERS: {}} if numbers else {})}
-    strategy: Any = MCoreStrategy(
-        use_distributed_optimizer=True,
-        precision_plugin=MCorePrecision("bf16-mixed", fp8_recipe="tensorwise", fp8_param=True),
-    )
-    strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(state=SimpleNamespace(fn=fn)))
-    monkeypatch.setattr(strategy.checkpoints, "_read", lambda path, weights_only: dict(saved))
-    monkeypatch.setattr(strategy, "broadcast", lambda value: value)
-    monkeypatch.setattr(strategy.resume, "restore", lambda own, state: None)
-    monkeypatch.setattr(persistence, "on_all", lambda mine: mine())
-    monkeypatch.setattr(persistence.StoredState, "open", lambda *arguments: None)
-    if fn == "fit" and not numbers:
-        with pytest.raises(ValueError, match="starts from only the weights of"):
-            strategy.load_checkpoint(tmp_path)
-    else:
-        assert strategy.load_checkpoint(tmp_path) == {}
 
 
 # The machine

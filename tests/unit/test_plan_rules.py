@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``plan`` refuses, the real classes refuse too, and what they take, it takes."""
 
-import json
 import logging
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.planning.plan import make_plan
-from tests.hf_folders import LlamaSizes
 from tests.real_run import real_errors
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -434,21 +431,6 @@ def test_asking_the_trainer_changes_nothing_of_this_process(
     assert rank_zero_only.rank == 3
     assert after == before
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_hugging_face_model_does_not_fill_fp8_weights(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LlamaSizes(hidden_size=512, layers=2, vocab_size=512).config()))
-    strategy = {"use_distributed_optimizer": True}
-    for recipe, is_refused in ({"fp8_param": True}, True), ({}, False):
-        settings = RunSettings(
-            strategy=strategy,
-            precision={"precision": "bf16-mixed", "fp8_recipe": "tensorwise", **recipe},
-            model={"path": str(tmp_path), "seq_length": 128},
-            trainer={"accelerator": "gpu", "devices": 4},
-        )
-        errors = make_plan(settings, 4).errors
-        assert any("fp8_param=True is not available for a model that starts from" in e for e in errors) == is_refused
-        assert len(errors) == is_refused
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scales and amax histories of delayed scaling, in checkpoints as plain tensors.
+
+TransformerEngine's layers return them pickled (``_extra_state``). Here nothing is pickled: :func:`as_tensors` reads the
+tensors from the layers, and :func:`restored` writes them back. The other recipes have nothing to keep from step to
+step. What Megatron-LM wrote is pickled, and ``extra_state.py`` checks it.
+
+``model_state.py`` calls this file.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.fp8_utils import get_fp8_recipe
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+_NAME = "_extra_state"
+_HISTORY = "amax_history"
+_DIRECTIONS = ("fwd", "bwd")
+
+
+def as_tensors(chunk: nn.Module, config: TransformerConfig, state: dict[str, Any]) -> None:
+    """Replace TransformerEngine's pickled states in the sharded state of a chunk by the tensors in them.
+
+    Collective over the ranks that share their largest values. The first row of a history may hold the largest value of
+    this rank's part of an FP8 weight, and only one rank saves it: so it gets that of all of them, as in the next step.
+
+    Args:
+        chunk: The chunk.
+        config: Its config.
+        state: Its sharded state, changed in place. A layer without a history keeps an empty tensor.
+    """
+    found = {name: _tensors(layer, number) for name, layer, number in _layers(chunk, state)}
+    rows = [tensors[name][0] for tensors in found.values() for name in tensors if name.startswith(_HISTORY)]
+    if rows:
+        latest = torch.cat(rows)
+        only_tensor_parallel = getattr(config, "tp_only_amax_red", False)
+        group = parallel_state.get_amax_reduction_group(True, only_tensor_parallel)
+        dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=group)
+        for row, reduced in zip(rows, torch.split(latest, [len(row) for row in rows]), strict=True):
+            row.copy_(reduced)
+    for name, tensors in found.items():
+        if isinstance(state[name], ShardedObject):
+            data = {key: tensor.cpu() for key, tensor in tensors.items()}
+            state[name].data = data or torch.empty(0, dtype=torch.uint8)
+
+
+@contextlib.contextmanager
+def restored(chunk: nn.Module, config: TransformerConfig, state: dict[str, Any]) -> Iterator[None]:
+    """Take what :func:`as_tensors` put into a state out of it, and write it into the layers.
+
+    Weights that are kept in FP8 are filled inside the block: with the scales that were read, and without a trace in the
+    history.
+
+    Args:
+        chunk: The chunk.
+        config: Its config; without delayed scaling nothing is written.
+        state: The state that was read, changed in place.
+    """
+    recipe = get_fp8_recipe(config) if getattr(config, "fp8", None) else None
+    found: dict[nn.Module, list[Mapping[str, Tensor]]] = {}
+    for name, layer, _ in _layers(chunk, state):
+        value = state[name]
+        if isinstance(value, Mapping):
+            found.setdefault(layer, []).append(value)
+            state[name] = torch.empty(0, dtype=torch.uint8)
+    if recipe is None or not recipe.delayed():
+        found = {}
+    for layer, parts in found.items():
+        _write(layer, recipe, parts)
+    yield
+    for layer, parts in found.items():
+        _write(layer, recipe, parts)
+
+
+def _layers(chunk: nn.Module, state: Mapping[str, Any]) -> Iterator[tuple[str, Any, int]]:
+    """Yield the name of each of TransformerEngine's states, its layer, and its number among the layer's experts."""
+    for name in list(state):
+        path, found, number = name.rpartition(_NAME)
+        if found and (not number or number.isdigit()):
+            layer = chunk.get_submodule(path.removesuffix("."))
+            if hasattr(layer, "fp8_meta"):
+                yield name, layer, int(number or 0)
+
+
+def _tensors(layer: Any, number: int) -> dict[str, Tensor]:
+    """Return scales [kinds] and histories [steps, kinds] of a layer, or of one of its experts; empty without them."""
+    count = getattr(layer, "num_gemms", 1)
+    tensors = {}
+    for direction in _DIRECTIONS:
+        scaling = layer.fp8_meta.get(f"scaling_{direction}")
+        if hasattr(scaling, "amax_history"):
+            history = scaling.amax_history
+            tensors[f"scale_{direction}"] = scaling.scale.view(-1, count)[:, number]
+            tensors[f"{_HISTORY}_{direction}"] = history.view(len(history), -1, count)[..., number]
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _write(layer: Any, recipe: Any, parts: list[Mapping[str, Tensor]]) -> None:
+    """Write the tensors of all experts of a layer, or its only ones, into it.
+
+    Source: ``TransformerEngineBaseModule.set_extra_state`` (TransformerEngine 2.11.0 and 2.20.2).
+    """
+    whole = {name: torch.stack([part[name] for part in parts], -1).flatten(-2) for name in parts[0]}
+    layer.fp8_meta["recipe"] = recipe
+    layer.fp8_meta["num_gemms"] = whole["scale_fwd"].numel() // 3
+    layer.init_fp8_meta_tensors(recipe)
+    for direction in _DIRECTIONS:
+        scaling = layer.fp8_meta[f"scaling_{direction}"]
+        saved = whole[f"{_HISTORY}_{direction}"]
+        kept = min(len(saved), len(scaling.amax_history))  # the recipe may have another amax_history_len now
+        scaling.scale.copy_(whole[f"scale_{direction}"])
+        scaling.amax_history.zero_()
+        scaling.amax_history[:kept].copy_(saved[:kept])
