@@ -11,6 +11,7 @@ delayed        one a tensor, from the steps before        8.9 or more           
 tensorwise     one a tensor, from the tensor itself       8.9 or more             2.2                  16
 blockwise      one a block of 128 or 128 x 128 elements   9.0 or more, CUDA 12.9  2.3                  128
 mxfp8          one a block of 32 elements                 10.0 up to below 12.0   2.1                  32
+nvfp4          one a block of 16 elements, one a tensor   10.0, CUDA 12.8         2.7                  32
 =============  =========================================  ======================  ===================  =============
 
 :class:`FP8Settings` holds the arguments of :class:`~lightning_mcore.MCorePrecision`, checked against each other, and
@@ -29,9 +30,10 @@ from lightning_mcore.config.value_checks import require_flag, require_size
 
 FP8Format: TypeAlias = Literal["e4m3", "hybrid"]
 FP8Recipe: TypeAlias = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
+FP4Recipe: TypeAlias = Literal["nvfp4"]
 AmaxComputeAlgo: TypeAlias = Literal["most_recent", "max"]
 
-ALIGNMENT: dict[str, int] = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
+ALIGNMENT: dict[str, int] = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 32}
 
 # The recipes that read each option; the others would ignore it.
 _READ_BY: dict[str, tuple[str, ...]] = {
@@ -42,7 +44,9 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "tp_only_amax_red": ("delayed",),
     "fp8_dot_product_attention": ("delayed", "tensorwise"),
     "fp8_multi_head_attention": ("delayed",),
-    "first_last_layers_bf16": ("tensorwise", "blockwise", "mxfp8"),
+    "first_last_layers_bf16": ("tensorwise", "blockwise", "mxfp8", "nvfp4"),
+    "num_layers_at_start_in_bf16": tuple(ALIGNMENT),
+    "num_layers_at_end_in_bf16": tuple(ALIGNMENT),
     "reuse_grad_buf_for_mxfp8_param_ag": ("mxfp8",),
 }
 _COUNTS = ("fp8_amax_history_len", "fp8_margin", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
@@ -73,11 +77,18 @@ class FP8Settings:
     num_layers_at_start_in_bf16: int = 1
     num_layers_at_end_in_bf16: int = 1
     reuse_grad_buf_for_mxfp8_param_ag: bool = False
+    fp4_recipe: FP4Recipe | None = None
 
     def __post_init__(self) -> None:
         """Check the values, then the settings against each other."""
         self._check_values()
-        changed = [field.name for field in fields(self)[2:] if getattr(self, field.name) != field.default]
+        changed = [field.name for field in fields(self)[2:-1] if getattr(self, field.name) != field.default]
+        if self.fp4_recipe is not None and (self.fp8 is not None or self.fp8_recipe is not None):
+            given = "fp8" if self.fp8_recipe is None else "fp8_recipe"
+            raise ValueError(
+                f"fp4_recipe={self.fp4_recipe!r} with {given}={getattr(self, given)!r} asks for two number formats;"
+                " leave one of them out"
+            )
         if not self.is_on:
             if changed:
                 raise ValueError(
@@ -89,7 +100,7 @@ class FP8Settings:
             readers = _READ_BY.get(name, get_args(FP8Recipe))
             if self.recipe not in readers:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not available with fp8_recipe={self.recipe!r}; "
+                    f"{name}={getattr(self, name)!r} is not available with {asked_for(self.recipe)}; "
                     f"choose {' or '.join(map(repr, readers))}, or leave it out"
                 )
         if not self.first_last_layers_bf16:
@@ -104,7 +115,8 @@ class FP8Settings:
             )
 
     def _check_values(self) -> None:
-        choices = {"fp8": FP8Format, "fp8_recipe": FP8Recipe, "fp8_amax_compute_algo": AmaxComputeAlgo}
+        choices = {"fp8": FP8Format, "fp8_recipe": FP8Recipe, "fp4_recipe": FP4Recipe}
+        choices["fp8_amax_compute_algo"] = AmaxComputeAlgo
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in choices:
@@ -157,7 +169,7 @@ class FP8Settings:
     @property
     def is_on(self) -> bool:
         """Whether a format or a recipe is given."""
-        return self.fp8 is not None or self.fp8_recipe is not None
+        return self.fp8 is not None or self.fp8_recipe is not None or self.fp4_recipe is not None
 
     @property
     def format(self) -> FP8Format:
@@ -165,9 +177,9 @@ class FP8Settings:
         return self.fp8 or "hybrid"
 
     @property
-    def recipe(self) -> FP8Recipe:
-        """The recipe, if FP8 is on."""
-        return self.fp8_recipe or "delayed"
+    def recipe(self) -> FP8Recipe | FP4Recipe:
+        """The recipe, if FP8 or FP4 is on."""
+        return self.fp4_recipe or self.fp8_recipe or "delayed"
 
     @property
     def alignment(self) -> int:
@@ -179,12 +191,15 @@ class FP8Settings:
         if not self.is_on:
             return {}
         own = {field.name: getattr(self, field.name) for field in fields(self)}
-        del own["reuse_grad_buf_for_mxfp8_param_ag"]
+        del own["reuse_grad_buf_for_mxfp8_param_ag"], own["fp4_recipe"]
+        if self.fp4_recipe is not None:
+            of_layers = {name: value for name, value in own.items() if name.endswith(("_in_bf16", "_layers_bf16"))}
+            return {**of_layers, "fp4": "e2m1", "fp4_recipe": self.fp4_recipe}
         return {**own, "fp8": self.format, "fp8_recipe": self.recipe}
 
     def ddp_fields(self) -> dict[str, Any]:
         """Return the fields of ``DistributedDataParallelConfig``; an empty dict without FP8."""
-        if not self.is_on:
+        if not self.is_on or self.fp4_recipe is not None:
             return {}
         return {
             "fp8_param_gather": self.fp8_param,
@@ -193,12 +208,17 @@ class FP8Settings:
 
     def optimizer_fields(self) -> dict[str, Any]:
         """Return the fields of ``OptimizerConfig``; an empty dict without FP8."""
-        if not self.is_on:
+        if not self.is_on or self.fp4_recipe is not None:
             return {}
         return {
             "fp8_recipe": self.recipe,
             "reuse_grad_buf_for_mxfp8_param_ag": self.reuse_grad_buf_for_mxfp8_param_ag,
         }
+
+
+def asked_for(recipe: str) -> str:
+    """Return the argument of ``MCorePrecision`` that asks for a recipe, as messages name it."""
+    return f"fp4_recipe={recipe!r}" if recipe in get_args(FP4Recipe) else f"fp8_recipe={recipe!r}"
 
 
 def check_model(settings: FP8Settings, shape: ModelShape, tensor_parallel_size: int, expert_tensor_size: int) -> None:
@@ -231,7 +251,7 @@ def check_model(settings: FP8Settings, shape: ModelShape, tensor_parallel_size: 
         if size is not None and size % (ranks * settings.alignment):
             shared_by = f" / {ranks} tensor-parallel ranks" if ranks > 1 else ""
             raise ValueError(
-                f"fp8_recipe={settings.recipe!r} needs multiples of {settings.alignment}, and "
+                f"{asked_for(settings.recipe)} needs multiples of {settings.alignment}, and "
                 f"{name}={size}{shared_by} is not one; make it a multiple of {ranks * settings.alignment}"
             )
 
@@ -268,11 +288,13 @@ def check_microbatch(settings: FP8Settings, shape: tuple[int, int] | None, layou
     seq_length, rows = shape
     if seq_length * rows % (ranks * settings.alignment):
         raise ValueError(
-            f"fp8_recipe={settings.recipe!r} needs a multiple of {settings.alignment} tokens in each microbatch on each"
+            f"{asked_for(settings.recipe)} needs a multiple of {settings.alignment} tokens in each microbatch on each"
             f" rank, and seq_length={seq_length} * {rows} rows / {ranks} ranks is not one; make the tokens of a"
             f" microbatch, with padding, a multiple of {ranks * settings.alignment}"
         )
 
 
-TRANSFORMER_FIELDS = tuple(f.name for f in fields(FP8Settings) if f.name != "reuse_grad_buf_for_mxfp8_param_ag")
+TRANSFORMER_FIELDS = tuple(
+    f.name for f in fields(FP8Settings) if f.name not in ("reuse_grad_buf_for_mxfp8_param_ag", "fp4_recipe")
+)
 """The fields of ``TransformerConfig`` for FP8, which the precision owns."""

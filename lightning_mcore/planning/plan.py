@@ -177,7 +177,8 @@ def make_plan(
     except (ValueError, TypeError, ArithmeticError, LookupError):
         if not run.errors:  # the sizes of a refused run may be inconsistent
             raise
-    recipe = f" with FP8 ({rules.fp8.recipe})" if rules.fp8 is not None and rules.fp8.is_on else ""
+    kind = "FP8" if rules.fp8 is None or rules.fp8.fp4_recipe is None else "FP4"
+    recipe = f" with {kind} ({rules.fp8.recipe})" if rules.fp8 is not None and rules.fp8.is_on else ""
     return Plan(
         devices=devices,
         devices_per_node=devices_per_node,

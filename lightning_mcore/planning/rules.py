@@ -16,7 +16,7 @@ precision, the model's, the layout on the devices, the model on the layout, the 
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from typing import Any, TypeVar
@@ -501,8 +501,7 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None, a
         assumptions.append(
             "layers of TransformerEngine, as transformer_impl='auto' chooses on GPUs (or use --backend local)"
         )
-    if fused:
-        assumptions.append(f"fused, unless model.transformer sets these fields: {', '.join(fused)}")
+    assumptions += _of_kernels(rules, fused)
     return CheckedRun(tuple(book.errors), tuple(assumptions), rules, model, fields, batch, used, device_type, stands)
 
 
@@ -544,6 +543,13 @@ def _fusions(model: Mapping[str, Any], backend: str, device_type: str) -> dict[s
         return {}
     settings = settings_of_gpt(model)
     return fusion_defaults(transformer, settings["position_embedding_type"], settings["lora"] is not None)
+
+
+def _of_kernels(rules: PlannedStrategy, fused: Mapping[str, bool]) -> Iterator[str]:
+    if fused:
+        yield f"fused, unless model.transformer sets these fields: {', '.join(fused)}"
+    if rules.fp8 is not None and rules.fp8.fp4_recipe is not None:
+        yield "FP4 counts as bf16 in memory, and as FP8 in time"
 
 
 def _backend(model: Mapping[str, Any], device_type: str) -> str:

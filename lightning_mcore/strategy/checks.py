@@ -28,7 +28,7 @@ from megatron.core.optimizer import OptimizerConfig
 from packaging.version import Version
 from torch import nn
 
-from lightning_mcore.config.fp8 import FP8Settings, check_layers, check_microbatch, check_model
+from lightning_mcore.config.fp8 import FP8Settings, asked_for, check_layers, check_microbatch, check_model
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.strategy import expert_faults, fp8_device_faults, precision_faults, schedule_faults
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_TRANSFORMER_ENGINE = {"delayed": "1.0", "tensorwise": "2.2", "blockwise": "2.3", "mxfp8": "2.1"}
-_CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+_TRANSFORMER_ENGINE = {"delayed": "1.0", "tensorwise": "2.2", "blockwise": "2.3", "mxfp8": "2.1", "nvfp4": "2.7"}
+_CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}
 _NO_MXFP8_FROM = (12, 0)
-_BLOCKWISE_CUDA = "12.9"
+_CUDA = {"blockwise": "12.9", "nvfp4": "12.8"}
 
 # ---- the constructor
 
@@ -277,7 +277,7 @@ def check_fp8(
         return
     if not isinstance(module, MCoreModule):
         raise ValueError(
-            f"fp8_recipe={settings.recipe!r} works only in TransformerEngine's layers, and {type(module).__name__}"
+            f"{asked_for(settings.recipe)} works only in TransformerEngine's layers, and {type(module).__name__}"
             " builds no Megatron model; derive it from MCoreModule, or leave fp8_recipe out"
         )
     check_machine(settings, machine)
@@ -330,30 +330,35 @@ def check_machine(settings: FP8Settings, machine: FP8Machine) -> None:
         ModuleNotFoundError: TransformerEngine is not installed.
         ValueError: There is no CUDA device, it is too old or too new for the recipe, or the software is too old.
     """
-    recipe = settings.recipe
+    recipe, asked = settings.recipe, asked_for(settings.recipe)
     if machine.on_the_cpu:
         if machine.type == "cuda":
-            raise ValueError(f"fp8_recipe={recipe!r} is not available: {ONLY_ON_THE_CPU}")
+            raise ValueError(f"{asked} is not available: {ONLY_ON_THE_CPU}")
+        if recipe == "nvfp4":
+            raise ValueError(
+                "fp4_recipe='nvfp4' is not available on the CPU, where TransformerEngine computes FP8 alone; set"
+                " fp8_recipe='mxfp8', or leave it out"
+            )
         return
     if machine.type != "cuda" and (untested := untested_on_the_cpu()) is not None:
         raise ValueError(untested)
     raise_first(fp8_device_faults(recipe, machine.type))
     if machine.transformer_engine is None:
         raise ModuleNotFoundError(
-            f"fp8_recipe={recipe!r} needs TransformerEngine, which is not installed; install the extra [te], "
-            "or leave fp8_recipe out"
+            f"{asked} needs TransformerEngine, which is not installed; install the extra [te], "
+            f"or leave {asked.partition('=')[0]} out"
         )
     least = _TRANSFORMER_ENGINE[recipe]
     if Version(machine.transformer_engine) < Version(f"{least}.dev0"):
         raise ValueError(
-            f"fp8_recipe={recipe!r} needs TransformerEngine {least} or newer, and {machine.transformer_engine} is "
+            f"{asked} needs TransformerEngine {least} or newer, and {machine.transformer_engine} is "
             "installed; update it, or choose another recipe"
         )
     have = ".".join(map(str, machine.capability))
     if machine.capability < _CAPABILITY[recipe]:
         need = ".".join(map(str, _CAPABILITY[recipe]))
         raise ValueError(
-            f"fp8_recipe={recipe!r} needs a GPU of compute capability {need} or higher, and this one has {have}; "
+            f"{asked} needs a GPU of compute capability {need} or higher, and this one has {have}; "
             f"{_other_recipe(machine.capability)}"
         )
     if recipe == "mxfp8" and machine.capability >= _NO_MXFP8_FROM:
@@ -361,9 +366,9 @@ def check_machine(settings: FP8Settings, machine: FP8Machine) -> None:
             f"fp8_recipe='mxfp8' is not supported by TransformerEngine on GPUs of compute capability 12.0 and higher, "
             f"and this one has {have}; {_other_recipe(machine.capability)}"
         )
-    if recipe == "blockwise" and Version(machine.cuda) < Version(_BLOCKWISE_CUDA):
+    if Version(machine.cuda) < Version(_CUDA.get(recipe, "0")):
         raise ValueError(
-            f"fp8_recipe='blockwise' needs CUDA {_BLOCKWISE_CUDA} or newer, and torch was built with {machine.cuda}; "
+            f"{asked} needs CUDA {_CUDA[recipe]} or newer, and torch was built with {machine.cuda}; "
             "choose 'tensorwise', or another build"
         )
 
@@ -389,7 +394,7 @@ def check_versions(
         return
     if Version(megatron_core) < Version("0.17") and Version(transformer_engine) > Version("2.17.0"):
         raise ValueError(
-            f"fp8_recipe={settings.recipe!r} with moe_grouped_gemm=True cannot be saved with megatron-core"
+            f"{asked_for(settings.recipe)} with moe_grouped_gemm=True cannot be saved with megatron-core"
             f" {megatron_core} and TransformerEngine {transformer_engine}; install TransformerEngine below 2.12, or set"
             " moe_grouped_gemm=False"
         )
@@ -429,6 +434,6 @@ def check_chunks(settings: FP8Settings, chunks: Sequence[nn.Module]) -> None:
     found = any(parent.__module__.startswith("transformer_engine") for kind in modules for parent in kind.__mro__)
     if all_true(not found):
         raise ValueError(
-            f"fp8_recipe={settings.recipe!r} works only in TransformerEngine's layers, and the model has none; build"
+            f"{asked_for(settings.recipe)} works only in TransformerEngine's layers, and the model has none; build"
             " it from Megatron's TransformerEngine spec, or leave fp8_recipe out"
         )

@@ -52,7 +52,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_mcore.config.field_homes import ddp_fields_of
-from lightning_mcore.config.fp8 import AmaxComputeAlgo, FP8Format, FP8Recipe, FP8Settings
+from lightning_mcore.config.fp8 import AmaxComputeAlgo, FP4Recipe, FP8Format, FP8Recipe, FP8Settings, asked_for
 from lightning_mcore.config.fp16 import LossScaling
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.optimizer.factory import OptimizerSetting
@@ -117,6 +117,7 @@ class MCorePrecision(Precision):
         num_layers_at_end_in_bf16: Number of these layers at the end.
         reuse_grad_buf_for_mxfp8_param_ag: With mxfp8 and ``fp8_param``, where it is required: gather weights in the
             buffer of the gradients.
+        fp4_recipe: ``"nvfp4"`` multiplies in 4 bits instead of 8, on GPUs of compute capability 10.0 or higher.
 
     Raises:
         TypeError: An argument has another type.
@@ -147,6 +148,7 @@ class MCorePrecision(Precision):
         num_layers_at_start_in_bf16: int = 1,
         num_layers_at_end_in_bf16: int = 1,
         reuse_grad_buf_for_mxfp8_param_ag: bool = False,
+        fp4_recipe: FP4Recipe | None = None,
     ) -> None:
         allowed = get_args(PrecisionName)
         if precision not in allowed:
@@ -173,10 +175,11 @@ class MCorePrecision(Precision):
             num_layers_at_start_in_bf16=num_layers_at_start_in_bf16,
             num_layers_at_end_in_bf16=num_layers_at_end_in_bf16,
             reuse_grad_buf_for_mxfp8_param_ag=reuse_grad_buf_for_mxfp8_param_ag,
+            fp4_recipe=fp4_recipe,
         )
         if self.fp8.is_on and self.dtype != torch.bfloat16:
             raise ValueError(
-                f"fp8_recipe={self.fp8.recipe!r} is not available with precision={precision!r}; "
+                f"{asked_for(self.fp8.recipe)} is not available with precision={precision!r}; "
                 'use MCorePrecision("bf16-mixed", ...) or "bf16-true"'
             )
 

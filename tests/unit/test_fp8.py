@@ -130,6 +130,7 @@ def test_the_defaults_are_megatrons() -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
     ours = {field.name: field.default for field in dataclasses.fields(FP8Settings)}
     assert ours.pop("reuse_grad_buf_for_mxfp8_param_ag") is False
+    assert ours.pop("fp4_recipe") is None  # Megatron's is "nvfp4", likewise
     assert ours.pop("fp8_recipe") is None  # Megatron's is "delayed", also without FP8
     assert ours == {name: defaults[name] for name in ours}
 
@@ -435,3 +436,58 @@ def test_grouped_experts_in_fp8_that_could_not_be_saved_are_refused(
     with pytest.raises(ValueError, match=r"install TransformerEngine below 2\.12") as refusal:
         check_versions(*arguments)
     assert is_one_sentence(str(refusal.value))
+
+
+BLACKWELL = FP8Machine("cuda", (10, 0), "12.8", "2.11.0")
+
+
+def test_fp4_lands_on_megatrons_config_alone() -> None:
+    precision = MCorePrecision("bf16-mixed", fp4_recipe="nvfp4", first_last_layers_bf16=True)
+    config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, **precision.megatron_fields())
+    assert (config.fp4, config.fp4_recipe, config.fp8) == ("e2m1", "nvfp4", None)
+    assert config.first_last_layers_bf16
+    assert precision.fp8.ddp_fields() == precision.fp8.optimizer_fields() == {}
+    check_machine(precision.fp8, BLACKWELL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"fp4_recipe": "e2m1"}, r"^fp4_recipe='e2m1' is unknown; choose one of \('nvfp4',\)$"),
+        ({"fp8_recipe": "mxfp8"}, "^fp4_recipe='nvfp4' with fp8_recipe='mxfp8' asks for two number formats; leave one"),
+        ({"fp8": "e4m3"}, "^fp4_recipe='nvfp4' with fp8='e4m3' asks for two number formats"),
+        ({"fp8_param": True}, "^fp8_param=True is not available with fp4_recipe='nvfp4'; choose 'delayed' or"),
+        ({"precision": "32-true"}, "^fp4_recipe='nvfp4' is not available with precision='32-true'"),
+    ],
+    ids=str,
+)
+def test_fp4_settings_that_contradict_each_other_are_refused(arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        MCorePrecision(**{"precision": "bf16-mixed", "fp4_recipe": "nvfp4", **arguments})
+
+
+@pytest.mark.parametrize(
+    ("machine", "sentence"),
+    [
+        (HOPPER, "^fp4_recipe='nvfp4' needs a GPU of compute capability 10.0 or higher, and this one has 9.0; choose"),
+        (
+            replace(BLACKWELL, cuda="12.6"),
+            "^fp4_recipe='nvfp4' needs CUDA 12.8 or newer, and torch was built with",
+        ),
+        (replace(BLACKWELL, transformer_engine="2.6.0"), "^fp4_recipe='nvfp4' needs TransformerEngine 2.7 or newer"),
+        (FP8Machine("cpu"), "^FP4 needs a CUDA device, and this run is on 'cpu'; leave fp4_recipe='nvfp4' out, or run"),
+        (
+            FP8Machine("cpu", on_the_cpu=True),
+            "^fp4_recipe='nvfp4' is not available on the CPU, where",
+        ),
+    ],
+    ids=str,
+)
+def test_fp4_on_a_machine_that_lacks_it_is_refused(machine: FP8Machine, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        check_machine(FP8Settings(fp4_recipe="nvfp4"), machine)
+
+
+def test_sizes_that_fp4_cannot_cut_are_refused() -> None:
+    with pytest.raises(ValueError, match="needs multiples of 32, and hidden_size=48"):
+        check_model(FP8Settings(fp4_recipe="nvfp4"), ModelShape(hidden_size=48), 1, 1)

@@ -148,6 +148,9 @@ def fp8_device_faults(recipe: str, device_type: str) -> Iterator[str]:
         yield (
             f"FP8 needs a CUDA device, and this run is on {device_type!r}; leave fp8_recipe={recipe!r} out, run with"
             ' accelerator="gpu", or install lightning-mcore[te-cpu], which computes FP8 on the CPU'
+            if recipe != "nvfp4"
+            else f"FP4 needs a CUDA device, and this run is on {device_type!r}; leave fp4_recipe={recipe!r} out, or run"
+            ' with accelerator="gpu"'
         )
 
 
