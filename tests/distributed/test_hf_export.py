@@ -34,6 +34,7 @@ CP2: dict[str, Any] = {"context_parallel_size": 2}
 EP2: dict[str, Any] = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 LAYOUTS = {2: {"tp2": TP2, "pp2": PP2, "cp2": CP2, "ep2": EP2}, 4: {"tp2-pp2": TP2 | PP2, "tp2-ep2": TP2 | EP2}}
 MODELS = (*FAMILIES, "llama, tied, wide heads", "deepseek_v3, multi-token", "glm4_moe, multi-token")
+ON_TWO_AXES = ("qwen2", "qwen3_moe", "deepseek_v3, multi-token", "glm4_moe, multi-token", "llama, tied, wide heads")
 WITH_EXPERTS = ("mixtral", "moe", "deepseek")
 WITHOUT_CP = ("mistral", "multi-token")  # Megatron has no windows and no multi-token prediction under it
 SHARD_SIZE = "40KB"
@@ -41,7 +42,9 @@ PROMPT = [5, 17, 3]
 
 
 def fits(model: str, layout: str) -> bool:
-    """Whether a model can run on a layout."""
+    """Whether a model can run on a layout, and, of two axes, is one of a few: every one runs on each axis alone."""
+    if layout in LAYOUTS[4] and model not in ON_TWO_AXES:
+        return False
     has_experts = any(part in model for part in WITH_EXPERTS)
     return (has_experts or "ep" not in layout) and not (layout == "cp2" and any(part in model for part in WITHOUT_CP))
 

@@ -33,7 +33,7 @@ LAYOUTS: dict[Layout, tuple[str, ...]] = {
     Layout(tp=2): DENSE,  # experts ask for sequence parallelism there
     Layout(tp=2, sp=True): (*EXPERTS, "qwen3"),  # experts are cut like the rest: expert_tensor_parallel_size=2
     Layout(pp=2): FAMILIES,
-    Layout(tp=2, pp=2, sp=True): (*EXPERTS, "mistral", "qwen2"),
+    Layout(tp=2, pp=2, sp=True): ("qwen2_moe", "deepseek_v3", "mistral", "qwen2"),
     Layout(tp=2, pp=2): ("llama", "qwen3"),
     Layout(cp=2): FAMILIES,
     Layout(moe=True, dp=2, ep=2): EXPERTS,

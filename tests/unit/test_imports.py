@@ -66,24 +66,30 @@ def test_every_command_has_its_module() -> None:
         assert line
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        "import lightning.pytorch as pl; import lightning_mcore",  # as isort orders them
-        "import lightning_mcore.strategy; import lightning.pytorch as pl",
-        "from lightning_mcore import MCoreGPT; import lightning.pytorch as pl",
-    ],
+FIRST = (
+    "import lightning.pytorch as pl; import lightning_mcore",  # as isort orders them
+    "import lightning_mcore.strategy; import lightning.pytorch as pl",
+    "from lightning_mcore import MCoreGPT; import lightning.pytorch as pl",
 )
-def test_the_name_of_the_strategy_is_known(first: str) -> None:
-    code = f"""{first}
-trainer = pl.Trainer(strategy='mcore', accelerator='cpu', devices=1, logger=False, enable_checkpointing=False)
-print(type(trainer.strategy).__name__)
-from lightning_mcore import MCoreStrategy
-assert type(trainer.strategy) is MCoreStrategy
-from lightning.pytorch.strategies import StrategyRegistry
-assert type(StrategyRegistry.get('mcore')) is MCoreStrategy
+
+
+def test_the_name_of_the_strategy_is_known_whatever_is_imported_first() -> None:
+    code = f"""
+import os
+import torch  # for all orders, each of which then has a process of its own
+for first in {FIRST!r}:
+    if os.fork() == 0:
+        exec(first)
+        trainer = pl.Trainer(strategy='mcore', accelerator='cpu', devices=1, logger=False, enable_checkpointing=False)
+        from lightning_mcore import MCoreStrategy
+        assert type(trainer.strategy) is MCoreStrategy
+        from lightning.pytorch.strategies import StrategyRegistry
+        assert type(StrategyRegistry.get('mcore')) is MCoreStrategy
+        print('known', flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, first
 """
-    assert python(code) == "MCoreStrategy"
+    assert python(code).splitlines() == ["known"] * len(FIRST)
 
 
 def test_an_import_leaves_the_process_as_it_was() -> None:
