@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_mcore.arguments.llamafactory.fp8 import Fp8Arguments
+    from lightning_mcore.arguments.lora import LoraArguments
     from lightning_mcore.arguments.megatron import MegatronArguments
     from lightning_mcore.arguments.parallel import DistributingParallelArguments
     from lightning_mcore.arguments.parsing import parse_arguments
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "DistributingParallelArguments": "parallel",
     "Fp8Arguments": "llamafactory.fp8",
+    "LoraArguments": "lora",
     "MegatronArguments": "megatron",
     "RayArguments": "ray",
     "Seq2SeqTrainingArguments": "training",
@@ -37,6 +39,7 @@ _HOMES = {
 __all__ = [
     "DistributingParallelArguments",
     "Fp8Arguments",
+    "LoraArguments",
     "MegatronArguments",
     "RayArguments",
     "Seq2SeqTrainingArguments",

@@ -172,6 +172,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         *,
         seq_length: int | None = None,
         transformer: Mapping[str, Any] | None = None,
+        **adapters: Any,
     ) -> "MCoreGPT":
         """Build the model from a Hugging Face model, with the optimizer and fields of these arguments.
 
@@ -179,6 +180,8 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
             path: Its folder or its name on the hub.
             seq_length: Tokens of a row; None for the longest that the model supports.
             transformer: More fields of ``TransformerConfig``; the arguments override them.
+            adapters: ``lora`` and ``adapters`` of ``MCoreGPT.from_pretrained``, as from
+                :meth:`LoraArguments.model_settings`.
 
         Raises:
             FileNotFoundError: There is no such model.
@@ -186,7 +189,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         """
         from lightning_mcore.arguments.build import make_model
 
-        return make_model(self.settings(path, seq_length=seq_length).model, transformer or {})
+        return make_model({**self.settings(path, seq_length=seq_length).model, **adapters}, transformer or {})
 
     def data(
         self,

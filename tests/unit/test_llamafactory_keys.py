@@ -380,6 +380,10 @@ def test_examples_of_adapters_are_planned_on_every_layout_or_refused(
         assert "tp" in capsys.readouterr().out
 
 
+def test_a_ratio_of_learning_rates_is_that_of_the_recipe(adapters_file: str) -> None:
+    assert read_run(adapters_file, ["loraplus_lr_ratio=16"]).model().recipe.loraplus_lr_ratio == 16
+
+
 def test_adapters_are_merged_or_continued_as_llamafactory_does(adapters_file: str) -> None:
     """All but the last are merged, with create_new_adapter all of them."""
     new = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}

@@ -41,6 +41,11 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["finetuning_type=lora", "adapter_folder=a"], "adapter_folder: a is a folder inside adapter_name_or_path"),
         (["finetuning_type=lora", "pissa_init=true"], "pissa_init: True belongs to PiSSA, which changes the weights"),
         (["create_new_adapter=true"], "create_new_adapter: True is for finetuning_type: lora; leave it out"),
+        (["loraplus_lr_ratio=16"], "loraplus_lr_ratio: 16 is for finetuning_type: lora; leave it out"),
+        (
+            ["loraplus_lr_embedding=1e-5"],
+            "loraplus_lr_embedding: 1e-05 is the learning rate of adapters on the embedding",
+        ),
         (["export_dir=a"], "export_dir: 'a' belongs to LLaMA-Factory's export"),
         (["do_train=false", "export_dir=a", "export_quantization_bit=4"], "export_quantization_bit: 4 belongs to"),
         (["do_train=false", "export_dir=a", "export_size=0"], "export_size=0 is too small; choose 1 or more"),

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from lightning_mcore import LoRA, MCoreGPT
+from lightning_mcore.arguments import LoraArguments, TrainingArguments, parse_arguments
 from lightning_mcore.hf import find_family
 from lightning_mcore.hf.adapters import projection_names
 from lightning_mcore.hf.peft_folder import read_lora
@@ -172,3 +173,19 @@ def test_a_pickled_adapter_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.bin").write_bytes(b"")
     with pytest.raises(ValueError, match=r"adapter_model.bin, which may run code when it is read"):
         read_lora(str(tmp_path))
+
+
+def test_the_arguments_of_roll_make_adapters(tmp_path: Path) -> None:
+    words = ["--output_dir", str(tmp_path), "--lora_target", "q_proj,v_proj", "--lora_rank", "4", "--report_to", "none"]
+    training, lora = parse_arguments(words, TrainingArguments, LoraArguments)
+    model = training.model(str(tiny_folder("llama")), **lora.model_settings())
+    assert (model.lora.r, model.lora.lora_alpha, model.lora.target_modules) == (4, 8, ["q_proj", "v_proj"])
+    assert LoraArguments().model_settings() == {}
+    for target, wanted in {"all": "all-linear", ".*(q|k)_proj": ".*(q|k)_proj"}.items():
+        assert LoraArguments(lora_target=target).model_settings()["lora"].target_modules == wanted
+    with pytest.raises(ValueError, match="r=0 is too small; choose 1 or more"):
+        LoraArguments(lora_target="all", lora_rank=0)
+    with pytest.raises(
+        ValueError, match="lora_target='all' contradicts adapter_name_or_path='x', whose adapter_config"
+    ):
+        LoraArguments(lora_target="all", adapter_name_or_path="x")

@@ -50,6 +50,7 @@ class FactoryKeys:
             settings; those before it are merged into the model.
         adapter_folder: A folder inside each of them, which has the adapter.
         create_new_adapter: Merge all of them, and train a new adapter.
+        loraplus_lr_ratio: The learning rate of B is this many times that of A (LoRA+).
         dataset: Names in ``dataset_info.json``, separated by commas.
         eval_dataset: The same, for evaluation.
         dataset_dir: The folder with ``dataset_info.json`` and the files.
@@ -110,6 +111,7 @@ class FactoryKeys:
     adapter_name_or_path: str | list[str] | None = None
     adapter_folder: str | None = None
     create_new_adapter: bool = False
+    loraplus_lr_ratio: float | None = None
     dataset: str | list[str] | None = None
     eval_dataset: str | list[str] | None = None
     dataset_dir: str = "data"
@@ -207,7 +209,7 @@ OF_NEW_ADAPTERS = [
 ]
 """Keys that say what a new adapter is."""
 
-LORA = (*OF_NEW_ADAPTERS, "adapter_name_or_path", "adapter_folder", "create_new_adapter")
+LORA = (*OF_NEW_ADAPTERS, "adapter_name_or_path", "adapter_folder", "create_new_adapter", "loraplus_lr_ratio")
 """Keys that only ``finetuning_type: lora`` uses."""
 
 _FULL = "belongs to a way of fine-tuning that is not available; choose finetuning_type: full or lora without it"
@@ -242,14 +244,13 @@ _GROUPS: dict[str, dict[str, Any]] = {
         "freeze_trainable_layers": 2,
         "freeze_trainable_modules": "all",
         "freeze_extra_modules": None,
-        "loraplus_lr_ratio": None,
-        "loraplus_lr_embedding": 1e-6,
         "module_dropout": 0.0,
         "oft_rank": 0,
         "oft_block_size": 32,
         "oft_target": "all",
         "use_llama_pro": False,
     },
+    "is the learning rate of adapters on the embedding, which are not supported": {"loraplus_lr_embedding": 1e-6},
     _PISSA: {"pissa_init": False, "pissa_iter": 16, "pissa_convert": False},
     _PREFERENCES: {
         "pref_beta": 0.1,

@@ -72,6 +72,9 @@ class FactoryRun:
         model, lora, merged = settings.model, self.keys.lora, self.keys.merged_adapters
         if lora is not None:
             model = {**model, "lora": lora, **({"adapters": merged} if merged else {})}
+        ratio = self.keys.loraplus_lr_ratio
+        if ratio is not None:
+            model = {**model, "recipe": {**model.get("recipe", {}), "loraplus_lr_ratio": ratio}}
         data = {**settings.data, **self.data_settings()}
         return dataclasses.replace(settings, model=model, data=data, notes=self.notes)
 

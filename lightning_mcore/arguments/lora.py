@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``LoraArguments``: adapters with the names that ROLL has for them."""
+
+import dataclasses
+from typing import Any
+
+from lightning_mcore.arguments.fields import check_types
+from lightning_mcore.config.lora import LoRA
+
+_OF_PATTERNS = "*$|("  # a target with one of these is a regular expression
+
+
+@dataclasses.dataclass
+class LoraArguments:
+    """Which adapters to train; :meth:`model_settings` are arguments of ``TrainingArguments.model``.
+
+    Args:
+        lora_target: Endings of names of projections, separated by commas; ``all`` or ``all-linear``; a regular
+            expression that matches whole names; None for no adapters.
+        lora_rank: Their rank.
+        lora_alpha: Their scale is this divided by the rank; None for twice the rank.
+        lora_dropout: Dropout before them.
+        additional_target: Endings of names of modules that are trained in full, separated by commas.
+        adapter_name_or_path: PEFT folder of an adapter to continue; it contains its own settings.
+        autocast_adapter_dtype: Has no effect: the precision of the run chooses the type, with fp32 copies of 16 bits.
+
+    Raises:
+        TypeError: A value has another type.
+        ValueError: A value is not allowed, or two contradict each other.
+    """
+
+    lora_target: str | None = None
+    lora_rank: int = 8
+    lora_alpha: int | None = None
+    lora_dropout: float = 0.0
+    additional_target: str | None = None
+    adapter_name_or_path: str | None = None
+    autocast_adapter_dtype: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        check_types(self)
+        if self.adapter_name_or_path is not None and self.lora_target is not None:
+            raise ValueError(
+                f"lora_target={self.lora_target!r} contradicts adapter_name_or_path={self.adapter_name_or_path!r},"
+                " whose adapter_config.json has the settings; leave one of them out"
+            )
+        self.model_settings()
+
+    def model_settings(self) -> dict[str, Any]:
+        """Return arguments of ``TrainingArguments.model``: ``lora``, or none without adapters."""
+        if self.adapter_name_or_path is not None:
+            return {"lora": self.adapter_name_or_path}
+        target: Any = self.lora_target
+        if target is None:
+            return {}
+        if target in ("all", "all-linear"):
+            target = "all-linear"
+        elif not any(character in target for character in _OF_PATTERNS):
+            target = _names(target)
+        return {
+            "lora": LoRA(
+                r=self.lora_rank,
+                lora_alpha=2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha,
+                lora_dropout=self.lora_dropout,
+                target_modules=target,
+                modules_to_save=None if self.additional_target is None else _names(self.additional_target),
+            )
+        }
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
