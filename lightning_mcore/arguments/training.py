@@ -172,7 +172,8 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         *,
         seq_length: int | None = None,
         transformer: Mapping[str, Any] | None = None,
-        **adapters: Any,
+        lora: Any = None,
+        adapters: list[str] | None = None,
     ) -> "MCoreGPT":
         """Build the model from a Hugging Face model, with the optimizer and fields of these arguments.
 
@@ -180,8 +181,8 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
             path: Its folder or its name on the hub.
             seq_length: Tokens of a row; None for the longest that the model supports.
             transformer: More fields of ``TransformerConfig``; the arguments override them.
-            adapters: ``lora`` and ``adapters`` of ``MCoreGPT.from_pretrained``, as from
-                :meth:`LoraArguments.model_settings`.
+            lora: Adapters to train, as ``MCoreGPT.from_pretrained`` takes them; ``LoraArguments`` makes them.
+            adapters: PEFT adapters to merge first, as ``MCoreGPT.from_pretrained`` takes them.
 
         Raises:
             FileNotFoundError: There is no such model.
@@ -189,7 +190,8 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         """
         from lightning_mcore.arguments.build import make_model
 
-        return make_model({**self.settings(path, seq_length=seq_length).model, **adapters}, transformer or {})
+        more = {name: value for name, value in (("lora", lora), ("adapters", adapters)) if value}
+        return make_model({**self.settings(path, seq_length=seq_length).model, **more}, transformer or {})
 
     def data(
         self,
