@@ -48,6 +48,8 @@ class LoRA:
         use_dora: Train the length of each row of the weights too (DoRA): ``m / |W + scale * B A|`` times the output.
         init_lora_weights: How A begins: True for a uniform distribution, ``"gaussian"`` for a normal one of standard
             deviation ``1 / r``. B begins with zeros.
+        quantization: ``"nf4"`` keeps the frozen weights of linear layers in 4 bits (QLoRA).
+        double_quantization: With it: keep the lengths of its blocks in 8 bits too.
         base_model_name_or_path: The model whose weights are frozen, as ``from_pretrained`` fills it in.
         merged_adapters: Folders of the PEFT adapters that were merged into those weights before, in order, as
             ``from_pretrained(adapters=...)`` fills it in.
@@ -72,6 +74,8 @@ class LoRA:
     init_lora_weights: bool | str = True
     base_model_name_or_path: str | None = None
     merged_adapters: list[str] | None = None
+    quantization: str | None = None
+    double_quantization: bool = True
 
     def __post_init__(self) -> None:
         for name, rank in {"r": self.r, **_entries("rank_pattern", self.rank_pattern)}.items():
@@ -90,7 +94,14 @@ class LoRA:
             raise ValueError(
                 f"init_lora_weights={self.init_lora_weights!r} is not supported; choose True (uniform) or 'gaussian'"
             )
+        self._check_quantization()
         self._check_names()
+
+    def _check_quantization(self) -> None:
+        if self.quantization not in (None, "nf4"):
+            raise ValueError(f"quantization={self.quantization!r} is not supported; choose 'nf4' or None")
+        if self.quantization and self.use_dora:
+            raise ValueError("use_dora=True is not supported with quantization='nf4'; leave one of them out")
 
     def _check_names(self) -> None:
         for name in _NAMES:

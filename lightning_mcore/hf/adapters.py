@@ -25,6 +25,7 @@ from lightning_mcore.hf.pretrained import pieces_of_module
 from lightning_mcore.hf.weight_map import WeightMap, whole_name, whole_names
 from lightning_mcore.hf.weight_rules import Block, Experts, Shape
 from lightning_mcore.layers.lora import ADAPTERS, LINEAR, Projection, Rows, adapt, freeze, merge, share_a
+from lightning_mcore.layers.quantized import quantize
 from lightning_mcore.parallel.chunks import ModelChunks
 from lightning_mcore.parallel.consensus import gather
 
@@ -82,6 +83,11 @@ def _put_on(chunks: ModelChunks, family: Family, fields: Mapping[str, Any], lora
         chunk.requires_grad_(False)
         for weight in found:
             _train(weight, lora)
+        for weight in found if lora.quantization else ():
+            is_linear = isinstance(weight.module, LINEAR) and weight.name.startswith("decoder.")
+            if is_linear and weight.name.endswith(".weight") and not weight.parameter.requires_grad:
+                projections = [_projection(weight, name) for name in weight.modules]
+                quantize(weight.module, projections, _split(weight), lora.double_quantization)
 
 
 def merge_adapters(

@@ -47,7 +47,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
 _SHOWN = 5  # names in an error
 _BATCH = 1 << 26  # bytes that ranks send to rank 0 at a time
-_SETTINGS = frozenset(field.name for field in fields(LoRA)) - {"merged_adapters"}
+_SETTINGS = frozenset(field.name for field in fields(LoRA)) - {"merged_adapters", "quantization", "double_quantization"}
 _WITHOUT_EFFECT = """
     auto_mapping inference_mode peft_version revision task_type runtime_config eva_config corda_config loftq_config
     lora_ga_config megatron_config megatron_core layers_pattern qalora_group_size ensure_weight_tying

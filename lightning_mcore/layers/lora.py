@@ -168,7 +168,7 @@ class Adapters(nn.ModuleDict):
         super().__init__({_last(p.name): Adapter(p, columns, lora, weight) for p in projections})
         self.enabled = True
         self.split = split
-        self.group = _group_of(layer) or process_group("tp")
+        self.group = group_of(layer) or process_group("tp")
         # TransformerEngine's layers of experts have no mode of parallelism.
         of_experts = split is not None and getattr(layer, "parallel_mode", split) is None
         self.is_explicit = bool(getattr(layer, "explicit_expert_comm", of_experts))
@@ -456,13 +456,13 @@ def add_lora(model: nn.Module, lora: LoRA) -> None:
             layer.requires_grad_(True)
         elif isinstance(layer, LINEAR) and lora.adapts(name):
             lora.check_experts([name])
-            group = _group_of(layer)
+            group = group_of(layer)
             split = layer.weight.partition_dim if group is not None and group.size() > 1 else None
             halves = [f"{name}.gate", f"{name}.up"] if layer in gated else [name]
             adapt(layer, list(_projections(halves, layer, split)), lora, split)
 
 
-def _group_of(layer: Any) -> Any:
+def group_of(layer: Any) -> Any:
     """Return the group that splits the weight of a layer; TransformerEngine has another name for that of experts."""
     return getattr(layer, "_tp_group", None) or layer.tp_group
 
@@ -481,7 +481,7 @@ def _global_name(chunk: nn.Module, path: str) -> str:
 def _projections(names: Sequence[str], layer: Any, split: int | None) -> Iterator[Projection]:
     """Yield the projections of a layer, which have equally many of its rows."""
     rows, columns = layer.weight.shape[0] // len(names), layer.weight.shape[1]
-    group = _group_of(layer)
+    group = group_of(layer)
     ranks, rank = (1, 0) if split is None else (group.size(), group.rank())
     sizes = (rows * (ranks if split == 0 else 1), columns * (ranks if split == 1 else 1))
     for index, name in enumerate(names):
@@ -514,6 +514,11 @@ def merging(layer: nn.Module) -> Callable[[], Tensor] | None:
 
     With DoRA collective over the ranks that share the layer; the function itself is not.
     """
+    if hasattr(layer, "quantized"):
+        raise ValueError(
+            "adapters cannot be merged into weights with quantization='nf4'; write them alone (adapter=True), and merge"
+            " them into the model that was quantized"
+        )
     if not isinstance(layer, _Adapted):
         return None
     weight: Any = layer.weight

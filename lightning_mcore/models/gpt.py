@@ -241,6 +241,11 @@ class MCoreGPT(SpeedLogs):
             names = projection_names(*self.hf_names())
             self.lora.check_targets(names, patterns=self._adapter is None)
             self.lora.check_layers(config, names)
+            if self.lora.quantization:
+                from lightning_mcore.layers.quantized import check_quantization
+
+                impl = resolve_transformer_impl(self.hparams["transformer_impl"], device_type)
+                check_quantization(impl, self.lora.base_model_name_or_path)
         if self._starts_from is not None:
             from lightning_mcore.hf.peft_folder import check_folders
 

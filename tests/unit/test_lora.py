@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of adapters: what they mean, and the sentence for each that cannot be."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lightning_mcore.hf import find_family
 from lightning_mcore.hf.adapters import projection_names
 from lightning_mcore.hf.peft_folder import read_lora
 from lightning_mcore.hf.peft_tensors import require_stackable
+from lightning_mcore.layers.quantized import check_quantization
 from tests.hf_models import tiny_folder
 
 FIELDS = {"num_layers": 2, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 8, "num_moe_experts": 4}
@@ -35,6 +37,12 @@ FIELDS = {"num_layers": 2, "num_attention_heads": 4, "num_query_groups": 2, "kv_
         ({"target_modules": "(q"}, ValueError, r"target_modules='\(q' is not a regular expression"),
         ({"modules_to_save": "lm_head"}, TypeError, r"modules_to_save='lm_head' is not a list of names"),
         ({"layers_to_transform": [-1]}, TypeError, r"layers_to_transform=\[-1\] is not a list of numbers of layers"),
+        ({"quantization": "int8"}, ValueError, r"quantization='int8' is not supported; choose 'nf4' or None"),
+        (
+            {"quantization": "nf4", "use_dora": True},
+            ValueError,
+            r"use_dora=True is not supported with quantization='nf4'; leave one of them out",
+        ),
         ({"rank": 4}, ValueError, r"'rank' is not a setting of LoRA; did you mean .*rank_pattern"),
     ],
 )
@@ -166,6 +174,22 @@ def test_experts_that_differ_do_not_fit_the_stacked_layout() -> None:
     for settings in ({"rank_pattern": {"up_proj": 4}}, {"target_modules": r".*experts\.[01]\.up_proj"}):
         with pytest.raises(ValueError, match=r"experts\.gate_up_proj differ in target, rank or scale"):
             require_stackable(LoRA(**settings), names)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("impl", "base", "error", "sentence"),
+    [
+        ("transformer_engine", "base", ValueError, "quantization='nf4' works on Megatron's own layers only; set"),
+        ("local", None, ValueError, "quantization='nf4' needs weights that are read from a model; use"),
+        ("local", "base", ModuleNotFoundError, r"quantization='nf4' needs bitsandbytes; pip install .*\[qlora\]"),
+    ],
+)
+def test_weights_in_4_bits_are_refused_where_they_cannot_be(
+    impl: str, base: str | None, error: type[Exception], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(error, match=sentence):
+        check_quantization(impl, base)
 
 
 def test_a_pickled_adapter_is_refused(tmp_path: Path) -> None:

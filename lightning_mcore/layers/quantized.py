@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen linear layers whose weights are kept in 4 bits (NF4), for adapters on top: QLoRA.
+
+A weight is stored as bitsandbytes stores that of each Hugging Face projection: in blocks of 64 values of a row, one
+length for each block, and with double quantization those lengths in 8 bits, in blocks of 256. Each rank quantizes its
+own rows and columns. The lengths of a projection are gathered once, because their mean and their blocks are those of
+the whole; so the weights of all ranks together are those of one, bit for bit.
+
+A layer makes its weight when it runs, and again in backward; in between only the 4 bits are kept.
+
+Source: ``quantize_4bit`` and ``dequantize_4bit`` of bitsandbytes 0.50.2.
+"""
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_mcore.layers.lora import Projection, group_of
+
+_BLOCK = 64  # values that share a length
+_OF_LENGTHS = 256  # lengths that share a length
+
+
+def require_bitsandbytes() -> Any:
+    """Return ``bitsandbytes.functional``.
+
+    Raises:
+        ModuleNotFoundError: It is not installed.
+    """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ModuleNotFoundError("quantization='nf4' needs bitsandbytes; pip install 'lightning-mcore[qlora]'")
+    import bitsandbytes.functional
+
+    return bitsandbytes.functional
+
+
+class NF4Weight(nn.Module):
+    """A weight in 4 bits on this rank.
+
+    Args:
+        weight: [rows, columns] in fp32, bf16 or fp16.
+        projections: What it consists of; every row belongs to one.
+        group: The ranks that share it.
+        split: The axis of it that they share; None where each has the whole.
+        is_double: Whether the lengths of blocks are kept in 8 bits.
+    """
+
+    codes: Tensor
+    lengths: Tensor
+    scales: Tensor
+    offsets: Tensor
+    row: Tensor
+
+    def __init__(
+        self, weight: Tensor, projections: Sequence[Projection], group: Any, split: int | None, is_double: bool
+    ) -> None:
+        super().__init__()
+        self.shape, self.dtype = weight.shape, weight.dtype
+        self.is_double = is_double
+        codes, state = require_bitsandbytes().quantize_4bit(weight.contiguous(), blocksize=_BLOCK, quant_type="nf4")
+        self.levels = state.code.tolist()
+        self._keep("codes", codes)
+        lengths = state.absmax.view(weight.shape[0], -1)
+        if is_double:
+            self._quantize_lengths(lengths, projections, None if split is None else group)
+        else:
+            self._keep("lengths", lengths)
+
+    def _quantize_lengths(self, lengths: Tensor, projections: Sequence[Projection], group: Any) -> None:
+        rows, blocks = lengths.shape
+        kept = torch.empty(rows, blocks, dtype=torch.uint8, device=lengths.device)
+        row = torch.empty(rows, 3, dtype=torch.int64)  # number of the projection, its first scale, first block
+        scales: list[Tensor] = []
+        offsets: list[Tensor] = []
+        for number, projection in enumerate(projections):
+            first = projection.column // _BLOCK
+            columns = slice(first, first + blocks)
+            whole = lengths.new_zeros(projection.out_features, projection.in_features // _BLOCK)
+            for own in projection.rows:
+                whole[own.hf_start : own.hf_start + own.count, columns] = lengths[own.start : own.start + own.count]
+            if group is not None:  # of each place one rank has the value, the others zero
+                dist.all_reduce(whole, group=group)
+            offset = whole.flatten().mean()
+            centred = whole.flatten() - offset
+            inner, state = require_bitsandbytes().quantize_blockwise(centred, blocksize=_OF_LENGTHS)
+            self.inner_levels = state.code.tolist()
+            for own in projection.rows:
+                here = slice(own.start, own.start + own.count)
+                kept[here] = inner.view_as(whole)[own.hf_start : own.hf_start + own.count, columns]
+                row[here, 0], row[here, 1] = number, sum(map(len, scales))
+                row[here, 2] = torch.arange(own.hf_start, own.hf_start + own.count) * whole.shape[1] + first
+            scales.append(state.absmax)
+            offsets.append(offset)
+        self._keep("lengths", kept)
+        self._keep("scales", torch.cat(scales))
+        self._keep("offsets", torch.stack(offsets))
+        self._keep("row", row.to(lengths.device))
+
+    def _keep(self, name: str, values: Tensor) -> None:
+        """Register a buffer as bytes, so that a change of the model's precision leaves it alone."""
+        self.register_buffer(name, values.contiguous().view(torch.uint8), persistent=False)
+
+    def dense(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the weight, [rows, columns].
+
+        Args:
+            dtype: Of the result; None for that which the weight had.
+        """
+        functional = require_bitsandbytes()
+        blocks = self.shape[1] // _BLOCK
+        if self.is_double:
+            levels = torch.tensor(self.inner_levels, device=self.codes.device)
+            row = self.row.view(torch.int64).view(-1, 3)
+            scale = row[:, 1:2] + (row[:, 2:] + torch.arange(blocks, device=row.device)) // _OF_LENGTHS
+            lengths = levels[self.lengths.long()] * self.scales.view(torch.float32)[scale]
+            lengths = lengths + self.offsets.view(torch.float32)[row[:, :1]]
+        else:
+            lengths = self.lengths.view(torch.float32)
+        state = functional.QuantState(
+            absmax=lengths.flatten(),
+            shape=self.shape,
+            dtype=self.dtype,
+            blocksize=_BLOCK,
+            code=torch.tensor(self.levels, device=self.codes.device),
+            quant_type="nf4",
+        )
+        weight: Tensor = functional.dequantize_4bit(self.codes, state)
+        return weight if dtype is None else weight.to(dtype)
+
+
+class _Quantized:
+    """Put before the class of a linear layer: its weight is made of 4 bits when it runs."""
+
+    quantized: NF4Weight
+    made: Tensor | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight, made anew outside of ``forward``."""
+        return self.quantized.dense() if self.made is None else self.made
+
+    def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer; what autograd would keep of the weight is made again from 4 bits."""
+        made, stored, dtype = self.quantized.dense(inputs.dtype), self.quantized, inputs.dtype
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda kept: stored if kept.data_ptr() == made.data_ptr() and kept.shape == made.shape else kept,
+            lambda kept: stored.dense(dtype) if kept is stored else kept,
+        ):
+            object.__setattr__(self, "made", made)
+            try:
+                return super().forward(inputs, *args, **kwargs)  # type: ignore[misc]
+            finally:
+                object.__setattr__(self, "made", None)
+
+
+def check_quantization(transformer_impl: str, base: str | None) -> None:
+    """Refuse weights in 4 bits where they are not supported.
+
+    Args:
+        transformer_impl: Whose layers, ``"local"`` or ``"transformer_engine"``.
+        base: Where the weights are read from; None where they are drawn.
+
+    Raises:
+        ValueError: The layers are others, or the weights are in no file.
+        ModuleNotFoundError: bitsandbytes is not installed.
+    """
+    if transformer_impl != "local":
+        raise ValueError("quantization='nf4' works on Megatron's own layers only; set transformer_impl='local'")
+    if base is None:
+        raise ValueError("quantization='nf4' needs weights that are read from a model; use MCoreGPT.from_pretrained")
+    require_bitsandbytes()
+
+
+def quantize(layer: Any, projections: Sequence[Projection], split: int | None, double_quantization: bool) -> None:
+    """Keep the weight of a linear layer in 4 bits, in place; collective over the ranks that share it.
+
+    Args:
+        layer: The layer, with its weight and, if it has some, its adapters.
+        projections: The projections that it consists of.
+        split: The axis of its weight that is split over tensor-parallel ranks: 0, 1, or None.
+        double_quantization: Whether the lengths of blocks are kept in 8 bits.
+
+    Raises:
+        ValueError: A row does not hold whole blocks.
+    """
+    columns = layer.weight.shape[1]
+    if columns % _BLOCK:
+        raise ValueError(
+            f"{projections[0].name} has {columns} columns on each rank, and quantization='nf4' keeps blocks of"
+            f" {_BLOCK}; choose a smaller tensor_model_parallel_size, or leave quantization out"
+        )
+    stored = NF4Weight(layer.weight.detach(), projections, group_of(layer), split, double_quantization)
+    del layer.weight
+    layer.__class__ = type(type(layer).__name__, (_Quantized, type(layer)), {})
+    layer.add_module("quantized", stored)
