@@ -451,10 +451,10 @@ def add_lora(model: nn.Module, lora: LoRA) -> None:
         freeze(chunk)
         gated |= {x.linear_fc1 for x in chunk.modules() if isinstance(x, MLP) and x.config.gated_linear_unit}
     for name, child in named:
-        layer: Any = child
         if lora.saves(name):
-            layer.requires_grad_(True)
-        elif isinstance(layer, LINEAR) and lora.adapts(name):
+            child.requires_grad_(True)
+        elif isinstance(child, LINEAR) and lora.adapts(name):
+            layer: Any = child
             lora.check_experts([name])
             group = group_of(layer)
             split = layer.weight.partition_dim if group is not None and group.size() > 1 else None

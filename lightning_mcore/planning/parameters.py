@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.config.lora import Pair
+from lightning_mcore.config.lora import LoRA, Pair
 from lightning_mcore.planning.model import ChunkLayers, Experts, GPTFields, LatentAttention, stage_layers
 
 
@@ -36,6 +36,7 @@ class ParameterTensor:
         shape: Of a matrix: rows and columns on all ranks together.
         split: The axis of a matrix that tensor-parallel ranks share; None where each has the whole.
         is_trained: Whether they have a gradient; all do without adapters.
+        bits: Of an element of weights that are quantized, lengths of blocks included; None for the others.
     """
 
     name: str
@@ -48,6 +49,7 @@ class ParameterTensor:
     shape: tuple[int, ...] = ()
     split: int | None = None
     is_trained: bool = True
+    bits: float | None = None
 
     @property
     def elements(self) -> int:
@@ -90,7 +92,9 @@ def _with_adapters(
         yield tensor
         return
     own = fields.adapters.of.get(prefix + tensor.name)
-    yield replace(tensor, is_trained=own is not None and own.is_saved)
+    is_saved = own is not None and own.is_saved
+    is_quantized = tensor.is_linear and prefix.startswith("decoder.") and not is_saved
+    yield replace(tensor, is_trained=is_saved, bits=_bits(fields.adapters.lora) if is_quantized else None)
     pairs = own.pairs if own is not None else ()
     if not tensor.expert:
         for pair in pairs:
@@ -103,6 +107,13 @@ def _with_adapters(
     most = max(of_ranks.values(), key=lambda of_rank: sum(pair.rank for pair in of_rank), default=[])
     for pair in most:
         yield from _pair(pair, layout.expert_tensor_size, tensor)
+
+
+def _bits(lora: LoRA) -> float | None:
+    """Return the bits of an element in blocks of 64, whose lengths have 32 bits, or 8 in blocks of 256."""
+    if lora.quantization is None:
+        return None
+    return 4 + (8 / 64 + 32 / 64 / 256 if lora.double_quantization else 32 / 64)
 
 
 def _pair(pair: Pair, ranks: int, tensor: ParameterTensor) -> Iterator[ParameterTensor]:

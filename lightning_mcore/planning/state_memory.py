@@ -166,7 +166,8 @@ def state_memory(
     weights = gradients = 0
     state = 0.0
     for index, tensors in enumerate(chunks):
-        frozen = [tensor for tensor in tensors if not tensor.is_trained]
+        frozen = [tensor for tensor in tensors if not tensor.is_trained and tensor.bits is None]
+        weights += round(sum(tensor.elements * tensor.bits / 8 for tensor in tensors if tensor.bits is not None))
         weights += _weight_bytes(frozen, sum(tensor.elements for tensor in frozen), formats)
         for buffer in _buffers(tensors, layout, formats):
             shards = _shards(buffer[0].expert, layout, formats, world_size)

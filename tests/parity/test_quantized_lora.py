@@ -115,5 +115,8 @@ def compare_weight() -> None:
     for is_double in (False, True):
         codes, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=is_double)
         stored = NF4Weight(weight, whole, None, None, is_double)
+        planned = weight.numel() * (4 + (8 / 64 + 32 / 64 / 256 if is_double else 32 / 64)) / 8
+        kept = sum(buffer.numel() for name, buffer in stored.named_buffers() if name not in ("row", "offsets"))
+        assert kept == pytest.approx(planned, abs=4)
         assert torch.equal(stored.dense(), functional.dequantize_4bit(codes, state))
         assert stored.bfloat16().dense().equal(functional.dequantize_4bit(codes, state))

@@ -40,6 +40,11 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["finetuning_type=lora", "adapter_name_or_path=a", "lora_rank=4"], "lora_rank: 4 contradicts adapter_name_or"),
         (["finetuning_type=lora", "adapter_folder=a"], "adapter_folder: a is a folder inside adapter_name_or_path"),
         (["finetuning_type=lora", "pissa_init=true"], "pissa_init: True belongs to PiSSA, which changes the weights"),
+        (
+            ["finetuning_type=lora", "quantization_bit=8"],
+            "quantization_bit: 8 with quantization_type: nf4 is not supported; choose 4 and nf4",
+        ),
+        (["quantization_bit=4"], "quantization_bit: 4 is for a new adapter; choose finetuning_type: lora without"),
         (["create_new_adapter=true"], "create_new_adapter: True is for finetuning_type: lora; leave it out"),
         (["loraplus_lr_ratio=16"], "loraplus_lr_ratio: 16 is for finetuning_type: lora; leave it out"),
         (

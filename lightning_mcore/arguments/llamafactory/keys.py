@@ -45,6 +45,9 @@ class FactoryKeys:
         lora_target: ``all``, or endings of projection names, separated by commas.
         use_rslora: Divide by the square root of the rank instead of the rank.
         use_dora: Also train the lengths of the rows.
+        quantization_bit: 4 keeps the frozen weights in 4 bits; None leaves them as they are.
+        quantization_type: ``nf4``.
+        double_quantization: Whether the lengths of blocks are quantized too.
         additional_target: Endings of names of modules that are trained in full, separated by commas.
         adapter_name_or_path: PEFT folders, with commas between them or as a list. The last is continued with its own
             settings; those before it are merged into the model.
@@ -107,6 +110,9 @@ class FactoryKeys:
     lora_target: str = "all"
     use_rslora: bool = False
     use_dora: bool = False
+    quantization_bit: int | None = None
+    quantization_type: str = "nf4"
+    double_quantization: bool = True
     additional_target: str | None = None
     adapter_name_or_path: str | list[str] | None = None
     adapter_folder: str | None = None
@@ -171,6 +177,8 @@ class FactoryKeys:
             "modules_to_save": None if more is None else _names(more),
             "use_rslora": self.use_rslora,
             "use_dora": self.use_dora,
+            "quantization": None if self.quantization_bit is None else self.quantization_type,
+            "double_quantization": self.double_quantization,
         }
 
     @property
@@ -293,9 +301,6 @@ _GROUPS: dict[str, dict[str, Any]] = {
     },
     _QUANTIZED: {
         "quantization_method": "bnb",
-        "quantization_bit": None,
-        "quantization_type": "nf4",
-        "double_quantization": True,
         "quantization_device_map": None,
         "upcast_layernorm": False,
         "upcast_lmhead_output": False,

@@ -110,6 +110,7 @@ def _check_adapters(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
     named = others + [name for name in LORA if name not in others and given.get(name)]
     if keys.finetuning_type == "full" and named:
         raise ValueError(f"{named[0]}: {given[named[0]]!r} is for finetuning_type: lora; leave it out, or choose that")
+    _check_quantization(keys)
     if isinstance(keys.lora, dict):
         LoRA.of(keys.lora)
     if keys.adapters and not keys.create_new_adapter and others:
@@ -121,6 +122,19 @@ def _check_adapters(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
         raise ValueError(
             f"adapter_folder: {keys.adapter_folder} is a folder inside adapter_name_or_path, which is not given; name"
             " that, or leave adapter_folder out"
+        )
+
+
+def _check_quantization(keys: FactoryKeys) -> None:
+    bits, kind = keys.quantization_bit, keys.quantization_type
+    if bits is None:
+        return
+    if bits != 4 or kind != "nf4":
+        raise ValueError(f"quantization_bit: {bits} with quantization_type: {kind} is not supported; choose 4 and nf4")
+    if keys.finetuning_type != "lora" or keys.adapters:
+        raise ValueError(
+            "quantization_bit: 4 is for a new adapter; choose finetuning_type: lora without adapter_name_or_path, or"
+            " leave it out"
         )
 
 
