@@ -10,6 +10,7 @@
 import functools
 import gc
 import importlib.metadata
+import os
 import sys
 from typing import Any
 
@@ -19,12 +20,19 @@ _read = importlib.metadata.entry_points
 
 
 @functools.cache
-def _read_once(path: tuple[str, ...], **selection: str) -> Any:
-    return _read(**selection)
+def _read_once(path: tuple[str, ...]) -> Any:
+    return _read()
+
+
+@functools.cache
+def _select_once(path: tuple[str, ...], **selection: str) -> Any:
+    return _read_once(path).select(**selection)
 
 
 def _entry_points(**selection: str) -> Any:
-    return _read_once(tuple(sys.path), **selection)
+    folders = [os.path.abspath(folder) for folder in sys.path if not folder.endswith("_vendor")]  # of setuptools
+    return _select_once(tuple(dict.fromkeys(folders)), **selection)
 
 
 importlib.metadata.entry_points = _entry_points
+_entry_points()  # the ranks are forks of a process that has read them
