@@ -30,7 +30,7 @@ LIGHTNING ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help install check docs format test test-fast test-lightning test-mcore-latest test-te fuzz demo demo-finetune demo-hf demo-lora demo-fp8 bench bench-checkpoint \
-	bench-packing bench-preprocess bench-hf bench-startup gpu torture faults mutate clean
+	bench-packing bench-preprocess bench-hf bench-lora bench-startup gpu torture faults mutate clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -161,6 +161,9 @@ bench-preprocess: $(INSTALLED)  ## time `lightning-mcore preprocess` against the
 
 bench-hf: $(INSTALLED)  ## time Hugging Face models in and out against a copy
 	$(RUN) -m benchmarks.hf $(ARGS)
+
+bench-lora: $(INSTALLED)  ## time adapters beside full training and beside peft
+	$(RUN) -m benchmarks.lora $(ARGS)
 
 bench-startup: $(INSTALLED)  ## time the import, `lightning-mcore --help` and `plan`
 	$(RUN) -m benchmarks.startup $(ARGS)

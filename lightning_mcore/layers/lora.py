@@ -174,6 +174,7 @@ class Adapters(nn.ModuleDict):
         self.is_explicit = bool(getattr(layer, "explicit_expert_comm", of_experts))
         self.is_sequence_parallel = bool(layer.sequence_parallel) and not self.is_explicit and split is not None
         self.dropout = lora.lora_dropout
+        self.sees_own_tokens = bool(getattr(weight, "sequence_parallel", False))
         self.uses_dora = lora.use_dora
         self._known: tuple[Any, Tensor] | None = None  # the frozen weight at that time, and its rows' squared lengths
         adapters: list[Adapter] = list(self.values())  # type: ignore[arg-type]
@@ -227,7 +228,8 @@ class Adapters(nn.ModuleDict):
     def _dropped(self, inputs: Tensor) -> Tensor:
         if not (self.dropout and self.training):
             return inputs
-        is_own = self.is_sequence_parallel or self.split == 1  # other tokens or other columns than its neighbours
+        # A whole weight that sees some of the tokens has a gradient that is summed.
+        is_own = self.is_sequence_parallel or self.split == 1 or self.sees_own_tokens
         with get_cuda_rng_tracker().fork() if is_own else contextlib.nullcontext():
             return functional.dropout(inputs, self.dropout)
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from megatron.core import ModelParallelConfig, parallel_state
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, model_parallel_cuda_manual_seed
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
@@ -501,3 +501,38 @@ def read_lengths(family: str) -> None:
         assert adapters._squares(weight) is adapters._squares(weight)
         weight.data = weight.data.bfloat16()
         assert adapters._squares(weight).equal(weight.float().square().sum(1))
+
+
+@cpu_runtime()
+def dropped_ones(sequence_parallel: bool) -> dict[str, Tensor]:
+    """Return what dropout makes of ones before the adapters of a column-parallel and of a row-parallel layer."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(1)
+    size = dist.get_world_size()
+    config = ModelParallelConfig(
+        tensor_model_parallel_size=size, sequence_parallel=sequence_parallel, use_cpu_initialization=True
+    )
+    options: dict[str, Any] = {"config": config, "init_method": torch.nn.init.zeros_, "bias": False}
+    up = ColumnParallelLinear(8, 8, gather_output=False, **options)
+    down = RowParallelLinear(8, 8, input_is_parallel=True, skip_bias_add=False, **options)
+    found = {}
+    for name, layer, split in (("column", up, 0), ("row", down, 1)):
+        rows, columns = layer.weight.shape
+        adapt(layer, [Projection(name, (RowsOfLayer(0, 0, rows),), 8, 8, 0)], LoRA(lora_dropout=0.25), split)
+        ones = torch.ones(4000, 1, columns)
+        found[name] = layer.lora._dropped(ones)
+        assert layer.lora.eval()._dropped(ones) is ones
+        layer.lora.train().dropout = 0.0
+        assert layer.lora._dropped(ones) is ones
+    return found
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_dropout_differs_between_ranks_with_other_tokens_or_columns_alone(sequence_parallel: bool) -> None:
+    first, second = run_ranks(2, dropped_ones, sequence_parallel)
+    assert torch.equal(first["column"], second["column"]) is not sequence_parallel
+    assert not torch.equal(first["row"], second["row"])
+    for dropped in (*first.values(), *second.values()):
+        assert dropped.unique().tolist() == pytest.approx([0, 4 / 3])
+        assert dropped.mean().item() == pytest.approx(1.0, abs=0.02)

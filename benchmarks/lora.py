@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What adapters cost: the time of a step and the peak memory of a rank, beside two other ways to train.
+
+The same tiny Llama is trained on the same rows on two data-parallel CPU ranks, three ways: all weights under
+``MCoreStrategy``, adapters on all linear layers under ``MCoreStrategy``, and the same adapters made by ``peft`` under
+Lightning's ``ddp``. The forms take turns, each in processes of its own, so that all see the same moments of a shared
+machine. A turn gives the median of its steps without the first ones; the figures are medians over turns, and ratios are
+medians over turns of the ratios within one turn. Memory is what the highest resident size of a rank is above that of
+its process before the model is built.
+
+    python -m benchmarks.lora
+    python -m benchmarks.lora --rounds 3 --hidden 256
+
+The results, with versions and commit, go to benchmarks/results/.
+"""
+
+import argparse
+import contextlib
+import os
+import resource
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.overhead import REPOSITORY, circumstances, write_results
+from lightning_mcore import LoRA, MCoreGPT, MCoreStrategy, Recipe
+from tests.hf_models import VOCAB_SIZE, save_tiny
+from tests.ranks import run_ranks
+from tests.toy import make_trainer
+
+RANKS = 2
+WARM_UP = 3  # steps of a turn that are not counted
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+FULL, ADAPTERS, PEFT = "all weights", "adapters", "peft with ddp"
+FORMS = (FULL, ADAPTERS, PEFT)
+
+
+class Clock(pl.Callback):
+    """Keeps the seconds between the ends of two steps."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+    @property
+    def median(self) -> float:
+        steps = [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)]
+        return statistics.median(steps[WARM_UP:])
+
+
+class PeftModule(pl.LightningModule):
+    """A Hugging Face model with adapters by PEFT."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        super().__init__()
+        from peft import LoraConfig, get_peft_model
+        from transformers import AutoModelForCausalLM
+
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+        config = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules=TARGETS)
+        self.model = get_peft_model(base, config)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.model(batch["tokens"]).logits
+        return functional.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+
+    def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        recipe = Recipe()
+        return torch.optim.AdamW(trained, recipe.learning_rate, recipe.betas, recipe.eps, recipe.weight_decay)
+
+
+def train(form: str, folder: str, options: dict[str, Any]) -> dict[str, float]:
+    """Train in one form on this rank; return seconds of a step, and bytes that it took at most."""
+    torch.set_num_threads(1)
+    before = _peak()
+    text = torch.randint(VOCAB_SIZE, (64, options["length"] + 1), generator=torch.Generator().manual_seed(1))
+    data = DataLoader(TensorDataset(text), batch_size=options["rows"], collate_fn=_batch)
+    clock = Clock()
+    strategy: Any = "ddp" if form == PEFT else MCoreStrategy()
+    module: pl.LightningModule
+    if form == PEFT:
+        module = PeftModule(folder, options["rank"])
+    else:
+        lora = LoRA(r=options["rank"], lora_alpha=2 * options["rank"], target_modules=TARGETS)
+        recipe = Recipe(min_learning_rate=Recipe().learning_rate)
+        given = {"lora": lora} if form == ADAPTERS else {}
+        module = MCoreGPT.from_pretrained(folder, seq_length=options["length"], recipe=recipe, **given)
+    make_trainer(strategy, max_steps=options["steps"] + WARM_UP, max_epochs=-1, callbacks=[clock]).fit(module, data)
+    return {"seconds": clock.median, "peak": _peak() - before}
+
+
+def _peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+
+
+def _batch(rows: list[tuple[Tensor]]) -> dict[str, Tensor]:
+    text = torch.stack([row for (row,) in rows])
+    return {"tokens": text[:, :-1], "labels": text[:, 1:]}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Train in all forms in turns; the slowest rank and the fullest one count."""
+    turns: list[dict[str, dict[str, float]]] = []
+    with tempfile.TemporaryDirectory(prefix="lora_") as folder:
+        sizes = {"hidden_size": options.hidden, "intermediate_size": 3 * options.hidden}
+        save_tiny("llama", folder, num_hidden_layers=options.layers, **sizes)
+        for turn in range(options.rounds):
+            turns.append({})
+            for form in FORMS:
+                ranks = run_ranks(RANKS, train, form, folder, vars(options), timeout=600)
+                turns[-1][form] = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+            print(turn + 1, turns[-1], flush=True)
+    return {
+        "median_seconds": {form: statistics.median(turn[form]["seconds"] for turn in turns) for form in FORMS},
+        "median_peak_bytes": {form: statistics.median(turn[form]["peak"] for turn in turns) for form in FORMS},
+        "adapters_over": {
+            other: {
+                name: statistics.median(turn[ADAPTERS][name] / turn[other][name] for turn in turns)
+                for name in ("seconds", "peak")
+            }
+            for other in (FULL, PEFT)
+        },
+        "turns": turns,
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return the results as Markdown."""
+    rows = [
+        f"| {form} | {found['median_seconds'][form]:.3f} | {found['median_peak_bytes'][form] / 2**20:,.0f} |"
+        for form in FORMS
+    ]
+    ratios = [
+        f"Adapters take {ratio['seconds']:.2f} of the time and {ratio['peak']:.2f} of the memory of {other}."
+        for other, ratio in found["adapters_over"].items()
+    ]
+    return "\n".join(["| form | median step, s | peak of a rank, MiB |", "|---|---|---|", *rows, "", *ratios])
+
+
+def main() -> None:
+    """Measure and write the results."""
+    parser = argparse.ArgumentParser(description="Time adapters beside full training and beside peft.")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of all forms")
+    parser.add_argument("--steps", type=int, default=12, help="steps of a turn that count")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--length", type=int, default=128, help="tokens of a row")
+    parser.add_argument("--rows", type=int, default=2, help="rows of a rank")
+    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    options = parser.parse_args()
+    output = options.output
+    del options.output
+    busy_before = os.getloadavg()[0]
+    facts = circumstances(options)
+    found = measure(options)
+    facts["load of the machine"] = f"{busy_before:.1f} before, {os.getloadavg()[0]:.1f} at the end"
+    write_results(output, "lora", "Adapters beside full training and beside peft", facts, found, table(found))
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()
