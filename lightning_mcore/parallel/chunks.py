@@ -239,6 +239,10 @@ def unwrap_chunks(chunks: ModelChunks) -> ModelChunks:
         # wrapper if a graph is kept somewhere; its hook then does nothing, because it looks up its parameter here.
         chunk.grad_accs.clear()
         chunk.param_to_bucket_group.clear()
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            # Megatron's optimizer, which writes a later save, keeps the buffers, and with this option weights in them.
+            if not buffer.ddp_config.reuse_grad_buf_for_mxfp8_param_ag:
+                buffer.grad_data.untyped_storage().resize_(0)
         for parameter in chunk.parameters():
             parameter.grad = None
             if hasattr(parameter, "main_grad"):

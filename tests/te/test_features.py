@@ -170,3 +170,29 @@ def test_the_extra_state_of_a_recipe_passes_the_check_for_code(recipe: str) -> N
     same = run_ranks(1, saved_extra_state, recipe, timeout=60)[0]
     assert len(same) >= 8 or recipe == "tensorwise"  # of which later releases keep nothing
     assert all(same)
+
+
+class Shorter(Counting):
+    """Rows for evaluation, of a length that no recipe can divide into blocks."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: tensor[:97] for name, tensor in super().__getitem__(index).items()}
+
+
+def validated() -> tuple[float, float, list[float]]:
+    """Return the validation loss after a step of FP8 and of bf16 on rows that FP8 cannot divide, and what followed."""
+    found, after = [], []
+    for fp8 in ({"fp8_recipe": "tensorwise"}, {}):
+        run = Run(precision="bf16-mixed", fp8=fp8, steps=2)
+        pl.seed_everything(1, verbose=False)
+        trainer = make_trainer(run, 1, limit_val_batches=1, val_check_interval=1, num_sanity_val_steps=0)
+        trainer.fit(make_model(run), DataLoader(Counting(), 4), DataLoader(Shorter(), 1))
+        found.append(float(trainer.callback_metrics["val_loss"]))
+        after.append(float(trainer.callback_metrics["train_loss"]))
+    return found[0], found[1], after
+
+
+def test_a_batch_of_evaluation_that_fp8_cannot_divide_is_computed_in_bf16() -> None:
+    loss, in_bf16, after = run_ranks(1, validated, timeout=90)[0]
+    assert loss == pytest.approx(in_bf16, rel=0.02)
+    assert after[0] != after[1]  # training goes on in FP8
