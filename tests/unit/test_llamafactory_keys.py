@@ -328,7 +328,7 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(file: str, capfd: pytest.Ca
 
 def test_a_share_of_warm_up_has_its_older_name_too(file: str) -> None:
     assert read(file, "warmup_steps=0", "warmup_ratio=0.25").arguments.warmup_steps == 0.25
-    with pytest.raises(ValueError, match=r"warmup_ratio: 0\.25 and warmup_steps: 2 both say"):
+    with pytest.raises(ValueError, match=r"warmup_ratio: 0\.25 and warmup_steps: 2 both set"):
         read(file, "warmup_ratio=0.25")
     with pytest.raises(ValueError, match=r"warmup_ratio: 1\.5 is not a share"):
         read(file, "warmup_steps=0", "warmup_ratio=1.5")
