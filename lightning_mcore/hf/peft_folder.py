@@ -81,7 +81,7 @@ def read_lora(path: str) -> LoRA:
         FileNotFoundError: There is no such folder, or it has no ``adapter_config.json``.
         ValueError: It is another kind of adapter, or it has a setting that is not supported.
     """
-    folder = local_folder(path)
+    folder = _adapter_folder(path)
     config = read_json(folder, ADAPTER_CONFIG_FILE)
     _refuse_variants(f"{folder}/{ADAPTER_CONFIG_FILE}", config)
     given = {key: value for key, value in config.items() if key in _SETTINGS and value not in (None, {}, [])}
@@ -98,6 +98,19 @@ def read_lora(path: str) -> LoRA:
         return LoRA.of(given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder}/{ADAPTER_CONFIG_FILE}: {error}") from error
+
+
+def _adapter_folder(path: str) -> str:
+    try:
+        folder = local_folder(path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{path} is not the folder of a PEFT adapter, and not the name of one on the Hugging Face hub that could be"
+            f" downloaded; give a folder with {ADAPTER_CONFIG_FILE} and {WEIGHTS_FILE}"
+        ) from error
+    if not os.path.isfile(os.path.join(folder, ADAPTER_CONFIG_FILE)):
+        raise FileNotFoundError(f"{folder} has no {ADAPTER_CONFIG_FILE}; give the folder of a PEFT adapter")
+    return folder
 
 
 def _refuse_variants(path: str, config: Mapping[str, Any]) -> None:
@@ -225,7 +238,7 @@ def check_folders(base: str, paths: Sequence[str], family: str | None = None) ->
 
 
 def _folder_with_weights(path: str) -> str:
-    folder = local_folder(path)
+    folder = _adapter_folder(path)
     if os.path.exists(os.path.join(folder, WEIGHTS_FILE)):
         return folder
     if os.path.exists(os.path.join(folder, _PICKLED)):

@@ -192,6 +192,13 @@ def test_weights_in_4_bits_are_refused_where_they_cannot_be(
         check_quantization(impl, base)
 
 
+def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nowhere is not the folder of a PEFT adapter, .*; give a folder"):
+        read_lora(str(tmp_path / "nowhere"))
+    with pytest.raises(FileNotFoundError, match=r"has no adapter_config\.json; give the folder of a PEFT adapter"):
+        read_lora(str(tiny_folder("llama")))
+
+
 def test_a_pickled_adapter_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "target_modules": ["q_proj"]}))
     (tmp_path / "adapter_model.bin").write_bytes(b"")
