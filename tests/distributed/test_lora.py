@@ -3,8 +3,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_mcore import LoRA, MCoreGPT, MCoreStrategy, Recipe, single_process
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
+from lightning_mcore.cli.hf import run as run_command
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.hf import export_checkpoint, export_model
 from lightning_mcore.hf.peft_folder import save_adapter
@@ -375,8 +374,9 @@ def test_an_imported_adapter_is_a_checkpoint_of_any_layout(tmp_path: Path) -> No
         Layout(moe=True, dp=2, ep=2),
     )
     files = [str(tmp_path / name) for name in ("on ranks", "by command")]
-    console("import", folder("deepseek_v3"), imported, "--adapter", source)
-    console("export", imported, files[1], "--adapter")
+    words = ["import", folder("deepseek_v3"), imported, "--adapter", source]
+    assert run_ranks(1, run_command, words, open_group=False) == [0]
+    assert run_ranks(1, run_command, ["export", imported, files[1], "--adapter"], open_group=False) == [0]
     run_ranks(2, copy_imported, imported, files[0], layout)
     wanted = load_file(f"{source}/adapter_model.safetensors")
     for path in files:
@@ -385,11 +385,6 @@ def test_an_imported_adapter_is_a_checkpoint_of_any_layout(tmp_path: Path) -> No
         assert all(torch.equal(wanted[key], found[key]) for key in wanted)
     with pytest.raises(ValueError, match=r"is a checkpoint of LoRA adapters and goes on with them; leave lora and ad"):
         MCoreGPT.from_pretrained(imported, lora=source)
-
-
-def console(*arguments: str) -> None:
-    """Run a command in a process of its own."""
-    subprocess.run([sys.executable, "-m", "lightning_mcore.cli", *arguments], check=True, capture_output=True)
 
 
 def copy_imported(checkpoint: str, target: str, layout: Layout) -> None:
