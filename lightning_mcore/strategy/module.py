@@ -254,7 +254,10 @@ class MCoreModule(pl.LightningModule):
         """
         pipeline = self._pipeline_of_step()
         chunk: Any = pipeline.chunks[pipeline.is_last.index(True)]
-        losses: Tensor = chunk.compute_language_model_loss(inputs.labels, logits.transpose(0, 1).contiguous())
+        turned = logits.transpose(0, 1).contiguous()
+        if turned.data_ptr() == logits.data_ptr() and chunk.config.cross_entropy_loss_fusion:
+            turned = turned.clone()  # TransformerEngine's fused loss writes gradients over it
+        losses: Tensor = chunk.compute_language_model_loss(inputs.labels, turned)
         return losses
 
     def model_inputs(self, batch: dict[str, Tensor]) -> ModelInputs:

@@ -303,7 +303,7 @@ class Schedule:
     @contextlib.contextmanager
     def _fp8_of(self, shape: tuple[int, int] | None) -> Iterator[None]:
         """Compute in bf16 a batch that FP8 cannot divide into blocks: the last one of an evaluation may be short."""
-        configs = [chunk.config for chunk in self._chunks.bare if hasattr(chunk, "config")]
+        configs: list[Any] = [chunk.config for chunk in self._chunks.bare if hasattr(chunk, "config")]
         formats = [(config.fp8, config.fp4) for config in configs]
         try:
             check_microbatch(self._strategy.precision_plugin.fp8, shape, self._layout)

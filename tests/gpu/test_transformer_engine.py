@@ -32,7 +32,7 @@ SAME = {
     "packed": replace(BF16, packed=True),
     "packed-unfused": replace(BF16, packed=True, transformer={"attention_backend": "unfused"}),
     "packed-fused": replace(BF16, packed=True, transformer={"attention_backend": "fused"}),
-    "experts": replace(BF16, transformer=EXPERTS),
+    "experts": replace(BF16, precision="32-true", transformer=EXPERTS),  # in bf16, rounding sends tokens elsewhere
     "latent": replace(BF16, transformer=LATENT),
     "multi-token": replace(BF16, transformer={"mtp_num_layers": 1}),
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mcore import MCoreGPT
+from lightning_mcore import MCoreGPT, MCoreModule
 from lightning_mcore.config.fusions import fusion_defaults
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.layers.inputs import ModelInputs
@@ -96,3 +96,16 @@ def test_torchs_optimizers_step_in_one_kernel_on_a_gpu_unless_another_was_chosen
     for changes in (*others, {"params": []}):
         assert fused_kernel({**plain, "params": [on_gpu], **changes}) == {}
     assert fused_kernel({"params": [on_gpu]}) == {}  # TransformerEngine's, which are fused
+
+
+def test_a_fused_loss_leaves_the_logits_of_one_row_as_they_are() -> None:
+    class Overwriting:
+        config = SimpleNamespace(cross_entropy_loss_fusion=True)
+
+        def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            return logits.zero_().sum(-1).transpose(0, 1)
+
+    module: Any = SimpleNamespace(_pipeline_of_step=lambda: SimpleNamespace(chunks=[Overwriting()], is_last=[True]))
+    logits = torch.ones(1, 8, 16)
+    MCoreModule.losses_of_logits(module, logits, SimpleNamespace(labels=torch.zeros(1, 8)))  # type: ignore[arg-type]
+    assert bool((logits == 1).all())
