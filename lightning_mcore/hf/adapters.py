@@ -30,7 +30,6 @@ from lightning_mcore.parallel.chunks import ModelChunks
 from lightning_mcore.parallel.consensus import gather
 
 _COMPARED = 8  # values of each tensor
-_OTHERS = ("embedding.", "output_layer.")  # weights that are not of linear layers inside the transformer
 
 
 @dataclass(frozen=True)
@@ -258,7 +257,7 @@ def adapted_model(tensors: Mapping[str, Shape], family: Family, fields: Mapping[
                 has_lengths=lora.use_dora,
             )
             for module, size in sizes.items()
-            if name.endswith(".weight") and len(shape) > 1 and not name.startswith(("mtp.", *_OTHERS))
+            if name.endswith(".weight") and len(shape) > 1 and not name.startswith(("mtp.", "embedding."))
             if not is_saved and "router" not in name and lora.adapts(module)
         ]
         if is_saved or pairs:
@@ -276,6 +275,8 @@ def projection_names(family: Family, fields: Mapping[str, Any]) -> list[str]:
     size, experts = 12, int(fields.get("num_moe_experts") or 0)  # names do not depend on the size
     names: dict[str, None] = {}
     for rule in family.outside:
+        if rule.megatron == "output_layer.weight" and fields.get("share_embeddings_and_output_weights"):
+            continue  # it is the embedding
         names |= dict.fromkeys(_modules_of(rule.blocks((size, size), {**fields, "vocab_size": size})))
     for layer in range(int(fields["num_layers"])):
         prefix = family.layer_prefix.replace("{layer}", str(layer))

@@ -239,7 +239,8 @@ def family_and_fields(model: Mapping[str, Any], family: str | None = None) -> tu
     nearest = "qwen3_moe" if transformer.get("num_moe_experts") else "qwen3"
     nearest = "deepseek_v3" if transformer.get("multi_latent_attention") else nearest
     named = family or (model.get("hf") or {}).get("family") or nearest
-    return find_family(named), complete_fields({**transformer, "vocab_size": model["vocab_size"]})
+    own = {name: model[name] for name in ("vocab_size", "share_embeddings_and_output_weights") if name in model}
+    return find_family(named), complete_fields({**transformer, **own})
 
 
 MODULE_DEFAULTS: dict[str, Any] = {

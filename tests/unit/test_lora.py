@@ -176,6 +176,14 @@ def test_experts_that_differ_do_not_fit_the_stacked_layout() -> None:
             require_stackable(LoRA(**settings), names)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("names", [{"modules_to_save": ["lm_head"]}, {"target_modules": ["q_proj", "lm_head"]}])
+def test_a_tied_output_layer_has_no_adapter_of_its_own(names: dict[str, Any]) -> None:
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    module = MCoreGPT(32, 8, sizes, share_embeddings_and_output_weights=True, lora=LoRA(**names))
+    with pytest.raises(ValueError, match=r"has 'lm_head', and the model has no such module; did you mean"):
+        module.check_settings()
+
+
 @pytest.mark.parametrize(
     ("impl", "base", "error", "sentence"),
     [
