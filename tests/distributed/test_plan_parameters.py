@@ -125,7 +125,7 @@ def of(base: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def adapters(**lora: Any) -> dict[str, Any]:
-    return {"lora": {"r": 3, "rank_pattern": {"k_proj": 5}, **lora}}
+    return {"lora": {"r": 3, "rank_pattern": {"q_.*proj": 5}, **lora}}
 
 
 CASES: dict[str, Case] = {
