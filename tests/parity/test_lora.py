@@ -223,7 +223,9 @@ def reference_of_experts(case: str) -> Adapted:
             weights[name] = changed(name, weight)
     folder = tempfile.mkdtemp(prefix="adapter_")
     save_file({key: tensor.detach() for key, tensor in trained.items()}, f"{folder}/adapter_model.safetensors")
-    Path(folder, "adapter_config.json").write_text(json.dumps({**lora.plain(), "peft_type": "LORA"}))
+    Path(folder, "adapter_config.json").write_text(
+        json.dumps({"r": lora.r, "lora_alpha": lora.lora_alpha, "peft_type": "LORA", **settings})
+    )
     batch = text()
     logits = torch.func.functional_call(model, weights, (batch["tokens"],)).logits
     loss = _mean(logits, batch["labels"])
