@@ -178,6 +178,11 @@ def _projection(weight: _Weight, name: str) -> Projection:
     projection = Projection(name, tuple(rows), out_features, in_features, min(columns))
     if projection.own_rows != max(r.hf_start + r.count for r in rows) - projection.first_row:
         raise ValueError(f"this layout gives a rank rows of {name} that are not consecutive; choose a smaller tp")
+    if projection.own_rows * (weight.whole[0] // weight.parameter.shape[0]) != out_features:
+        raise ValueError(
+            f"target_modules has {name}, whose {out_features} rows do not divide evenly among tensor-parallel ranks"
+            " with their padding; leave it out, or train it whole with modules_to_save"
+        )
     return projection
 
 

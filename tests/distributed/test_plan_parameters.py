@@ -201,7 +201,9 @@ CASES: dict[str, Case] = {
     "adapters-lengths-tp2-dp3": Case(
         6, {"tp": 2}, model=adapters(use_dora=True, modules_to_save=["embed_tokens", "lm_head", "norm"])
     ),
-    "adapters-output-tp2-pp2": Case(4, {"tp": 2, "pp": 2}, model=adapters(target_modules=["q_proj", "lm_head"])),
+    "adapters-output-tp2-pp2": Case(
+        4, {"tp": 2, "pp": 2}, model=adapters(target_modules=["q_proj", "lm_head"]) | {"vocab_size": 128}
+    ),
     "adapters-tied-pp2": Case(2, {"pp": 2}, model=TIED | adapters(modules_to_save=["embed_tokens"])),
     "adapters-latent-tp2-pp2": Case(4, {"tp": 2, "pp": 2, "sp": True}, LATENT, adapters()),
     "adapters-moe-ep2": Case(4, {"ep": 2}, MOE, adapters(rank_pattern={r"experts\.[04]\.up_proj": 6})),

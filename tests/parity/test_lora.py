@@ -24,7 +24,7 @@ from tests.hf_models import tiny_folder
 from tests.layouts import Layout
 from tests.parity.global_tensors import whole_gradients
 from tests.parity.hf_training import LENGTH, ROWS, Part, Seen, Watched, _mean, predict_and_step, text
-from tests.ranks import run_ranks
+from tests.ranks import RanksFailedError, run_ranks
 
 pytestmark = [
     pytest.mark.distributed,
@@ -117,7 +117,6 @@ LAYOUTS: dict[Layout, tuple[str, ...]] = {
     Layout(tp=2): ("all", "query and value", "patterns", "some layers", "lengths", "lengths with biases"),
     Layout(tp=2, sp=True): (
         "all",
-        "output layer",
         "patterns",
         "lengths",
         "lengths with biases",
@@ -298,3 +297,9 @@ def _differences(wanted: Adapted, ranks: list[Seen]) -> dict[str, float]:
     assert wanted.gradients.keys() == worst.keys() - {"logits", "loss"}
     allowed = {"logits": LOGITS, "loss": LOSS}
     return {key: value for key, value in worst.items() if not value <= allowed.get(key, GRADIENT)}
+
+
+def test_an_output_layer_whose_padding_is_uneven_is_refused() -> None:
+    folder = str(tiny_folder("llama"))
+    with pytest.raises(RanksFailedError, match=r"lm_head, whose 101 rows do not divide evenly among tensor-parallel"):
+        run_ranks(2, train, {"": (folder, reference("output layer").folder)}, Layout(tp=2))
