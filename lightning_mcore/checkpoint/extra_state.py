@@ -24,6 +24,10 @@ from torch import Tensor
 _NAME = "_extra_state"
 _ALLOWS_ALL = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 _RECIPES = "transformer_engine.common.recipe"
+_STORAGES = {
+    ("torch.storage", "_load_from_bytes"),
+    ("megatron.core.safe_globals", "safe_load_from_bytes"),  # what 0.19 puts in its place
+}
 _KNOWN = {
     ("torch._utils", "_rebuild_tensor_v2"),
     ("collections", "OrderedDict"),
@@ -36,7 +40,7 @@ class _Reader(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what a pickle names, or refuse it."""
-        if (module, name) == ("torch.storage", "_load_from_bytes"):  # which would read any pickle
+        if (module, name) in _STORAGES:  # torch's would read any pickle
             return lambda content: torch.load(io.BytesIO(content), weights_only=True)
         if (module, name) in _KNOWN:
             return super().find_class(module, name)
