@@ -8,6 +8,7 @@
 #   MCORE_LATEST  the release of megatron-core that "make test-mcore-latest" runs the tests on
 #   TE_RELEASE    the release of TransformerEngine that "make test-te" runs its tests on
 #   LIGHTNING     a checkout of Lightning's repository, whose own tests "make test-lightning" runs
+#   SOURCE        a checkout of TransformerEngine, whose own tests "make test-te-suite" runs
 #   MIN_TESTS     fewer tests than this are a failure; not applied to a part chosen by PYTEST_ARGS
 #   ARGS          arguments of the demo, the benchmark, Lightning's tests or the walk over random settings
 
@@ -27,9 +28,10 @@ MIN_TESTS ?= $(if $(PYTEST_ARGS),0,5700)
 MIN_TE_TESTS ?= $(if $(PYTEST_ARGS),0,165)
 ARGS ?=
 LIGHTNING ?=
+SOURCE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install check docs format test test-fast test-lightning test-mcore-latest test-te fuzz demo demo-finetune demo-hf demo-lora demo-fp8 bench bench-checkpoint \
+.PHONY: help install check docs format test test-fast test-lightning test-mcore-latest test-te test-te-suite fuzz demo demo-finetune demo-hf demo-lora demo-fp8 bench bench-checkpoint \
 	bench-packing bench-preprocess bench-hf bench-lora bench-startup gpu torture faults mutate clean
 
 help:  ## list the commands
@@ -109,6 +111,13 @@ $(TE)/.unpacked: $(INSTALLED)
 test-te: $(TE)/.unpacked  ## run the tests of TransformerEngine on the CPU
 	PYTHONPATH=$(CURDIR)/$(TE)/site MIN_TESTS=$(MIN_TE_TESTS) \
 		$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup $(PYTEST_ARGS) tests/te
+
+test-te-suite: $(TE)/.unpacked  ## run TransformerEngine's own tests as they are, on the CPU
+	@test -d "$(SOURCE)/tests/pytorch" || { \
+		echo "SOURCE='$(SOURCE)' is not a checkout of TransformerEngine; get one with: git clone --depth 1 --branch v2.11" \
+			"https://github.com/NVIDIA/TransformerEngine, and name it: make test-te-suite SOURCE=/path/to/TransformerEngine" \
+			>&2; exit 1; }
+	PYTHONPATH=$(CURDIR):$(CURDIR)/$(TE)/site $(RUN) -m tests.te_suite --source "$(SOURCE)" $(ARGS)
 
 # Lightning's tests import packages of their own. They go into an environment that borrows all the rest from .venv, so
 # that our own tests run without them.
