@@ -30,9 +30,11 @@ SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP = {"pipeline_model_parallel_size": 2}
 SHARDED = {"use_distributed_optimizer": True}
 
-# Layouts of 2 ranks, and how far losses and gradient norms are from one rank at most, in three steps. Pipelines change
-# nothing. The others change which values share a scale: those of a rank's own part, or of its own microbatches.
-# Measured with tensorwise: losses 5.7e-4, gradient norms 7e-2.
+# Layouts of 2 ranks. Pipelines change nothing. The others change which values share a scale: those of a rank's own part,
+# or of its own microbatches. Losses of all three steps, and the gradient norm of the first, are near those of one rank:
+# MEASURED
+# After that step Adam's first updates, which are signs of gradients, turn roundings into other weights: in bf16 alone
+# the norms of tp2-sp are 4.0e-4, 3.5e-3 and 1.2e-2 off in three steps. So later norms have their own, wide limit.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-sp": SP,
     "pp2": PP,
@@ -41,7 +43,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"context_parallel_size": 2},
     "ep2": {"expert_model_parallel_size": 2},
 }
-LOSS, NORM = 2e-3, 1e-1
+LOSS, FIRST_NORM, NORM = 2e-3, 1e-2, 1e-1
 
 
 def run_of(recipe: str | None, layout: str, **fp8: Any) -> Run:
@@ -77,7 +79,7 @@ def train_each(runs: list[Run], ranks: int) -> list[tuple[list[float], list[floa
     return found
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
 def test_layouts_are_near_one_rank_and_near_bf16(recipe: str) -> None:
     dense, experts, in_bf16 = run_ranks(
         1, train_each, [run_of(recipe, "one"), run_of(recipe, "experts"), run_of(None, "one")], 1, timeout=120
@@ -91,9 +93,9 @@ def test_layouts_are_near_one_rank_and_near_bf16(recipe: str) -> None:
         losses = [sum(rank[index][0][step] for rank in ranks) / 2 for step in range(3)]
         one = experts if name == "ep2" else dense
         worst = max(abs(a / b - 1) for a, b in zip(losses, one[0], strict=True))
-        worst_norm = max(abs(a / b - 1) for a, b in zip(ranks[0][index][1], one[1], strict=True))
-        print(f"{recipe}, {name}: losses {worst:.1e}, norms {worst_norm:.1e}")
-        far |= {name: (worst, worst_norm)} if worst > LOSS or worst_norm > NORM else {}
+        norms = [abs(a / b - 1) for a, b in zip(ranks[0][index][1], one[1], strict=True)]
+        print(f"{recipe}, {name}: losses {worst:.1e}, norms {norms[0]:.1e} and {max(norms):.1e}")
+        far |= {name: (worst, norms)} if worst > LOSS or norms[0] > FIRST_NORM or max(norms) > NORM else {}
     assert far == {}
 
 
