@@ -253,8 +253,14 @@ def _find(path: str, class_path: str) -> Any:
     """Return a class or function by its path or short name; a sentence if it does not exist."""
     module, _, name = class_path.rpartition(".")
     if not module:
-        known = {kind.__name__: kind for kind in _subclasses()}
-        return known.get(name) or f"{path}: {unknown_name('class', name, known)}"
+        known = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in _subclasses()}
+        found = {place: kind for place, kind in known.items() if kind.__name__ == name and "<locals>" not in place}
+        if len(found) > 1:
+            paths = " or ".join(sorted(found))
+            return f"{path}: several classes are called {name!r}; give the path of one, such as {paths}"
+        return next(
+            iter(found.values()), f"{path}: {unknown_name('class', name, [k.__name__ for k in known.values()])}"
+        )
     owner: Any = None
     with contextlib.suppress(ImportError, AttributeError, ValueError):
         owner = importlib.import_module(module)
@@ -273,8 +279,10 @@ def _subclasses() -> Iterator[type]:
     """Yield the classes that have short names."""
     from lightning.pytorch import Callback, LightningDataModule, LightningModule
     from lightning.pytorch.strategies import Strategy
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
 
-    left: list[type] = [Callback, LightningDataModule, LightningModule, Strategy]
+    left: list[type] = [Callback, LightningDataModule, LightningModule, LRScheduler, Optimizer, Strategy]
     while left:
         kind = left.pop()
         left += kind.__subclasses__()

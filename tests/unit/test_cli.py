@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lightning-mcore``: every command is found, what is wrong is one sentence, and every option is reachable."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -145,9 +146,10 @@ FAULTS: dict[str, tuple[list[str], str]] = {
     "field of the model": (["--model.transformer.hiden_size=4"], "has no field hiden_size; did you mean hidden_size?"),
     "null": (["--model.recipe=null"], "model.recipe=None is not a mapping; give its fields by name, or leave it out"),
     "two homes": (
-        ["--optimizer=AdamW", "--model.recipe.learning_rate=0.1"],
+        ["--optimizer=torch.optim.AdamW", "--model.recipe.learning_rate=0.1"],
         "optimizer: replaces the model's own, so model.recipe.learning_rate=0.1 would have no effect",
     ),
+    "optimizer": (["--optimizer=Adafacto"], "optimizer: unknown class 'Adafacto'; did you mean 'Adafactor'?"),
     "a scheduler alone": (
         ["--lr_scheduler=StepLR", "--lr_scheduler.step_size=1"],
         "lr_scheduler is given without optimizer, which it belongs to",
@@ -169,6 +171,22 @@ def refused(capsys: pytest.CaptureFixture[str], sentence: str) -> None:
     assert len(told) == 1, told
     assert told[0].startswith("error: ")
     assert sentence in told[0]
+
+
+def test_a_name_of_several_classes_needs_its_path(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As ``AdamW`` is where bitsandbytes is imported."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("twin_a", "twin_b"):
+        (tmp_path / f"{name}.py").write_text("import torch\n\n\nclass TwinSGD(torch.optim.SGD):\n    pass\n")
+        importlib.import_module(name)
+    assert cli.main(["fit", "--config", tiny, "--optimizer=TwinSGD"]) == 2
+    refused(
+        capsys,
+        "optimizer: several classes are called 'TwinSGD'; "
+        "give the path of one, such as twin_a.TwinSGD or twin_b.TwinSGD",
+    )
 
 
 def _in_file(change: Callable[[dict[str, Any]], Any]) -> str:

@@ -92,7 +92,7 @@ def test_sgd_and_its_momentum_and_the_eps_of_adamw() -> None:
         ({"learning_rate": 1e-4, "min_learning_rate": 1e-3}, "min_learning_rate=0.001 is not between 0 and"),
         ({"min_learning_rate": -1.0}, "min_learning_rate=-1.0 is not between 0 and"),
         ({"betas": (0.9, 0.95, 0.99)}, "betas=.* are not two numbers"),
-        ({"loraplus_lr_ratio": 0}, "loraplus_lr_ratio=0.0 is too small; choose more than 0, such as 16"),
+        ({"loraplus_lr_ratio": 0}, "loraplus_lr_ratio=0 is too small; choose more than 0, such as 16"),
     ],
 )
 def test_what_contradicts_itself_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -102,7 +102,7 @@ def test_what_contradicts_itself_is_refused(arguments: dict[str, Any], message: 
 
 def test_the_rate_of_adapters_needs_adapters() -> None:
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
-    with pytest.raises(ValueError, match=r"loraplus_lr_ratio=16.0 is for adapters, and the model has none; give lora="):
+    with pytest.raises(ValueError, match=r"loraplus_lr_ratio=16 is for adapters, and the model has none; give lora="):
         MCoreGPT(32, 8, sizes, recipe=Recipe(loraplus_lr_ratio=16))
 
 
