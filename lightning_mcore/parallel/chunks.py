@@ -185,6 +185,7 @@ def wrap_chunks(
     wrapped: list[nn.Module] = list(modules)
     if transformer_engine.HAVE_TE:
         _mark_whole_weights(wrapped)
+        _forget_earlier_run(wrapped)
     if pipeline is not None and (config.bf16 or config.fp16):
         wrapped = [Float16Module(config, module) for module in wrapped]
         if config.fp8_param:
@@ -223,6 +224,21 @@ def _mark_whole_weights(modules: Sequence[nn.Module]) -> None:
             if type(layer) is transformer_engine.TELinear:  # its subclasses are cut
                 for parameter in layer.parameters(recurse=False):
                     parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
+
+
+def _forget_earlier_run(modules: Sequence[nn.Module]) -> None:
+    """Make TransformerEngine forget the layers of an earlier run of this process.
+
+    Delayed scaling would reduce their largest values too, over process groups that are closed or other ones by now, and
+    the ranks would wait for each other. The layers of this run are entered anew in their first pass.
+
+    Source: ``FP8GlobalStateManager`` in transformer_engine/pytorch/quantization.py (2.11).
+    """
+    manager = transformer_engine.FP8GlobalStateManager
+    manager.reset()
+    for module in modules:
+        for layer in module.modules():
+            getattr(layer, "fp8_meta", {}).pop(manager.get_buffer_info(), None)
 
 
 def unwrap_chunks(chunks: ModelChunks) -> ModelChunks:
