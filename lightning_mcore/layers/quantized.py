@@ -11,6 +11,7 @@ A layer makes its weight when it runs, and again in backward; in between only th
 Source: ``quantize_4bit`` and ``dequantize_4bit`` of bitsandbytes 0.50.2.
 """
 
+import functools
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
@@ -38,6 +39,12 @@ def require_bitsandbytes() -> Any:
     return bitsandbytes.functional
 
 
+@functools.cache
+def _table(levels: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return levels on a device, one tensor for all layers: a copy in each pass would wait for the GPU."""
+    return torch.tensor(levels, device=device)
+
+
 class NF4Weight(nn.Module):
     """A weight in 4 bits on this rank.
 
@@ -62,7 +69,7 @@ class NF4Weight(nn.Module):
         self.shape, self.dtype = weight.shape, weight.dtype
         self.is_double = is_double
         codes, state = require_bitsandbytes().quantize_4bit(weight.contiguous(), blocksize=_BLOCK, quant_type="nf4")
-        self.levels = state.code.tolist()
+        self.levels = tuple(state.code.tolist())
         self._keep("codes", codes)
         lengths = state.absmax.view(weight.shape[0], -1)
         if is_double:
@@ -87,7 +94,7 @@ class NF4Weight(nn.Module):
             offset = whole.flatten().mean()
             centred = whole.flatten() - offset
             inner, state = require_bitsandbytes().quantize_blockwise(centred, blocksize=_OF_LENGTHS)
-            self.inner_levels = state.code.tolist()
+            self.inner_levels = tuple(state.code.tolist())
             for own in projection.rows:
                 here = slice(own.start, own.start + own.count)
                 kept[here] = inner.view_as(whole)[own.hf_start : own.hf_start + own.count, columns]
@@ -113,7 +120,7 @@ class NF4Weight(nn.Module):
         functional = require_bitsandbytes()
         blocks = self.shape[1] // _BLOCK
         if self.is_double:
-            levels = torch.tensor(self.inner_levels, device=self.codes.device)
+            levels = _table(self.inner_levels, self.codes.device)
             row = self.row.view(torch.int64).view(-1, 3)
             scale = row[:, 1:2] + (row[:, 2:] + torch.arange(blocks, device=row.device)) // _OF_LENGTHS
             lengths = levels[self.lengths.long()] * self.scales.view(torch.float32)[scale]
@@ -125,7 +132,7 @@ class NF4Weight(nn.Module):
             shape=self.shape,
             dtype=self.dtype,
             blocksize=_BLOCK,
-            code=torch.tensor(self.levels, device=self.codes.device),
+            code=_table(self.levels, self.codes.device),
             quant_type="nf4",
         )
         weight: Tensor = functional.dequantize_4bit(self.codes, state)

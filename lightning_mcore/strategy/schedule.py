@@ -276,18 +276,16 @@ class Schedule:
         config = self._chunks.config
         shapes = {microbatch.shape for microbatch in filled}
         shape = shapes.pop() if len(shapes) == 1 else None
-        if not forward_only:
-            check_microbatch(self._strategy.precision_plugin.fp8, shape, self._layout)
         self._strategy.tensor_overlap.open(shape, config)
         config.variable_seq_lengths = shape is None
         seq_length, micro_batch_size = shape or (1, 1)
         interleaved = self._layout.virtual_pipeline_model_parallel_size is not None
         iterators = [iter(filled) for _ in self._chunks.wrapped]
         with (
+            self._fp8_of(shape, forward_only),
             self._logs.pipeline.recording(),
             random_state_of_stage(),
             self._groups_of(len(filled)),
-            self._fp8_of(shape),
         ):
             outputs = get_forward_backward_func()(
                 forward_step_func=self._forward_step(step, len(filled), forward_only, num_batches),
@@ -301,13 +299,15 @@ class Schedule:
         return outputs, self._logs.pipeline.finish(step, over_copies=not forward_only)
 
     @contextlib.contextmanager
-    def _fp8_of(self, shape: tuple[int, int] | None) -> Iterator[None]:
-        """Compute in bf16 a batch that FP8 cannot divide into blocks: the last one of an evaluation may be short."""
+    def _fp8_of(self, shape: tuple[int, int] | None, forward_only: bool) -> Iterator[None]:
+        """Refuse a batch that FP8 cannot divide into blocks, or compute it in bf16: an evaluation may end with one."""
         configs: list[Any] = [chunk.config for chunk in self._chunks.bare if hasattr(chunk, "config")]
         formats = [(config.fp8, config.fp4) for config in configs]
         try:
             check_microbatch(self._strategy.precision_plugin.fp8, shape, self._layout)
         except ValueError:
+            if not forward_only:
+                raise
             for config in configs:
                 config.fp8 = config.fp4 = None
         try:
