@@ -58,6 +58,39 @@ def make_model(folder: Path, tokenizer: Any) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def build_data(options: argparse.Namespace, dialogues: StdlibDialogues, tokenizer: str) -> MCoreFinetuningData:
+    """Make the data module, with the tokenizer of a model."""
+    return MCoreFinetuningData(
+        train_files=dialogues.train_files,
+        validation_files=dialogues.validation_files,
+        tokenizer=tokenizer,
+        seq_length=options.seq_length,
+        batch_size=options.batch_size,
+        overlong="split",
+        cache_dir=dialogues.cache_dir,
+    )
+
+
+def build_trainer(options: argparse.Namespace, save: SaveHFModel) -> pl.Trainer:
+    """Make the trainer; ``save`` writes the model, or its adapters, at the end."""
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=options.devices,
+        strategy=MCoreStrategy(
+            tensor_model_parallel_size=options.tp,
+            pipeline_model_parallel_size=options.pp,
+            sequence_parallel=options.tp > 1,
+        ),
+        max_steps=options.max_steps,
+        gradient_clip_val=1.0,
+        limit_val_batches=8,
+        callbacks=[LayoutTable(), StepBar(), save],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+
+
 def answer(folder: Path) -> str:
     """Return the answer of a model that ``transformers`` has loaded."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -85,32 +118,8 @@ def main() -> None:
         options.seq_length,
         recipe=Recipe(learning_rate=options.learning_rate, warmup_steps=options.max_steps // 10),
     )
-    data = MCoreFinetuningData(
-        train_files=dialogues.train_files,
-        validation_files=dialogues.validation_files,
-        tokenizer=start,
-        seq_length=options.seq_length,
-        batch_size=options.batch_size,
-        overlong="split",
-        cache_dir=dialogues.cache_dir,
-    )
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=options.devices,
-        strategy=MCoreStrategy(
-            tensor_model_parallel_size=options.tp,
-            pipeline_model_parallel_size=options.pp,
-            sequence_parallel=options.tp > 1,
-        ),
-        max_steps=options.max_steps,
-        gradient_clip_val=1.0,
-        limit_val_batches=8,
-        callbacks=[LayoutTable(), StepBar(), SaveHFModel(str(end))],
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, datamodule=data)
+    trainer = build_trainer(options, SaveHFModel(str(end)))
+    trainer.fit(module, datamodule=build_data(options, dialogues, start))
     if trainer.is_global_zero:
         print(f"\nmodel: {end}\n{QUESTION}", *(f"  | {line}" for line in answer(end).strip().splitlines()), sep="\n")
 

@@ -16,9 +16,8 @@ from pathlib import Path
 import lightning.pytorch as pl
 
 import quiet  # noqa: F401
-from finetune_hf import make_model
-from lightning_mcore import LoRA, MCoreFinetuningData, MCoreGPT, MCoreStrategy, Recipe, SaveHFModel
-from run_report import LayoutTable, StepBar
+from finetune_hf import build_data, build_trainer, make_model
+from lightning_mcore import LoRA, MCoreGPT, Recipe, SaveHFModel
 from stdlib_dialogues import StdlibDialogues
 
 
@@ -77,32 +76,8 @@ def main() -> None:
             modules_to_save=["embed_tokens", "lm_head"] if options.model is None else None,
         ),
     )
-    data = MCoreFinetuningData(
-        train_files=dialogues.train_files,
-        validation_files=dialogues.validation_files,
-        tokenizer=base,
-        seq_length=options.seq_length,
-        batch_size=options.batch_size,
-        overlong="split",
-        cache_dir=dialogues.cache_dir,
-    )
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=options.devices,
-        strategy=MCoreStrategy(
-            tensor_model_parallel_size=options.tp,
-            pipeline_model_parallel_size=options.pp,
-            sequence_parallel=options.tp > 1,
-        ),
-        max_steps=options.max_steps,
-        gradient_clip_val=1.0,
-        limit_val_batches=8,
-        callbacks=[LayoutTable(), StepBar(), SaveHFModel(str(end), adapter=True)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, datamodule=data)
+    trainer = build_trainer(options, SaveHFModel(str(end), adapter=True))
+    trainer.fit(module, datamodule=build_data(options, dialogues, base))
     if trainer.is_global_zero:
         print(next_steps(base, end))
 

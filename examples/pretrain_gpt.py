@@ -12,6 +12,7 @@ model in Hugging Face form, with which ``transformers`` continues the same promp
 
 import argparse
 from pathlib import Path
+from typing import Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger
@@ -53,7 +54,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def build_model(options: argparse.Namespace) -> MCoreGPT:
+def build_model(
+    options: argparse.Namespace, transformer_impl: Literal["auto", "transformer_engine"] = "auto"
+) -> MCoreGPT:
     """Make the model: a Llama-like GPT with rotary positions, RMS norms and gated MLPs."""
     return MCoreGPT(
         vocab_size=options.vocab_size,
@@ -68,6 +71,7 @@ def build_model(options: argparse.Namespace) -> MCoreGPT:
             "activation_func": "silu",
             "add_bias_linear": False,
         },
+        transformer_impl=transformer_impl,
         recipe=Recipe(learning_rate=options.learning_rate, warmup_steps=options.max_steps // 10),
     )
 

@@ -18,9 +18,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger
 
 import quiet  # noqa: F401
-from lightning_mcore import FP8Monitor, MCoreGPT, MCorePrecision, MCoreStrategy, Recipe
+from lightning_mcore import FP8Monitor, MCorePrecision, MCoreStrategy
+from pretrain_gpt import build_data, build_model
 from run_report import Curve, StepBar, draw_side_by_side, read_curve
-from stdlib_text import StdlibText
 
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 LAST = 20  # steps whose mean is printed
@@ -67,24 +67,8 @@ def train(options: argparse.Namespace, recipe: str | None) -> Path:
         enable_checkpointing=False,
         enable_model_summary=False,
     )
-    model = MCoreGPT(
-        vocab_size=options.vocab_size,
-        seq_length=options.seq_length,
-        transformer={
-            "num_layers": options.num_layers,
-            "hidden_size": options.hidden_size,
-            "num_attention_heads": options.num_heads,
-            "ffn_hidden_size": 3 * options.hidden_size,
-            "normalization": "RMSNorm",
-            "gated_linear_unit": True,
-            "activation_func": "silu",
-            "add_bias_linear": False,
-        },
-        transformer_impl="transformer_engine",
-        recipe=Recipe(learning_rate=options.learning_rate, warmup_steps=options.max_steps // 10),
-    )
-    data = StdlibText(options.seq_length, options.batch_size, options.vocab_size, options.max_bytes)
-    trainer.fit(model, datamodule=data)
+    model = build_model(options, transformer_impl="transformer_engine")
+    trainer.fit(model, datamodule=build_data(options))
     return Path(logger.log_dir) / "metrics.csv"
 
 
