@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_mcore.config.communication import CommunicationOptions
     from lightning_mcore.config.layout import ModelShape, ParallelLayout
     from lightning_mcore.config.lora import LoRA
+    from lightning_mcore.config.preference import Preference
     from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
     from lightning_mcore.data.packing.best_fit import TokenSample
     from lightning_mcore.data.packing.online import OnlinePacker
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     )
     from lightning_mcore.layers.session import single_process
     from lightning_mcore.models.gpt import MCoreGPT
+    from lightning_mcore.models.preference import MCorePreference
     from lightning_mcore.models.recipe import Recipe, loraplus_groups
     from lightning_mcore.optimizer.muon import MuonWithAdamW
     from lightning_mcore.strategy.fp8_monitor import FP8Monitor
@@ -62,6 +64,7 @@ __all__ = [
     "MCoreGPT",
     "MCoreModule",
     "MCorePrecision",
+    "MCorePreference",
     "MCorePretrainingData",
     "MCoreProgressBar",
     "MCoreStrategy",
@@ -72,6 +75,7 @@ __all__ = [
     "PaddingShare",
     "ParallelLayout",
     "PreemptionCheckpoint",
+    "Preference",
     "Recipe",
     "SaveHFModel",
     "TokenAccuracy",
@@ -99,6 +103,7 @@ _HOMES = {
     "MCoreGPT": "models.gpt",
     "MCoreModule": "strategy.module",
     "MCorePrecision": "strategy.precision",
+    "MCorePreference": "models.preference",
     "MCorePretrainingData": "data.pretraining.datamodule",
     "MCoreProgressBar": "strategy.progress",
     "MCoreStrategy": "strategy.strategy",
@@ -109,6 +114,7 @@ _HOMES = {
     "PaddingShare": "layers.metrics",
     "ParallelLayout": "config.layout",
     "PreemptionCheckpoint": "strategy.preemption",
+    "Preference": "config.preference",
     "Recipe": "models.recipe",
     "SaveHFModel": "hf.callback",
     "TokenAccuracy": "layers.metrics",

@@ -112,14 +112,29 @@ def load_pretrained(module: pl.LightningModule, path: str, family: str | None = 
         return
     if any(hasattr(parameter, "main_grad") for parameter in module.parameters()):
         raise RuntimeError("load_pretrained() was called after training began; call it in configure_model()")
+    fill_weights(module, path, family)
+    if pipeline is not None:
+        object.__setattr__(pipeline, _FILLED, True)
+
+
+def fill_weights(module: pl.LightningModule, path: str, family: str | None = None) -> None:
+    """Fill the chunks of a module at any time, unlike :func:`load_pretrained`; collective over the world.
+
+    Args:
+        module: A module whose model is built. Adapters that are switched off are left alone.
+        path: As in :func:`load_pretrained`.
+        family: As in :func:`load_pretrained`.
+
+    Raises:
+        FileNotFoundError: As :func:`load_pretrained`.
+        ValueError: As :func:`load_pretrained`.
+    """
     if is_own_checkpoint(path):
         load_weights(module, path)
     else:
         source = on_all(lambda: HFSource.open(path, family))
         with filled_as_plain([module]):
             _fill_from(source, module)
-    if pipeline is not None:
-        object.__setattr__(pipeline, _FILLED, True)
 
 
 def _fill_from(source: HFSource, module: pl.LightningModule) -> None:

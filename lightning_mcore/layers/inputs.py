@@ -28,7 +28,7 @@ from lightning_mcore.layers.packed_sequences import (
 )
 from lightning_mcore.parallel.context import sequence_of_tokens, split_for_context_parallel
 
-_OF_SEQUENCES = (*OF_ROWS, "sample_ids")
+_OF_SEQUENCES = (*OF_ROWS, "sample_ids", "reference_logps", "desirable")
 IGNORED_LABEL = -100
 """The label of a token without a target, as in Hugging Face and torch."""
 

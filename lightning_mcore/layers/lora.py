@@ -512,7 +512,7 @@ def share_a(layer: Any) -> None:
 
 
 def merging(layer: nn.Module) -> Callable[[], Tensor] | None:
-    """Return a function that gives the merged weight of a layer; None for a layer without adapters.
+    """Return a function that gives the merged weight of a layer; None without adapters, or if they are switched off.
 
     With DoRA collective over the ranks that share the layer; the function itself is not.
     """
@@ -521,7 +521,7 @@ def merging(layer: nn.Module) -> Callable[[], Tensor] | None:
             "adapters cannot be merged into weights with quantization='nf4'; write them alone (adapter=True), and merge"
             " them into the model that was quantized"
         )
-    if not isinstance(layer, _Adapted):
+    if not isinstance(layer, _Adapted) or not layer.lora.enabled:
         return None
     weight: Any = layer.weight
     ratio = layer.lora.ratio(weight).detach() if layer.lora.uses_dora else None

@@ -286,6 +286,32 @@ class TokensSeen(_ExactMetric):
         return int(batch["tokens"].numel())
 
 
+class RunningMean(_ExactMetric):
+    """Mean of all values of a run, over epochs and resumes; every rank is given the sums of all ranks."""
+
+    total: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("total", "count"):
+            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="max", persistent=True)
+
+    def update(self, total: Tensor, count: Tensor) -> None:
+        """Add the sum and the number of some values, both scalars and the same on every rank."""
+        self.total = self.total + total.detach()
+        self.count = self.count + count
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean so far, an fp64 scalar; 0 without values."""
+        return self.total / self.count.clamp(min=1)
+
+    def compute(self) -> Tensor:
+        """Return the mean, an fp32 scalar."""
+        return self.mean.float()
+
+
 def settle_tokens_seen(module: nn.Module) -> None:
     """Call ``settle()`` on every :class:`TokensSeen` of a module; collective over the world."""
     for child in module.modules():

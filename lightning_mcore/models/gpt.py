@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import FrameType, SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from lightning.pytorch.utilities.parsing import AttributeDict
@@ -30,6 +30,7 @@ from lightning_mcore.config.fusions import fusion_defaults
 from lightning_mcore.config.layout import ModelShape
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.positions import PositionEmbedding, check_positions, gpt_arguments, set_yarn
+from lightning_mcore.config.preference import Preference
 from lightning_mcore.config.rules.model import LossNormalization, check_normalization
 from lightning_mcore.config.value_checks import require_size
 from lightning_mcore.layers import sampling
@@ -55,7 +56,8 @@ _BASE = "lora_base"  # key of a checkpoint
 
 
 def _with_plain_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.plain() if isinstance(value, Recipe | LoRA) else value for name, value in saved.items()}
+    kinds = (Recipe, LoRA, Preference)
+    return {name: value.plain() if isinstance(value, kinds) else value for name, value in saved.items()}
 
 
 class MCoreGPT(SpeedLogs):
@@ -184,6 +186,31 @@ class MCoreGPT(SpeedLogs):
             FileNotFoundError: There is no such model, or no such adapter.
             ValueError: Its family is unknown, or its config asks for something that is not supported.
         """
+        return cls._of_pretrained(
+            path,
+            family,
+            seq_length,
+            transformer,
+            lora,
+            adapters,
+            recipe=recipe,
+            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+            transformer_impl=transformer_impl,
+            loss_normalization=loss_normalization,
+        )
+
+    @classmethod
+    def _of_pretrained(
+        cls,
+        path: str,
+        family: str | None,
+        seq_length: int | None,
+        transformer: dict[str, Any] | None,
+        lora: LoRA | dict[str, Any] | str | None,
+        adapters: list[str] | None,
+        **arguments: Any,
+    ) -> Self:
+        """Make a module from a Hugging Face model; ``arguments`` are more arguments of the constructor."""
         from lightning_mcore.hf.pretrained import absolute, pretrained_settings
 
         own = pretrained_settings(path, family, seq_length, transformer)
@@ -199,13 +226,7 @@ class MCoreGPT(SpeedLogs):
             settings = read_lora(lora) if isinstance(lora, str) else LoRA.of(lora)
             base = absolute(path)
             own["lora"] = replace(settings, base_model_name_or_path=base, merged_adapters=merged or None)
-        module = cls(
-            **own,
-            recipe=recipe,
-            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-            transformer_impl=transformer_impl,
-            loss_normalization=loss_normalization,
-        )
+        module = cls(**own, **arguments)
         module._given_family = family
         if stored:
             module._adapter = absolute(path)

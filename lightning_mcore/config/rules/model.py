@@ -16,6 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+_LAYER_LOSSES: Mapping[str, Any] = {
+    "num_moe_experts": None,
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_z_loss_coeff": None,
+    "mtp_num_layers": None,
+}
 LossNormalization: TypeAlias = Literal["tokens", "samples"]
 """The unit over which the loss of a language model is a mean."""
 
@@ -300,19 +307,29 @@ def check_normalization(normalization: LossNormalization, config: Any) -> None:
         raise ValueError(f"loss normalization {normalization!r} is unknown; choose 'tokens' or 'samples'")
     if normalization == "tokens" or not config.calculate_per_token_loss:
         return
-    coefficients = config.moe_aux_loss_coeff
+    for name in weighted_by_tokens(config):
+        raise ValueError(
+            f"loss normalization 'samples' with {name}={getattr(config, name)}, a loss that Megatron weights by "
+            "tokens; choose 'tokens', or leave that loss out"
+        )
+
+
+def weighted_by_tokens(config: Any) -> list[str]:
+    """Return the fields that give layers losses of their own, which ``calculate_per_token_loss`` weights by tokens.
+
+    Args:
+        config: The model's config, or any object with some of its fields; others have their defaults.
+    """
+    fields = {**_LAYER_LOSSES, **vars(config)}
+    coefficients = fields["moe_aux_loss_coeff"]
     balanced = any(coefficients) if isinstance(coefficients, list) else bool(coefficients)
-    routed = config.num_moe_experts is not None
-    for name, is_there in {
-        "moe_aux_loss_coeff": routed and balanced and config.moe_router_load_balancing_type != "none",
-        "moe_z_loss_coeff": routed and bool(config.moe_z_loss_coeff),
-        "mtp_num_layers": bool(config.mtp_num_layers),
-    }.items():
-        if is_there:
-            raise ValueError(
-                f"loss normalization 'samples' with {name}={getattr(config, name)}, a loss that Megatron weights by "
-                "tokens; choose 'tokens', or leave that loss out"
-            )
+    routed = fields["num_moe_experts"] is not None
+    is_there = {
+        "moe_aux_loss_coeff": routed and balanced and fields["moe_router_load_balancing_type"] != "none",
+        "moe_z_loss_coeff": routed and bool(fields["moe_z_loss_coeff"]),
+        "mtp_num_layers": bool(fields["mtp_num_layers"]),
+    }
+    return [name for name, there in is_there.items() if there]
 
 
 def check_average_in_collective(average_in_collective: bool, config: Any) -> None:

@@ -58,15 +58,15 @@ def reduction_name(reduce_fx: Any) -> str | None:
     return _NAMES.get(reduce_fx.lower()) if isinstance(reduce_fx, str) else _FUNCTIONS.get(reduce_fx)
 
 
-def num_new_rows(dataloader: object, batch_idx: int) -> int | None:
-    """Return how many rows of a batch are not repeated samples.
+def num_new_samples(dataloader: object, batch_idx: int) -> tuple[int, int] | None:
+    """Return how many samples of a batch are not repeated ones, and how many it has.
 
     Args:
         dataloader: The dataloader of the batch.
         batch_idx: The index of the batch in the dataloader.
 
     Returns:
-        The number of rows, or of batches if the dataset holds batches; None if no distributed sampler repeats samples.
+        The numbers of samples, or of batches if the dataset holds batches; None if no distributed sampler repeats some.
 
     Source: ``DistributedSampler.__iter__`` in torch.utils.data (2.13): the repeated samples come last.
     """
@@ -82,7 +82,7 @@ def num_new_rows(dataloader: object, batch_idx: int) -> int | None:
     first = batch_idx * batch_size
     places = range(first, min(first + batch_size, len(sampler)))
     num_samples = len(sampler.dataset)  # type: ignore[arg-type]
-    return sum(place * sampler.num_replicas + sampler.rank < num_samples for place in places)
+    return sum(place * sampler.num_replicas + sampler.rank < num_samples for place in places), len(places)
 
 
 def reads_outputs(trainer: pl.Trainer) -> bool:
@@ -133,12 +133,15 @@ class RepeatedRows:
         self._num_batches[dataloader_idx] += 1
         self.place = (batch_idx, dataloader_idx)
         dataloader = loaders.flattened[dataloader_idx]
-        new = num_new_rows(dataloader, batch_idx) if loaders._mode == "sequential" else None
+        found = num_new_samples(dataloader, batch_idx) if loaders._mode == "sequential" else None
+        new, samples = (None, 1) if found is None else found
         self.whole_batch = new == 0
         self.only_batch = self.whole_batch and batch_idx == 0
         if not new or dataloader.batch_size is None:
             return batch
         rows = extract_batch_size(batch)
+        if rows % samples == 0:
+            new *= rows // samples  # a sample may have several rows, such as the answers of a pair
         if new >= rows:
             return batch
         return apply_to_collection(batch, Tensor, lambda t: t[:new] if t.dim() > 0 and t.shape[0] == rows else t)

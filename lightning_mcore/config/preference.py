@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of training on preferences, as plain data: which loss, its numbers, and where its reference is from.
+
+``models/preference_losses.py`` has the losses, ``models/preference.py`` the module that trains with them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from lightning_mcore.config.text import unknown_name
+from lightning_mcore.config.value_checks import choices, require_choice, require_flag
+
+PreferenceLoss: TypeAlias = Literal["sigmoid", "robust", "hinge", "ipo", "orpo", "simpo", "kto"]
+"""The losses; all but ``kto`` are of a pair of answers."""
+
+OF_MEANS = ("ipo", "orpo", "simpo")
+"""Losses of the mean log-probability of an answer's tokens; the others take the sum."""
+WITHOUT_REFERENCE = ("orpo", "simpo")
+"""Losses without a reference model."""
+
+_ONLY_WITH: Mapping[str, tuple[str, ...]] = {
+    "label_smoothing": ("sigmoid", "robust"),
+    "simpo_gamma": ("simpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+    "bco_weight": ("sigmoid", "robust", "hinge", "ipo"),
+    "sft_weight": tuple(loss for loss in get_args(PreferenceLoss) if loss != "kto"),
+    "ld_alpha": tuple(loss for loss in get_args(PreferenceLoss) if loss != "kto"),
+    "reference": tuple(loss for loss in get_args(PreferenceLoss) if loss not in WITHOUT_REFERENCE),
+    "precompute_reference": tuple(loss for loss in get_args(PreferenceLoss) if loss not in WITHOUT_REFERENCE),
+}
+"""The losses that a setting has a meaning for."""
+
+
+@dataclass(frozen=True)
+class Preference:
+    """How a model learns which of two answers is the better one.
+
+    Args:
+        loss: ``"sigmoid"`` (DPO; with ``label_smoothing`` cDPO), ``"robust"``, ``"hinge"``, ``"ipo"``, ``"orpo"`` or
+            ``"simpo"`` for pairs of answers, ``"kto"`` for single answers that are desirable or not.
+        beta: How strongly the loss holds the model to the reference; for ORPO the weight of the odds ratio.
+        label_smoothing: Probability that a pair has the wrong order, 0 to 0.5; for ``"sigmoid"`` and ``"robust"``.
+        simpo_gamma: The margin that SimPO asks for.
+        desirable_weight: Weight of a desirable answer in KTO.
+        undesirable_weight: Weight of an undesirable answer in KTO.
+        sft_weight: Adds so many times the negative mean log-probability of the chosen answer's tokens to the loss of
+            its pair.
+        bco_weight: Weight of BCO's term, which tells chosen and rejected answers from the mean reward so far:
+            ``(loss + bco_weight * term) / (1 + bco_weight)``.
+        ld_alpha: Weight, 0 to 1, of the tokens of the longer answer beyond the length of the shorter one (LD-DPO), in
+            the trained model's sums only; None for 1.
+        reference: Folder, hub name or checkpoint of the reference model. None: the model as it is when training
+            begins, which with LoRA is the model without its adapters.
+        precompute_reference: Compute the reference's log-probabilities once, before training, and keep them beside the
+            data. False computes them in each step with the adapters switched off. None computes them before training
+            unless the adapters of the model can be switched off.
+
+    Raises:
+        ValueError: A value is out of range, or the loss has no use for a setting.
+        TypeError: A value has the wrong type.
+    """
+
+    loss: PreferenceLoss = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    simpo_gamma: float = 0.5
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    sft_weight: float = 0.0
+    bco_weight: float = 0.0
+    ld_alpha: float | None = None
+    reference: str | None = None
+    precompute_reference: bool | None = None
+
+    def __post_init__(self) -> None:
+        require_choice("loss", self.loss, PreferenceLoss)
+        require_flag("precompute_reference", self.precompute_reference, or_none=True)
+        if self.reference is not None and not isinstance(self.reference, str):
+            raise TypeError(f"reference={self.reference!r} is not the path or name of a model; give one, or None")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, float) or (field.name == "ld_alpha" and value is not None):
+                _check_number(field.name, value)
+            of = _ONLY_WITH.get(field.name)
+            if of is not None and value != field.default and self.loss not in of:
+                raise ValueError(
+                    f"{field.name}={value!r} has no meaning for the loss {self.loss!r}; leave it out, or choose"
+                    f" {choices(map(repr, of))}"
+                )
+        if self.beta == 0:
+            raise ValueError("beta=0 leaves nothing to learn; choose a number above 0")
+        if self.label_smoothing > 0.5 or (self.loss == "robust" and self.label_smoothing == 0.5):
+            below = "below 0.5" if self.loss == "robust" else "to 0.5"
+            raise ValueError(f"label_smoothing={self.label_smoothing} is too large; choose 0 {below}")
+        if self.ld_alpha is not None and self.ld_alpha > 1:
+            raise ValueError(f"ld_alpha={self.ld_alpha} is too large; choose 0 to 1")
+        if self.reference is not None and self.precompute_reference is False:
+            raise ValueError(
+                f"reference={self.reference!r} with precompute_reference=False would need two models in memory; leave"
+                " precompute_reference out"
+            )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with a reference model."""
+        return self.loss not in WITHOUT_REFERENCE
+
+    @classmethod
+    def of(cls, given: "Preference | Mapping[str, Any]") -> "Preference":
+        """Return the settings as they are, or from a mapping of them, as in files and hyper-parameters.
+
+        Raises:
+            ValueError: The mapping has an unknown key, or a value is refused.
+            TypeError: It is neither.
+        """
+        if isinstance(given, Preference):
+            return given
+        if not isinstance(given, Mapping):
+            raise TypeError(f"preference={given!r} is not a Preference; give one, or a dict of its fields")
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in given:
+            if name not in known:
+                raise ValueError(unknown_name("field of Preference", str(name), known))
+        return cls(**given)
+
+    def plain(self) -> dict[str, Any]:
+        """Return all fields as plain data; :meth:`of` reads it back."""
+        return dataclasses.asdict(self)
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}={value!r} is not a number; give one")
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name}={value} is not a number of 0 or more; choose one")

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs of answers, and batches of them."""

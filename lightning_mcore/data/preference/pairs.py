@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs of answers to a prompt, and batches of them, padded or packed, for ``MCorePreference``.
+
+A batch of pairs is a batch as ``packing/rows.py`` describes it, in which sequences 2i and 2i + 1 are the two answers of
+a pair: the chosen one, then the rejected one. Each sequence is the prompt and the answer, and ``loss_mask`` is 1 where
+the *label* is a token of the answer. Both have the number of the pair as their ``sample_ids``.
+
+* Padded: n pairs are 2n rows. ``tokens``, ``labels``, ``position_ids`` [2n, s] int64, ``loss_mask`` [2n, s] fp32,
+  ``lengths`` [2n] int64, ``sample_ids`` [2n] int64. ``MCoreStrategy(micro_batch_size=...)`` counts rows and must be
+  even.
+* Packed: a row holds both answers of a pair, as neighbouring sub-sequences, and several pairs. ``tokens``, ``labels``,
+  ``position_ids`` and ``loss_mask`` [b, s], ``cu_seqlens`` and ``cu_seqlens_padded`` [b, k + 1] int32, ``sample_ids``
+  [b, k] int64, with k even; rows with fewer pairs end in empty sub-sequences.
+
+Two entries may be added, [2n] for a padded batch and [b, k] for a packed one:
+
+* ``reference_logps``, fp64: the log-probability of each answer under the reference model, a sum over its tokens. It is
+  needed by losses with a reference, unless adapters of the model can be switched off.
+* ``desirable``, bool, for KTO. There, sequence 2i is the prompt and the answer of an example, and sequence 2i + 1 the
+  same prompt with the answer of another example, from which KTO estimates its KL term; both have the tag of the
+  example.
+
+:class:`PairSource` is what a data module offers for the reference to be computed before training: its method
+``pair_sources()`` returns one for each split that is set up, by name, as a dict.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_mcore.data.packing.best_fit import TokenSample
+from lightning_mcore.data.packing.rows import build_row, collate_padded, collate_rows
+from lightning_mcore.layers.inputs import is_packed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pair:
+    """Two answers to a prompt.
+
+    Args:
+        chosen: The prompt with the better answer; its ``loss_mask`` marks the answer. For KTO, the example.
+        rejected: The prompt with the other answer. For KTO, the example's prompt with the answer of another example.
+        desirable: For KTO, whether the example is desirable; None for a pair.
+        reference: The log-probabilities of the two answers under the reference model; None if unknown.
+
+    Raises:
+        ValueError: An answer has no token, or the two have different numbers.
+    """
+
+    chosen: TokenSample
+    rejected: TokenSample
+    desirable: bool | None = None
+    reference: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        for name, sample in zip(("chosen", "rejected"), self.sequences, strict=True):
+            if sample.loss_mask is None or not sample.num_targets:
+                raise ValueError(
+                    f"the {name} answer of sample {sample.sample_id} has no token that its loss_mask marks; leave out"
+                    " pairs without an answer"
+                )
+
+        first, second = (sample.sample_id for sample in self.sequences)
+        if first != second:
+            raise ValueError(
+                f"the answers of a pair have the sample_ids {first} and {second}; give both the number of the pair"
+            )
+
+    @property
+    def sequences(self) -> tuple[TokenSample, TokenSample]:
+        """The two sequences, in their order in a batch."""
+        return self.chosen, self.rejected
+
+    @property
+    def length(self) -> int:
+        """Places that the pair takes in a row without padding, tokens."""
+        return self.chosen.length + self.rejected.length
+
+
+class PairSource(Protocol):
+    """The pairs of a split, as the pass that computes the reference reads them.
+
+    Attributes:
+        key: A digest of everything that decides the pairs and their order: files, template, lengths.
+        folder: Folder for the reference's log-probabilities, such as the cache of the data.
+        batch_size: Pairs in a batch of one data-parallel rank.
+        reference: [pairs, 2] fp64, which the pass assigns before the first batch is read, though perhaps after the
+            loaders are made; ``Pair.reference`` of pair i is then row i. None before.
+    """
+
+    key: str
+    folder: str
+    batch_size: int
+    reference: NDArray[np.float64] | None
+
+    def __len__(self) -> int:
+        """Return the number of pairs."""
+        ...
+
+    def take(self, indices: Sequence[int]) -> list[Pair]:
+        """Return several pairs."""
+        ...
+
+
+def collate_padded_pairs(
+    pairs: Sequence[Pair],
+    multiple: int = 1,
+    row_length: int | None = None,
+    vocab_size: int | None = None,
+    pad_token: int = 0,
+) -> dict[str, Tensor]:
+    """Return a padded batch of pairs.
+
+    Args:
+        pairs: One or more pairs, all or none of them with a reference and a tag.
+        multiple: The length of the rows is a multiple of this.
+        row_length: Places in a row, tokens; None for as many as the longest sequence takes, rounded up.
+        vocab_size: Size of the vocabulary, to check tokens against; None for no check.
+        pad_token: The token in padding.
+
+    Returns:
+        The batch, as described above.
+
+    Raises:
+        ValueError: There are no pairs, one does not fit, or a token is outside the vocabulary.
+    """
+    sequences = [sequence for pair in pairs for sequence in pair.sequences]
+    return collate_padded(sequences, multiple, row_length, vocab_size, pad_token) | _of_pairs(pairs)
+
+
+def build_pair_row(
+    pairs: Sequence[Pair],
+    row_length: int,
+    multiple: int = 1,
+    vocab_size: int | None = None,
+    pad_token: int = 0,
+) -> dict[str, Tensor]:
+    """Return a packed row of pairs; :func:`collate_pair_rows` makes a batch of some.
+
+    Args:
+        pairs: One or more pairs, all or none of them with a reference and a tag.
+        row_length: Places in the row, tokens.
+        multiple: Each sequence is padded to a multiple of this.
+        vocab_size: Size of the vocabulary, to check tokens against; None for no check.
+        pad_token: The token in padding.
+
+    Returns:
+        The row, with the dtypes above and without the batch axis.
+
+    Raises:
+        ValueError: As ``packing.rows.build_row``.
+    """
+    sequences = [sequence for pair in pairs for sequence in pair.sequences]
+    return build_row(sequences, row_length, multiple, vocab_size, pad_token) | _of_pairs(pairs)
+
+
+def collate_pair_rows(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Stack rows of :func:`build_pair_row` of one length into a packed batch, [b, ...], with the dtypes of the rows.
+
+    Raises:
+        ValueError: There are no rows, or they differ in length.
+    """
+    batch = collate_rows(rows)
+    most = batch["sample_ids"].size(1)
+    for name in ("reference_logps", "desirable"):
+        if name in rows[0]:
+            values = [row[name] for row in rows]
+            batch[name] = torch.stack([torch.nn.functional.pad(v, (0, most - v.numel())) for v in values])
+    return batch
+
+
+def check_pairs(batch: dict[str, Any], is_kto: bool) -> None:
+    """Refuse a batch that does not hold pairs; only a batch on the host is checked.
+
+    Args:
+        batch: As described above.
+        is_kto: Whether it must have the tags of KTO.
+
+    Raises:
+        ValueError: The number of sequences is odd, neighbours do not belong together, or the tags
+            are missing or superfluous.
+    """
+    tokens = batch.get("tokens") if isinstance(batch, dict) else None
+    if not isinstance(tokens, Tensor) or tokens.is_cuda:
+        return
+    packed = is_packed(batch)
+    number = batch["cu_seqlens"].size(1) - 1 if packed else len(tokens)
+    what = "a packed row" if packed else "a batch"
+    if number % 2:
+        raise ValueError(f"{what} has {number} sequences, which are not pairs; give the answers of a pair together")
+    if "sample_ids" in batch:
+        first, second = batch["sample_ids"].reshape(-1, 2).unbind(1)
+        if not torch.equal(first, second):
+            wrong = int((first != second).nonzero()[0])
+            raise ValueError(
+                f"sequences {2 * wrong} and {2 * wrong + 1} of a batch are of samples {int(first[wrong])} and"
+                f" {int(second[wrong])}, and not the answers of one pair; give pairs, or train with MCoreGPT"
+            )
+    if is_kto != ("desirable" in batch):
+        raise ValueError(
+            "the loss 'kto' needs the entry 'desirable' of a batch, which says whether an example is desirable; add it"
+            if is_kto
+            else "a batch has the entry 'desirable', which only the loss 'kto' reads; choose it, or give pairs"
+        )
+
+
+def _of_pairs(pairs: Sequence[Pair]) -> dict[str, Tensor]:
+    """Return the entries of a batch that belong to pairs: one value for each of their sequences."""
+    found: dict[str, Any] = {}
+    if pairs[0].reference is not None:
+        values = [value for pair in pairs for value in pair.reference or ()]
+        found["reference_logps"] = torch.tensor(values, dtype=torch.float64)
+    if pairs[0].desirable is not None:
+        found["desirable"] = torch.tensor([bool(pair.desirable) for pair in pairs]).repeat_interleave(2)
+    return found

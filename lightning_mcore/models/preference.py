@@ -1,0 +1,458 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``MCorePreference``: an ``MCoreGPT`` that learns from preferences between answers, on every layout.
+
+The model, its layouts, checkpoints and adapters are those of ``MCoreGPT``; only the batch and the loss differ.
+``data/preference/pairs.py`` describes a batch: neighbouring sequences are the two answers of a pair. The losses of
+tokens, which the tensor-parallel ranks compute from their parts of the vocabulary, are added up for each answer
+(``layers/losses.py``), so a row of logits is never put together or copied to fp32. The loss of a step
+(``preference_losses.py``) is the mean over the pairs of all microbatches and ranks.
+
+``reference.py`` computes the log-probabilities under the reference model before training.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from lightning_mcore.config.lora import LoRA
+from lightning_mcore.config.positions import PositionEmbedding
+from lightning_mcore.config.preference import OF_MEANS, Preference
+from lightning_mcore.config.rules.model import weighted_by_tokens
+from lightning_mcore.data.preference.pairs import check_pairs
+from lightning_mcore.layers.inputs import ModelInputs
+from lightning_mcore.layers.lora import adapters_off
+from lightning_mcore.layers.losses import sample_sums, tail_weights
+from lightning_mcore.layers.metrics import RunningMean
+from lightning_mcore.layers.spec import TransformerImpl
+from lightning_mcore.models import preference_losses as losses_of
+from lightning_mcore.models.generation import evaluating
+from lightning_mcore.models.gpt import Batch, MCoreGPT
+from lightning_mcore.models.recipe import Recipe
+from lightning_mcore.parallel.groups import process_group
+
+_REFERENCE = "preference_reference"  # key of a checkpoint
+_OFF: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "mtp_num_layers": None}
+Values = dict[str, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """The answers of a batch, two in a row; the same on every context-parallel rank.
+
+    Attributes:
+        logps: [n, 2] fp64, the log-probability of each answer, a sum over its tokens; -1 where there is none.
+        lengths: [n, 2] fp64, tokens of each answer, at least 1.
+        reference: [n, 2] fp64, the log-probabilities under the reference model; None without one.
+        there: [n] bool, False for empty places at the end of packed rows.
+    """
+
+    logps: Tensor
+    lengths: Tensor
+    reference: Tensor | None
+    there: Tensor
+
+    @property
+    def means(self) -> Tensor:
+        """[n, 2] log-probabilities as means over tokens."""
+        return self.logps / self.lengths
+
+    def mean(self, values: Tensor, of: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the mean of [n] values over the pairs that are there (and ``of`` [n] bool), and their number."""
+        counted = self.there if of is None else self.there & of
+        count = counted.sum()
+        return torch.where(counted, values, 0.0).sum() / count.clamp(min=1), count
+
+
+class MCorePreference(MCoreGPT):
+    """A GPT trained on preferences between answers: DPO and its kin, ORPO, SimPO, KTO.
+
+    Dropout and multi-token prediction are off, because they would add noise to the ratio of the trained model and its
+    reference, and have no part in it. The losses of routers are added as in ``MCoreGPT``.
+
+    Logs ``train_loss``, ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins`` (chosen less rejected),
+    ``rewards/accuracies`` (share of the pairs with a margin above 0), ``logps/chosen`` and ``logps/rejected``; for ORPO
+    also ``sft_loss`` and ``odds_ratio_loss``, for KTO ``kl``. In validation and testing the names begin with ``val_``
+    and ``test_``. A reward is ``beta`` times the log ratio; without a reference ``beta`` times the log-probability. For
+    IPO, ORPO and SimPO, log-probabilities are means over the tokens of an answer, otherwise sums. ``grad_norm`` and the
+    speed are logged as by ``MCoreGPT``.
+
+    Args:
+        vocab_size: As in :class:`~lightning_mcore.MCoreGPT`, like all arguments besides ``preference``.
+        seq_length: Tokens of a sequence.
+        transformer: Fields of Megatron's ``TransformerConfig``.
+        preference: The loss and its reference; :class:`~lightning_mcore.Preference` has the settings.
+        recipe: Optimizer and learning rate.
+        position_embedding_type: The kind of position embedding.
+        rotary_percent: Share of a head's channels that is rotated.
+        rotary_base: Base of the rotary wavelengths.
+        rope_scaling: Stretch long wavelengths as Llama 3 does.
+        rope_scaling_factor: The factor of that stretch.
+        seq_len_interpolation_factor: Divides all positions.
+        yarn: Settings of YaRN.
+        share_embeddings_and_output_weights: Whether the output layer is the embedding's transpose.
+        make_vocab_size_divisible_by: The embedding has a multiple of this many rows.
+        transformer_impl: The layers to use.
+        hf: The Hugging Face model that it was made from; filled in by :meth:`from_pretrained`.
+        lora: Train low-rank adapters and freeze the rest.
+
+    Raises:
+        ValueError: A value is not allowed, or two contradict each other.
+        TypeError: A value has the wrong type.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        seq_length: int,
+        transformer: dict[str, Any],
+        preference: Preference | dict[str, Any] = Preference(),
+        recipe: Recipe = Recipe(),
+        position_embedding_type: PositionEmbedding = "rope",
+        rotary_percent: float = 1.0,
+        rotary_base: int = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        seq_len_interpolation_factor: float | None = None,
+        yarn: dict[str, Any] | None = None,
+        share_embeddings_and_output_weights: bool = False,
+        make_vocab_size_divisible_by: int = 128,
+        transformer_impl: TransformerImpl = "auto",
+        hf: dict[str, Any] | None = None,
+        lora: LoRA | dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            vocab_size=vocab_size,
+            seq_length=seq_length,
+            transformer=_without_noise(transformer),
+            recipe=recipe,
+            position_embedding_type=position_embedding_type,
+            rotary_percent=rotary_percent,
+            rotary_base=rotary_base,
+            rope_scaling=rope_scaling,
+            rope_scaling_factor=rope_scaling_factor,
+            seq_len_interpolation_factor=seq_len_interpolation_factor,
+            yarn=yarn,
+            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
+            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+            transformer_impl=transformer_impl,
+            hf=hf,
+            lora=None if lora is None else replace(LoRA.of(lora), lora_dropout=0.0),
+        )
+        self.preference = Preference.of(preference)
+        self.reference_mark: str | None = None  # tells the reference of this run from any other
+        if self.preference.bco_weight:
+            self.baseline = RunningMean()
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]  # the loss is a mean over pairs, without a loss_normalization
+        cls,
+        path: str,
+        seq_length: int | None = None,
+        transformer: dict[str, Any] | None = None,
+        preference: Preference | dict[str, Any] = Preference(),
+        recipe: Recipe = Recipe(),
+        make_vocab_size_divisible_by: int = 128,
+        transformer_impl: TransformerImpl = "auto",
+        family: str | None = None,
+        lora: LoRA | dict[str, Any] | str | None = None,
+        adapters: list[str] | None = None,
+    ) -> "MCorePreference":
+        """Make a module from a Hugging Face model, and start from its weights on any layout.
+
+        Args:
+            path: As in :meth:`MCoreGPT.from_pretrained`, like all arguments besides ``preference``.
+            seq_length: Tokens of a sequence; None for the longest that the model supports.
+            transformer: Fields of ``TransformerConfig`` that replace those from the model's config.
+            preference: The loss and its reference, as in the constructor.
+            recipe: Optimizer and learning rate, as in the constructor.
+            make_vocab_size_divisible_by: The embedding has a multiple of this many rows, whatever the layout.
+            transformer_impl: ``"local"``, ``"transformer_engine"`` or ``"auto"``, as in the constructor.
+            family: The kind of model; None for the family in its config.
+            lora: Train low-rank adapters and freeze the weights, or continue those in a PEFT folder.
+            adapters: PEFT adapters to merge into the weights first.
+
+        Raises:
+            FileNotFoundError: There is no such model, or no such adapter.
+            ValueError: Its family is unknown, or its config asks for something that is not supported.
+        """
+        return cls._of_pretrained(
+            path,
+            family,
+            seq_length,
+            transformer,
+            lora,
+            adapters,
+            preference=preference,
+            recipe=recipe,
+            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+            transformer_impl=transformer_impl,
+        )
+
+    def check_settings(self) -> None:
+        """Refuse settings as ``MCoreGPT`` does, and those that contradict a loss over pairs.
+
+        Raises:
+            ValueError: Router losses would have wrong weights, or no adapters can be switched off for the reference.
+        """
+        super().check_settings()
+        config = self._build_config()
+        weighted = weighted_by_tokens(config)
+        if config.calculate_per_token_loss and weighted:
+            raise ValueError(
+                f"calculate_per_token_loss=True with {weighted[0]}={getattr(config, weighted[0])}: the loss is a mean"
+                " over pairs, and Megatron weights that one by tokens; leave calculate_per_token_loss out"
+            )
+        if self.preference.precompute_reference is False and not self._adapters_can_be_off:
+            given = "no LoRA adapters" if self.lora is None else "LoRA with modules_to_save, which stay as trained"
+            raise ValueError(
+                f"precompute_reference=False with {given}: switching adapters off would not give the reference; leave"
+                " it out"
+            )
+
+    # ---- the reference
+
+    @property
+    def precomputes_reference(self) -> bool:
+        """Whether the reference's log-probabilities are computed before training, not in each step."""
+        preference = self.preference
+        if not preference.needs_reference or preference.precompute_reference is False:
+            return False
+        return bool(preference.precompute_reference or preference.reference) or not self._adapters_can_be_off
+
+    @property
+    def _adapters_can_be_off(self) -> bool:
+        return self.lora is not None and not self.lora.modules_to_save
+
+    def on_fit_start(self) -> None:
+        """Compute the reference's log-probabilities of all pairs that the data module offers; collective."""
+        self._compute_reference()
+
+    def on_validation_start(self) -> None:
+        """Compute the reference before a validation outside training; collective."""
+        super().on_validation_start()
+        self._compute_reference()
+
+    def on_test_start(self) -> None:
+        """Compute the reference before testing; collective."""
+        self._compute_reference()
+
+    def _compute_reference(self) -> None:
+        if self.precomputes_reference:
+            from lightning_mcore.models.reference import compute_reference
+
+            compute_reference(self)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Add the reference's log-probabilities to a batch, with the adapters switched off."""
+        super().on_train_batch_start(batch, batch_idx)
+        self._add_reference(batch)
+
+    def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Add the reference's log-probabilities to a batch, with the adapters switched off."""
+        super().on_validation_batch_start(batch, batch_idx, dataloader_idx)
+        self._add_reference(batch)
+
+    def on_test_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Add the reference's log-probabilities to a batch, with the adapters switched off."""
+        super().on_test_batch_start(batch, batch_idx, dataloader_idx)
+        self._add_reference(batch)
+
+    def _add_reference(self, batch: Batch) -> None:
+        if not self.preference.needs_reference or "reference_logps" in batch:
+            return
+        if self.precomputes_reference:
+            raise ValueError(
+                f"the loss {self.preference.loss!r} needs a reference, and the batch has no reference_logps; use a data"
+                " module with pair_sources(), put reference_logps into the batch, or train LoRA adapters"
+            )
+        with self.as_reference():
+            batch["reference_logps"] = self.run_forward("answer_logps", batch)
+
+    @contextlib.contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """Run the model without its adapters, in evaluation mode, inside the ``with`` block."""
+        with adapters_off(self), evaluating(self):
+            yield
+
+    def mark_of_reference(self) -> str:
+        """Return what tells the weights inside :meth:`as_reference` from any others, on any layout; collective."""
+        if self._base is not None and self._adapters_can_be_off and self.preference.reference is None:
+            return self._base
+        from lightning_mcore.hf.adapters import fingerprint
+
+        return fingerprint(self)
+
+    def answer_logps(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the log-probability of each answer, a sum over its tokens, fp64: [2n], packed [b, k]."""
+        losses, inputs = self.token_losses(batch)
+        assert inputs.loss_mask is not None
+        logps = -sample_sums(losses * inputs.loss_mask, inputs, self._cp_group)
+        return logps if inputs.packed is None else logps.view(len(batch["tokens"]), -1)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Record which reference the run has."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint[_REFERENCE] = self.reference_mark
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Read which reference the run has."""
+        super().on_load_checkpoint(checkpoint)
+        self.reference_mark = checkpoint.get(_REFERENCE, self.reference_mark)
+
+    # ---- steps
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Refuse, besides what ``MCoreGPT`` refuses, batches that do not hold pairs.
+
+        Raises:
+            ValueError: The sequences are not pairs, or the tags of KTO are missing or superfluous.
+        """
+        check_pairs(batch, self.preference.loss == "kto")
+        return super().on_before_batch_transfer(batch, dataloader_idx)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        """Return the mean loss over the pairs of a microbatch and its weight, their number."""
+        return self._step(batch, "train_loss", "")
+
+    def _evaluate(self, stage: str, batch: Batch) -> None:
+        self._step(batch, f"{stage}_loss", f"{stage}_")
+
+    def _step(self, batch: Batch, loss_name: str, prefix: str) -> Any:
+        losses, inputs = self.token_losses(batch)
+        weighs = self._config_of_chunks().calculate_per_token_loss
+        if inputs.packed is not None and not weighs:
+            raise ValueError(
+                "packed rows hold different numbers of pairs, which calculate_per_token_loss=False would not weigh;"
+                " pad the pairs instead, or leave out calculate_per_token_loss and the losses of routers"
+            )
+        answers = self._answers(losses, inputs, batch)
+        is_kto = self.preference.loss == "kto"
+        each, values = self._kto(answers, batch["desirable"]) if is_kto else self._pairs(answers)
+        mean, count = answers.mean(each)
+        for name, (value, weight) in {loss_name: (mean, count), **values}.items():
+            self.log(
+                name if name == loss_name else prefix + name,
+                value.detach().float(),
+                batch_size=weight,  # type: ignore[arg-type]
+                sync_dist=True,
+                prog_bar=name == loss_name,
+            )
+        return {"loss": mean.float(), "num_tokens": count.int()} if weighs else mean.float()
+
+    def _answers(self, losses: Tensor, inputs: ModelInputs, batch: Batch) -> _Answers:
+        mask, group = inputs.loss_mask, self._cp_group
+        assert mask is not None
+        lengths = sample_sums(mask, inputs, group)
+        alpha = self.preference.ld_alpha
+        weights = mask if alpha is None else mask * tail_weights(inputs, lengths, alpha, group)
+        logps = -sample_sums(losses * weights, inputs, group)
+        logps = torch.where(lengths > 0, logps, -1.0).view(-1, 2)
+        reference = batch["reference_logps"].view(-1, 2) if self.preference.needs_reference else None
+        lengths = lengths.view(-1, 2)
+        return _Answers(logps, lengths.clamp(min=1), reference, (lengths > 0).all(dim=1))
+
+    def _pairs(self, answers: _Answers) -> tuple[Tensor, Values]:
+        """Return the loss of each pair, [n], and the values to log with their weights."""
+        setting, beta = self.preference, self.preference.beta
+        is_mean = setting.loss in OF_MEANS
+        scores = answers.means if is_mean else answers.logps
+        ratios = scores
+        if answers.reference is not None:
+            ratios = scores - (answers.reference / answers.lengths if is_mean else answers.reference)
+        chosen, rejected = scores.unbind(1)
+        values: Values = {}
+        if setting.loss == "simpo":
+            each = losses_of.simpo_loss(chosen, rejected, beta, setting.simpo_gamma)
+        elif setting.loss == "orpo":
+            odds = losses_of.odds_ratio_loss(chosen, rejected)
+            each = beta * odds - chosen
+            values |= {"sft_loss": answers.mean(-chosen), "odds_ratio_loss": answers.mean(odds)}
+        else:
+            each = self._with_reference(ratios[:, 0] - ratios[:, 1])
+        rewards = beta * ratios
+        if setting.bco_weight:
+            term = losses_of.bco_term(rewards[:, 0], rewards[:, 1], self._baseline(rewards.detach(), answers))
+            each = (each + setting.bco_weight * term) / (1 + setting.bco_weight)
+        if setting.sft_weight:
+            each = each - setting.sft_weight * answers.means[:, 0]
+        margins = rewards[:, 0] - rewards[:, 1]
+        return each, values | {
+            "rewards/chosen": answers.mean(rewards[:, 0]),
+            "rewards/rejected": answers.mean(rewards[:, 1]),
+            "rewards/margins": answers.mean(margins),
+            "rewards/accuracies": answers.mean((margins > 0).to(margins)),
+            "logps/chosen": answers.mean(chosen),
+            "logps/rejected": answers.mean(rejected),
+        }
+
+    def _with_reference(self, delta: Tensor) -> Tensor:
+        setting = self.preference
+        if setting.loss == "sigmoid":
+            return losses_of.sigmoid_loss(delta, setting.beta, setting.label_smoothing)
+        if setting.loss == "robust":
+            return losses_of.robust_loss(delta, setting.beta, setting.label_smoothing)
+        return (losses_of.hinge_loss if setting.loss == "hinge" else losses_of.ipo_loss)(delta, setting.beta)
+
+    def _baseline(self, rewards: Tensor, answers: _Answers) -> Tensor:
+        """Return the mean of all rewards so far; in training this microbatch's on all data-parallel ranks included.
+
+        Args:
+            rewards: [n, 2].
+            answers: The answers that they belong to.
+        """
+        if self.training:
+            total = torch.where(answers.there[:, None], rewards, 0.0).sum()
+            sums = torch.stack([total, 2 * answers.there.sum().to(total)])
+            self.baseline.update(*self.trainer.strategy.reduce(sums, reduce_op="sum"))
+        return self.baseline.mean
+
+    def _kto(self, answers: _Answers, desirable: Tensor) -> tuple[Tensor, Values]:
+        """Return the loss of each example, [n], and the values to log with their weights."""
+        setting = self.preference
+        assert answers.reference is not None
+        is_good, there = desirable.view(-1, 2)[:, 0], answers.there
+        ratios = answers.logps - answers.reference
+        rewards = setting.beta * ratios[:, 0]
+        of_kind = [torch.where(there & kind, rewards, 0.0) for kind in (is_good, ~is_good)]
+        counted = [ratios.new_ones(()) * (there & kind).sum() for kind in (is_good, ~is_good)]
+        divergence = torch.where(there, ratios[:, 1], 0.0).sum()
+        sums = torch.stack([divergence, *(part.sum() for part in of_kind), *counted]).detach()
+        divergence, good, bad, num_good, num_bad = self.trainer.strategy.reduce(sums, reduce_op="sum")
+        kl = (divergence / (num_good + num_bad).clamp(min=1)).clamp(min=0)
+        each = losses_of.kto_loss(
+            ratios[:, 0], is_good, kl, setting.beta, setting.desirable_weight, setting.undesirable_weight
+        )
+        margin = good / num_good.clamp(min=1) - bad / num_bad.clamp(min=1)
+        number = there.sum()
+        return each, {
+            "kl": (kl, number),
+            "rewards/chosen": answers.mean(rewards, is_good),
+            "rewards/rejected": answers.mean(rewards, ~is_good),
+            "rewards/margins": (margin, number * (num_good * num_bad > 0)),
+            "logps/chosen": answers.mean(answers.logps[:, 0], is_good),
+            "logps/rejected": answers.mean(answers.logps[:, 0], ~is_good),
+        }
+
+    @property
+    def _cp_group(self) -> Any:
+        return process_group("cp") if self._host() is not None else None
+
+
+def _without_noise(transformer: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a model without dropout and multi-token prediction.
+
+    A loss of routers, which Megatron weighs by tokens, makes the loss a mean over microbatches.
+    """
+    off = [f"{name}={transformer[name]}" for name in _OFF if transformer.get(name)]
+    if off:
+        rank_zero_info(f"training on preferences leaves out {' and '.join(off)}")
+    fields = {**transformer, **{name: value for name, value in _OFF.items() if name in transformer}}
+    if weighted_by_tokens(SimpleNamespace(**fields)):
+        fields.setdefault("calculate_per_token_loss", False)
+    return fields
