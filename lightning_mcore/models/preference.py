@@ -208,7 +208,7 @@ class MCorePreference(MCoreGPT):
                 f"calculate_per_token_loss=True with {weighted[0]}={getattr(config, weighted[0])}: the loss is a mean"
                 " over pairs, and Megatron weights that one by tokens; leave calculate_per_token_loss out"
             )
-        if self.preference.precompute_reference is False and not self._adapters_can_be_off:
+        if self.preference.precompute_reference is False and not self.adapters_can_be_off:
             given = "no LoRA adapters" if self.lora is None else "LoRA with modules_to_save, which stay as trained"
             raise ValueError(
                 f"precompute_reference=False with {given}: switching adapters off would not give the reference; leave"
@@ -223,10 +223,11 @@ class MCorePreference(MCoreGPT):
         preference = self.preference
         if not preference.needs_reference or preference.precompute_reference is False:
             return False
-        return bool(preference.precompute_reference or preference.reference) or not self._adapters_can_be_off
+        return bool(preference.precompute_reference or preference.reference) or not self.adapters_can_be_off
 
     @property
-    def _adapters_can_be_off(self) -> bool:
+    def adapters_can_be_off(self) -> bool:
+        """Whether the model without its adapters is the one that training began with."""
         return self.lora is not None and not self.lora.modules_to_save
 
     def on_fit_start(self) -> None:
@@ -279,14 +280,6 @@ class MCorePreference(MCoreGPT):
         """Run the model without its adapters, in evaluation mode, inside the ``with`` block."""
         with adapters_off(self), evaluating(self):
             yield
-
-    def mark_of_reference(self) -> str:
-        """Return what tells the weights inside :meth:`as_reference` from any others, on any layout; collective."""
-        if self._base is not None and self._adapters_can_be_off and self.preference.reference is None:
-            return self._base
-        from lightning_mcore.hf.adapters import fingerprint
-
-        return fingerprint(self)
 
     def answer_logps(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the log-probability of each answer, a sum over its tokens, fp64: [2n], packed [b, k]."""

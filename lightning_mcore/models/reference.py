@@ -55,7 +55,7 @@ def compute_reference(module: "MCorePreference") -> None:
     if module.reference_mark is not None and _read_all(module, sources):
         return
     with _weights_of_reference(module):
-        mark = module.mark_of_reference()
+        mark = _mark(module)
         if module.reference_mark not in (None, mark):
             raise ValueError(
                 "the reference's log-probabilities of this run are not beside the data any more, and"
@@ -88,6 +88,15 @@ def _weights_of_reference(module: "MCorePreference") -> Iterator[None]:
         finally:
             for tensor, values in zip(tensors, kept, strict=True):
                 tensor.data.copy_(values)
+
+
+def _mark(module: "MCorePreference") -> str:
+    """Return what tells the weights of the reference from any others, on any layout; collective."""
+    if module.adapters_can_be_off and module.preference.reference is None and module._base is not None:
+        return module._base
+    from lightning_mcore.hf.adapters import fingerprint
+
+    return fingerprint(module)
 
 
 def _read_all(module: "MCorePreference", sources: dict[str, PairSource]) -> bool:
