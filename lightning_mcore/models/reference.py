@@ -154,7 +154,11 @@ def _complete(module: "MCorePreference", name: str, source: PairSource) -> _Tabl
         for start in shown:
             # ranks that have no pair of the last batch repeat the last one, because others may share experts with them
             own = [min(start + rank * source.batch_size + i, len(source) - 1) for i in range(source.batch_size)]
-            batch = module.on_before_batch_transfer(collate_padded_pairs(source.take(own), multiple), 0)
+            pairs = source.take(own)
+            longest = torch.tensor(max(sequence.length for pair in pairs for sequence in pair.sequences))
+            length = int(trainer.strategy.reduce(longest.to(module.device), reduce_op="max"))  # experts want it equal
+            batch = collate_padded_pairs(pairs, multiple, -(-length // multiple) * multiple)
+            batch = module.on_before_batch_transfer(batch, 0)
             logps = module.run_forward("answer_logps", move_data_to_device(batch, module.device))
             gathered: Any = trainer.strategy.all_gather(logps)
             rows = gathered.reshape(-1, 2)[: len(source) - start].cpu()

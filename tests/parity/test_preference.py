@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step on preferences equals a plain loop over transformers with a frozen copy, on every layout, padded and packed.
+
+The reference's log-probabilities are computed by the pass before training, on the layout of the run, from the folder of
+another model. The plain loop runs in fp64, sequence by sequence, and knows nothing of padding, packing or ranks.
+"""
+
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_mcore import LoRA, MCorePreference, MCoreStrategy, Preference
+from lightning_mcore.data.packing.best_fit import TokenSample
+from lightning_mcore.data.preference.pairs import Pair, build_pair_row, collate_pair_rows, collate_padded_pairs
+from lightning_mcore.data.sampling import data_parallel_place
+from tests.hf_models import VOCAB_SIZE, tiny_folder
+from tests.layouts import Layout
+from tests.parity.global_tensors import whole_gradients
+from tests.parity.hf_training import Part, _on_disk, _parts
+from tests.ranks import run_ranks
+from tests.toy import make_trainer
+
+pytestmark = pytest.mark.distributed
+
+LENGTH = 48
+MULTIPLE = 4  # what cp2 asks of a sequence
+ROWS = ((0, 1, 2), (3,))  # the pairs in packed rows
+LOSS, GRADIENT = 1e-5, 1e-5  # the first absolute, the second of the greatest value of a tensor
+
+CASES = {
+    "dpo": Preference(beta=0.5, label_smoothing=0.1, ld_alpha=0.4, sft_weight=0.3),
+    "hinge": Preference("hinge", beta=0.3),
+    "robust": Preference("robust", beta=0.3, label_smoothing=0.2, bco_weight=0.7),
+    "ipo": Preference("ipo", beta=0.2),
+    "orpo": Preference("orpo", beta=0.7),
+    "simpo": Preference("simpo", beta=2.0, simpo_gamma=0.8),
+    "kto": Preference("kto", beta=0.3, desirable_weight=1.3, undesirable_weight=0.6),
+}
+DESIRABLE = (True, False, False, True)
+
+Run = tuple[str, str, bool]  # a case, a family, and whether rows are packed
+DENSE: tuple[Run, ...] = (("dpo", "qwen2", False), ("dpo", "qwen2", True))
+LAYOUTS: dict[int, dict[Layout, tuple[Run, ...]]] = {
+    1: {Layout(): (*((case, "qwen2", False) for case in CASES), ("orpo", "qwen2", True), ("kto", "qwen2", True))},
+    2: {
+        Layout(tp=2): DENSE,
+        Layout(tp=2, sp=True): DENSE,
+        Layout(pp=2): (*DENSE, ("kto", "qwen2", False)),
+        Layout(pp=2, vp=2): DENSE,
+        Layout(cp=2): (*DENSE, ("ipo", "qwen2", True), ("kto", "qwen2", False)),
+        Layout(dp=2): (*DENSE, ("kto", "qwen2", False), ("kto", "qwen2", True), ("robust", "qwen2", False)),
+        Layout(dp=2, distributed_optimizer=True): DENSE[:1],
+        Layout(moe=True, dp=2, ep=2): (("dpo", "qwen2_moe", False), ("dpo", "qwen2_moe", True)),
+    },
+    4: {
+        Layout(tp=2, cp=2, sp=True): DENSE[1:],
+        Layout(tp=2, pp=2, sp=True): DENSE[:1],
+        Layout(dp=2, cp=2): DENSE[1:],
+    },
+}
+
+
+@functools.cache
+def pairs() -> list[Pair]:
+    """Return four pairs of answers of uneven lengths."""
+    random = np.random.default_rng(3)
+    found = []
+    for number, (prompt, chosen, rejected) in enumerate(((3, 5, 9), (1, 4, 2), (6, 1, 5), (4, 11, 6))):
+        start = random.integers(1, VOCAB_SIZE, prompt)
+        answers = [np.concatenate([start, random.integers(1, VOCAB_SIZE, n)]) for n in (chosen, rejected)]
+        found.append(Pair(*(TokenSample(t, np.arange(len(t)) >= prompt, number) for t in answers)))
+    return found
+
+
+# ---- the plain loop
+
+
+@functools.cache
+def other_folder(family: str) -> str:
+    """Return the folder of the reference model: the tiny model with other weights."""
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(_folders().name) / family
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder(family), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 1 + 0.2 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@functools.cache
+def _folders() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="references_")
+
+
+def answer_logps(model: Any) -> Tensor:
+    """Return the log-probability of each token of each answer, [pairs, 2, longest answer], 0 where there is none."""
+    found = []
+    for sample in (sample for pair in pairs() for sample in pair.sequences):
+        tokens = torch.from_numpy(sample.tokens)[None]
+        logps = model(tokens[:, :-1]).logits.double().log_softmax(-1).gather(-1, tokens[:, 1:, None])[0, :, 0]
+        answer = logps[torch.from_numpy(sample.loss_mask[1:])]  # type: ignore[index]
+        found.append(torch.nn.functional.pad(answer, (0, LENGTH - len(answer))))
+    return torch.stack(found).view(-1, 2, LENGTH)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the plain loop computes.
+
+    Attributes:
+        values: The loss and some of the logged values.
+        gradients: By the name of the tensor on the disk.
+    """
+
+    values: dict[str, float]
+    gradients: dict[str, Tensor]
+
+
+@functools.cache
+def _models(family: str) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM
+
+    folders = (str(tiny_folder(family)), other_folder(family))
+    dtype = torch.float32 if "moe" in family else torch.float64  # grouped products have no fp64
+    policy, frozen = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").train()
+        for folder in folders
+    )
+    return policy, frozen.requires_grad_(False)
+
+
+@functools.cache
+def plain_step(case: str, family: str) -> Wanted:
+    """Run a step of the plain loop over all pairs."""
+    policy, frozen = _models(family)
+    policy.zero_grad()
+    setting = CASES[case]
+    tokens, reference = answer_logps(policy), answer_logps(frozen).sum(2)
+    lengths = torch.tensor([[s.num_targets for s in pair.sequences] for pair in pairs()])
+    losses, values = (of_kto if case == "kto" else of_pairs)(setting, tokens, reference, lengths)
+    loss = losses.mean()
+    loss.backward()
+    values |= {"train_loss": loss}
+    return Wanted(
+        {name: float(torch.as_tensor(value).detach()) for name, value in values.items()},
+        _on_disk(family, dict(policy.named_parameters())),
+    )
+
+
+def of_pairs(setting: Preference, tokens: Tensor, reference: Tensor, lengths: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """Return the loss of each pair, [n], and logged values, from the log-probabilities of tokens."""
+    place = torch.arange(LENGTH)
+    shorter = lengths.amin(1)[:, None, None]
+    weights = torch.where(place < shorter, 1.0, 1.0 if setting.ld_alpha is None else setting.ld_alpha)
+    lp = (tokens * weights).sum(2)
+    if setting.loss in ("ipo", "orpo", "simpo"):
+        lp, reference = lp / lengths, reference / lengths
+    beta, (c, r) = setting.beta, lp.unbind(1)
+    rewards = beta * (lp if setting.loss in ("orpo", "simpo") else lp - reference)
+    margin = rewards[:, 0] - rewards[:, 1]
+    yes, no = torch.sigmoid(margin).log(), torch.sigmoid(-margin).log()
+    smoothing = setting.label_smoothing
+    if setting.loss == "orpo":
+        odds = [torch.exp(x) / (1 - torch.exp(x)) for x in (c, r)]
+        losses = -c - beta * torch.sigmoid(torch.log(odds[0] / odds[1])).log()
+    else:
+        losses = {
+            "sigmoid": -(1 - smoothing) * yes - smoothing * no,
+            "robust": ((smoothing - 1) * yes + smoothing * no) / (1 - 2 * smoothing),
+            "hinge": (1 - margin).clamp(min=0),
+            "ipo": (margin / beta - 0.5 / beta) ** 2,
+            "simpo": -torch.sigmoid(margin - setting.simpo_gamma).log(),
+        }[setting.loss]
+    if setting.bco_weight:
+        baseline = rewards.mean().detach()
+        term = -torch.sigmoid(rewards[:, 0] - baseline).log() - torch.sigmoid(baseline - rewards[:, 1]).log()
+        losses = (losses + setting.bco_weight * term) / (1 + setting.bco_weight)
+    losses = losses - setting.sft_weight * (tokens * weights).sum(2)[:, 0] / lengths[:, 0]
+    return losses, {
+        "rewards/chosen": rewards[:, 0].mean(),
+        "rewards/rejected": rewards[:, 1].mean(),
+        "rewards/margins": margin.mean(),
+        "rewards/accuracies": (margin > 0).double().mean(),
+        "logps/chosen": c.mean(),
+        "logps/rejected": r.mean(),
+    }
+
+
+def of_kto(setting: Preference, tokens: Tensor, reference: Tensor, lengths: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """Return the loss of each example, [n], and logged values; the second answer of a pair gives the KL term."""
+    ratios = tokens.sum(2) - reference
+    kl = ratios[:, 1].mean().detach().clamp(min=0)
+    good = torch.tensor(DESIRABLE)
+    value = torch.sigmoid(setting.beta * torch.where(good, ratios[:, 0] - kl, kl - ratios[:, 0]))
+    weights = torch.where(good, setting.desirable_weight, setting.undesirable_weight)
+    rewards = setting.beta * ratios[:, 0]
+    chosen, rejected = rewards[good].mean(), rewards[~good].mean()
+    values = {"kl": kl, "rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected}
+    return weights * (1 - value), values
+
+
+# ---- a run
+
+
+class Source:
+    """The pairs, as a data module offers them."""
+
+    def __init__(self, folder: str, is_kto: bool) -> None:
+        self.key, self.folder, self.batch_size = "the pairs", folder, 3
+        self.reference: NDArray[np.float64] | None = None
+        self._is_kto = is_kto
+
+    def __len__(self) -> int:
+        return len(pairs())
+
+    def take(self, indices: Sequence[int]) -> list[Pair]:
+        found = []
+        for index in indices:
+            reference = None if self.reference is None else tuple(self.reference[index].tolist())
+            desirable = DESIRABLE[index] if self._is_kto else None
+            found.append(dataclasses.replace(pairs()[index], desirable=desirable, reference=reference))
+        return found
+
+
+class Data(pl.LightningDataModule):
+    """The pairs in one global batch, packed or padded (to ``length``, or to the longest answer)."""
+
+    def __init__(self, folder: str, packed: bool, is_kto: bool = False, length: int | None = None) -> None:
+        super().__init__()
+        self.source = Source(folder, is_kto)
+        self._packed, self._length = packed, length
+
+    def pair_sources(self) -> dict[str, Source]:
+        return {"train": self.source}
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        rank, ranks = data_parallel_place(self.trainer)
+        if self._packed:
+            rows = ROWS[rank::ranks] if ranks > 1 else ROWS
+            return DataLoader([rows], batch_size=None, collate_fn=self._pack)  # type: ignore[arg-type]
+        mine = list(range(len(pairs())))[rank::ranks]
+        return DataLoader([mine], batch_size=None, collate_fn=self._pad)  # type: ignore[arg-type]
+
+    def _pack(self, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        return collate_pair_rows([build_pair_row(self.source.take(row), LENGTH + 24, MULTIPLE) for row in rows])
+
+    def _pad(self, chosen: Sequence[int]) -> dict[str, Tensor]:
+        return collate_padded_pairs(self.source.take(chosen), MULTIPLE, self._length)
+
+
+class Watched(MCorePreference):
+    """Keeps finished gradients."""
+
+    gradients: list[Part]
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        gradients: dict[int, Tensor] = {}
+        for chunk in self.trainer.strategy._chunks.ddp:
+            gradients |= whole_gradients(chunk)
+        self.gradients = _parts(self, gradients)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+Seen = tuple[dict[str, float], list[Part]]
+
+
+def train(layouts: dict[Layout, tuple[Run, ...]], folders: dict[str, tuple[str, str]], cache: str) -> list[list[Seen]]:
+    """Train one step of each run on each layout, one after the other, on this rank."""
+    return [
+        [_train(layout, run, *folders[run[1]], f"{cache}/{layout.id}") for run in runs]
+        for layout, runs in layouts.items()
+    ]
+
+
+def _train(layout: Layout, run: Run, folder: str, other: str, cache: str) -> Seen:
+    case, _, packed = run
+    setting = CASES[case]
+    if setting.needs_reference:
+        setting = dataclasses.replace(setting, reference=other)
+    module = Watched.from_pretrained(folder, seq_length=LENGTH, preference=setting)
+    in_parts = {} if layout.dp > 1 or case in ("kto", "robust") else {"micro_batch_size": 1 if packed else 2}
+    trainer = make_trainer(
+        MCoreStrategy(**layout.strategy_arguments | in_parts), max_steps=1, use_distributed_sampler=False
+    )
+    trainer.fit(module, Data(cache, packed, case == "kto", LENGTH if layout.moe else None))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.gradients
+
+
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_a_step_on_every_layout_is_that_of_a_plain_loop_with_a_frozen_copy(world_size: int, tmp_path: Path) -> None:
+    layouts = LAYOUTS[world_size]
+    families = {family for runs in layouts.values() for _, family, _ in runs}
+    folders = {family: (str(tiny_folder(family)), other_folder(family)) for family in families}
+    ranks = run_ranks(world_size, train, layouts, folders, str(tmp_path), timeout=240)
+    wrong: dict[str, Any] = {}
+    for index, (layout, runs) in enumerate(layouts.items()):
+        for number, run in enumerate(runs):
+            found = dict(differences(plain_step(*run[:2]), [rank[index][number] for rank in ranks]))
+            if found:
+                wrong[f"{layout.id} {run}"] = found
+    assert wrong == {}
+
+
+def differences(wanted: Wanted, ranks: Sequence[Seen]) -> Iterator[tuple[str, float]]:
+    """Yield what differs by more than it may; nothing may be missing."""
+    seen = set()
+    for values, gradients in ranks:
+        for name, value in wanted.values.items():
+            if not abs(values[name] - value) <= LOSS * max(1, abs(value)):
+                yield name, values[name] - value
+        for part in gradients:
+            seen.add(part.name)
+            whole = wanted.gradients[part.name]
+            difference = (part.values - part.of(whole)).abs().max().item() / max(whole.abs().max().item(), 1e-30)
+            if not difference <= GRADIENT:
+                yield part.name, difference
+    if seen != wanted.gradients.keys():
+        yield "names", float("nan")
