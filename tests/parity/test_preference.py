@@ -7,6 +7,7 @@ another model. The plain loop runs in fp64, sequence by sequence, and knows noth
 
 import dataclasses
 import functools
+import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,13 +18,14 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_mcore import LoRA, MCorePreference, MCoreStrategy, Preference
+from lightning_mcore import LoRA, MCorePreference, MCoreStrategy, Preference, Recipe
 from lightning_mcore.data.packing.best_fit import TokenSample
-from lightning_mcore.data.preference.pairs import Pair, build_pair_row, collate_pair_rows, collate_padded_pairs
+from lightning_mcore.data.preference.pairs import Pair, build_pair_row, collate_padded_pairs, collate_pair_rows
 from lightning_mcore.data.sampling import data_parallel_place
 from tests.hf_models import VOCAB_SIZE, tiny_folder
 from tests.layouts import Layout
@@ -48,6 +50,8 @@ CASES = {
     "simpo": Preference("simpo", beta=2.0, simpo_gamma=0.8),
     "kto": Preference("kto", beta=0.3, desirable_weight=1.3, undesirable_weight=0.6),
 }
+FIRST = {Preference(): math.log(2), Preference("ipo"): 1 / (4 * 0.1**2)}
+"""Losses of a model that is its own reference."""
 DESIRABLE = (True, False, False, True)
 
 Run = tuple[str, str, bool]  # a case, a family, and whether rows are packed
@@ -242,6 +246,7 @@ class Data(pl.LightningDataModule):
 
     def __init__(self, folder: str, packed: bool, is_kto: bool = False, length: int | None = None) -> None:
         super().__init__()
+        self.batches = 1
         self.source = Source(folder, is_kto)
         self._packed, self._length = packed, length
 
@@ -254,7 +259,11 @@ class Data(pl.LightningDataModule):
             rows = ROWS[rank::ranks] if ranks > 1 else ROWS
             return DataLoader([rows], batch_size=None, collate_fn=self._pack)  # type: ignore[arg-type]
         mine = list(range(len(pairs())))[rank::ranks]
-        return DataLoader([mine], batch_size=None, collate_fn=self._pad)  # type: ignore[arg-type]
+        batches = [mine, mine[::-1], mine[:1]][: self.batches]
+        return DataLoader(batches, batch_size=None, collate_fn=self._pad)  # type: ignore[arg-type]
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self.train_dataloader()
 
     def _pack(self, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         return collate_pair_rows([build_pair_row(self.source.take(row), LENGTH + 24, MULTIPLE) for row in rows])
@@ -281,12 +290,29 @@ class Watched(MCorePreference):
 Seen = tuple[dict[str, float], list[Part]]
 
 
-def train(layouts: dict[Layout, tuple[Run, ...]], folders: dict[str, tuple[str, str]], cache: str) -> list[list[Seen]]:
-    """Train one step of each run on each layout, one after the other, on this rank."""
-    return [
-        [_train(layout, run, *folders[run[1]], f"{cache}/{layout.id}") for run in runs]
-        for layout, runs in layouts.items()
-    ]
+def first_losses(layout: Layout, folder: str, cache: str) -> list[float]:
+    """Return the losses of a model that is its own reference, padded and packed."""
+    found = []
+    for setting in FIRST:
+        for packed in (False, True):
+            module = MCorePreference.from_pretrained(folder, seq_length=LENGTH, preference=setting)
+            trainer = make_trainer(MCoreStrategy(**layout.strategy_arguments), use_distributed_sampler=False)
+            data = Data(cache, packed, length=LENGTH if layout.moe else None)
+            [values] = trainer.validate(module, data, verbose=False)
+            found.append(values["val_loss"])
+    return found
+
+
+def train(
+    layouts: dict[Layout, tuple[Run, ...]], folders: dict[str, tuple[str, str]], cache: str
+) -> list[tuple[list[Seen], list[float]]]:
+    """Train one step of each run on each layout, one after the other, on this rank; and return the first losses."""
+    found = []
+    for layout, runs in layouts.items():
+        place = f"{cache}/{layout.id}"
+        seen = [_train(layout, run, *folders[run[1]], place) for run in runs]
+        found.append((seen, first_losses(layout, folders[runs[0][1]][0], place)))
+    return found
 
 
 def _train(layout: Layout, run: Run, folder: str, other: str, cache: str) -> Seen:
@@ -297,7 +323,10 @@ def _train(layout: Layout, run: Run, folder: str, other: str, cache: str) -> See
     module = Watched.from_pretrained(folder, seq_length=LENGTH, preference=setting)
     in_parts = {} if layout.dp > 1 or case in ("kto", "robust") else {"micro_batch_size": 1 if packed else 2}
     trainer = make_trainer(
-        MCoreStrategy(**layout.strategy_arguments | in_parts), max_steps=1, use_distributed_sampler=False
+        MCoreStrategy(**layout.strategy_arguments | in_parts),
+        max_steps=1,
+        use_distributed_sampler=False,
+        limit_val_batches=0,
     )
     trainer.fit(module, Data(cache, packed, case == "kto", LENGTH if layout.moe else None))
     return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.gradients
@@ -312,9 +341,13 @@ def test_a_step_on_every_layout_is_that_of_a_plain_loop_with_a_frozen_copy(world
     wrong: dict[str, Any] = {}
     for index, (layout, runs) in enumerate(layouts.items()):
         for number, run in enumerate(runs):
-            found = dict(differences(plain_step(*run[:2]), [rank[index][number] for rank in ranks]))
+            found = dict(differences(plain_step(*run[:2]), [rank[index][0][number] for rank in ranks]))
             if found:
                 wrong[f"{layout.id} {run}"] = found
+        for rank in ranks:
+            assert rank[index][1] == pytest.approx([loss for loss in FIRST.values() for _ in range(2)], rel=1e-6), (
+                layout.id
+            )
     assert wrong == {}
 
 
@@ -333,3 +366,84 @@ def differences(wanted: Wanted, ranks: Sequence[Seen]) -> Iterator[tuple[str, fl
                 yield part.name, difference
     if seen != wanted.gradients.keys():
         yield "names", float("nan")
+
+
+# ---- the reference of a run
+
+
+class Losses(pl.Callback):
+    """Keeps the loss of each step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.losses.append(float(trainer.callback_metrics["train_loss"]))
+
+
+def fit(folder: str, layout: Layout, cache: str, ckpt_path: str | None = None, **arguments: Any) -> list[float]:
+    """Train over three batches, and keep a checkpoint after each; return the losses of the steps."""
+    module = MCorePreference.from_pretrained(folder, seq_length=LENGTH, **arguments)
+    keep = pl.callbacks.ModelCheckpoint(f"{cache}/kept", "{step}", save_top_k=-1, every_n_train_steps=1)
+    seen = Losses()
+    trainer = make_trainer(
+        MCoreStrategy(**layout.strategy_arguments),
+        use_distributed_sampler=False,
+        limit_val_batches=0,
+        enable_checkpointing=True,
+        callbacks=[keep, seen],
+    )
+    data = Data(cache, packed=False)
+    data.batches = 3
+    trainer.fit(module, data, ckpt_path=ckpt_path)
+    return seen.losses
+
+
+def runs_with_adapters(folder: str, other: str, cache: str) -> list[list[float]]:
+    """Train adapters with a live reference, with one computed before, and with another model as the reference."""
+    found = []
+    for number, setting in enumerate(
+        (Preference(), Preference(precompute_reference=True), Preference(reference=other), Preference("orpo"))
+    ):
+        recipe = Recipe(learning_rate=0.05, min_learning_rate=0.05)
+        lora = LoRA(r=4, lora_dropout=0.5)  # which is off here
+        arguments = {"preference": setting, "recipe": recipe, "lora": lora}
+        found.append(fit(folder, Layout(pp=2), f"{cache}/{number}", **arguments))
+    return found
+
+
+def test_adapters_that_are_off_are_the_reference_that_is_computed_before(tmp_path: Path) -> None:
+    folders = str(tiny_folder("qwen2")), other_folder("qwen2")
+    [live, computed, other, _], _ = run_ranks(2, runs_with_adapters, *folders, str(tmp_path), timeout=120)
+    assert live[0] == pytest.approx(math.log(2), abs=1e-7)
+    assert computed == pytest.approx(live, abs=1e-6)
+    assert abs(live[2] - math.log(2)) > 0.01
+    assert abs(other[0] - math.log(2)) > 0.01
+
+
+def interrupted_runs(folder: str, cache: str) -> tuple[list[float], list[float], list[float]]:
+    """Train; again after a pass that was interrupted; resume; and be refused without the reference's file."""
+    layout, setting = Layout(dp=2), Preference(beta=0.5)
+    arguments = {"preference": setting, "recipe": Recipe(learning_rate=0.01, min_learning_rate=0.01)}
+    whole = fit(folder, layout, cache, **arguments)
+    [path] = Path(cache).glob("reference-*")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        path.write_bytes(path.read_bytes()[: 2 * 16 + 5])
+    dist.barrier()
+    again = fit(folder, layout, cache, **arguments)
+    kept = f"{cache}/kept/step=1.ckpt"
+    resumed = fit(folder, layout, cache, kept, **arguments)
+    if dist.get_rank() == 0:
+        path.unlink()
+    dist.barrier()
+    with pytest.raises(ValueError, match=r"its weights have changed; give Preference\(reference="):
+        fit(folder, layout, cache, kept, **arguments)
+    return whole, again, resumed
+
+
+def test_a_run_that_resumes_has_the_reference_that_it_began_with(tmp_path: Path) -> None:
+    for whole, again, resumed in run_ranks(2, interrupted_runs, str(tiny_folder("qwen2")), str(tmp_path), timeout=120):
+        assert whole[0] == pytest.approx(math.log(2), abs=1e-6)
+        assert again == whole
+        assert resumed == whole[1:]
