@@ -5,7 +5,8 @@ All runs are on one device, in one process. Figures are medians over steps after
 
 =========  =============================================================================================================
 overhead   ours against a bare Megatron loop in the same process, in pairs: after each step of the trainer, one of it
-recipes    bf16 against each FP8 recipe that the device has: step time, model FLOP/s, peak memory, and what plan says
+lightning  ours against Lightning's DDP and FSDP with the model of transformers, of the same sizes
+recipes    bf16 against each recipe of FP8 and FP4 of the device: step time, FLOP/s, peak memory, and what plan says
 packing    rows that hold several samples against a row for each: real tokens a second
 recompute  activations kept, and recomputed: step time, peak memory, and what plan says
 save       how long a step stands still for a synchronous and an asynchronous save
@@ -42,6 +43,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch.utils.data import DataLoader, Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.overhead import REPOSITORY, RandomTokens, circumstances, write_results
 from lightning_mcore import MCoreGPT, MCorePrecision, MCoreStrategy, Recipe
@@ -81,7 +83,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "attention": {"recompute_granularity": "selective"},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
-RECIPES = ("bf16", "delayed", "tensorwise", "blockwise", "mxfp8")
+RECIPES = ("bf16", "delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
 WARM_UP = 5  # steps that are not counted; the last of them comes after everything is compiled
 LEARNING_RATE = 1e-4
 MIB = 2**20
@@ -119,7 +121,8 @@ class Run:
     @property
     def precision(self) -> MCorePrecision:
         """Its number formats."""
-        fp8: dict[str, Any] = {} if self.recipe == "bf16" else {"fp8_recipe": self.recipe}
+        name = "fp4_recipe" if self.recipe == "nvfp4" else "fp8_recipe"
+        fp8: dict[str, Any] = {} if self.recipe == "bf16" else {name: self.recipe}
         return MCorePrecision("bf16-mixed", **fp8)
 
     @property
@@ -260,10 +263,12 @@ class Steps(pl.Callback):
         self.since = self.tokens = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        stage = plan_of(trainer, pl_module, batch_size=self.run.rows).fullest
-        self.figures.planned = stage.memory.total if stage is not None else 0.0
-        fields, vocabulary = pl_module.transformer, pl_module.padded_vocab_size
-        self.figures.model_flops = training_flops_per_token(fields, vocabulary, self.run.seq_length)
+        if isinstance(pl_module, MCoreGPT):
+            stage = plan_of(trainer, pl_module, batch_size=self.run.rows).fullest
+            self.figures.planned = stage.memory.total if stage is not None else 0.0
+        self.figures.model_flops = training_flops_per_token(
+            self.run.transformer, self.run.vocab_size, self.run.seq_length
+        )
         self.bare = BareLoop(self.run) if self.with_bare else None
         self.since = now(self.run.device)
 
@@ -309,14 +314,58 @@ def chosen_attention() -> str:
     return " and ".join(kinds) or "PyTorch"
 
 
-def fit(run: Run, with_bare: bool = False, after_step: Callable[[pl.Trainer, int], None] | None = None) -> Figures:
-    """Train; return what was measured. Afterwards nothing of the run is left on the device."""
+class OfTransformers(pl.LightningModule):
+    """The same model as transformers has it, trained by Lightning alone.
+
+    Args:
+        run: Whose sizes it has.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        fields = run.transformer
+        self.model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=run.vocab_size,
+                hidden_size=fields["hidden_size"],
+                intermediate_size=fields["ffn_hidden_size"],
+                num_hidden_layers=fields["num_layers"],
+                num_attention_heads=fields["num_attention_heads"],
+                num_key_value_heads=fields["num_query_groups"],
+                max_position_embeddings=run.seq_length,
+                use_cache=False,
+            )
+        )
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        logits = self.model(batch["tokens"]).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, fused=self.device.type == "cuda")
+
+
+def fit(
+    run: Run,
+    with_bare: bool = False,
+    after_step: Callable[[pl.Trainer, int], None] | None = None,
+    peer: str | None = None,
+) -> Figures:
+    """Train; return what was measured. Afterwards nothing of the run is left on the device.
+
+    Args:
+        run: The run.
+        with_bare: Whether the bare loop runs too.
+        after_step: Called after each step.
+        peer: A strategy of Lightning, which trains the model of transformers instead of ours.
+    """
     steps = Steps(run, with_bare, after_step)
     trainer = pl.Trainer(
         accelerator="gpu" if run.device == "cuda" else "cpu",
         devices=1,
-        strategy=MCoreStrategy(),
-        plugins=[run.precision],
+        strategy=peer or MCoreStrategy(),
+        precision="bf16-mixed" if peer else None,
+        plugins=None if peer else [run.precision],
         max_steps=WARM_UP + run.steps,
         accumulate_grad_batches=run.microbatches,
         gradient_clip_val=1.0,
@@ -328,7 +377,11 @@ def fit(run: Run, with_bare: bool = False, after_step: Callable[[pl.Trainer, int
     )
     impl: Any = run.impl
     recipe = Recipe(learning_rate=LEARNING_RATE)
-    model = MCoreGPT(run.vocab_size, run.seq_length, run.transformer, recipe=recipe, transformer_impl=impl)
+    model: pl.LightningModule
+    if peer:
+        model = OfTransformers(run)
+    else:
+        model = MCoreGPT(run.vocab_size, run.seq_length, run.transformer, recipe=recipe, transformer_impl=impl)
     try:
         trainer.fit(model, run.loader())
     finally:
@@ -349,6 +402,19 @@ def fit(run: Run, with_bare: bool = False, after_step: Callable[[pl.Trainer, int
 def overhead(run: Run) -> list[dict[str, Any]]:
     """Measure ours beside the bare loop."""
     return [{"case": "ours beside the bare loop", **fit(run, with_bare=True).summary()}]
+
+
+def lightning(run: Run) -> list[dict[str, Any]]:
+    """Measure ours against Lightning's own strategies, which train the model of transformers."""
+    rows: list[dict[str, Any]] = [{"case": "MCoreStrategy", **fit(run).summary()}]
+    for peer in ("ddp", "fsdp"):
+        if run.device == "cpu" and peer == "fsdp":
+            rows.append({"case": peer, "refused": "Lightning's FSDP needs a GPU"})
+        elif "num_moe_experts" in run.transformer:
+            rows.append({"case": peer, "refused": "transformers' Llama has no experts"})
+        else:
+            rows.append({"case": f"{peer}, transformers", **fit(run, peer=peer).summary()})
+    return rows
 
 
 def recipes(run: Run) -> list[dict[str, Any]]:
@@ -459,6 +525,7 @@ def save(run: Run) -> list[dict[str, Any]]:
 
 PIECES: dict[str, Callable[[Run], list[dict[str, Any]]]] = {
     "overhead": overhead,
+    "lightning": lightning,
     "recipes": recipes,
     "packing": packing,
     "recompute": recompute,

@@ -45,6 +45,8 @@ def as_tensors(chunk: nn.Module, config: TransformerConfig, state: dict[str, Any
         dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=group)
         for row, reduced in zip(rows, torch.split(latest, [len(row) for row in rows]), strict=True):
             row.copy_(reduced)
+        if only_tensor_parallel:
+            found = _of_data_parallel_ranks(found)
     for name, tensors in found.items():
         if isinstance(state[name], ShardedObject):
             data = {key: tensor.cpu() for key, tensor in tensors.items()}
@@ -72,6 +74,7 @@ def restored(chunk: nn.Module, config: TransformerConfig, state: dict[str, Any])
             state[name] = torch.empty(0, dtype=torch.uint8)
     if recipe is None or not recipe.delayed():
         found = {}
+    found = {layer: [_of_this_rank(part, config) for part in parts] for layer, parts in found.items()}
     for layer, parts in found.items():
         _write(layer, recipe, parts)
     yield
@@ -100,6 +103,35 @@ def _tensors(layer: Any, number: int) -> dict[str, Tensor]:
             tensors[f"scale_{direction}"] = scaling.scale.view(-1, count)[:, number]
             tensors[f"{_HISTORY}_{direction}"] = history.view(len(history), -1, count)[..., number]
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _of_data_parallel_ranks(found: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """Stack each tensor with those of the other data-parallel ranks, which ``tp_only_amax_red`` keeps apart."""
+    group = parallel_state.get_data_parallel_group()
+    if group.size() == 1:
+        return found
+    flat = torch.cat([tensor.flatten() for tensors in found.values() for tensor in tensors.values()])
+    gathered = flat.new_empty(group.size() * flat.numel())
+    dist.all_gather_into_tensor(gathered, flat, group=group)
+    rows = gathered.view(group.size(), -1)
+    start = 0
+    stacked: dict[str, dict[str, Tensor]] = {name: {} for name in found}
+    for name, tensors in found.items():
+        for key, tensor in tensors.items():
+            end = start + tensor.numel()
+            stacked[name][key] = rows[:, start:end].reshape(-1, *tensor.shape)
+            start = end
+    return stacked
+
+
+def _of_this_rank(tensors: Mapping[str, Tensor], config: TransformerConfig) -> Mapping[str, Tensor]:
+    """Return the part of this data-parallel rank; if there is another number of them now, what no value exceeds."""
+    if tensors["scale_fwd"].dim() == 1:
+        return tensors
+    group = parallel_state.get_data_parallel_group()
+    if getattr(config, "tp_only_amax_red", False) and len(tensors["scale_fwd"]) == group.size():
+        return {name: tensor[group.rank()] for name, tensor in tensors.items()}
+    return {name: tensor.amax(0) if name.startswith(_HISTORY) else tensor.amin(0) for name, tensor in tensors.items()}
 
 
 def _write(layer: Any, recipe: Any, parts: list[Mapping[str, Tensor]]) -> None:

@@ -138,7 +138,7 @@ class FP8Settings:
 
         Raises:
             ValueError: The optimizer is not sharded, or is offloaded to the host with a recipe other than
-                ``"delayed"``, or block-scaled weights would be gathered during the forward pass.
+                ``"delayed"``, or MXFP8 weights would be gathered during the forward pass.
 
         Source: ``validate_args`` in megatron/training/arguments.py (0.19).
         """
@@ -156,12 +156,6 @@ class FP8Settings:
             raise ValueError(
                 "reuse_grad_buf_for_mxfp8_param_ag=True with overlap_param_gather=True is not available: the gradients"
                 " are zeroed while the weights still wait in their buffer; set overlap_param_gather=False"
-            )
-        if self.fp8_param and self.recipe == "blockwise" and overlap_param_gather:
-            raise ValueError(
-                "fp8_param=True with fp8_recipe='blockwise' and overlap_param_gather=True is not available: after a "
-                "checkpoint, the next backward would read the weights of the previous step; set "
-                "overlap_param_gather=False"
             )
 
     # ---- the fields that they set

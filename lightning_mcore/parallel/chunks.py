@@ -21,7 +21,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.extensions import transformer_engine
-from megatron.core.fp8_utils import correct_amax_history_if_needed
+from megatron.core.fp8_utils import correct_amax_history_if_needed, is_float8tensor, post_all_gather_processing
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
@@ -276,6 +276,8 @@ def synchronize_parameters(chunks: ModelChunks) -> None:
             _remove_forward_hooks(chunk)
             with torch.no_grad():
                 chunk.start_param_sync(force_sync=True)
+                if quantized := [weight for weight in chunk.parameters() if is_float8tensor(weight)]:
+                    post_all_gather_processing(quantized)  # Megatron does this only if the forward pass gathers them
             chunk.enable_forward_pre_hook()
 
 

@@ -50,7 +50,7 @@ T = TypeVar("T")
 _TRANSFORMER_ENGINE = {"delayed": "1.0", "tensorwise": "2.2", "blockwise": "2.3", "mxfp8": "2.1", "nvfp4": "2.7"}
 _CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}
 _NO_MXFP8_FROM = (12, 0)
-_CUDA = {"blockwise": "12.9", "nvfp4": "12.8"}
+_CUDA = {"blockwise": "12.9", "nvfp4": "12.8"}  # quantization.py and common/common.h (FP4_TYPE_SUPPORTED), 2.7 to 2.20
 
 # ---- the constructor
 
@@ -334,11 +334,6 @@ def check_machine(settings: FP8Settings, machine: FP8Machine) -> None:
     if machine.on_the_cpu:
         if machine.type == "cuda":
             raise ValueError(f"{asked} is not available: {ONLY_ON_THE_CPU}")
-        if recipe == "nvfp4":
-            raise ValueError(
-                "fp4_recipe='nvfp4' is not available on the CPU, where TransformerEngine computes FP8 alone; set"
-                " fp8_recipe='mxfp8', or leave it out"
-            )
         return
     if machine.type != "cuda" and (untested := untested_on_the_cpu()) is not None:
         raise ValueError(untested)
@@ -395,8 +390,8 @@ def check_versions(
     if Version(megatron_core) < Version("0.17") and Version(transformer_engine) > Version("2.17.0"):
         raise ValueError(
             f"{asked_for(settings.recipe)} with moe_grouped_gemm=True cannot be saved with megatron-core"
-            f" {megatron_core} and TransformerEngine {transformer_engine}; install TransformerEngine below 2.12, or set"
-            " moe_grouped_gemm=False"
+            f" {megatron_core} and TransformerEngine {transformer_engine}; install TransformerEngine 2.17.0 or older,"
+            " or set moe_grouped_gemm=False"
         )
 
 

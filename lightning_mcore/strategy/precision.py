@@ -117,7 +117,8 @@ class MCorePrecision(Precision):
         num_layers_at_end_in_bf16: Number of these layers at the end.
         reuse_grad_buf_for_mxfp8_param_ag: With mxfp8 and ``fp8_param``, where it is required: gather weights in the
             buffer of the gradients.
-        fp4_recipe: ``"nvfp4"`` multiplies in 4 bits instead of 8, on GPUs of compute capability 10.0 or higher.
+        fp4_recipe: ``"nvfp4"`` multiplies in 4 bits instead of 8, on GPUs of compute capability 10.0 or higher, or with
+            TransformerEngine on the CPU.
 
     Raises:
         TypeError: An argument has another type.

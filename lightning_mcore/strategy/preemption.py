@@ -232,16 +232,23 @@ class _RequeueCheckpoint(PreemptionCheckpoint):
         return False
 
 
-def heed_requeue_signal(trainer: pl.Trainer, restores: contextlib.ExitStack) -> None:
+def prepare_signals(trainer: pl.Trainer, restores: contextlib.ExitStack) -> None:
     """Delay SLURM's requeue signal to the end of the step, even if the trainer has no PreemptionCheckpoint.
 
     Lightning saves in the handler of that signal. If each rank has a part of the model, ranks that are interrupted at
-    different lines of a step would wait for each other for ever. Strategies call this before a run.
+    different lines of a step would wait for each other for ever.
+
+    Also leave out Lightning's broadcast before each batch, for which the host waits until the GPU has done its work. It
+    tells all ranks that rank 0 has received SIGTERM; here only :class:`PreemptionCheckpoint` records that, on all
+    ranks. Strategies call this before a run.
 
     Args:
         trainer: The trainer of the run.
-        restores: Removes the callback after the run.
+        restores: Undoes both after the run.
     """
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop._broadcast_sigterm_tensor = lambda: None
+    restores.callback(delattr, loop, "_broadcast_sigterm_tensor")
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     if _requeue_signal(trainer) and not any(isinstance(callback, PreemptionCheckpoint) for callback in callbacks):
         added = _RequeueCheckpoint()

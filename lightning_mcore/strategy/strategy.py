@@ -69,7 +69,7 @@ from lightning_mcore.strategy.module import MCoreModule
 from lightning_mcore.strategy.overlap import TensorParallelOverlap
 from lightning_mcore.strategy.plain_steps import PlainSteps
 from lightning_mcore.strategy.precision import MCorePrecision
-from lightning_mcore.strategy.preemption import end_on_sigterm, heed_requeue_signal
+from lightning_mcore.strategy.preemption import end_on_sigterm, prepare_signals
 from lightning_mcore.strategy.resume import ExactResume
 from lightning_mcore.strategy.schedule import Schedule, wrap_pipeline
 
@@ -239,7 +239,7 @@ class MCoreStrategy(DDPStrategy):
         self._restores.enter_context(choice_of_attention_restored())
         super().setup_environment()
         if self.lightning_module is not None:
-            heed_requeue_signal(self.lightning_module.trainer, self._restores)
+            prepare_signals(self.lightning_module.trainer, self._restores)
 
     def setup_distributed(self) -> None:
         """Let Lightning open the default group, then open Megatron's and make random states agree."""

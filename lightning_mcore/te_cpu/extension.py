@@ -45,7 +45,7 @@ _ABSENT = {
     " fused_topk_with_score_function_qb_fwd",
     "te.ops": "dropout_fwd dropout_bwd",
     "ONNX": "LayerNorm layernorm gemm_inf fp8_quantize fp8_dequantize fp8_cs_quantize mxfp8_quantize mxfp8_dequantize",
-    "NVFP4, and grouped tensors of later releases": "bgrad_group_quantize group_quantize"
+    "weights in NVFP4, and grouped tensors of later releases": "bgrad_group_quantize group_quantize"
     " nvfp4_2d_multi_tensor_transpose nvfp4_2d_scale_transpose nvfp4_compute_global_scale nvfp4_data_transpose"
     " nvfp4_multi_tensor_2d_partial_cast nvfp4_multi_tensor_compute_partial_amax nvfp4_multi_tensor_fused_scale"
     " multi_tensor_transpose_to_bhsd multi_tensor_swizzle_scales_for_gemm_unchecked_"

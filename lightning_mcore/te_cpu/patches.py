@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._library.custom_ops import CustomOpDef
 from torch.overrides import TorchFunctionMode
 
 from lightning_mcore.te_cpu import load
@@ -30,15 +31,6 @@ _ASK_FOR_CUDA = (
     ("permutation", "_moe_permute_mask_map", "forward"),
     ("permutation", "_moe_unpermute_mask_map", "forward"),
     ("permutation", "_moe_chunk_sort", "forward"),
-)
-
-
-_FUNCTIONS_OF_EXPERTS = (
-    "moe_permute",
-    "moe_permute_with_probs",
-    "moe_unpermute",
-    "moe_sort_chunks_by_index",
-    "moe_sort_chunks_by_index_with_probs",
 )
 
 
@@ -136,14 +128,14 @@ def patch_transformer_engine() -> None:
     distributed._lazy_call = lambda call, **kwargs: call()
     parallel = part(f"{_ATTENTION}.context_parallel")
     parallel.flash_attn_p2p_communicate = _waited_once(parallel.flash_attn_p2p_communicate)
-    for name in _FUNCTIONS_OF_EXPERTS:
-        for module in (part("permutation"), importlib.import_module("transformer_engine.pytorch")):
-            setattr(module, name, _seen_on_cuda(getattr(module, name)))
+    for operator in vars(part("permutation")).values():  # in 2.20
+        if isinstance(operator, CustomOpDef):
+            operator.register_kernel("cpu", _seen_on_cuda(operator._init_fn))
     part("utils")._get_device_compute_capability = lambda device: _CAPABILITY
     quantization = part("quantization")
     quantization.check_recipe_support = lambda recipe: None
-    for name in ("check_fp8_support", "check_mxfp8_support", "check_fp8_block_scaling_support"):
-        setattr(quantization, name, lambda: (True, ""))
+    for name in ("fp8", "mxfp8", "fp8_block_scaling", "nvfp4"):
+        setattr(quantization, f"check_{name}_support", lambda: (True, ""))
 
 
 def _coalescing_for_gloo(coalescing: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization into FP8, with the scales of TransformerEngine's four recipes.
+"""Quantization into FP8 and FP4, with the scales of TransformerEngine's five recipes.
 
-A value ``x`` is stored as ``cast(x * scale)`` in ``float8_e4m3fn`` or ``float8_e5m2``, rounded to nearest even and
-saturated, beside ``1 / scale``. The recipes differ in how many values share a scale: a whole tensor (``delayed`` and
-``tensorwise``), 1x128 or 128x128 values (``blockwise``), or 32 values whose scale is a power of two (``mxfp8``).
-Padding and orientation of data and scales are those that TransformerEngine's Python code expects from its own kernels
-on compute capability 9.0.
+A value ``x`` is stored as ``cast(x * scale)`` beside ``1 / scale``. The recipes differ in how many values share a
+scale: a whole tensor (``delayed`` and ``tensorwise``), 1x128 or 128x128 values (``blockwise``), 32 values whose scale
+is a power of two (``mxfp8``), 16 or 16x16 values (``nvfp4``). ``casts.py`` has the casts; this file fills
+TransformerEngine's tensors with them. Padding and orientation of data and scales are those that its Python code expects
+from its own kernels on compute capability 9.0.
 
-Sources: ``recipe_common.cuh``, ``ptx.cuh`` (``float_to_e8m0``) and ``delayed_scaling.cu`` of TransformerEngine 2.11.
+Sources: ``delayed_scaling.cu`` and ``quantizer.cpp`` of TransformerEngine 2.11.
 """
 
 import importlib
@@ -17,8 +17,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from lightning_mcore.te_cpu.casts import (
+    LARGEST_FP32,
+    cast,
+    exponent_of,
+    fp8_format,
+    nvfp4_values,
+    power,
+    quantize_nvfp4,
+    reciprocal_of,
+    scale_of,
+    spread,
+    tiles,
+)
 from lightning_mcore.te_cpu.enums import TORCH_DTYPES, DType
 
 _CPU = torch.device("cpu")
@@ -26,89 +38,14 @@ _BLOCK = 32  # values that share a scale of mxfp8
 observer: Callable[[Any, Tensor, Any], None] | None = None
 """Called after each cast, where it is set, with the quantizer, the values and the quantized tensor."""
 _BUFFERS = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
-
-
-def _fp8(dtype: Any) -> tuple[torch.dtype, float]:
-    kind = TORCH_DTYPES[DType(int(dtype))]
-    return kind, torch.finfo(kind).max
-
-
-def cast(values: Tensor, dtype: Any) -> Tensor:
-    """Round fp32 values to FP8.
-
-    Args:
-        values: Any shape, fp32.
-        dtype: TransformerEngine's ``DType``, one of the two FP8 formats.
-
-    Returns:
-        The same shape, uint8: the bits of the FP8 values. Values out of range become the largest one.
-    """
-    kind, top = _fp8(dtype)
-    return values.clamp(-top, top).to(kind).view(torch.uint8)
-
-
-def scale_of(
-    amax: Tensor, top: float, epsilon: float = 0.0, power_of_two: bool = False, limit: float = 3.4e38
-) -> Tensor:
-    """Return the factor that takes ``amax`` to ``top``.
-
-    Args:
-        amax: Largest absolute values, any shape, fp32.
-        top: Largest value of the FP8 format.
-        epsilon: Smaller amax count as this one.
-        power_of_two: Round down to a power of two.
-        limit: The scale where ``top / amax`` is infinite.
-
-    Returns:
-        The same shape, fp32; 1 where amax is 0, infinite or NaN.
-    """
-    amax = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
-    ratio = torch.full_like(amax, top) / amax  # a number over a tensor is rounded twice
-    scale = torch.where(amax.isfinite() & (amax != 0), ratio, torch.ones_like(amax))
-    scale = torch.where(scale.isinf(), torch.full_like(scale, limit), scale)
-    if power_of_two:
-        scale = (scale.contiguous().view(torch.int32) & -0x800000).view(torch.float32)  # sign and exponent
-    return scale
-
-
-def exponent_of(amax: Tensor, top: float) -> Tensor:
-    """Return the exponents of ``mxfp8``: the powers of two that are not below ``amax / top``.
-
-    Args:
-        amax: Largest absolute values, any shape, fp32.
-        top: Largest value of the FP8 format.
-
-    Returns:
-        The same shape, int32: E8M0 numbers, which mean ``2 ** (number - 127)``; 255 for NaN.
-    """
-    value = (amax.float() * (torch.ones(()) / top)).contiguous()
-    bits = value.view(torch.int32)
-    exponent, mantissa = bits >> 23 & 0xFF, bits & 0x7FFFFF
-    up = (mantissa > 0) & (exponent != 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
-    exponent = torch.where(value.isinf(), torch.full_like(exponent, 0xFE), exponent + up.int())
-    return torch.where(value.isnan(), torch.full_like(exponent, 0xFF), exponent)
-
-
-def reciprocal_of(exponent: Tensor) -> Tensor:
-    """Return ``2 ** (127 - exponent)``, by which ``mxfp8`` multiplies, or 1 for exponent 0; any shape, fp32 out."""
-    return _power(torch.where(exponent == 0, 0, 127 - exponent.int()))
-
-
-def _power(exponent: Tensor) -> Tensor:
-    """Return 2 to the power of integers, fp32."""
-    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
-
-
-def tiles(matrix: Tensor, rows: int, columns: int) -> Tensor:
-    """Cut a matrix [m, n] into [m / rows, rows, n / columns, columns], rounded up and filled with zeros."""
-    m, n = matrix.shape
-    padded = functional.pad(matrix, (0, -n % columns, 0, -m % rows))
-    return padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
-
-
-def _spread(scale: Tensor, shape: Sequence[int], rows: int, columns: int) -> Tensor:
-    """Give each element of a matrix the scale of its block."""
-    return scale.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
+_CLASSES = {
+    "Float8Quantizer": "Float8Tensor",
+    "Float8CurrentScalingQuantizer": "Float8Tensor",
+    "Float8BlockQuantizer": "Float8BlockwiseQTensor",
+    "MXFP8Quantizer": "MXFP8Tensor",
+    "NVFP4Quantizer": "NVFP4Tensor",
+}
+"""The class of the tensors that each of TransformerEngine's quantizers makes."""
 
 
 def _transposed(data: Tensor) -> Tensor:
@@ -121,24 +58,19 @@ def _matrix(tensor: Tensor) -> Tensor:
 
 
 def _kind(quantizer: Any) -> str:
+    """Return the class of the tensors that a quantizer makes."""
     name = type(quantizer).__name__
-    if name in ("Float8Quantizer", "Float8CurrentScalingQuantizer"):
-        return "tensor"
-    if name == "Float8BlockQuantizer":
-        return "block"
-    if name == "MXFP8Quantizer":
-        return "mxfp8"
-    raise NotImplementedError(f"{name} is not available on the CPU; choose delayed, tensorwise, blockwise or mxfp8")
+    if name not in _CLASSES:
+        raise NotImplementedError(f"{name} is not available on the CPU; choose one of TransformerEngine's recipes")
+    if getattr(quantizer, "row_scaled_nvfp4", False) or getattr(quantizer, "nvfp4_use_4over6", False):
+        raise NotImplementedError(
+            "NVTE_NVFP4_ROW_SCALED_ACTIVATION and NVTE_NVFP4_4OVER6 are not available on the CPU; unset them"
+        )
+    return _CLASSES[name]
 
 
 def _is_compact(quantizer: Any) -> bool:
     return quantizer.block_scaling_dim == 1 and getattr(quantizer, "all_gather_usage", False)
-
-
-def _class_of(kind: str, internal: bool) -> Any:
-    name = {"tensor": "Float8Tensor", "block": "Float8BlockwiseQTensor", "mxfp8": "MXFP8Tensor"}[kind]
-    module = importlib.import_module("transformer_engine.pytorch.tensor")
-    return getattr(module, f"{name}Storage" if internal else name)
 
 
 def create_empty_quantized_tensor(
@@ -149,53 +81,63 @@ def create_empty_quantized_tensor(
 
 
 def _empty(quantizer: Any, shape: tuple[int, ...], dtype: torch.dtype, internal: bool) -> Any:
-    kind = _kind(quantizer)
-    made = _class_of(kind, internal)
-    fields: dict[str, Any] = {"fp8_dtype": quantizer.dtype, "quantizer": quantizer}
-    if kind == "tensor":
+    kind, module = _kind(quantizer), importlib.import_module("transformer_engine.pytorch.tensor")
+    storage = getattr(module, f"{kind}Storage")
+    fields: dict[str, Any] = {"quantizer": quantizer}
+    fields["fp4_dtype" if kind == "NVFP4Tensor" else "fp8_dtype"] = quantizer.dtype
+    if kind == "Float8Tensor":
         fields |= {"data": None, "data_transpose": None, "fp8_scale_inv": torch.ones(1)}
     else:
         fields |= dict.fromkeys(name[1:] for name in _BUFFERS)
-    if kind == "block":
+    if kind == "Float8BlockwiseQTensor":
         fields["is_2D_scaled"] = quantizer.block_scaling_dim == 2
-    accepted = inspect.signature(_class_of(kind, internal=True).__new__).parameters
+    if kind == "NVFP4Tensor":
+        fields |= {"amax_rowwise": None, "amax_columnwise": None}
+    accepted = inspect.signature(storage.__new__).parameters
     if "data_format" in accepted:  # until 2.11
         formats = importlib.import_module("transformer_engine_torch").Float8BlockScaleTensorFormat
         fields["data_format"] = formats.COMPACT if _is_compact(quantizer) else formats.GEMM_READY
     if "with_gemm_swizzled_scales" in accepted:
         fields["with_gemm_swizzled_scales"] = False
-    tensor = made(**fields, fake_dtype=dtype) if internal else made(shape=shape, dtype=dtype, device=_CPU, **fields)
+    if internal:
+        tensor = storage(**fields, **({"fake_dtype": dtype} if "fake_dtype" in accepted else {}))
+    else:
+        tensor = getattr(module, kind)(shape=shape, dtype=dtype, device=_CPU, **fields)
     _allocate(tensor, quantizer, shape)
     return tensor
 
 
 def _allocate(tensor: Any, quantizer: Any, shape: Sequence[int]) -> None:
     """Give a tensor the buffers that its quantizer asks for, and take away the others."""
-    rowwise, columnwise = quantizer.rowwise_usage, quantizer.columnwise_usage
+    rowwise, columnwise, kind = quantizer.rowwise_usage, quantizer.columnwise_usage, _kind(quantizer)
     shape = tuple(shape)
-    if _kind(quantizer) == "tensor":
+    if kind == "Float8Tensor":
         if not rowwise or tensor._data is None:
             tensor._data = torch.zeros(shape, dtype=torch.uint8) if rowwise else None
         if not columnwise or tensor._transpose is None:
             tensor._transpose = torch.zeros(shape[-1:] + shape[:-1], dtype=torch.uint8) if columnwise else None
         tensor._transpose_invalid = tensor._transpose is None
         return
-    for wanted, prefix in ((rowwise, "_rowwise"), (columnwise, "_columnwise")):
-        if not wanted:
-            setattr(tensor, f"{prefix}_data", None)
-            setattr(tensor, f"{prefix}_scale_inv", None)
-        elif getattr(tensor, f"{prefix}_data") is None:
-            scales, data = _shapes(quantizer, shape, columnwise=prefix == "_columnwise")
-            kind = torch.float32 if _kind(quantizer) == "block" else torch.uint8
-            setattr(tensor, f"{prefix}_data", torch.zeros(data, dtype=torch.uint8))
-            setattr(tensor, f"{prefix}_scale_inv", torch.zeros(scales, dtype=kind))
+    for wanted, side in ((rowwise, "rowwise"), (columnwise, "columnwise")):
+        if wanted and getattr(tensor, f"_{side}_data") is not None:
+            continue
+        scales, data = _shapes(quantizer, shape, columnwise=side == "columnwise")
+        of_scales = torch.float32 if kind == "Float8BlockwiseQTensor" else torch.uint8
+        setattr(tensor, f"_{side}_data", torch.zeros(data, dtype=torch.uint8) if wanted else None)
+        setattr(tensor, f"_{side}_scale_inv", torch.zeros(scales, dtype=of_scales) if wanted else None)
+        if kind == "NVFP4Tensor":
+            setattr(tensor, f"_amax_{side}", torch.zeros(1) if wanted else None)
 
 
 def _shapes(quantizer: Any, shape: tuple[int, ...], columnwise: bool) -> tuple[Sequence[int], Sequence[int]]:
-    if _kind(quantizer) == "block":
+    """Return the shapes of the scales and of the data."""
+    rows, columns = _matrix(torch.empty(shape, device="meta")).shape
+    if _kind(quantizer) == "NVFP4Tensor":
+        data = (columns, rows // 2) if columnwise else (*shape[:-1], columns // 2)
+        return quantizer.get_scale_shape(shape, columnwise), data
+    if _kind(quantizer) == "Float8BlockwiseQTensor":
         data = quantizer.get_columnwise_shape(shape) if columnwise else shape
         return quantizer.get_scale_shape(shape, columnwise), data
-    rows, columns = _matrix(torch.empty(shape, device="meta")).shape
 
     def up(number: int, multiple: int) -> int:
         return -(-number // multiple) * multiple
@@ -227,11 +169,9 @@ def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Tensor | Non
         output = _empty(quantizer, tuple(values.shape), dtype, bool(getattr(quantizer, "internal", False)))
     else:
         _allocate(output, quantizer, tuple(values.shape))
-    if values.numel() > 0 or _kind(quantizer) == "tensor":
-        {"tensor": _fill_tensor, "block": _fill_block, "mxfp8": _fill_mxfp8}[_kind(quantizer)](
-            output, values, quantizer, torch.finfo(dtype).max
-        )
-        if observer is not None:
+    if values.numel() > 0 or _kind(quantizer) == "Float8Tensor":
+        _FILL[_kind(quantizer)](output, values, quantizer, dtype)
+        if observer is not None and getattr(output, "_rowwise_data", output) is not None:
             observer(quantizer, values, output)
     return output
 
@@ -249,12 +189,12 @@ def lost(values: Tensor, output: Any) -> tuple[int, int]:
     """
     saturated = 0
     if hasattr(output, "_scale_inv"):  # other scales come from the largest value that they apply to
-        limit = _fp8(output._fp8_dtype)[1] * output._scale_inv * (1 + 2**-20)
+        limit = fp8_format(output._fp8_dtype)[1] * output._scale_inv * (1 + 2**-20)
         saturated = int((values.abs() > limit).sum())
     return saturated, int(((to_float(output) == 0) & (values != 0)).sum())
 
 
-def _fill_tensor(output: Any, values: Tensor, quantizer: Any, limit: float) -> None:
+def _fill_tensor(output: Any, values: Tensor, quantizer: Any, dtype: torch.dtype) -> None:
     """Quantize with one scale: the one of earlier steps (``delayed``), or that of these values (``tensorwise``)."""
     amax = values.abs().max() if values.numel() else values.new_zeros(())
     if type(quantizer).__name__ == "Float8Quantizer":
@@ -265,9 +205,8 @@ def _fill_tensor(output: Any, values: Tensor, quantizer: Any, limit: float) -> N
         if quantizer.with_amax_reduction:
             group = quantizer._canonicalized_amax_reduction_group()
             torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
-        top = _fp8(quantizer.dtype)[1]
-        largest = torch.finfo(torch.float32).max
-        scale = scale_of(amax.view(1), top, quantizer.amax_epsilon, quantizer.force_pow_2_scales, largest)
+        top = fp8_format(quantizer.dtype)[1]
+        scale = scale_of(amax.view(1), top, quantizer.amax_epsilon, quantizer.force_pow_2_scales)
     data = cast(values * scale, quantizer.dtype)
     output._scale_inv.copy_(scale.reciprocal().view_as(output._scale_inv))
     if output._data is not None:
@@ -283,15 +222,15 @@ def _write(into: Tensor, value: Tensor) -> None:
     into[: value.shape[0], : value.shape[1]] = value
 
 
-def _fill_block(output: Any, values: Tensor, quantizer: Any, limit: float) -> None:
+def _fill_block(output: Any, values: Tensor, quantizer: Any, dtype: torch.dtype) -> None:
     matrix, size = _matrix(values), quantizer.block_len
     square, compact = quantizer.block_scaling_dim == 2, _is_compact(quantizer)
-    top = _fp8(quantizer.dtype)[1]
+    top, limit = fp8_format(quantizer.dtype)[1], torch.finfo(dtype).max
 
     def filled(rows: int, columns: int) -> tuple[Tensor, Tensor]:
         amax = tiles(matrix, rows, columns).abs().amax(dim=(1, 3))
         scale = scale_of(amax, top, quantizer.amax_epsilon, quantizer.force_pow_2_scales, limit)
-        return cast(matrix * _spread(scale, matrix.shape, rows, columns), quantizer.dtype), scale.reciprocal()
+        return cast(matrix * spread(scale, matrix.shape, rows, columns), quantizer.dtype), scale.reciprocal()
 
     if output._rowwise_data is not None:
         data, inverse = filled(size if square else 1, size)
@@ -303,21 +242,56 @@ def _fill_block(output: Any, values: Tensor, quantizer: Any, limit: float) -> No
         _write(output._columnwise_scale_inv, inverse.t() if square else inverse)
 
 
-def _fill_mxfp8(output: Any, values: Tensor, quantizer: Any, limit: float) -> None:
+def _fill_mxfp8(output: Any, values: Tensor, quantizer: Any, dtype: torch.dtype) -> None:
     matrix = _matrix(values)
     for prefix, rows, columns in (("_rowwise", 1, _BLOCK), ("_columnwise", _BLOCK, 1)):
         data = getattr(output, f"{prefix}_data")
         if data is None:
             continue
-        exponent = exponent_of(tiles(matrix, rows, columns).abs().amax(dim=(1, 3)), _fp8(quantizer.dtype)[1])
-        factor = _spread(reciprocal_of(exponent), matrix.shape, rows, columns)
+        exponent = exponent_of(tiles(matrix, rows, columns).abs().amax(dim=(1, 3)), fp8_format(quantizer.dtype)[1])
+        factor = spread(reciprocal_of(exponent), matrix.shape, rows, columns)
         data.copy_(cast(matrix * factor, quantizer.dtype).view_as(data))
         _write(getattr(output, f"{prefix}_scale_inv"), exponent.to(torch.uint8))
 
 
+def _fill_nvfp4(output: Any, values: Tensor, quantizer: Any, dtype: torch.dtype) -> None:
+    """Quantize rows as they are and columns, of inputs and gradients, after the random Hadamard transform.
+
+    The transform mixes 16 rows. It is orthogonal, so that it cancels out in the gradient of a weight, where both
+    factors have it.
+    """
+    matrix = _matrix(values)
+    columns = matrix.t()
+    if quantizer.with_rht:
+        if dtype != torch.bfloat16:
+            raise ValueError(f"nvfp4 quantizes bf16 alone, and this tensor is {dtype}; train in bf16")
+        mixed = columns.reshape(-1, 16) @ quantizer.rht_matrix.float()
+        columns = mixed.to(torch.bfloat16).float().view_as(columns)
+    for side, part in (("rowwise", matrix), ("columnwise", columns)):
+        data, amax = getattr(output, f"_{side}_data"), part.abs().amax().view(1)
+        if data is None:
+            continue
+        if quantizer.with_amax_reduction:
+            group = quantizer._canonicalized_amax_reduction_group()
+            torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
+        rows = 16 if quantizer.with_2d_quantization else 1
+        codes, scales = quantize_nvfp4(part, amax, rows, quantizer.stochastic_rounding)
+        data.copy_(codes.view_as(data))
+        _write(getattr(output, f"_{side}_scale_inv"), scales)
+        getattr(output, f"_amax_{side}").copy_(amax)
+
+
+_FILL = {
+    "Float8Tensor": _fill_tensor,
+    "Float8BlockwiseQTensor": _fill_block,
+    "MXFP8Tensor": _fill_mxfp8,
+    "NVFP4Tensor": _fill_nvfp4,
+}
+
+
 def is_quantized(tensor: Any) -> bool:
     """Tell whether this is one of TransformerEngine's quantized tensors."""
-    return hasattr(tensor, "_fp8_dtype")
+    return hasattr(tensor, "_fp8_dtype") or hasattr(tensor, "_fp4_dtype")
 
 
 def to_float(tensor: Any, columnwise: bool = False) -> Any:
@@ -328,10 +302,13 @@ def to_float(tensor: Any, columnwise: bool = False) -> Any:
         columnwise: Take the values that were quantized along the other dimension, where the recipe keeps both.
 
     Returns:
-        fp32, in the shape of the tensor before it was quantized.
+        fp32, in the shape of the tensor before it was quantized; columns of ``nvfp4`` as a matrix, transformed as they
+        are stored.
     """
     if not is_quantized(tensor):
         return tensor.detach().float()
+    if hasattr(tensor, "_fp4_dtype"):
+        return _fp4_to_float(tensor, columnwise)
     kind = TORCH_DTYPES[DType(int(tensor._fp8_dtype))]
     if hasattr(tensor, "_scale_inv"):
         if tensor._data is not None:
@@ -344,9 +321,18 @@ def to_float(tensor: Any, columnwise: bool = False) -> Any:
     if hasattr(tensor, "_is_2D_scaled"):
         return _block_to_float(tensor, data, scales, columnwise)
     rows, columns = (_BLOCK, 1) if columnwise else (1, _BLOCK)
-    factor = _power(scales.int() - 127)
+    factor = power(scales.int() - 127)
     matrix = _matrix(data)
-    return (matrix * _spread(factor, matrix.shape, rows, columns)).view_as(data)
+    return (matrix * spread(factor, matrix.shape, rows, columns)).view_as(data)
+
+
+def _fp4_to_float(tensor: Any, columnwise: bool) -> Tensor:
+    if tensor._rowwise_data is None or (columnwise and tensor._columnwise_data is not None):
+        data = _matrix(tensor._columnwise_data)
+        return nvfp4_values(data, tensor._columnwise_scale_inv, tensor._amax_columnwise).t()
+    data = tensor._rowwise_data
+    values = nvfp4_values(_matrix(data), tensor._rowwise_scale_inv, tensor._amax_rowwise)
+    return values.view(*data.shape[:-1], -1)
 
 
 def _block_to_float(tensor: Any, data: Tensor, scales: Tensor, columnwise: bool) -> Tensor:
@@ -360,7 +346,7 @@ def _block_to_float(tensor: Any, data: Tensor, scales: Tensor, columnwise: bool)
         scales = scales.t()
     size = 128
     rows, columns = (size, size) if square else (size, 1) if columnwise else (1, size)
-    return (matrix * _spread(scales, matrix.shape, rows, columns)).view(data.shape)
+    return (matrix * spread(scales, matrix.shape, rows, columns)).view(data.shape)
 
 
 def dequantize(tensor: Any, dtype: Any) -> Tensor:
@@ -417,7 +403,7 @@ def fused_amax_and_scale_update_after_reduction(
         dtype: FP8 format.
         margin: Powers of two that are kept free below the largest value.
     """
-    top, start = _fp8(dtype)[1] * 2.0**-margin, 0
+    top, start = fp8_format(dtype)[1] * 2.0**-margin, 0
     for history, scale in zip(histories, scales, strict=True):
         count = history.shape[1]
         new = reduced[start : start + count]
@@ -429,7 +415,7 @@ def fused_amax_and_scale_update_after_reduction(
         rolled[0] = 0
         history.copy_(torch.where(last != 0, rolled, history))
         updated = torch.where(amax.isfinite() & (amax > 0), torch.full_like(amax, top) / amax, scale)
-        scale.copy_(updated.clamp(max=torch.finfo(torch.float32).max))
+        scale.copy_(updated.clamp(max=LARGEST_FP32))
 
 
 # The weights of a distributed optimizer: a rank has some of the values, from ``start`` on in the flat weight [h, w].
@@ -452,7 +438,7 @@ def fp8_block_scaling_partial_cast(
     inp: Tensor, out: Tensor, scale: Tensor, h: int, w: int, start_offset: int, block_len: int, out_dtype: Any
 ) -> None:
     """Cast this rank's values of a weight to FP8, with the scales [blocks, blocks] of the whole weight."""
-    factor = _spread(scale, (h, w), block_len, block_len).reshape(-1)[start_offset : start_offset + inp.numel()]
+    factor = spread(scale, (h, w), block_len, block_len).reshape(-1)[start_offset : start_offset + inp.numel()]
     out.view(-1)[: inp.numel()].copy_(cast(inp.float().view(-1) * factor, out_dtype))
 
 
@@ -481,7 +467,7 @@ def mxfp8_scaling_partial_cast(
         (output_rowwise, scale_inv_rowwise, (1, _BLOCK)),
         (output_colwise, scale_inv_colwise, (_BLOCK, 1)),
     ):
-        factor = _spread(reciprocal_of(scales), (rows, cols), height, width)
+        factor = spread(reciprocal_of(scales), (rows, cols), height, width)
         factor = factor.reshape(-1)[start_offset : start_offset + count]
         output.view(-1)[:count].copy_(cast(tensor.float().view(-1) * factor, DType.kFloat8E4M3))
 
@@ -490,9 +476,8 @@ def multi_tensor_compute_scale_and_scale_inv(
     chunk: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], top: float, power_of_two: bool, epsilon: float
 ) -> None:
     """Write the scales of amax, and their inverses; ``lists`` has amax, scales and inverses, each of any shape."""
-    largest = torch.finfo(torch.float32).max
     for amax, scale, inverse in zip(*lists, strict=True):
-        scale.copy_(scale_of(amax, top, epsilon, power_of_two, largest))
+        scale.copy_(scale_of(amax, top, epsilon, power_of_two))
         inverse.copy_(scale.reciprocal())
 
 

@@ -8,12 +8,14 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_mcore import MCoreCheckpointIO, MCoreStrategy, PreemptionCheckpoint
@@ -155,8 +157,11 @@ def every_moment(folder: str) -> dict[str, Any]:
     """Rank function: signals at other moments of the same run."""
     heard: list[int] = []
     term, usr1 = signal.SIGTERM, signal.SIGUSR1
+    with mock.patch.object(_TrainingEpochLoop, "_broadcast_sigterm_tensor") as broadcast:
+        whole = fit(f"{folder}/none", [])
     results: dict[str, Any] = {
-        "whole": fit(f"{folder}/none", []),
+        "broadcasts": broadcast.call_count,
+        "whole": whole,
         "window": tell(f"{folder}/window", on_rank(1, Sender(term, training=4))),
         "signal of choice": tell(
             f"{folder}/usr1", on_rank(0, Sender(usr1, training=15)), signals=["SIGTERM", "SIGUSR1"]
@@ -186,6 +191,7 @@ def test_no_step_is_lost_whenever_the_signal_comes(tmp_path: Path) -> None:
     for rank, results in enumerate(ranks):
         whole = results["whole"].losses
         assert len(whole) == STEPS
+        assert results["broadcasts"] == 0  # Lightning's, before each batch, would wait for a GPU
         for name, at in {
             "window": 3,  # batch 4 opens the window of the third step
             "signal of choice": 8,
@@ -236,6 +242,7 @@ def callbacks_after_runs() -> list[str]:
     names = [type(callback).__name__ for callback in trainer.callbacks]
     trainer.fit(PlainNet(), loader(8, 2))
     trainer.fit(PlainNet(), loader(8, 2))
+    assert "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)  # it is Lightning's again
     left = [type(callback).__name__ for callback in trainer.callbacks]
     return [name for name in left if name not in names]
 

@@ -103,6 +103,26 @@ def test_a_whole_model_is_built_and_called_on_the_device(tmp_path: Path) -> None
         assert {tensor.device.type for tensor in module.parameters()} == {DEVICE}
 
 
+class Said(pl.Callback):
+    """Continues a prompt when training has ended."""
+
+    def __init__(self) -> None:
+        self.tokens: list[list[int]] = []
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        for temperature in (0.0, 1.0):
+            self.tokens.append(pl_module.generate([5, 6, 7], 20, temperature=temperature, top_k=5, seed=1))
+
+
+@pytest.mark.parametrize("case", ["dense", "latent"])
+def test_it_generates_what_the_cpu_generates(case: str) -> None:
+    on_device, on_cpu = Said(), Said()
+    train_on(DEVICE, RUNS[case], on_device)
+    train_on("cpu", RUNS[case], on_cpu)
+    assert on_device.tokens == on_cpu.tokens
+    assert len(on_cpu.tokens[0]) == 23
+
+
 class Waits(pl.Callback):
     """Collects where the host waits for the GPU in the second step."""
 

@@ -76,6 +76,16 @@ def test_an_fp8_run_goes_on_bit_by_bit(recipe: str, tmp_path: Path) -> None:
     assert rest.losses[-2:] == whole.losses[2:]
 
 
+@pytest.mark.gpus(te=True, capability=(10, 0))
+def test_nvfp4_is_near_bf16_and_goes_on_bit_by_bit(tmp_path: Path) -> None:
+    run = replace(BF16, fp8={"fp4_recipe": "nvfp4"}, steps=4, layout={"use_distributed_optimizer": True})
+    whole = train_on(DEVICE, run, SaveAt(2, tmp_path / "half.ckpt"))
+    in_bf16 = train_on(DEVICE, replace(run, fp8={})).losses
+    assert whole.losses != in_bf16
+    assert whole.losses == pytest.approx(in_bf16, rel=0.05)
+    assert train_on(DEVICE, run, ckpt_path=tmp_path / "half.ckpt").losses[-2:] == whole.losses[2:]
+
+
 class Peak(pl.Callback):
     """Keeps the most memory that PyTorch gave out, and what ``plan`` says, both in bytes."""
 

@@ -86,7 +86,7 @@ class Numbers(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *rest: Any) -> None:
         if trainer.global_step > len(self.losses):
             self.losses.append(float(trainer.callback_metrics["train_loss"]))
-            self.norms.append(trainer.optimizers[0].grad_norm)  # type: ignore[attr-defined]
+            self.norms.append(float(trainer.optimizers[0].grad_norm))  # type: ignore[attr-defined]
 
 
 def make_trainer(run: Run, world_size: int, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.distributed
 TP2: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 SHARDED: dict[str, Any] = {"use_distributed_optimizer": True}
+GATHERED_LATE = dict.fromkeys(("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), True)
 GROUPED = {
     "num_moe_experts": 4,
     "moe_ffn_hidden_size": 256,
@@ -54,6 +55,7 @@ RUNS = {
     "tensorwise-weights": run_of("tensorwise", fp8_param=True),
     "blockwise-weights": run_of("blockwise", fp8_param=True),
     "mxfp8-weights": run_of("mxfp8", fp8_param=True),
+    "blockwise-weights-gathered-late": replace(run_of("blockwise", fp8_param=True), layout=GATHERED_LATE),
 }
 
 
@@ -67,10 +69,10 @@ def fit(run: Run, ranks: int, *callbacks: pl.Callback, path: str | None = None, 
     return (numbers.losses, numbers.norms), model
 
 
-def save_and_resume(folder: str, layout: dict[str, Any]) -> dict[str, Any]:
+def save_and_resume(folder: str, layout: dict[str, Any], runs: dict[str, Run]) -> dict[str, Any]:
     """Train each run for four steps and save it after two; go on from there; return the numbers of both."""
     found = {}
-    for name, run in RUNS.items():
+    for name, run in runs.items():
         run = replace(run, layout=run.layout | layout)
         saving = ModelCheckpoint(f"{folder}/{name}", "{step}", every_n_train_steps=2, save_top_k=-1)
         whole, _ = fit(run, 2, saving, enable_checkpointing=True)
@@ -91,7 +93,7 @@ def go_on(folder: str, layout: dict[str, Any], runs: dict[str, Run], ranks: int)
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     folder = str(tmp_path_factory.mktemp("runs"))
-    return folder, run_ranks(2, save_and_resume, folder, TP2, timeout=400)[0]
+    return folder, run_ranks(2, save_and_resume, folder, TP2, RUNS, timeout=400)[0]
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -100,7 +102,20 @@ def test_a_resumed_run_goes_on_bit_for_bit(name: str, trained: tuple[str, dict[s
     assert rest == (losses[2:], norms[2:])
 
 
-RESHARDED = {name: RUNS[name] for name in RUNS if name not in ("local", "delayed-weights", "mxfp8-weights")}
+APART = run_of("delayed", fp8_amax_history_len=3, fp8_amax_compute_algo="max", tp_only_amax_red=True)
+
+
+def test_data_parallel_ranks_get_the_scales_back_that_they_keep_apart(tmp_path: Path) -> None:
+    ranks = run_ranks(2, save_and_resume, str(tmp_path), {}, {"apart": APART}, timeout=120)
+    for found in ranks:
+        (losses, norms), rest = found["apart"]
+        assert rest == (losses[2:], norms[2:])
+    one = run_ranks(1, go_on, str(tmp_path), {}, {"apart": APART}, 1, timeout=120)[0]["apart"]
+    assert one[0] == pytest.approx(ranks[0]["apart"][1][0], rel=0.1)  # it reads other rows
+
+
+NOT_RESHARDED = ("local", "delayed-weights", "mxfp8-weights", "blockwise-weights-gathered-late")
+RESHARDED = {name: RUNS[name] for name in RUNS if name not in NOT_RESHARDED}
 OTHERS = {
     "fp32 by local layers": RUNS["local"],
     "local by TransformerEngine's": RUNS["fp32"],

@@ -198,12 +198,15 @@ WRONG: dict[str, tuple[RunSettings, str]] = {
     "eps": (run_with(model={"recipe": {"eps": -1.0}}), "eps=-1.0"),
     "weight decay": (run_with(model={"recipe": {"weight_decay": -0.1}}), "weight_decay=-0.1"),
     "momentum": (run_with(model={"recipe": {"optimizer": "sgd", "sgd_momentum": -0.9}}), "sgd_momentum=-0.9"),
-    "blockwise weights gathered in the forward pass": (
+    "MXFP8 weights gathered in the forward pass": (
         run_with(
             strategy=dict.fromkeys(("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), True),
-            precision={"precision": "bf16-mixed", "fp8_recipe": "blockwise", "fp8_param": True},
+            precision={
+                **{"precision": "bf16-mixed", "fp8_recipe": "mxfp8", "fp8_param": True},
+                "reuse_grad_buf_for_mxfp8_param_ag": True,
+            },
         ),
-        "fp8_recipe='blockwise' and overlap_param_gather=True",
+        "reuse_grad_buf_for_mxfp8_param_ag=True with overlap_param_gather=True",
     ),
     "softmax with sinks": (run_with({"softmax_type": "learnable"}), "softmax_type='learnable'"),
     "window that looks ahead": (run_with({"window_size": [8, 4]}), "4 tokens ahead"),

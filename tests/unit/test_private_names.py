@@ -31,6 +31,7 @@ from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.optimizer import DistributedOptimizer
+from torch._library.custom_ops import CustomOpDef
 from torch.distributed import distributed_c10d
 from torch.jit import _builtins
 
@@ -64,6 +65,7 @@ OWNERS: dict[str, type | ModuleType] = {
     "_get_sequence_number_for_group": torch.distributed.ProcessGroup,
     "_global_process_group_list": parallel_state,
     "_hparams_name": parsing,
+    "_init_fn": CustomOpDef,
     "_is_sequential": _EvaluationLoop,
     "_is_training_done": _TrainingEpochLoop,
     "_iterator": CombinedLoader,
@@ -95,6 +97,8 @@ OWNERS: dict[str, type | ModuleType] = {
     "_world": distributed_c10d,
 }
 OF_TRANSFORMER_ENGINE = {
+    "_amax_columnwise",
+    "_amax_rowwise",
     "_canonicalized_amax_reduction_group",
     "_columnwise_data",
     "_columnwise_scale_inv",

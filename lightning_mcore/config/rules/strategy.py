@@ -145,12 +145,10 @@ def fp8_device_faults(recipe: str, device_type: str) -> Iterator[str]:
         device_type: ``"cuda"`` or ``"cpu"``.
     """
     if device_type != "cuda":
+        kind = "FP4" if recipe == "nvfp4" else "FP8"
         yield (
-            f"FP8 needs a CUDA device, and this run is on {device_type!r}; leave fp8_recipe={recipe!r} out, run with"
-            ' accelerator="gpu", or install lightning-mcore[te-cpu], which computes FP8 on the CPU'
-            if recipe != "nvfp4"
-            else f"FP4 needs a CUDA device, and this run is on {device_type!r}; leave fp4_recipe={recipe!r} out, or run"
-            ' with accelerator="gpu"'
+            f"{kind} needs a CUDA device, and this run is on {device_type!r}; leave {kind.lower()}_recipe={recipe!r}"
+            f' out, run with accelerator="gpu", or install lightning-mcore[te-cpu], which computes {kind} on the CPU'
         )
 
 

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The number formats of few bits, and the scales that TransformerEngine's recipes take for them.
+
+FP8 is E4M3 or E5M2, rounded to nearest even and saturated. FP4 is E2M1: sixteen values, two in a byte, the first one in
+the lower half. Sources: ``recipe_common.cuh``, ``ptx.cuh`` (``float_to_e8m0``) and
+``quantize_transpose_vector_blockwise_fp4.cu`` of TransformerEngine 2.11.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_mcore.te_cpu.enums import TORCH_DTYPES, DType
+
+LARGEST_FP32 = torch.finfo(torch.float32).max
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""The values of FP4 without their sign, which is bit 3 of a code."""
+_BETWEEN = (E2M1[1:] + E2M1[:-1]) / 2
+_BETWEEN[1::2] = torch.nextafter(_BETWEEN[1::2], torch.zeros(()))  # a value in the middle takes the even code
+_LARGEST_NVFP4 = 6.0 * 448.0  # of FP4 times that of a scale in E4M3
+
+
+def fp8_format(dtype: Any) -> tuple[torch.dtype, float]:
+    """Return torch's dtype for one of the two FP8 formats, and its largest value."""
+    kind = TORCH_DTYPES[DType(int(dtype))]
+    return kind, torch.finfo(kind).max
+
+
+def cast(values: Tensor, dtype: Any) -> Tensor:
+    """Round fp32 values to FP8.
+
+    Args:
+        values: Any shape, fp32.
+        dtype: TransformerEngine's ``DType``, one of the two FP8 formats.
+
+    Returns:
+        The same shape, uint8: the bits of the FP8 values. Values out of range become the largest one.
+    """
+    kind, top = fp8_format(dtype)
+    return values.clamp(-top, top).to(kind).view(torch.uint8)
+
+
+def scale_of(
+    amax: Tensor, top: float, epsilon: float = 0.0, power_of_two: bool = False, limit: float = LARGEST_FP32
+) -> Tensor:
+    """Return the factor that takes ``amax`` to ``top``.
+
+    Args:
+        amax: Largest absolute values, any shape, fp32.
+        top: Largest value of the FP8 format.
+        epsilon: Smaller amax count as this one.
+        power_of_two: Round down to a power of two.
+        limit: The scale where ``top / amax`` is infinite.
+
+    Returns:
+        The same shape, fp32; 1 where amax is 0, infinite or NaN.
+    """
+    amax = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
+    ratio = torch.full_like(amax, top) / amax  # a number over a tensor is rounded twice
+    scale = torch.where(amax.isfinite() & (amax != 0), ratio, torch.ones_like(amax))
+    scale = torch.where(scale.isinf(), torch.full_like(scale, limit), scale)
+    if power_of_two:
+        scale = (scale.contiguous().view(torch.int32) & -0x800000).view(torch.float32)  # sign and exponent
+    return scale
+
+
+def exponent_of(amax: Tensor, top: float) -> Tensor:
+    """Return the exponents of ``mxfp8``: the powers of two that are not below ``amax / top``.
+
+    Args:
+        amax: Largest absolute values, any shape, fp32.
+        top: Largest value of the FP8 format.
+
+    Returns:
+        The same shape, int32: E8M0 numbers, which mean ``2 ** (number - 127)``; 255 for NaN.
+    """
+    value = (amax.float() * (torch.ones(()) / top)).contiguous()
+    bits = value.view(torch.int32)
+    exponent, mantissa = bits >> 23 & 0xFF, bits & 0x7FFFFF
+    up = (mantissa > 0) & (exponent != 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
+    exponent = torch.where(value.isinf(), torch.full_like(exponent, 0xFE), exponent + up.int())
+    return torch.where(value.isnan(), torch.full_like(exponent, 0xFF), exponent)
+
+
+def reciprocal_of(exponent: Tensor) -> Tensor:
+    """Return ``2 ** (127 - exponent)``, by which ``mxfp8`` multiplies, or 1 for exponent 0; any shape, fp32 out."""
+    return power(torch.where(exponent == 0, 0, 127 - exponent.int()))
+
+
+def power(exponent: Tensor) -> Tensor:
+    """Return 2 to the power of integers of any shape, fp32."""
+    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+
+
+def tiles(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    """Cut a matrix [m, n] into [m / rows, rows, n / columns, columns], rounded up and filled with zeros."""
+    m, n = matrix.shape
+    padded = functional.pad(matrix, (0, -n % columns, 0, -m % rows))
+    return padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+
+
+def spread(scale: Tensor, shape: torch.Size | tuple[int, int], rows: int, columns: int) -> Tensor:
+    """Give each element of a matrix [m, n] the scale of its block; those of blocks behind the matrix are left out."""
+    return scale.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
+
+
+def cast_to_fp4(values: Tensor, stochastic: bool = False) -> Tensor:
+    """Round fp32 values to FP4.
+
+    Args:
+        values: [m, n], fp32, with an even n.
+        stochastic: Round up or down at random, with the chance that makes the mean right. Otherwise to nearest even.
+
+    Returns:
+        [m, n / 2], uint8. Values out of range become 6 or -6.
+    """
+    size = values.abs().contiguous()
+    if stochastic:
+        below = torch.bucketize(size.clamp(max=6.0), E2M1, right=True) - 1
+        above = (below + 1).clamp(max=7)
+        share = (size - E2M1[below]) / (E2M1[above] - E2M1[below]).clamp(min=0.5)
+        codes = torch.where(torch.rand(size.shape) < share, above, below)
+    else:
+        codes = torch.bucketize(size, _BETWEEN)
+    codes = codes.to(torch.uint8) | values.signbit().to(torch.uint8) << 3
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def fp4_values(data: Tensor) -> Tensor:
+    """Return what bytes [m, n / 2] of FP4 mean, [m, n] in fp32."""
+    codes = torch.stack((data & 15, data >> 4), -1).flatten(-2).int()
+    return torch.cat((E2M1, -E2M1))[codes]
+
+
+def quantize_nvfp4(matrix: Tensor, amax: Tensor, rows: int, stochastic: bool) -> tuple[Tensor, Tensor]:
+    """Round a matrix to FP4 with the scales of ``nvfp4``.
+
+    Args:
+        matrix: [m, n], fp32, n a multiple of 16.
+        amax: The largest absolute value of the tensor, [1]: from it follows the scale in fp32 that all blocks share.
+        rows: Rows of a block, 1 or 16; it has 16 columns.
+        stochastic: Round at random.
+
+    Returns:
+        Bytes [m, n / 2], and the scales of the blocks [m, n / 16] in E4M3, as uint8. A block of several rows has its
+        scale in each of them. Values are recovered by :func:`nvfp4_values`.
+    """
+    shared = (torch.full_like(amax, _LARGEST_NVFP4) / amax).clamp(max=LARGEST_FP32)
+    shared = torch.where((amax == 0) | (shared == 0), 1.0, shared)
+    block = tiles(matrix, rows, 16).abs().amax(dim=(1, 3)) / 6.0
+    scales = cast(block * shared, DType.kFloat8E4M3)
+    inverse = (1.0 / (scales.view(torch.float8_e4m3fn).float() * (1.0 / shared))).clamp(max=LARGEST_FP32)
+    codes = cast_to_fp4(matrix * spread(inverse, matrix.shape, rows, 16), stochastic)
+    return codes, spread(scales, (matrix.shape[0], scales.shape[1]), rows, 1)
+
+
+def nvfp4_values(data: Tensor, scales: Tensor, amax: Tensor) -> Tensor:
+    """Return the values [m, n], fp32, of bytes [m, n / 2] with scales [m or more, n / 16 or more] and amax [1]."""
+    values = fp4_values(data)
+    factor = scales.view(torch.float8_e4m3fn).float() * (amax / _LARGEST_NVFP4)
+    return values * spread(factor, values.shape, 1, 16)
