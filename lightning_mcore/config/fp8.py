@@ -11,7 +11,7 @@ delayed        one a tensor, from the steps before        8.9 or more           
 tensorwise     one a tensor, from the tensor itself       8.9 or more             2.2                  16
 blockwise      one a block of 128 or 128 x 128 elements   9.0 or more, CUDA 12.9  2.3                  128
 mxfp8          one a block of 32 elements                 10.0 up to below 12.0   2.1                  32
-nvfp4          one a block of 16 elements, one a tensor   10.0, CUDA 12.8         2.7                  32
+nvfp4          one a block of 16 elements, one a tensor   10.0, CUDA 12.8         2.8                  32
 =============  =========================================  ======================  ===================  =============
 
 :class:`FP8Settings` holds the arguments of :class:`~lightning_mcore.MCorePrecision`, checked against each other, and

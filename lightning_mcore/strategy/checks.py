@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_TRANSFORMER_ENGINE = {"delayed": "1.0", "tensorwise": "2.2", "blockwise": "2.3", "mxfp8": "2.1", "nvfp4": "2.7"}
+_TRANSFORMER_ENGINE = {"delayed": "1.0", "tensorwise": "2.2", "blockwise": "2.3", "mxfp8": "2.1", "nvfp4": "2.8"}
 _CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}
 _NO_MXFP8_FROM = (12, 0)
-_CUDA = {"blockwise": "12.9", "nvfp4": "12.8"}  # quantization.py and common/common.h (FP4_TYPE_SUPPORTED), 2.7 to 2.20
+_CUDA = {"blockwise": "12.9", "nvfp4": "12.8"}  # quantization.py and common/common.h (FP4_TYPE_SUPPORTED), to 2.20
 
 # ---- the constructor
 

@@ -475,7 +475,7 @@ def test_fp4_settings_that_contradict_each_other_are_refused(arguments: dict[str
             replace(BLACKWELL, cuda="12.6"),
             "^fp4_recipe='nvfp4' needs CUDA 12.8 or newer, and torch was built with",
         ),
-        (replace(BLACKWELL, transformer_engine="2.6.0"), "^fp4_recipe='nvfp4' needs TransformerEngine 2.7 or newer"),
+        (replace(BLACKWELL, transformer_engine="2.7.0"), "^fp4_recipe='nvfp4' needs TransformerEngine 2.8 or newer"),
         (
             FP8Machine("cpu"),
             "^FP4 needs a CUDA device, and this run is on 'cpu'; leave fp4_recipe='nvfp4' out, run .* computes FP4 on",
