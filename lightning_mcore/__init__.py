@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lightning_mcore.data.packing.rows import collate_padded, collate_rows, pack
     from lightning_mcore.data.pretraining.datamodule import MCorePretrainingData
     from lightning_mcore.hf.callback import SaveHFModel
-    from lightning_mcore.layers.lora import adapters_off, add_lora
+    from lightning_mcore.layers.lora import adapters_off
     from lightning_mcore.layers.metrics import (
         PackingEfficiency,
         PaddingShare,
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         TokenPerplexity,
         TokensSeen,
     )
+    from lightning_mcore.layers.own_adapters import add_lora
     from lightning_mcore.layers.session import single_process
     from lightning_mcore.models.gpt import MCoreGPT
     from lightning_mcore.models.preference import MCorePreference
@@ -123,7 +124,7 @@ _HOMES = {
     "TokenSample": "data.packing.best_fit",
     "TokensSeen": "layers.metrics",
     "adapters_off": "layers.lora",
-    "add_lora": "layers.lora",
+    "add_lora": "layers.own_adapters",
     "build_from_checkpoint": "checkpoint.weights",
     "collate_padded": "data.packing.rows",
     "collate_rows": "data.packing.rows",

@@ -18,7 +18,9 @@ ALL_LINEAR = "all-linear"
 EXPERTS = ".experts."  # part of the name of each projection of a routed expert
 _NAMES = ("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_OUTSIDE_OF_ALL = ("lm_head", "embed_tokens", "gate", "output_layer")  # the router is a "gate"
+EMBEDDING, OUTPUT = "embed_tokens", "lm_head"  # last parts of the names of these modules
+ROUTERS = ("gate", "shared_expert_gate")  # of routers and of the gates of shared experts
+_OUTSIDE_OF_ALL = (OUTPUT, EMBEDDING, *ROUTERS, "output_layer")
 _EXPERT = re.compile(r"(.*\.)?\w+\.experts\.\d+\.(\w+)")
 TRIPLES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Names of the projections of an expert: gate, up and down."""
@@ -34,7 +36,8 @@ class LoRA:
         lora_dropout: Probability that an input of A is dropped in training.
         target_modules: Which projections get an adapter: endings of their Hugging Face names, such as
             ``["q_proj", "v_proj"]``; a regular expression that matches whole names; or ``"all-linear"``, all
-            projections of attention, of MLPs, of shared experts and of each expert.
+            projections of attention, of MLPs, of shared experts and of each expert. The router (``"gate"``), the gate
+            of shared experts, the embedding and the output layer get one if they are named.
         target_parameters: Endings of names of parameters that get an adapter too, whatever the next two settings say.
             ``["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]`` are the routed experts as transformers 5 stores
             them: the gate and the up projection of an expert then share one A.
@@ -208,7 +211,7 @@ class LoRA:
             patterns: Whether to look at patterns; PEFT writes some that match nothing.
 
         Raises:
-            ValueError: There is one, and the message has the nearest names; or these adapters are not for experts.
+            ValueError: There is one, and the message has the nearest names; or a module cannot have these adapters.
         """
         known = list(names)
         parameters = list(dict.fromkeys(map(parameter_of, known)))
@@ -230,7 +233,7 @@ class LoRA:
                 f" layers_to_transform={self.layers_to_transform!r} leaves no projection that gets an adapter; name"
                 " some, such as ['q_proj', 'v_proj']"
             )
-        self.check_experts(adapted)
+        self.check_adapted(adapted)
         for field in ("rank_pattern", "alpha_pattern"):
             for key in (getattr(self, field) or {}) if patterns else ():
                 if not any(by_pattern({key: True}, self._known_as(name), False) for name in adapted):
@@ -260,22 +263,81 @@ class LoRA:
             if getattr(config, field, False):
                 raise ValueError(f"{field}=True is not supported with adapters; leave it out")
 
-    def check_experts(self, adapted: Iterable[str]) -> None:
-        """Refuse dropout and DoRA on routed experts.
+    def check_adapted(self, adapted: Iterable[str]) -> None:
+        """Refuse adapters on norms, dropout and DoRA on experts and routers, and DoRA on the embedding.
 
         Args:
             adapted: Hugging Face names of the projections that get an adapter.
 
         Raises:
-            ValueError: A routed expert is among them, and one of the two is asked for.
+            ValueError: One of these is asked for.
         """
-        expert = next((name for name in adapted if EXPERTS in name), None)
-        for field in ("lora_dropout", "use_dora"):
-            if expert is not None and getattr(self, field):
+        for name in adapted:
+            last = name.rpartition(".")[2]
+            if last.endswith("norm"):
                 raise ValueError(
-                    f"{field}={getattr(self, field)!r} is not supported on experts such as {expert}, as in PEFT; leave"
-                    " it out, or the experts (exclude_modules)"
+                    f"target_modules has {name}, and adapters are supported on linear layers, the embedding and routers"
+                    " only; train it whole with modules_to_save, or leave it out"
                 )
+            kinds = (("experts", EXPERTS in name), ("routers", last in ROUTERS), ("the embedding", last == EMBEDDING))
+            kind = next((kind for kind, applies in kinds if applies), None)
+            for field in ("use_dora",) if kind == "the embedding" else ("lora_dropout", "use_dora"):
+                if kind is not None and getattr(self, field):
+                    raise ValueError(
+                        f"{field}={getattr(self, field)!r} is not supported on {kind} such as {name}; leave it out, or"
+                        f" leave {kind} without adapters (exclude_modules)"
+                    )
+
+    def check_vocabulary(self, names: Iterable[str], model: Mapping[str, Any], padded: int, ranks: int) -> None:
+        """Refuse adapters on an embedding or output layer that cannot have one.
+
+        Args:
+            names: Names of all projections of the model.
+            model: ``vocab_size``, ``share_embeddings_and_output_weights`` and ``mtp_num_layers`` of the model.
+            padded: Rows of the embedding.
+            ranks: Tensor-parallel ranks, which share them evenly.
+
+        Raises:
+            ValueError: One is asked for.
+        """
+        for name in (name for name in names if self.adapts(name)):
+            last = name.rpartition(".")[2]
+            for field in ("share_embeddings_and_output_weights", "mtp_num_layers"):
+                if last == EMBEDDING and model.get(field):
+                    raise ValueError(
+                        f"target_modules has {name}, which the model uses twice ({field}={model[field]!r}); train it"
+                        " whole with modules_to_save, or leave it out"
+                    )
+            if last in (EMBEDDING, OUTPUT) and padded - padded // ranks >= model["vocab_size"]:
+                raise ValueError(
+                    f"target_modules has {name}, of whose {padded} rows with their padding the last of {ranks}"
+                    " tensor-parallel ranks would have padding alone; choose a smaller tensor_model_parallel_size, or"
+                    " leave it out"
+                )
+
+
+def check_train_only(given: object, has_adapters: bool) -> None:
+    """Refuse a choice of trained weights that is not one.
+
+    Args:
+        given: Parts of names of weights.
+        has_adapters: Whether the model gets adapters.
+
+    Raises:
+        TypeError: It is not a list of texts.
+        ValueError: It is empty, or there are adapters.
+    """
+    if not isinstance(given, list | tuple) or not all(isinstance(part, str) and part for part in given):
+        raise TypeError(
+            f"train_only={given!r} is not a list of parts of names; give one, such as ['layers.31.', 'norm']"
+        )
+    if not given:
+        raise ValueError("train_only=[] trains nothing; name a weight, or leave it out to train all")
+    if has_adapters:
+        raise ValueError(
+            f"train_only={given!r} contradicts lora, which freezes the weights; leave one of them out, or name modules"
+            " in modules_to_save"
+        )
 
 
 def parameter_of(name: str) -> str:
@@ -288,7 +350,7 @@ def parameter_of(name: str) -> str:
     for gate, up, down in TRIPLES if expert else ():
         if expert is not None and expert[2] in (gate, up, down):
             return f"{expert[1] or ''}mlp.experts.{'down_proj' if expert[2] == down else 'gate_up_proj'}"
-    return f"{name}.weight"
+    return f"{name}.weight".replace(".block_sparse_moe.", ".mlp.")
 
 
 @dataclass(frozen=True)
@@ -302,6 +364,7 @@ class Pair:
         expert: Of experts, the number of this one.
         has_a: Whether it has an A of its own; else that of the pair before it.
         has_lengths: Whether DoRA's trained length of each row goes with it.
+        looks_up: Whether it is of an embedding, which looks up columns of A.
     """
 
     rank: int
@@ -310,11 +373,12 @@ class Pair:
     expert: int = 0
     has_a: bool = True
     has_lengths: bool = False
+    looks_up: bool = False
 
     @property
     def multiplications(self) -> int:
-        """Of one token with A and B."""
-        return self.rank * (self.rows + self.columns)
+        """Of one token with A and B; a look-up in A counts as nothing."""
+        return self.rank * (self.rows if self.looks_up else self.rows + self.columns)
 
 
 @dataclass(frozen=True)
@@ -337,12 +401,12 @@ class AdaptedModel:
     """What of a model is trained beside its frozen weights.
 
     Args:
-        lora: The settings.
+        lora: The settings of adapters; None without them.
         of: By the name of the weight in a checkpoint; one that is absent is frozen and has no adapter.
         is_tied: Whether the embedding is the output layer too.
     """
 
-    lora: LoRA
+    lora: LoRA | None
     of: Mapping[str, Trained]
     is_tied: bool = False
 
@@ -355,10 +419,11 @@ class AdaptedModel:
         """
         saved = added = 0.0
         for name, trained in self.of.items():
-            if not name.startswith(prefix) or (name.startswith("embedding.") and not self.is_tied):
+            if not name.startswith(prefix):
                 continue
             share = topk / trained.shape[0] if len(trained.shape) == 3 else 1.0
-            saved += share * math.prod(trained.shape) if trained.is_saved and len(trained.shape) > 1 else 0
+            multiplies = len(trained.shape) > 1 and (self.is_tied or not name.startswith("embedding."))
+            saved += share * math.prod(trained.shape) if trained.is_saved and multiplies else 0
             added += share * sum(pair.multiplications for pair in trained.pairs)
         return saved, added
 

@@ -15,25 +15,27 @@ import lightning.pytorch as pl
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from torch import Tensor, nn
 
 from lightning_mcore.checkpoint.model_state import TRAINED_ONLY, sharded_chunk
 from lightning_mcore.checkpoint.optimizer_state import pieces_of
-from lightning_mcore.config.lora import ALL_LINEAR, EXPERTS, AdaptedModel, LoRA, Pair, Trained
+from lightning_mcore.config.lora import ALL_LINEAR, EMBEDDING, EXPERTS, AdaptedModel, LoRA, Pair, Trained
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.pretrained import pieces_of_module
 from lightning_mcore.hf.weight_map import WeightMap, whole_name, whole_names
 from lightning_mcore.hf.weight_rules import Block, Experts, Shape
-from lightning_mcore.layers.lora import ADAPTERS, LINEAR, Projection, Rows, adapt, freeze, merge, share_a
+from lightning_mcore.layers.lora import ADAPTABLE, ADAPTERS, LINEAR, Projection, Rows, adapt, freeze, merge, share_a
 from lightning_mcore.layers.quantized import quantize
 from lightning_mcore.parallel.chunks import ModelChunks
 from lightning_mcore.parallel.consensus import gather
 
 _COMPARED = 8  # values of each tensor
+_ADAPTED = (".weight", ".gate_weight")  # how the names of weights that may have adapters end
 
 
 @dataclass(frozen=True)
-class _Weight:
+class ChunkWeight:
     """A parameter of this rank and the Hugging Face tensors that it holds rows of.
 
     Args:
@@ -78,7 +80,7 @@ def add_adapters(chunks: ModelChunks, family: Family, fields: Mapping[str, Any],
 
 def _put_on(chunks: ModelChunks, family: Family, fields: Mapping[str, Any], lora: LoRA) -> None:
     for index, chunk in enumerate(chunks.bare):
-        found = list(_weights(chunks, index, family, fields))
+        found = list(weights_of_chunk(chunks, index, family, fields))
         chunk.requires_grad_(False)
         for weight in found:
             _train(weight, lora)
@@ -129,7 +131,7 @@ def fingerprint(module: pl.LightningModule) -> str:
     return hashlib.sha256(repr(whole).encode()).hexdigest()
 
 
-def _train(weight: _Weight, lora: LoRA) -> None:
+def _train(weight: ChunkWeight, lora: LoRA) -> None:
     saved = [name for name in weight.modules if lora.saves(name)]
     if saved:
         others = [name for name in weight.modules if name not in saved]
@@ -140,54 +142,66 @@ def _train(weight: _Weight, lora: LoRA) -> None:
             )
         weight.parameter.requires_grad_(True)
         return
-    if weight.name.startswith("mtp.") or not weight.name.endswith(".weight"):
+    if weight.name.startswith("mtp.") or not weight.name.endswith(_ADAPTED):
         return
     adapted = [name for name in weight.modules if lora.adapts(name)]
     if not adapted:
         return
-    if not isinstance(weight.module, LINEAR):
+    if not isinstance(weight.module, ADAPTABLE):
         if lora.target_modules == ALL_LINEAR:
             return
         raise ValueError(
-            f"target_modules has {adapted[0]}, and adapters are supported on linear layers only; train it whole with"
-            " modules_to_save, or leave it out"
+            f"target_modules has {adapted[0]}, and a {type(weight.module).__name__} cannot have adapters; train it"
+            " whole with modules_to_save, or leave it out"
         )
-    lora.check_experts(adapted)
+    lora.check_adapted(adapted)
     projections = [_projection(weight, name) for name in adapted]
-    adapt(weight.module, projections, lora, _split(weight))
+    split = _split(weight)
+    if projections[0].is_embedding:  # whose weight counts as transposed
+        split = None if split is None else 1 - split
+    adapt(weight.module, projections, lora, split)
     if EXPERTS in adapted[0] and lora.targets_parameter(adapted[0]):
         share_a(weight.module)
 
 
-def _split(weight: _Weight) -> int | None:
+def _split(weight: ChunkWeight) -> int | None:
     """Return the axis of a weight that is split over tensor-parallel ranks."""
     axes = [axis for axis in (0, 1) if weight.parameter.shape[axis] < weight.whole[axis]]
     return axes[0] if axes else None
 
 
-def _projection(weight: _Weight, name: str) -> Projection:
+def _projection(weight: ChunkWeight, name: str) -> Projection:
     """Return the rows of a parameter that belong to a Hugging Face module."""
     hf = f"{name}.weight"
     own = [(block, row) for block, row in weight.parts if block.hf == hf]
+    if isinstance(weight.module, VocabParallelEmbedding):
+        tokens, width = weight.shapes[hf]
+        return Projection(name, (Rows(0, 0, width),), width, tokens, own[0][0].hf_start[0], is_embedding=True)
     rows, columns = [], set()
     for block, row in own:
         out_start, in_start = block.hf_start[::-1] if block.transposed else block.hf_start
         rows.append(Rows(row, out_start, block.shape[-2]))
         columns.add(in_start)
     out_features, in_features = weight.shapes[hf][::-1] if own[0][0].transposed else weight.shapes[hf]
-    projection = Projection(name, tuple(rows), out_features, in_features, min(columns))
+    is_alone = len(weight.modules) == 1  # then what is left of the weight is padding
+    padding = weight.parameter.shape[0] - sum(part.count for part in rows) if is_alone else 0
+    projection = Projection(name, tuple(rows), out_features, in_features, min(columns), padding)
     if projection.own_rows != max(r.hf_start + r.count for r in rows) - projection.first_row:
         raise ValueError(f"this layout gives a rank rows of {name} that are not consecutive; choose a smaller tp")
-    if projection.own_rows * (weight.whole[0] // weight.parameter.shape[0]) != out_features:
-        raise ValueError(
-            f"target_modules has {name}, whose {out_features} rows do not divide evenly among tensor-parallel ranks"
-            " with their padding; leave it out, or train it whole with modules_to_save"
-        )
     return projection
 
 
-def _weights(chunks: ModelChunks, index: int, family: Family, fields: Mapping[str, Any]) -> Iterator[_Weight]:
-    """Yield the parameters of a chunk with what each of them holds."""
+def weights_of_chunk(
+    chunks: ModelChunks, index: int, family: Family, fields: Mapping[str, Any]
+) -> Iterator[ChunkWeight]:
+    """Yield the parameters of a chunk with what each of them holds; those of adapters are left out.
+
+    Args:
+        chunks: The model.
+        index: Which chunk.
+        family: The rules of its Hugging Face names.
+        fields: Settings of the model.
+    """
     maps: dict[str, WeightMap] = {}
     owners = {id(p): module for module in chunks.bare[index].modules() for p in module.parameters(recurse=False)}
     for entry in nested_values(sharded_chunk(chunks, index, whole=True)):
@@ -210,7 +224,7 @@ def _weights(chunks: ModelChunks, index: int, family: Family, fields: Mapping[st
                 if part is not None:
                     axis = len(start) - entry.data.dim()
                     parts.append((part, row + part.start[axis] - start[axis]))
-        yield _Weight(name, owners[id(entry.data)], entry.data, whole[-2:], parts, shapes)
+        yield ChunkWeight(name, owners[id(entry.data)], entry.data, whole[-2:], parts, shapes)
 
 
 def weights_trained_whole(
@@ -224,7 +238,7 @@ def weights_trained_whole(
         fields: Settings of the model.
     """
     for index in range(len(chunks.bare)):
-        for weight in _weights(chunks, index, family, fields):
+        for weight in weights_of_chunk(chunks, index, family, fields):
             if weight.parameter.requires_grad:
                 for block, row in weight.parts:
                     count = block.shape[-weight.parameter.dim()]
@@ -252,6 +266,10 @@ def adapted_model(tensors: Mapping[str, Shape], family: Family, fields: Mapping[
             module = block.hf.rpartition(".")[0]
             expert = block.start[0] if len(shape) > 2 else 0
             sizes[module] = (sizes.get(module, (0,))[0] + block.shape[-2:][0], block.shape[-1], expert)
+        looks_up = name.startswith("embedding.")
+        if len(sizes) == 1 and len(shape) == 2:  # with the padding of a vocabulary
+            rows, columns = shape[::-1] if looks_up else shape
+            sizes = dict.fromkeys(sizes, (rows, columns, 0))
         is_saved = any(lora.saves(module) for module in sizes)
         first = {expert: module for module, (*_, expert) in reversed(sizes.items())}
         pairs = [
@@ -260,10 +278,11 @@ def adapted_model(tensors: Mapping[str, Shape], family: Family, fields: Mapping[
                 *size,
                 has_a=first[size[2]] == module or EXPERTS not in module or not lora.targets_parameter(module),
                 has_lengths=lora.use_dora,
+                looks_up=looks_up,
             )
             for module, size in sizes.items()
-            if name.endswith(".weight") and len(shape) > 1 and not name.startswith(("mtp.", "embedding."))
-            if not is_saved and "router" not in name and lora.adapts(module)
+            if name.endswith(_ADAPTED) and len(shape) > 1 and not name.startswith("mtp.")
+            if not is_saved and (not looks_up or module.endswith(EMBEDDING)) and lora.adapts(module)
         ]
         if is_saved or pairs:
             found[name] = Trained(is_saved, shape, tuple(sorted(pairs, key=lambda pair: pair.expert)))
@@ -277,12 +296,22 @@ def projection_names(family: Family, fields: Mapping[str, Any]) -> list[str]:
         family: The rules of its names.
         fields: Settings of the model.
     """
+    return list(dict.fromkeys(name.rpartition(".")[0] for names in tensor_names(family, fields) for name in names))
+
+
+def tensor_names(family: Family, fields: Mapping[str, Any]) -> list[list[str]]:
+    """Return the names of the Hugging Face tensors in each of Megatron's weights that a model may have.
+
+    Args:
+        family: The rules of its names.
+        fields: Settings of the model, which need not be built.
+    """
     size, experts = 12, int(fields.get("num_moe_experts") or 0)  # names do not depend on the size
-    names: dict[str, None] = {}
+    found = []
     for rule in family.outside:
         if rule.megatron == "output_layer.weight" and fields.get("share_embeddings_and_output_weights"):
             continue  # it is the embedding
-        names |= dict.fromkeys(_modules_of(rule.blocks((size, size), {**fields, "vocab_size": size})))
+        found.append([block.hf for block in rule.blocks((size, size), {**fields, "vocab_size": size})])
     for layer in range(int(fields["num_layers"])):
         prefix = family.layer_prefix.replace("{layer}", str(layer))
         for rule in family.layer:
@@ -290,9 +319,5 @@ def projection_names(family: Family, fields: Mapping[str, Any]) -> list[str]:
             if is_stack and not experts:
                 continue
             blocks = rule.blocks((experts, size, size) if is_stack else (size, size), fields)
-            names |= dict.fromkeys(prefix + name for name in _modules_of(blocks))
-    return list(names)
-
-
-def _modules_of(blocks: list[Block]) -> list[str]:
-    return [block.hf.rpartition(".")[0] for block in blocks]
+            found.append([prefix + block.hf for block in blocks])
+    return found

@@ -34,6 +34,8 @@ from lightning_mcore.hf.peft_tensors import (
     ExpertLayout,
     Piece,
     adapter_pieces,
+    copied_name,
+    copied_pieces,
     described_targets,
     expected_shapes,
     require_stackable,
@@ -186,7 +188,8 @@ def load_adapter(module: pl.LightningModule, path: str, lora: LoRA) -> None:
     folder = on_all(lambda: _folder_with_weights(path))
     pieces = list(adapter_pieces(module, lora))
     shapes = _shapes(pieces)
-    on_all(lambda: _fill(folder, pieces, shapes))
+    on_all(lambda: _fill(folder, lora, pieces, shapes))
+    on_all(lambda: _compare_copies(folder, list(copied_pieces(module))))
 
 
 def merge_folders(module: pl.LightningModule, paths: Sequence[str]) -> None:
@@ -230,7 +233,7 @@ def check_folders(base: str, paths: Sequence[str], family: str | None = None) ->
         wanted = expected_shapes(lora, names, shapes, int(settings.get("num_moe_experts") or 0))
         file = os.path.join(_folder_with_weights(path), WEIGHTS_FILE)
         with _opened(file) as weights:
-            found = {key: tuple(weights.get_slice(key).get_shape()) for key in weights.keys()}  # noqa: SIM118
+            found = _shapes_in(weights, lora)
         if lora.modules_to_save:  # a tied weight is not in the model's files
             found = {key: shape for key, shape in found.items() if ".lora_" in key or key in wanted}
             wanted = {key: shape for key, shape in wanted.items() if ".lora_" in key or key in found}
@@ -248,10 +251,29 @@ def _folder_with_weights(path: str) -> str:
     raise FileNotFoundError(f"{folder} has no {WEIGHTS_FILE}; give the folder of a PEFT adapter")
 
 
-def _fill(folder: str, pieces: list[Piece], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _shapes_in(file: Any, lora: LoRA) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of an adapter's tensors, without copies of the frozen weights beside them."""
+    copies = {key for key in file.keys() if (name := copied_name(key)) is not None and lora.adapts(name)}  # noqa: SIM118
+    return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys() if key not in copies}  # noqa: SIM118
+
+
+def _compare_copies(folder: str, copies: list[Piece]) -> None:
+    """Refuse an adapter whose copy of a frozen weight differs from the base."""
     path = os.path.join(folder, WEIGHTS_FILE)
     with _opened(path) as file, torch.no_grad():
-        _check(path, shapes, {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()})  # noqa: SIM118
+        for piece in (piece for piece in copies if piece.key in file.keys()):  # noqa: SIM118
+            stored = file.get_slice(piece.key)
+            is_same = tuple(stored.get_shape()) == piece.shape
+            if not (is_same and torch.equal(piece.data.to("cpu", (part := stored[piece.place]).dtype), part)):
+                raise ValueError(
+                    f"{path} has {piece.key}, which differs from this base; give the base that it was trained on"
+                )
+
+
+def _fill(folder: str, lora: LoRA, pieces: list[Piece], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    path = os.path.join(folder, WEIGHTS_FILE)
+    with _opened(path) as file, torch.no_grad():
+        _check(path, shapes, _shapes_in(file, lora))
         whole = lru_cache(maxsize=1)(file.get_tensor)  # each expert takes its part of the same tensor
         for piece in sorted(pieces, key=lambda piece: piece.key):
             part = whole(piece.key).view(piece.view) if piece.view else file.get_slice(piece.key)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tensors a PEFT adapter has, and which part of them a rank holds.
 
-A projection has A, B and, with DoRA, the lengths of its rows. There are two layouts of routed experts (E experts, rank
+A projection has A, B and, with DoRA, the lengths of its rows. A and B of an embedding have names of their own, and its
+columns are the tokens. There are two layouts of routed experts (E experts, rank
 r, o outputs, i inputs):
 
 - ``"stacked"``, PEFT's with transformers 5: one A and one B for all experts of a layer, of ``gate_up_proj`` and of
@@ -21,14 +22,16 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from torch import Tensor
 
-from lightning_mcore.config.lora import TRIPLES, LoRA, by_pattern, parameter_of
+from lightning_mcore.config.lora import EMBEDDING, OUTPUT, ROUTERS, TRIPLES, LoRA, by_pattern, parameter_of
 from lightning_mcore.hf.adapters import projection_names, weights_trained_whole
-from lightning_mcore.layers.lora import Adapter
+from lightning_mcore.layers.lora import ADAPTERS, Adapter, Adapters, adapted_weight
 from lightning_mcore.parallel.chunks import built_chunks
 
 ExpertLayout = Literal["stacked", "each"]
 PREFIX = "base_model.model."
 _A, _B, _LENGTHS = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+_COPY = ".base_layer.weight"
+_OF_EMBEDDING = {_A: "lora_embedding_A", _B: "lora_embedding_B"}
 Shape = tuple[int, ...]
 
 
@@ -84,11 +87,15 @@ class Slot:
     def shapes(self) -> dict[str, Shape]:
         """Shapes of A and B by name."""
         rank = self.rank * self.experts
-        return {f"{self.stem}.{_A}": (rank, self.inputs), f"{self.stem}.{_B}": (self.outputs, rank)}
+        return {self.key(_A): (rank, self.inputs), self.key(_B): (self.outputs, rank)}
+
+    def key(self, last: str) -> str:
+        """Return the name of A or B in the file."""
+        return f"{self.stem}.{_OF_EMBEDDING[last] if is_embedding(self.stem) else last}"
 
     def a(self, values: Tensor, column: int) -> Piece:
-        """Return the place of A of this rank, [r, columns]."""
-        key = f"{self.stem}.{_A}"
+        """Return the place of A of this rank, [r, columns], perhaps with columns of padding."""
+        key, values = self.key(_A), values[:, : self.inputs - column]
         if self.expert is None:
             return Piece(key, values, self.shapes[key], (0, column))
         view = (self.experts, self.rank, self.inputs)
@@ -96,7 +103,7 @@ class Slot:
 
     def b(self, values: Tensor, row: int) -> Piece:
         """Return the place of B of this rank, [rows, r]."""
-        key = f"{self.stem}.{_B}"
+        key = self.key(_B)
         if self.expert is None:
             return Piece(key, values, self.shapes[key], (row, 0))
         view = (self.outputs, self.rank, self.experts)
@@ -115,7 +122,8 @@ def slot_of(name: str, shape: Sequence[int], lora: LoRA, experts: int, layout: E
     """
     outputs, inputs = shape
     if layout == "each" or not is_stacked(name):
-        return Slot(f"{PREFIX}{name}", lora.rank(name), 0, 0, outputs, inputs)
+        known = parameter_of(name).removesuffix(".weight") if layout == "stacked" and is_router(name) else name
+        return Slot(f"{PREFIX}{known}", lora.rank(name), 0, 0, outputs, inputs)
     prefix, _, last = name.rpartition(".")
     gate, up, down = (f"{prefix}.{other}" for other in next(names for names in TRIPLES if last in names))
     number = int(prefix.rpartition(".")[2])
@@ -133,6 +141,16 @@ def slot_of(name: str, shape: Sequence[int], lora: LoRA, experts: int, layout: E
 def is_stacked(name: str) -> bool:
     """Return whether transformers 5 keeps a projection in a parameter of all experts of a layer."""
     return not parameter_of(name).endswith(".weight")
+
+
+def is_router(name: str) -> bool:
+    """Return whether a projection is a router, which transformers 5 keeps as a bare parameter."""
+    return name.endswith(f".{ROUTERS[0]}")
+
+
+def is_embedding(name: str) -> bool:
+    """Return whether a projection is the embedding."""
+    return name.rpartition(".")[2] == EMBEDDING
 
 
 def adapter_pieces(module: pl.LightningModule, lora: LoRA, layout: ExpertLayout | None = None) -> Iterator[Piece]:
@@ -155,10 +173,34 @@ def adapter_pieces(module: pl.LightningModule, lora: LoRA, layout: ExpertLayout 
             p = child.projection
             slot = slot_of(p.name, (p.out_features, p.in_features), lora, experts, layout)
             yield slot.a(child.lora_A, p.column)
-            yield slot.b(child.lora_B, p.first_row)
+            yield slot.b(child.lora_B[: p.own_rows], p.first_row)
             if child.lora_magnitude_vector is not None:
-                lengths, shape = child.lora_magnitude_vector, (p.out_features,)
+                lengths, shape = child.lora_magnitude_vector[: p.own_rows], (p.out_features,)
                 yield Piece(f"{slot.stem}.{_LENGTHS}", lengths, shape, (p.first_row,))
+
+
+def copied_name(key: str) -> str | None:
+    """Return the projection whose frozen weight PEFT has copied into the file under a name; None for other tensors."""
+    name = key.removeprefix(PREFIX).removesuffix(_COPY)
+    return name if key.endswith(_COPY) and name.rpartition(".")[2] in (EMBEDDING, OUTPUT) else None
+
+
+def copied_pieces(module: pl.LightningModule) -> Iterator[Piece]:
+    """Yield what this rank holds of the frozen weights that PEFT may copy: embedding and output layer with adapters.
+
+    Args:
+        module: An ``MCoreGPT`` whose adapters are on its model.
+    """
+    for layer in module.modules():
+        adapters = layer._modules.get(ADAPTERS)
+        for adapter in adapters.values() if isinstance(adapters, Adapters) else ():
+            assert isinstance(adapter, Adapter)
+            p, key = adapter.projection, f"{PREFIX}{adapter.projection.name}{_COPY}"
+            first, rows, columns = p.first_row, p.out_features, p.in_features
+            if p.is_embedding:
+                first, rows, columns = p.column, columns, rows
+            if copied_name(key) is not None:
+                yield Piece(key, adapted_weight(layer)[: rows - first], (rows, columns), (first, 0))
 
 
 def expected_shapes(lora: LoRA, names: Sequence[str], shapes: Mapping[str, Shape], experts: int) -> dict[str, Shape]:
@@ -174,6 +216,7 @@ def expected_shapes(lora: LoRA, names: Sequence[str], shapes: Mapping[str, Shape
     found = {PREFIX + key: shape for key, shape in shapes.items() if lora.saves(key.rpartition(".")[0])}
     for name in names:
         shape = shapes.get(f"{name}.weight", ())
+        shape = shape[::-1] if is_embedding(name) else shape
         if len(shape) == 2 and lora.adapts(name):
             slot = slot_of(name, shape, lora, experts, layout)
             found |= slot.shapes
@@ -189,7 +232,8 @@ def own_layout(lora: LoRA, names: Sequence[str]) -> ExpertLayout:
         lora: The settings.
         names: All projections of the model.
     """
-    return "stacked" if any(is_stacked(name) and lora.targets_parameter(name) for name in names) else "each"
+    found = any((is_stacked(name) or is_router(name)) and lora.targets_parameter(name) for name in names)
+    return "stacked" if found else "each"
 
 
 def require_stackable(lora: LoRA, names: Sequence[str]) -> None:
@@ -234,7 +278,8 @@ def described_targets(lora: LoRA, names: Sequence[str], layout: ExpertLayout) ->
     parameters: dict[str, tuple[int, float]] = {}
     for name in (name for name in names if lora.adapts(name)):
         rank, alpha = lora.rank(name), lora.alpha(name)
-        if layout == "stacked" and (is_stacked(name) or (plain and name.rpartition(".")[2] in projections)):
+        is_parameter = is_stacked(name) or is_router(name) or (plain and name.rpartition(".")[2] in projections)
+        if layout == "stacked" and is_parameter:
             whole = slot_of(name, (1, 1), lora, 1, layout).rank
             alpha *= (whole / rank) ** 0.5 if lora.use_rslora else whole / rank
             parameters[parameter_of(name)] = (whole, alpha)

@@ -37,7 +37,7 @@ from lightning_mcore.hf.source import HFSource, absolute, is_own_checkpoint, pre
 from lightning_mcore.hf.weight_map import whole_name, whole_names
 from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.hf.weights import HFWeights
-from lightning_mcore.layers.lora import ADAPTERS, merging
+from lightning_mcore.layers.lora import ADAPTERS, adapted_weight, merging
 from lightning_mcore.parallel.chunks import ModelChunks, built_chunks, find_pipeline
 from lightning_mcore.parallel.consensus import collect, gather, on_all
 from lightning_mcore.parallel.fp8_weights import filled_as_plain
@@ -238,7 +238,7 @@ def _own_pieces(chunks: ModelChunks) -> tuple[list[ModelPiece], dict[str, Shape]
     own, stored = [], {}
     latest = lru_cache(maxsize=1)(lambda read: read())  # a merged weight is read for each of its projections
     for index, chunk in enumerate(chunks.bare):
-        merged = {id(layer.weight): read for layer in chunk.modules() if (read := merging(layer)) is not None}
+        merged = {id(adapted_weight(layer)): read for layer in chunk.modules() if (read := merging(layer)) is not None}
         for entry in nested_values(sharded_chunk(chunks, index, whole=True)):
             if f".{ADAPTERS}." in entry.key:
                 continue

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low-rank adapters on Megatron's linear layers, exact under tensor, sequence and expert parallelism.
+"""Low-rank adapters on Megatron's layers, exact under tensor, sequence and expert parallelism.
 
 :func:`adapt` gives a linear layer one adapter per Hugging Face projection that it holds (``linear_qkv`` has three), so
 every adapter that PEFT wrote can be continued. The layer keeps its class, its names and its weights; its adapters are a
-child, ``linear_qkv.lora.q_proj.lora_A``. The A of one layer run as one product, and so do the B.
+child, ``linear_qkv.lora.q_proj.lora_A``. The A of one layer run as one product, and so do the B. The adapter of an
+embedding looks up columns of A. That of a router, or of the gate of shared experts, is added to the weight.
 
 How an adapter is split follows the weight of its layer (s tokens, h inputs, r rank):
 
@@ -12,8 +13,8 @@ the layer            A                       B                           what is
 ===================  ======================  ==========================  ==========================================
 column parallel      whole                   its rows, as the weight     backward: A x is summed [s, r]; with
                                                                          sequence parallelism it is gathered
-row parallel         its columns             whole                       forward: A x is summed [s, r]; with sequence
-                                                                         parallelism it is reduced and scattered
+row parallel, and    its columns             whole                       forward: A x is summed [s, r]; with sequence
+the embedding                                                            parallelism it is reduced and scattered
 neither              whole                   whole                       nothing
 experts' own group   as above                as above                    gradients of the whole ones, because the
                                                                          dispatcher sums outputs and inputs' gradients
@@ -41,6 +42,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
+    VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel.mappings import (
@@ -50,13 +52,13 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.router import Router
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_mcore.config.lora import LoRA
-from lightning_mcore.parallel.consensus import gather
 from lightning_mcore.parallel.groups import process_group
 
 ADAPTERS = "lora"  # name of the child of a layer that holds its adapters
@@ -64,6 +66,7 @@ ADAPTERS = "lora"  # name of the child of a layer that holds its adapters
 LINEAR: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear)
 if te.HAVE_TE:
     LINEAR += (te.TELinear, te.TELayerNormColumnParallelLinear)
+ADAPTABLE: tuple[type, ...] = (*LINEAR, VocabParallelEmbedding, Router, SharedExpertMLP)
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ class Projection:
         out_features: Rows of the whole projection.
         in_features: Columns of the whole projection.
         column: The first of its columns on this rank.
+        padding: Rows on this rank, after its own, that pad the vocabulary.
+        is_embedding: Whether its weight is that of an embedding, transposed: the columns are tokens.
     """
 
     name: str
@@ -98,6 +103,8 @@ class Projection:
     out_features: int
     in_features: int
     column: int
+    padding: int = 0
+    is_embedding: bool = False
 
     @property
     def first_row(self) -> int:
@@ -121,8 +128,8 @@ class Adapter(nn.Module):
 
     Attributes:
         lora_A: [r, columns].
-        lora_B: [rows of this rank, r].
-        lora_magnitude_vector: [rows of this rank], with DoRA.
+        lora_B: [rows of this rank with its padding, r].
+        lora_magnitude_vector: [rows of this rank with its padding], with DoRA.
     """
 
     def __init__(self, projection: Projection, columns: int, lora: LoRA, weight: Tensor) -> None:
@@ -130,23 +137,32 @@ class Adapter(nn.Module):
         self.projection = projection
         self.scale = lora.scale(projection.name)
         rank = lora.rank(projection.name)
-        whole = _initial_a(projection, rank, lora)[:, projection.column : projection.column + columns]
-        self.lora_A = nn.Parameter(whole.to(weight).contiguous())
-        self.lora_B = nn.Parameter(weight.new_zeros(projection.own_rows, rank))
+        rows = projection.own_rows + projection.padding
+        if projection.is_embedding:  # B begins as noise, as in PEFT
+            self.lora_A = nn.Parameter(weight.new_zeros(rank, columns))
+            self.lora_B = nn.Parameter(torch.randn(rows, rank, generator=_generator(projection)).to(weight))
+        else:
+            whole = _initial_a(projection, rank, lora)[:, projection.column : projection.column + columns]
+            self.lora_A = nn.Parameter(whole.to(weight).contiguous())
+            self.lora_B = nn.Parameter(weight.new_zeros(rows, rank))
         self.lora_magnitude_vector: nn.Parameter | None = None
         if lora.use_dora:
-            self.lora_magnitude_vector = nn.Parameter(weight.new_zeros(projection.own_rows))
+            self.lora_magnitude_vector = nn.Parameter(weight.new_zeros(rows))
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return A [r, columns], B [rows, r], and DoRA's lengths [rows]; Megatron gathers parameters at the call."""
         return self.lora_A, self.lora_B, self.lora_magnitude_vector
 
 
-def _initial_a(projection: Projection, rank: int, lora: LoRA) -> Tensor:
-    """Return the whole A, [r, in_features] in fp32; the same on every layout, because it depends on the name alone."""
+def _generator(projection: Projection) -> torch.Generator:
+    """Return a generator that depends on the name of a projection alone, so that all layouts draw the same."""
     seed = hashlib.sha256(f"{os.environ.get('PL_GLOBAL_SEED', 0)} {projection.name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(seed[:7]))
-    whole = torch.empty(rank, projection.in_features)
+    return torch.Generator().manual_seed(int.from_bytes(seed[:7]))
+
+
+def _initial_a(projection: Projection, rank: int, lora: LoRA) -> Tensor:
+    """Return the whole A, [r, in_features] in fp32."""
+    generator, whole = _generator(projection), torch.empty(rank, projection.in_features)
     if lora.init_lora_weights == "gaussian":
         return whole.normal_(std=1 / rank, generator=generator)
     return nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
@@ -156,30 +172,34 @@ class Adapters(nn.ModuleDict):
     """The adapters of one layer.
 
     Args:
-        layer: The layer, a linear one of Megatron or TransformerEngine.
+        layer: The layer, one of ``ADAPTABLE``.
         projections: The projections in it that get an adapter.
         lora: The settings.
-        split: The axis of the weight that is split over the ranks of ``group``: 0, 1, or None.
+        split: The axis of the weight that is split over the ranks of ``group``: 0, 1, or None. The weight of an
+            embedding counts as transposed.
     """
 
     def __init__(self, layer: Any, projections: Sequence[Projection], lora: LoRA, split: int | None) -> None:
-        weight = layer.weight
-        columns = weight.shape[1]
-        super().__init__({_last(p.name): Adapter(p, columns, lora, weight) for p in projections})
+        parameter = "gate_weight" if isinstance(layer, SharedExpertMLP) else "weight"
+        weight = layer._parameters[parameter]
+        rows, columns = weight.shape[::-1] if isinstance(layer, VocabParallelEmbedding) else weight.shape
+        super().__init__({p.name.rpartition(".")[2]: Adapter(p, columns, lora, weight) for p in projections})
+        self.parameter = parameter  # of the layer, to which the adapters belong
         self.enabled = True
         self.split = split
         self.group = group_of(layer) or process_group("tp")
         # TransformerEngine's layers of experts have no mode of parallelism.
         of_experts = split is not None and getattr(layer, "parallel_mode", split) is None
         self.is_explicit = bool(getattr(layer, "explicit_expert_comm", of_experts))
-        self.is_sequence_parallel = bool(layer.sequence_parallel) and not self.is_explicit and split is not None
+        scatters = getattr(layer, "sequence_parallel", getattr(layer, "reduce_scatter_embeddings", False))
+        self.is_sequence_parallel = bool(scatters) and not self.is_explicit and split is not None
         self.dropout = lora.lora_dropout
         self.sees_own_tokens = bool(getattr(weight, "sequence_parallel", False))
         self.uses_dora = lora.use_dora
         self._known: tuple[Any, Tensor] | None = None  # the frozen weight at that time, and its rows' squared lengths
         adapters: list[Adapter] = list(self.values())  # type: ignore[arg-type]
         self._adapters = adapters
-        order = _order(adapters, weight.shape[0])
+        order = _order(adapters, rows)
         is_as_stacked = torch.equal(order, torch.arange(len(order)))
         self.order: Tensor | None  # None where the stacked rows are those of the layer
         self.register_buffer("order", None if is_as_stacked else order.to(weight.device), persistent=False)
@@ -224,6 +244,35 @@ class Adapters(nn.ModuleDict):
         without = output if bias is None else output - bias
         changed = (without + added) * ratio.to(output.dtype)
         return changed if bias is None else changed + bias
+
+    def looked_up(self, tokens: Tensor, layer: Any) -> Tensor:
+        """Return what the adapter of an embedding adds to its output, of the same shape.
+
+        Args:
+            tokens: [b, s], in int64.
+            layer: The embedding.
+        """
+        (adapter,) = self._adapters
+        a, b, _ = adapter()
+        if self.split is None:
+            hidden = functional.embedding(tokens, a.t())  # [b, s, r]
+        else:
+            own = (tokens >= layer.vocab_start_index) & (tokens < layer.vocab_end_index)
+            hidden = functional.embedding((tokens - layer.vocab_start_index).where(own, 0), a.t()) * own[..., None]
+        if layer.reduce_scatter_embeddings:
+            hidden = hidden.transpose(0, 1).contiguous()
+        return functional.linear(self._with_other_ranks(hidden) * adapter.scale, b)
+
+    def changed(self, weight: Tensor) -> Tensor:
+        """Return the weight of a router or gate with its adapter, [rows, columns], differentiable by the adapter.
+
+        Args:
+            weight: The frozen weight, [rows, columns].
+        """
+        (adapter,) = self._adapters
+        a, b, _ = adapter()
+        changed: Tensor = weight + (b @ a) * adapter.scale
+        return changed
 
     def _dropped(self, inputs: Tensor) -> Tensor:
         if not (self.dropout and self.training):
@@ -296,14 +345,14 @@ class Adapters(nn.ModuleDict):
         """Return the weight that does what W and the adapters do, computed in fp32.
 
         Args:
-            weight: W on this rank, [rows of this rank, columns of this rank].
+            weight: W on this rank, [rows of this rank, columns of this rank]; of an embedding transposed.
             ratio: What :meth:`ratio` returns; None without DoRA.
 
         Returns:
             The same shape and dtype.
         """
-        added = [(x.lora_B.float() @ x.lora_A.float()) * x.scale for x in self._adapters]
-        whole = weight.float() + self._in_rows(torch.cat(added))
+        added = self._in_rows(torch.cat([(x.lora_B.float() @ x.lora_A.float()) * x.scale for x in self._adapters]))
+        whole = weight.float() + (added.t() if self._adapters[0].projection.is_embedding else added)
         return (whole if ratio is None else whole * ratio[:, None]).to(weight.dtype)
 
     def _magnitudes(self) -> Tensor:
@@ -349,7 +398,7 @@ class Adapters(nn.ModuleDict):
         for adapter in self._adapters:
             assert adapter.lora_magnitude_vector is not None
             own = [lengths[rows.start : rows.start + rows.count] for rows in _sorted(adapter.projection)]
-            adapter.lora_magnitude_vector.copy_(torch.cat(own))
+            adapter.lora_magnitude_vector[: adapter.projection.own_rows].copy_(torch.cat(own))
 
     # ---- checkpoints
 
@@ -375,9 +424,22 @@ class Adapters(nn.ModuleDict):
 
 
 class _Adapted:
-    """Put before the class of a linear layer: adds its adapters to what it returns."""
+    """Put before the class of a layer that has adapters; what comes after it adds their output."""
 
     lora: Adapters
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the sharded tensors of the layer and of its adapters."""
+        inner = f"{prefix}{ADAPTERS}."
+        own = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        own = {name: entry for name, entry in own.items() if not name.startswith(inner)}
+        return own | self.lora.sharded_state_dict(inner, sharded_offsets, metadata)
+
+
+class _AdaptedLinear(_Adapted):
+    """Adds the adapters of a linear layer to what it returns."""
 
     def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Run the layer and its adapters."""
@@ -389,14 +451,27 @@ class _Adapted:
             added = None
         return self.lora.change(_normalised(self, inputs), output, self, added), bias
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Return the sharded tensors of the layer and of its adapters."""
-        inner = f"{prefix}{ADAPTERS}."
-        own = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
-        own = {name: entry for name, entry in own.items() if not name.startswith(inner)}
-        return own | self.lora.sharded_state_dict(inner, sharded_offsets, metadata)
+
+class _AdaptedEmbedding(_Adapted):
+    """Adds the adapter of an embedding to what it returns."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Run the embedding and its adapter."""
+        output: Tensor = super().forward(tokens)  # type: ignore[misc]
+        return output + self.lora.looked_up(tokens, self) if self.lora.enabled else output
+
+
+def adapted_weight(layer: Any) -> nn.Parameter:
+    """Return the frozen weight that the adapters of a layer belong to."""
+    weight: nn.Parameter = layer._parameters[layer.lora.parameter]
+    return weight
+
+
+def _changed_weight(layer: Any) -> Tensor:
+    """Return the weight that a router or gate reads: the frozen one, with its adapter."""
+    weight = adapted_weight(layer)
+    adapters: Adapters = layer.lora
+    return adapters.changed(weight) if adapters.enabled else weight
 
 
 def _normalised(layer: Any, inputs: Tensor) -> Tensor:
@@ -411,84 +486,29 @@ def _normalised(layer: Any, inputs: Tensor) -> Tensor:
 
 
 def adapt(layer: Any, projections: Sequence[Projection], lora: LoRA, split: int | None) -> None:
-    """Give a linear layer adapters, in place. With DoRA collective over the ranks that share the layer.
+    """Give a layer adapters, in place. With DoRA collective over the ranks that share the layer.
 
     Args:
-        layer: A linear layer of Megatron or TransformerEngine with its weights, not wrapped yet.
+        layer: A layer of ``ADAPTABLE`` with its weights, not wrapped yet.
         projections: The projections in it that get an adapter.
         lora: The settings.
-        split: The axis of its weight that is split over tensor-parallel ranks: 0, 1, or None.
+        split: The axis of its weight that is split over tensor-parallel ranks: 0, 1, or None; as in :class:`Adapters`.
     """
     adapters = Adapters(layer, projections, lora, split)
-    layer.__class__ = type(type(layer).__name__, (_Adapted, type(layer)), {})
+    bases: tuple[type, ...] = (type(layer),)
+    own = {adapters.parameter: property(_changed_weight)}
+    if isinstance(layer, (*LINEAR, VocabParallelEmbedding)):
+        kind = _AdaptedLinear if isinstance(layer, LINEAR) else _AdaptedEmbedding
+        bases, own = (kind, type(layer)), {}
+    layer.__class__ = type(type(layer).__name__, bases, own)
     layer.add_module(ADAPTERS, adapters)
     if lora.use_dora:
         adapters.start_magnitudes(layer.weight)
 
 
-def add_lora(model: nn.Module, lora: LoRA) -> None:
-    """Freeze the model of your own module, and put adapters on its linear layers; collective over the world.
-
-    Call it at the end of ``configure_model``, on what ``pipeline()`` returned, with the weights in it. Names of targets
-    are those of Megatron's layers, such as ``"linear_qkv"``. A layer has one adapter; ``linear_fc1`` of a gated MLP has
-    two, ``linear_fc1.gate`` and ``linear_fc1.up`` to patterns of ranks. Called again, it does nothing.
-
-    Args:
-        model: The model.
-        lora: The settings.
-
-    Raises:
-        ValueError: A target matches nothing, or something is asked for that these adapters cannot do.
-    """
-    if any(isinstance(child, Adapters) for child in model.modules()):
-        return
-    chunks: Any = getattr(model, "chunks", [model])
-    named = [(_global_name(chunk, path), child) for chunk in chunks for path, child in chunk.named_modules()]
-    known = {name for name, child in named if next(child.parameters(recurse=False), None) is not None}
-    names = sorted(set().union(*gather(known)))
-    lora.check_targets(names)
-    lora.check_layers(getattr(chunks[0], "config", None), names)
-    gated: set[nn.Module] = set()  # first layers whose rows are a gate's and then the others, on each rank
-    for chunk in chunks:
-        freeze(chunk)
-        gated |= {x.linear_fc1 for x in chunk.modules() if isinstance(x, MLP) and x.config.gated_linear_unit}
-    for name, child in named:
-        if lora.saves(name):
-            child.requires_grad_(True)
-        elif isinstance(child, LINEAR) and lora.adapts(name):
-            layer: Any = child
-            lora.check_experts([name])
-            group = group_of(layer)
-            split = layer.weight.partition_dim if group is not None and group.size() > 1 else None
-            halves = [f"{name}.gate", f"{name}.up"] if layer in gated else [name]
-            adapt(layer, list(_projections(halves, layer, split)), lora, split)
-
-
 def group_of(layer: Any) -> Any:
     """Return the group that splits the weight of a layer; TransformerEngine has another name for that of experts."""
     return getattr(layer, "_tp_group", None) or layer.tp_group
-
-
-def _global_name(chunk: nn.Module, path: str) -> str:
-    """Return the path of a layer with the numbers that transformer layers have in the whole model."""
-    parts = path.split(".")
-    whole = list(parts)
-    for index, part in enumerate(parts):
-        number = getattr(chunk.get_submodule(".".join(parts[: index + 1])), "layer_number", None)
-        if part.isdigit() and isinstance(number, int):
-            whole[index] = str(number - 1)
-    return ".".join(whole)
-
-
-def _projections(names: Sequence[str], layer: Any, split: int | None) -> Iterator[Projection]:
-    """Yield the projections of a layer, which have equally many of its rows."""
-    rows, columns = layer.weight.shape[0] // len(names), layer.weight.shape[1]
-    group = group_of(layer)
-    ranks, rank = (1, 0) if split is None else (group.size(), group.rank())
-    sizes = (rows * (ranks if split == 0 else 1), columns * (ranks if split == 1 else 1))
-    for index, name in enumerate(names):
-        own = Rows(index * rows, rows * rank if split == 0 else 0, rows)
-        yield Projection(name, (own,), *sizes, columns * rank if split == 1 else 0)
 
 
 def freeze(chunk: nn.Module) -> None:
@@ -521,19 +541,20 @@ def merging(layer: nn.Module) -> Callable[[], Tensor] | None:
             "adapters cannot be merged into weights with quantization='nf4'; write them alone (adapter=True), and merge"
             " them into the model that was quantized"
         )
-    if not isinstance(layer, _Adapted) or not layer.lora.enabled:
+    adapters = layer._modules.get(ADAPTERS)
+    if not isinstance(adapters, Adapters) or not adapters.enabled:
         return None
-    weight: Any = layer.weight
-    ratio = layer.lora.ratio(weight).detach() if layer.lora.uses_dora else None
-    return partial(layer.lora.merged, weight.detach(), ratio)
+    weight = adapted_weight(layer)
+    ratio = adapters.ratio(weight).detach() if adapters.uses_dora else None
+    return partial(adapters.merged, weight.detach(), ratio)
 
 
 def merge(layer: Any) -> None:
     """Merge the adapters of a layer into its weight and take them off; collective as :func:`merging` is."""
     merged = merging(layer)
     assert merged is not None
-    layer.weight.data.copy_(merged())
-    layer.__class__ = type(layer).__bases__[1]
+    adapted_weight(layer).data.copy_(merged())
+    layer.__class__ = type(layer).__bases__[-1]
     delattr(layer, ADAPTERS)
 
 
@@ -562,10 +583,6 @@ def _stacked(parameters: list[nn.Parameter], join: Callable[[list[nn.Parameter]]
     return parameters[0] if len(parameters) == 1 else join(parameters)
 
 
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
 def _sorted(projection: Projection) -> list[Rows]:
     return sorted(projection.rows, key=lambda rows: rows.hf_start)
 
@@ -579,4 +596,5 @@ def _order(adapters: Sequence[Adapter], rows: int) -> Tensor:
         for own in _sorted(adapter.projection):
             order[own.start : own.start + own.count] = torch.arange(start, start + own.count)
             start += own.count
+        start += adapter.projection.padding
     return order

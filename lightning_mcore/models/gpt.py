@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lightning_mcore.checkpoint.model_state import TRAINED_ONLY
 from lightning_mcore.config.fusions import fusion_defaults
 from lightning_mcore.config.layout import ModelShape
-from lightning_mcore.config.lora import LoRA
+from lightning_mcore.config.lora import LoRA, check_train_only
 from lightning_mcore.config.positions import PositionEmbedding, check_positions, gpt_arguments, set_yarn
 from lightning_mcore.config.preference import Preference
 from lightning_mcore.config.rules.model import LossNormalization, check_normalization
@@ -97,6 +97,8 @@ class MCoreGPT(SpeedLogs):
         lora: Train low-rank adapters and freeze the rest; :class:`~lightning_mcore.LoRA` has the settings. Checkpoints
             then hold only the trained parameters if the frozen weights come from :meth:`from_pretrained`; otherwise all
             weights.
+        train_only: Parts of the Hugging Face names of the weights that are trained, such as ``["layers.31.",
+            "lm_head"]``; all others are frozen. None trains all weights.
 
     Raises:
         ValueError: A value is not allowed, or a field of ``transformer`` is unknown or set in another place.
@@ -122,9 +124,13 @@ class MCoreGPT(SpeedLogs):
         loss_normalization: LossNormalization = "tokens",
         hf: dict[str, Any] | None = None,
         lora: LoRA | dict[str, Any] | None = None,
+        train_only: list[str] | None = None,
     ) -> None:
         super().__init__()
         self.lora = None if lora is None else LoRA.of(lora)
+        self.train_only = train_only
+        if train_only is not None:
+            check_train_only(train_only, lora is not None)
         self.recipe = Recipe.of(recipe)
         self.recipe.check_adapters(self.lora is not None)
         self.save_hyperparameters()
@@ -161,6 +167,7 @@ class MCoreGPT(SpeedLogs):
         family: str | None = None,
         lora: LoRA | dict[str, Any] | str | None = None,
         adapters: list[str] | None = None,
+        train_only: list[str] | None = None,
     ) -> "MCoreGPT":  # LightningCLI cannot resolve Self
         """Make a module from a Hugging Face model, and start from its weights on any layout.
 
@@ -181,6 +188,7 @@ class MCoreGPT(SpeedLogs):
             lora: Train low-rank adapters and freeze the weights, as in the constructor; or a PEFT folder, or its name
                 on the hub, to continue its adapters.
             adapters: Folders or names of PEFT adapters to merge into the weights first, one after another.
+            train_only: Parts of the Hugging Face names of the weights that are trained, as in the constructor.
 
         Raises:
             FileNotFoundError: There is no such model, or no such adapter.
@@ -197,6 +205,7 @@ class MCoreGPT(SpeedLogs):
             make_vocab_size_divisible_by=make_vocab_size_divisible_by,
             transformer_impl=transformer_impl,
             loss_normalization=loss_normalization,
+            **({} if train_only is None else {"train_only": train_only}),
         )
 
     @classmethod
@@ -262,11 +271,17 @@ class MCoreGPT(SpeedLogs):
             names = projection_names(*self.hf_names())
             self.lora.check_targets(names, patterns=self._adapter is None)
             self.lora.check_layers(config, names)
+            vocabulary = {**self.transformer, **self.hparams}
+            self.lora.check_vocabulary(names, vocabulary, self.padded_vocab_size, config.tensor_model_parallel_size)
             if self.lora.quantization:
                 from lightning_mcore.layers.quantized import check_quantization
 
                 impl = resolve_transformer_impl(self.hparams["transformer_impl"], device_type)
                 check_quantization(impl, self.lora.base_model_name_or_path)
+        if self.train_only is not None:
+            from lightning_mcore.hf.freezing import check_trained
+
+            check_trained(*self.hf_names(), self.train_only)
         if self._starts_from is not None:
             from lightning_mcore.hf.peft_folder import check_folders
 
@@ -287,7 +302,16 @@ class MCoreGPT(SpeedLogs):
 
                 merge_folders(self, self._merged)
             self._starts_from = None  # the next run keeps the trained weights
-        if self.lora is not None and not hasattr(self.model.chunks[0], TRAINED_ONLY):
+        if hasattr(self.model.chunks[0], TRAINED_ONLY):
+            return  # from an earlier run
+        if self.train_only is not None:
+            from lightning_mcore.hf.freezing import train_only
+            from lightning_mcore.hf.pretrained import pieces_of_module
+
+            shapes = pieces_of_module(self).shapes
+            trained = train_only(built_chunks(self), shapes, *self.hf_names(), self.train_only)
+            self.trained_products = trained.multiplications(topk=self.config.moe_router_topk)
+        if self.lora is not None:
             from lightning_mcore.hf.adapters import adapted_model, add_adapters, fingerprint
             from lightning_mcore.hf.pretrained import pieces_of_module
 

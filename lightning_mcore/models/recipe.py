@@ -41,6 +41,7 @@ SchedulerName: TypeAlias = Literal[
     "warmup_stable_decay",
 ]
 
+LR_EMBEDDING = 1e-6  # of LoRA+, as in PEFT
 _WITHOUT_WARMUP = "constant"
 _WITHOUT_END = (_WITHOUT_WARMUP, "constant_with_warmup", "inverse_sqrt")  # these do not need the number of steps
 
@@ -63,6 +64,7 @@ class Recipe:
         lr_scheduler_kwargs: Other arguments of that schedule, such as ``min_lr``.
         loraplus_lr_ratio: With adapters (LoRA+): the learning rate of B and of trained vectors is this many times that
             of A; None for the same.
+        loraplus_lr_embedding: With LoRA+, the learning rate of adapters of the embedding.
 
     Raises:
         ValueError: A name does not exist, a number is out of range, or two settings contradict each other.
@@ -80,6 +82,7 @@ class Recipe:
     lr_scheduler_type: SchedulerName | None = None
     lr_scheduler_kwargs: dict[str, Any] | None = None
     loraplus_lr_ratio: float | None = None
+    loraplus_lr_embedding: float = LR_EMBEDDING
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -94,7 +97,11 @@ class Recipe:
             raise ValueError(f"betas={self.betas} are out of range; choose two of 0 or more, below 1")
         if self.loraplus_lr_ratio is not None and self.loraplus_lr_ratio <= 0:
             raise ValueError(f"loraplus_lr_ratio={self.loraplus_lr_ratio} is too small; choose more than 0, such as 16")
-        for name in ("weight_decay", "eps", "sgd_momentum"):
+        if self.loraplus_lr_ratio is None and self.loraplus_lr_embedding != LR_EMBEDDING:
+            raise ValueError(
+                f"loraplus_lr_embedding={self.loraplus_lr_embedding} needs loraplus_lr_ratio; give both, or neither"
+            )
+        for name in ("weight_decay", "eps", "sgd_momentum", "loraplus_lr_embedding"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} is too small; choose 0 or more")
 
@@ -205,7 +212,8 @@ class Recipe:
 
         parameters = sorted(parameters, key=lambda pair: pair[0])
         if self.loraplus_lr_ratio is not None:
-            groups = loraplus_groups(parameters, self.learning_rate, self.loraplus_lr_ratio, self.weight_decay)
+            rates = (self.learning_rate, self.loraplus_lr_ratio, self.weight_decay, self.loraplus_lr_embedding)
+            groups = loraplus_groups(parameters, *rates)
         else:
             tensors = [parameter for _, parameter in parameters]
             groups = [
@@ -248,7 +256,8 @@ class Recipe:
         if len(betas) != 2:
             raise ValueError(f"betas={betas} are not two numbers; give two, such as (0.9, 0.95)")
         object.__setattr__(self, "betas", betas)
-        for name in ("learning_rate", "min_learning_rate", "weight_decay", "eps", "sgd_momentum"):
+        rates = ("learning_rate", "min_learning_rate", "loraplus_lr_embedding")
+        for name in (*rates, "weight_decay", "eps", "sgd_momentum"):
             object.__setattr__(self, name, _number(name, getattr(self, name)))
         warmup = _number("warmup_steps", self.warmup_steps, "steps, or a share of all steps below 1")
         object.__setattr__(self, "warmup_steps", warmup)
@@ -314,7 +323,11 @@ def warmup_cosine(step: int, warmup_steps: int, total_steps: float, least: float
 
 
 def loraplus_groups(
-    parameters: "Iterable[tuple[str, Parameter]]", lr: float, ratio: float, weight_decay: float = 0.0
+    parameters: "Iterable[tuple[str, Parameter]]",
+    lr: float,
+    ratio: float,
+    weight_decay: float = 0.0,
+    lr_embedding: float = LR_EMBEDDING,
 ) -> list[dict[str, Any]]:
     """Return the groups of LoRA+ for an optimizer: B and trained vectors learn faster than A.
 
@@ -326,14 +339,17 @@ def loraplus_groups(
         lr: Learning rate of A and of other matrices.
         ratio: How many times as large that of B and of vectors is.
         weight_decay: Of matrices; vectors have none.
+        lr_embedding: Learning rate of adapters of the embedding.
     """
     groups: list[dict[str, Any]] = [
         {"params": [], "lr": lr, "weight_decay": weight_decay},
         {"params": [], "lr": lr * ratio, "weight_decay": 0.0},
         {"params": [], "lr": lr * ratio, "weight_decay": weight_decay},
+        {"params": [], "lr": lr_embedding, "weight_decay": weight_decay},
     ]
     for name, parameter in parameters:
         if parameter.requires_grad:
             group = 1 if parameter.dim() <= 1 else 2 if name.endswith("lora_B") else 0
+            group = 3 if ".word_embeddings.lora." in name else group
             groups[group]["params"].append(parameter)
     return groups

@@ -109,16 +109,17 @@ def _with_adapters(
         yield from _pair(pair, layout.expert_tensor_size, tensor)
 
 
-def _bits(lora: LoRA) -> float | None:
+def _bits(lora: LoRA | None) -> float | None:
     """Return the bits of an element in blocks of 64, whose lengths have 32 bits, or 8 in blocks of 256."""
-    if lora.quantization is None:
+    if lora is None or lora.quantization is None:
         return None
     return 4 + (8 / 64 + 32 / 64 / 256 if lora.double_quantization else 32 / 64)
 
 
 def _pair(pair: Pair, ranks: int, tensor: ParameterTensor) -> Iterator[ParameterTensor]:
     """Yield A, B, and with DoRA the lengths, as tensor-parallel ranks share them."""
-    of_a, of_b = (ranks if tensor.split == axis else 1 for axis in (1, 0))
+    axis_of_a = 0 if pair.looks_up else 1  # of the weight
+    of_a, of_b = (ranks if tensor.split == axis else 1 for axis in (axis_of_a, 1 - axis_of_a))
     if pair.has_a:
         yield ParameterTensor("lora_A", pair.rank * pair.columns // of_a, expert=tensor.expert, is_matrix=True)
     yield ParameterTensor("lora_B", pair.rows * pair.rank // of_b, expert=tensor.expert, is_matrix=True)

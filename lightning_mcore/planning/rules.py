@@ -353,9 +353,12 @@ def check_in_megatron(
         return
     book.attempt(lambda: check_fields(config, used, device_type))  # type: ignore[arg-type]
     book.attempt(lambda: check_uniform_recompute(config))
-    if fields.adapters is not None:
-        lora = fields.adapters.lora
-        book.attempt(lambda: lora.check_layers(config, projection_names(*family_and_fields(model))))
+    lora = fields.adapters.lora if fields.adapters is not None else None
+    if lora is not None:
+        names, vocabulary = projection_names(*family_and_fields(model)), {**fields.transformer, **settings}
+        book.attempt(lambda: lora.check_layers(config, names))
+        sizes = (fields.padded_vocab_size, config.tensor_model_parallel_size)
+        book.attempt(lambda: lora.check_vocabulary(names, vocabulary, *sizes))
     book.attempt(lambda: check_multi_token(config, bool(settings["share_embeddings_and_output_weights"])))
     book.attempt(lambda: check_normalization(settings["loss_normalization"], config))
     book.attempt(lambda: check_average_in_collective(bool(rules.resolved("average_in_collective")), config))

@@ -13,6 +13,7 @@ Routed experts are assumed to be evenly loaded, and tensors that ``cpu_offloadin
 as if they stayed.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -121,11 +122,16 @@ def _needed(fields: GPTFields, rows: list[SavedTensor], prefix: str) -> list[Sav
 
 def _adapters(fields: GPTFields, form: NumberFormat, prefix: str) -> Iterator[SavedTensor]:
     """Yield what the adapters of a layer keep beside the inputs of its weights."""
-    if fields.adapters is None:
+    lora = fields.adapters.lora if fields.adapters is not None else None
+    if fields.adapters is None or lora is None:
         return
-    lora = fields.adapters.lora
     for name, trained in fields.adapters.of.items():
         if not name.startswith(prefix) or not trained.pairs:
+            continue
+        if name.endswith(("router.weight", "gate_weight")):
+            yield SavedTensor(
+                f"{name}: with its adapter", math.prod(trained.shape), form.element, "stacked", part="moe"
+            )
             continue
         is_row = "linear_fc2" in name or "linear_proj" in name
         part = next((part for part, start in _PARTS.items() if name.startswith(prefix + start)), "")
@@ -153,6 +159,9 @@ def embedding_rows(fields: GPTFields, form: NumberFormat) -> list[SavedTensor]:
     rows = [SavedTensor("tokens", 1, _INDEX, "nobody")]
     if fields.hidden_dropout:
         rows.append(SavedTensor("dropout mask", fields.hidden_size, form.mask, "sequence"))
+    adapted = fields.adapters.of.get("embedding.word_embeddings.weight") if fields.adapters is not None else None
+    for pair in adapted.pairs if adapted is not None else ():
+        rows.append(SavedTensor("A x of the embedding", pair.rank, form.element, "sequence"))
     return rows
 
 

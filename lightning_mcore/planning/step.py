@@ -78,6 +78,8 @@ def step_work(fields: GPTFields, layout: ParallelLayout, world_size: int, batch:
             outputs = int(chunk.output) + chunk.mtp
             head = "embedding." if fields.tied else "output_layer."
             parts["output"] += outputs * _matrix_flops(fields, 2 * fields.hidden_size * fields.padded_vocab_size, head)
+            if chunk.embedding and not fields.tied:
+                parts["output"] += _matrix_flops(fields, 0, "embedding.")
             parts["attention"] += chunk.mtp * _matrix_flops(fields, 4 * fields.hidden_size**2, "mtp.layers.0.eh_proj.")
         of_stage.append(sum(parts.values()) * batch.tokens / ranks)
         slow = sum(flops * (1 + NARROW / widths[part]) for part, flops in parts.items())
@@ -103,7 +105,7 @@ _NAMES = {
     "mla_up_proj": ("self_attention.linear_q_up_proj.", "self_attention.linear_kv_up_proj."),
     "mlp": ("mlp.linear_",),
     "moe": ("mlp.experts.", "mlp.router."),
-    "shared_experts": ("mlp.shared_experts.linear_",),
+    "shared_experts": ("mlp.shared_experts.",),
 }
 """How the names of the weights of each part of a layer begin; scores of attention have none."""
 

@@ -65,7 +65,8 @@ RESUMED = (
     (Layout(dp=2, distributed_optimizer=True), "llama"),
     (Layout(moe=True, dp=2, ep=2, distributed_optimizer=True), "qwen3_moe"),
 )
-STACKED: dict[str, Any] = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+STACKED: dict[str, Any] = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj", "gate.weight"]}
+ENDS: dict[str, Any] = {"target_modules": ["q_proj", "down_proj", "embed_tokens", "lm_head"]}
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -113,7 +114,8 @@ def train(
     ratio: float | None = None,
 ) -> dict[str, Any]:
     """Train some steps on a layout; return the course and what this rank holds of the adapter's file at the end."""
-    recipe = Recipe(learning_rate=RATE, min_learning_rate=RATE, warmup_steps=0, loraplus_lr_ratio=ratio)
+    plus = {} if ratio is None else {"loraplus_lr_ratio": ratio, "loraplus_lr_embedding": RATE / 3}
+    recipe = Recipe(learning_rate=RATE, min_learning_rate=RATE, warmup_steps=0, **plus)
     module = MCoreGPT.from_pretrained(
         family,
         seq_length=LENGTH,
@@ -168,8 +170,8 @@ def test_ten_steps_are_those_of_one_rank(layout: Layout, one_rank: dict[str, Any
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_lora_plus_is_that_of_peft_and_goes_on_where_it_was_saved(one_rank: dict[str, Any], tmp_path: Path) -> None:
-    adapter = str(one_rank["saved"] / "peft")
+def test_lora_plus_is_that_of_peft_and_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+    adapter = reference("embedding").folder
     losses, weights = steps_of_peft(folder("llama"), adapter, ratio=0.25, steps=4)
     given = {"lora": adapter, "ratio": 0.25}
     for layout in (Layout(tp=2, sp=True), Layout(dp=2, distributed_optimizer=True, overlap=True)):
@@ -193,6 +195,7 @@ def steps_of_peft(base: str, adapter: str, ratio: float, steps: int) -> tuple[li
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
     model = PeftModel.from_pretrained(model, adapter, is_trainable=True).train()
     own = {"betas": Recipe().betas, "eps": Recipe().eps, "loraplus_weight_decay": Recipe().weight_decay}
+    own["loraplus_lr_embedding"] = RATE / 3
     optimizer = create_loraplus_optimizer(model, torch.optim.AdamW, lr=RATE, loraplus_lr_ratio=ratio, **own)
     losses = []
     shuffled = DistributedSampler(Rows(), num_replicas=1, rank=0)  # as Lightning does
@@ -202,7 +205,7 @@ def steps_of_peft(base: str, adapter: str, ratio: float, steps: int) -> tuple[li
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, get_peft_model_state_dict(model)
+    return losses, get_peft_model_state_dict(model, save_embedding_layers=False)
 
 
 def test_a_run_counts_the_work_that_is_planned(one_rank: dict[str, Any]) -> None:
@@ -230,7 +233,7 @@ def test_a_checkpoint_holds_what_is_trained_alone(one_rank: dict[str, Any]) -> N
 @pytest.mark.parametrize(("layout", "family"), RESUMED, ids=lambda value: getattr(value, "id", value))
 def test_a_run_goes_on_where_it_was_saved(layout: Layout, family: str, tmp_path: Path) -> None:
     """Bit for bit on the same layout; on another one within what layouts differ by."""
-    lora = {**SETTINGS, "modules_to_save": ["lm_head"], **(STACKED if layout.moe else {})}
+    lora = {**SETTINGS, **({"modules_to_save": ["lm_head"], **STACKED} if layout.moe else ENDS)}
     undisturbed = run_ranks(layout.world_size, train, folder(family), layout, lora, steps=4)
     run_ranks(layout.world_size, train, folder(family), layout, lora, steps=2, save=str(tmp_path))
     start = str(tmp_path / "step=2.ckpt")
@@ -257,6 +260,7 @@ def test_a_checkpoint_of_another_base_is_refused(one_rank: dict[str, Any], tmp_p
         (Layout(tp=2, pp=2, sp=True), "llama", {**SETTINGS, "modules_to_save": ["embed_tokens", "lm_head"]}),
         (Layout(dp=2, cp=2), "qwen2", {**SETTINGS, "use_dora": True}),
         (Layout(moe=True, dp=2, ep=2), "qwen3_moe", SETTINGS),
+        (Layout(tp=2, pp=2), "llama", {**SETTINGS, **ENDS}),
     ],
     ids=lambda value: getattr(value, "id", None),
 )
@@ -273,7 +277,10 @@ def test_a_folder_of_peft_comes_back(layout: Layout, family: str, lora: dict[str
 
 @pytest.mark.parametrize(
     ("layout", "lora"),
-    [(Layout(tp=2, sp=True), SETTINGS), (Layout(tp=2, pp=2), {**SETTINGS, "use_dora": True, "use_rslora": True})],
+    [
+        (Layout(tp=2, sp=True), {**SETTINGS, **ENDS}),
+        (Layout(tp=2, pp=2), {**SETTINGS, "use_dora": True, "use_rslora": True}),
+    ],
     ids=lambda value: getattr(value, "id", "lora"),
 )
 def test_an_export_is_what_peft_merges(layout: Layout, lora: dict[str, Any], tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.hf.adapters import add_adapters
 from lightning_mcore.hf.family import family_and_fields
+from lightning_mcore.hf.freezing import train_only
 from lightning_mcore.layers.multi_token import MultiTokenGPT, gpt_mtp_block_spec
 from lightning_mcore.layers.spec import gpt_block_spec
 from lightning_mcore.layers.transformer_config import build_transformer_config
@@ -36,6 +37,7 @@ from lightning_mcore.planning.parameters import (
     model_parameters,
     rank_parameters,
     rank_tensors,
+    whole_shapes,
 )
 from lightning_mcore.planning.state_memory import StateFormats, state_memory
 from tests.ranks import run_ranks
@@ -204,7 +206,21 @@ CASES: dict[str, Case] = {
     "adapters-output-tp2-pp2": Case(
         4, {"tp": 2, "pp": 2}, model=adapters(target_modules=["q_proj", "lm_head"]) | {"vocab_size": 128}
     ),
+    "adapters-ends-tp2-pp2": Case(
+        4, {"tp": 2, "pp": 2}, model=adapters(target_modules=["q_proj", "embed_tokens", "lm_head"])
+    ),
+    "adapters-routers-tp2": Case(
+        2,
+        {"tp": 2, "sp": True},
+        SHARED,
+        adapters(target_modules=["q_proj", "gate", "shared_expert_gate"]) | {"hf": {"family": "qwen2_moe"}},
+    ),
     "adapters-tied-pp2": Case(2, {"pp": 2}, model=TIED | adapters(modules_to_save=["embed_tokens"])),
+    "frozen-tp2-pp2": Case(4, {"tp": 2, "pp": 2}, model={"train_only": ["layers.3.", "lm_head"]}),
+    "frozen-tied-pp2": Case(2, {"pp": 2}, model=TIED | {"train_only": ["embed_tokens", "norm"]}),
+    "frozen-shared-pp2-ep2": Case(
+        4, {"pp": 2, "ep": 2}, SHARED, {"train_only": ["layers.1.mlp."], "hf": {"family": "qwen2_moe"}}
+    ),
     "adapters-latent-tp2-pp2": Case(4, {"tp": 2, "pp": 2, "sp": True}, LATENT, adapters()),
     "adapters-moe-ep2": Case(4, {"ep": 2}, MOE, adapters(rank_pattern={r"experts\.[04]\.up_proj": 6})),
     "adapters-moe-tp2-ep2-etp1": Case(
@@ -265,6 +281,9 @@ def build(case: Case) -> list[MultiTokenGPT]:
     if "lora" in given:
         model = ModelChunks(config, list(chunks), None)
         add_adapters(model, *family_and_fields(given), LoRA.of(given["lora"]))
+    if "train_only" in given:
+        shapes = whole_shapes(GPTFields.of(given))
+        train_only(ModelChunks(config, list(chunks), None), shapes, *family_and_fields(given), given["train_only"])
     return chunks
 
 

@@ -381,7 +381,8 @@ def test_examples_of_adapters_are_planned_on_every_layout_or_refused(
 
 
 def test_a_ratio_of_learning_rates_is_that_of_the_recipe(adapters_file: str) -> None:
-    assert read_run(adapters_file, ["loraplus_lr_ratio=16"]).model().recipe.loraplus_lr_ratio == 16
+    recipe = read_run(adapters_file, ["loraplus_lr_ratio=16", "loraplus_lr_embedding=1e-5"]).model().recipe
+    assert (recipe.loraplus_lr_ratio, recipe.loraplus_lr_embedding) == (16, 1e-5)
 
 
 def test_adapters_are_merged_or_continued_as_llamafactory_does(adapters_file: str) -> None:

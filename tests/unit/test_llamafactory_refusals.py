@@ -33,7 +33,17 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["finetuning_type=freeze"], "finetuning_type: freeze is not supported; choose full or lora"),
+        (["finetuning_type=oft"], "finetuning_type: oft is not supported; choose full, freeze or lora"),
+        (
+            ["finetuning_type=freeze", "lora_rank=4"],
+            "lora_rank: 4 is for finetuning_type: lora; leave it out, or choos",
+        ),
+        (
+            ["finetuning_type=freeze", "adapter_name_or_path=a"],
+            "adapter_name_or_path: 'a' is for finetuning_type: lora; leave it out",
+        ),
+        (["finetuning_type=freeze", "quantization_bit=4"], "quantization_bit: 4 is for a new adapter; choose finetuni"),
+        (["finetuning_type=freeze", "use_llama_pro=true"], "use_llama_pro: True belongs to a way of fine-tuning that"),
         (["lora_rank=4"], "lora_rank: 4 is for finetuning_type: lora; leave it out, or choose that"),
         (["finetuning_type=lora", "lora_rank=0"], "r=0 is too small; choose 1 or more"),
         (["finetuning_type=lora", "lora_dropout=1.5"], r"lora_dropout=1.5 is not in \[0, 1\)"),
@@ -49,7 +59,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["loraplus_lr_ratio=16"], "loraplus_lr_ratio: 16 is for finetuning_type: lora; leave it out"),
         (
             ["loraplus_lr_embedding=1e-5"],
-            "loraplus_lr_embedding: 1e-05 is the learning rate of adapters on the embedding",
+            "loraplus_lr_embedding: 1e-05 needs loraplus_lr_ratio; give both, or leave it out",
         ),
         (["export_dir=a"], "export_dir: 'a' belongs to LLaMA-Factory's export"),
         (["do_train=false", "export_dir=a", "export_quantization_bit=4"], "export_quantization_bit: 4 belongs to"),
@@ -113,7 +123,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["use_asft_loss=true"], "use_asft_loss: True needs a second model .* use_dft_loss"),
         (["use_eaft_loss=true"], "use_eaft_loss: True weighs tokens by the entropy of their logits"),
         (["tokenized_path=there"], "tokenized_path: 'there' is where LLaMA-Factory keeps tokens; .* cache_dir"),
-        (["freeze_trainable_layers=8"], "freeze_trainable_layers: 8 .* way of fine-tuning that is not available"),
+        (["freeze_trainable_layers=8"], "freeze_trainable_layers: 8 is for finetuning_type: freeze; leave it out, or"),
         (["overlap_grad_reduce=false"], "overlap_param_gather"),
         (["recompute_method=recompute"], "recompute_method"),
         (["learning_rate"], "'learning_rate' is not key=value"),

@@ -38,7 +38,10 @@ class FactoryKeys:
         model_name_or_path: A Hugging Face folder or name, or a checkpoint of ours.
         trust_remote_code: Has no effect: code of a model is never run.
         stage: ``pt`` trains on text, ``sft`` on conversations; the others are refused.
-        finetuning_type: ``full`` or ``lora``; the others are refused.
+        finetuning_type: ``full``, ``freeze`` or ``lora``; ``oft`` is refused.
+        freeze_trainable_layers: With ``freeze``: how many of the last layers are trained; of the first if negative.
+        freeze_trainable_modules: With ``freeze``: ``all``, or modules of those layers, separated by commas.
+        freeze_extra_modules: With ``freeze``: modules outside of the layers that are trained too.
         lora_rank: Rank of the adapters.
         lora_alpha: Their scale is this divided by the rank; None for twice the rank.
         lora_dropout: Dropout probability before the adapters.
@@ -54,6 +57,7 @@ class FactoryKeys:
         adapter_folder: A folder inside each of them, which has the adapter.
         create_new_adapter: Merge all of them, and train a new adapter.
         loraplus_lr_ratio: The learning rate of B is this many times that of A (LoRA+).
+        loraplus_lr_embedding: With it, the learning rate of adapters of the embedding.
         dataset: Names in ``dataset_info.json``, separated by commas.
         eval_dataset: The same, for evaluation.
         dataset_dir: The folder with ``dataset_info.json`` and the files.
@@ -104,6 +108,9 @@ class FactoryKeys:
     trust_remote_code: bool = False
     stage: Stage = "sft"
     finetuning_type: FinetuningType = "lora"
+    freeze_trainable_layers: int = 2
+    freeze_trainable_modules: str = "all"
+    freeze_extra_modules: str | None = None
     lora_rank: int = 8
     lora_alpha: int | None = None
     lora_dropout: float = 0.0
@@ -118,6 +125,7 @@ class FactoryKeys:
     adapter_folder: str | None = None
     create_new_adapter: bool = False
     loraplus_lr_ratio: float | None = None
+    loraplus_lr_embedding: float = 1e-6
     dataset: str | list[str] | None = None
     eval_dataset: str | list[str] | None = None
     dataset_dir: str = "data"
@@ -217,10 +225,13 @@ OF_NEW_ADAPTERS = [
 ]
 """Keys that say what a new adapter is."""
 
+FREEZE = {"freeze_trainable_layers": 2, "freeze_trainable_modules": "all", "freeze_extra_modules": None}
+"""Keys that only ``finetuning_type: freeze`` uses, with their defaults."""
+
 LORA = (*OF_NEW_ADAPTERS, "adapter_name_or_path", "adapter_folder", "create_new_adapter", "loraplus_lr_ratio")
 """Keys that only ``finetuning_type: lora`` uses."""
 
-_FULL = "belongs to a way of fine-tuning that is not available; choose finetuning_type: full or lora without it"
+_FULL = "belongs to a way of fine-tuning that is not available; choose finetuning_type: full, freeze or lora without it"
 _PISSA = (
     "belongs to PiSSA, which changes the weights of the base, and is not available; LLaMA-Factory's"
     " scripts/pissa_init.py makes a base and an adapter that can be named here"
@@ -249,16 +260,12 @@ _RAY = "belongs to a launch on Ray, which is not supported yet; start the same c
 
 _GROUPS: dict[str, dict[str, Any]] = {
     _FULL: {
-        "freeze_trainable_layers": 2,
-        "freeze_trainable_modules": "all",
-        "freeze_extra_modules": None,
         "module_dropout": 0.0,
         "oft_rank": 0,
         "oft_block_size": 32,
         "oft_target": "all",
         "use_llama_pro": False,
     },
-    "is the learning rate of adapters on the embedding, which are not supported": {"loraplus_lr_embedding": 1e-6},
     _PISSA: {"pissa_init": False, "pissa_iter": 16, "pissa_convert": False},
     _PREFERENCES: {
         "pref_beta": 0.1,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_mcore.arguments.fields import check_types
-from lightning_mcore.arguments.llamafactory.keys import LORA, OF_NEW_ADAPTERS, REFUSED, FactoryKeys
+from lightning_mcore.arguments.llamafactory.keys import FREEZE, LORA, OF_NEW_ADAPTERS, REFUSED, FactoryKeys
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.text import unknown_name
 
@@ -99,8 +99,8 @@ def check_keys(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
 def _check_stage(keys: FactoryKeys) -> None:
     if keys.stage not in ("pt", "sft"):
         raise ValueError(f"stage: {keys.stage} is not supported; choose pt or sft")
-    if keys.finetuning_type not in ("full", "lora"):
-        raise ValueError(f"finetuning_type: {keys.finetuning_type} is not supported; choose full or lora")
+    if keys.finetuning_type == "oft":
+        raise ValueError("finetuning_type: oft is not supported; choose full, freeze or lora")
     if keys.use_mca and keys.use_megatron_bridge:
         raise ValueError("use_mca: True contradicts use_megatron_bridge: True; leave one of them out")
 
@@ -108,8 +108,15 @@ def _check_stage(keys: FactoryKeys) -> None:
 def _check_adapters(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
     others = [name for name in OF_NEW_ADAPTERS if given.get(name) is not None]
     named = others + [name for name in LORA if name not in others and given.get(name)]
-    if keys.finetuning_type == "full" and named:
-        raise ValueError(f"{named[0]}: {given[named[0]]!r} is for finetuning_type: lora; leave it out, or choose that")
+    frozen = [name for name, default in FREEZE.items() if getattr(keys, name) != default]
+    for kind, keys_of_kind in (("lora", named), ("freeze", frozen)):
+        if keys.finetuning_type != kind and keys_of_kind:
+            name = keys_of_kind[0]
+            raise ValueError(f"{name}: {given[name]!r} is for finetuning_type: {kind}; leave it out, or choose that")
+    if keys.loraplus_lr_ratio is None and keys.loraplus_lr_embedding != FactoryKeys.loraplus_lr_embedding:
+        raise ValueError(
+            f"loraplus_lr_embedding: {keys.loraplus_lr_embedding} needs loraplus_lr_ratio; give both, or leave it out"
+        )
     _check_quantization(keys)
     if isinstance(keys.lora, dict):
         LoRA.of(keys.lora)

@@ -16,6 +16,7 @@ from lightning_mcore.arguments.documents import read_file
 from lightning_mcore.arguments.fields import check_type
 from lightning_mcore.arguments.llamafactory.datasets import DatasetEntry, read_datasets
 from lightning_mcore.arguments.llamafactory.fp8 import Fp8Arguments
+from lightning_mcore.arguments.llamafactory.freeze import trained_parts
 from lightning_mcore.arguments.llamafactory.keys import REFUSED, FactoryKeys, notes_of, translated
 from lightning_mcore.arguments.llamafactory.rules import OWN, check_keys, check_names, check_supported, own_keys
 from lightning_mcore.config.run import RunSettings
@@ -72,9 +73,12 @@ class FactoryRun:
         model, lora, merged = settings.model, self.keys.lora, self.keys.merged_adapters
         if lora is not None:
             model = {**model, "lora": lora, **({"adapters": merged} if merged else {})}
+        if self.keys.finetuning_type == "freeze":
+            model = {**model, "train_only": trained_parts(self.keys)}
         ratio = self.keys.loraplus_lr_ratio
         if ratio is not None:
-            model = {**model, "recipe": {**model.get("recipe", {}), "loraplus_lr_ratio": ratio}}
+            rates = {"loraplus_lr_ratio": ratio, "loraplus_lr_embedding": self.keys.loraplus_lr_embedding}
+            model = {**model, "recipe": {**model.get("recipe", {}), **rates}}
         data = {**settings.data, **self.data_settings()}
         return dataclasses.replace(settings, model=model, data=data, notes=self.notes)
 

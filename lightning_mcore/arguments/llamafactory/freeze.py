@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``finetuning_type: freeze``: which weights of a model are trained, as ``MCoreGPT(train_only=...)`` takes them.
+
+As in LLaMA-Factory, the last layers are trained, or the first for a negative number, and outside of the layers nothing
+but ``freeze_extra_modules``. LLaMA-Factory trains every weight whose name contains one of those, so ``norm`` also means
+the norms of the layers.
+"""
+
+from lightning_mcore.arguments.llamafactory.keys import FactoryKeys
+from lightning_mcore.hf.adapters import tensor_names
+from lightning_mcore.hf.family import family_and_fields
+from lightning_mcore.hf.source import planned_settings
+
+
+def trained_parts(keys: FactoryKeys) -> list[str]:
+    """Return parts of the Hugging Face names of the weights that a file trains.
+
+    Args:
+        keys: The keys of the file, with ``finetuning_type: freeze``.
+
+    Raises:
+        FileNotFoundError: There is no such model.
+        ValueError: The model has no such module, or nothing is trained.
+    """
+    family, fields = family_and_fields(planned_settings(str(keys.model_name_or_path)))
+    names = [name for of_weight in tensor_names(family, fields) for name in of_weight]
+    prefix = family.layer_prefix.partition("{layer}")[0]  # such as "model.layers."
+    in_layers = {name.removeprefix(prefix).split(".")[1] for name in names if name.startswith(prefix)}
+    outside = {name.split(".")[-2] for name in names if not name.startswith(prefix)}
+    count, total = keys.freeze_trainable_layers, int(fields["num_layers"])
+    layers = range(max(0, total - count), total) if count > 0 else range(min(-count, total))
+    modules = _chosen("freeze_trainable_modules", keys.freeze_trainable_modules, {"all", *in_layers})
+    extra = _chosen("freeze_extra_modules", keys.freeze_extra_modules, outside)
+    parts = [f"{prefix}{layer}.{'' if name == 'all' else f'{name}.'}" for name in modules for layer in layers] + extra
+    if not parts:
+        raise ValueError(
+            f"freeze_trainable_layers: {count} without freeze_extra_modules trains nothing; choose another number, or"
+            " name modules"
+        )
+    return parts
+
+
+def _chosen(key: str, given: str | None, known: set[str]) -> list[str]:
+    names = [] if given is None else [name.strip() for name in given.split(",")]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{key}: {given} has {name!r}, which the model lacks; choose {', '.join(sorted(known))}")
+    return names

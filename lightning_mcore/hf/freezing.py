@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train some weights of a model and freeze the others, by parts of their Hugging Face names.
+
+A weight of Megatron that holds several Hugging Face tensors, such as queries, keys and values, is trained as a whole.
+Frozen weights have no gradients and no optimizer state; gradients flow through them. Checkpoints hold all weights.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_mcore.checkpoint.model_state import TRAINED_ONLY
+from lightning_mcore.config.lora import AdaptedModel, Trained
+from lightning_mcore.hf.adapters import tensor_names, weights_of_chunk
+from lightning_mcore.hf.family import Family
+from lightning_mcore.hf.weight_map import WeightMap
+from lightning_mcore.hf.weight_rules import Shape
+from lightning_mcore.layers.lora import freeze
+from lightning_mcore.parallel.chunks import ModelChunks
+
+
+def check_trained(family: Family, fields: Mapping[str, Any], train_only: Sequence[str]) -> None:
+    """Refuse parts of names that choose nothing, or only a part of one of Megatron's weights; builds nothing.
+
+    Args:
+        family: The rules of the model's Hugging Face names.
+        fields: Settings of the model.
+        train_only: The parts of names.
+
+    Raises:
+        ValueError: There is one.
+    """
+    weights = tensor_names(family, fields)
+    known = [name for names in weights for name in names]
+    for part in train_only:
+        if not any(part in name for name in known):
+            words = sorted({word for name in known for word in name.split(".") if not word.isdigit()})
+            near = difflib.get_close_matches(part.strip(".").rpartition(".")[2], words, 3) or words
+            raise ValueError(
+                f"train_only has {part!r}, and no weight has that in its name; did you mean {', '.join(near)}?"
+            )
+    for names in weights:
+        left = [name for name in names if not _is_trained(name, train_only)]
+        if 0 < len(left) < len(names):
+            chosen = next(name for name in names if name not in left)
+            raise ValueError(
+                f"train_only chooses {chosen}, which Megatron keeps in one weight with {left[0]}; choose all of them,"
+                " or none"
+            )
+
+
+def train_only(
+    chunks: ModelChunks,
+    tensors: Mapping[str, Shape],
+    family: Family,
+    fields: Mapping[str, Any],
+    parts: Sequence[str],
+) -> AdaptedModel:
+    """Freeze all weights of a model but those that are chosen, and return which are trained.
+
+    Args:
+        chunks: The model as it was built.
+        tensors: Shapes of its weights by their whole names.
+        family: The rules of its Hugging Face names.
+        fields: Settings of the model.
+        parts: Parts of the names of the weights that are trained.
+    """
+    trained = trained_model(tensors, family, fields, parts)
+    for index, chunk in enumerate(chunks.bare):
+        setattr(chunk, TRAINED_ONLY, False)
+        weights = list(weights_of_chunk(chunks, index, family, fields))
+        freeze(chunk)
+        for weight in weights:
+            weight.parameter.requires_grad_(weight.name in trained.of)
+    return trained
+
+
+def trained_model(
+    tensors: Mapping[str, Shape], family: Family, fields: Mapping[str, Any], parts: Sequence[str]
+) -> AdaptedModel:
+    """Return what :func:`train_only` makes of a model, which need not be built.
+
+    Args:
+        tensors: Shapes of its weights by their whole names.
+        family: The rules of its Hugging Face names.
+        fields: Settings of the model.
+        parts: Parts of the names of the weights that are trained.
+    """
+    found = {
+        name: Trained(True, tensors[name], ())
+        for name, blocks in WeightMap(family, fields, tensors).blocks.items()
+        if any(_is_trained(block.hf, parts) for block in blocks)
+    }
+    return AdaptedModel(None, found, is_tied="output_layer.weight" not in tensors)
+
+
+def _is_trained(name: str, parts: Sequence[str]) -> bool:
+    return any(part in name for part in parts)
