@@ -188,7 +188,8 @@ def refuse_without_reference() -> None:
 def with_bco(folder: str, epochs: int, ckpt_path: str | None = None) -> tuple[float, float]:
     """Train with BCO's term; return the last loss and the mean reward of the run."""
     pl.seed_everything(2)
-    model = module(preference=Preference(bco_weight=1.0, beta=1.0), recipe={"learning_rate": 1e-2})
+    recipe = {"learning_rate": 0.01, "min_learning_rate": 0.01}
+    model = module(preference=Preference(bco_weight=1.0, beta=1.0), recipe=recipe)
     trainer = make_trainer(MCoreStrategy(), max_epochs=epochs)
     batches = [collate_padded_pairs([pair(0, reference=(-9.0, -20.0)), pair(1, reference=(-12.0, -14.0))])] * 2
     trainer.fit(model, loader(*batches), ckpt_path=ckpt_path)
