@@ -37,16 +37,19 @@ from fsspec import AbstractFileSystem
 
 from lightning_mcore.checkpoint.files import check_size, names_in, open_store, read_manifest, writes_directly
 from lightning_mcore.checkpoint.files import verify as verify_files
-from lightning_mcore.checkpoint.manifest import FORMAT, METADATA_FILE, damaged, is_megatron
-from lightning_mcore.checkpoint.metadata import (
+from lightning_mcore.checkpoint.manifest import (
     COMMON_FILE,
+    FORMAT,
+    METADATA_FILE,
+    damaged,
+    is_megatron,
     least_sizes,
     read_common,
     read_metadata,
-    tensor_bytes,
+    size_of_tensor,
     tensors_of,
 )
-from lightning_mcore.checkpoint.storage.torch_archive import has_checksums
+from lightning_mcore.checkpoint.reader import has_checksums
 from lightning_mcore.config.text import human
 
 __all__ = ["inspect", "main", "verify"]
@@ -413,7 +416,7 @@ def _on_disk(tensors: Mapping[str, Any], files: Mapping[str, Any]) -> str:
     parts = {"weights": 0, "optimizer": 0}
     for name, entry in tensors.items():
         part = "optimizer" if _OPTIMIZER.search(name) else "weights"
-        parts[part] += tensor_bytes(entry["shape"], entry["dtype"])
+        parts[part] += size_of_tensor(entry["shape"], entry["dtype"])
     shares = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size)
     number = f"{len(files)} file{'s' if len(files) != 1 else ''}"
     return f"{bytes_text(total)} in {number}" + (f" ({shares})" if shares else "")

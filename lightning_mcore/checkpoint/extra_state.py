@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What TransformerEngine's layers save beside their weights, read without running code.
+"""What TransformerEngine's layers save beside their weights: saved as tensors, and read without running code.
 
-A layer of TransformerEngine has an *extra state*: with the delayed recipe scales and largest values of earlier steps.
-It is a pickle in a uint8 tensor, so that it passes ``torch.load(weights_only=True)``. TransformerEngine up to 2.17.0
-unpickles whatever it finds there; later ones refuse it unless an environment variable allows everything.
-:func:`checked_extra_state` reads it first, allows only tensors, plain values and TransformerEngine's recipes, and lets
-the layers have it then.
+A layer of TransformerEngine has an *extra state*: with delayed scaling, the scales and the largest values of earlier
+steps. The other recipes have nothing to keep from step to step. TransformerEngine returns the state as a pickle in a
+uint8 tensor. Here nothing is pickled: :func:`as_tensors` reads the tensors from the layers for a save, and
+:func:`restored` writes them back.
+
+Checkpoints of Megatron-LM do contain the pickle. TransformerEngine up to 2.17.0 unpickles whatever it finds there;
+later versions refuse it unless an environment variable allows everything. :func:`checked_extra_state` reads the pickle
+first, allows only tensors, plain values and TransformerEngine's recipes, and then lets the layers load it.
+
+``model_state.py`` calls this file.
 
 Sources: ``TransformerEngineBaseModule.get_extra_state`` (2.11.0 and 2.20.2), ``_extra_state.py`` (2.20.2).
 """
@@ -19,9 +24,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.fp8_utils import get_fp8_recipe
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
 
 _NAME = "_extra_state"
+_HISTORY = "amax_history"
+_DIRECTIONS = ("fwd", "bwd")
 _ALLOWS_ALL = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 _RECIPES = "transformer_engine.common.recipe"
 _STORAGES = {
@@ -59,7 +71,7 @@ def checked_extra_state(state: Mapping[str, Any]) -> Iterator[None]:
         state: What ``load_state_dict`` is called with inside the ``with`` block.
 
     Raises:
-        ValueError: An extra state names something else than tensors, plain values and recipes.
+        ValueError: An extra state names something other than tensors, plain values and recipes.
     """
     found = False
     for name, value in state.items():
@@ -83,6 +95,133 @@ def _check(name: str, value: Tensor) -> None:
         _Reader(io.BytesIO(value.detach().cpu().numpy().tobytes())).load()
     except Exception as error:  # a damaged pickle raises anything
         raise ValueError(
-            f"{name} of the checkpoint holds something else than TransformerEngine's scales and recipe ({error}), and"
+            f"{name} of the checkpoint holds something other than TransformerEngine's scales and recipe ({error}), and"
             " reading it could run code; load the weights of a checkpoint that you trust"
         ) from error
+
+
+def as_tensors(chunk: nn.Module, config: TransformerConfig, state: dict[str, Any]) -> None:
+    """Replace TransformerEngine's pickled states in the sharded state of a chunk by the tensors in them.
+
+    Collective over the ranks that share their largest values. The first row of a history may hold the largest value of
+    this rank's part of an FP8 weight, and only one rank saves it: so it gets that of all of them, as in the next step.
+
+    Args:
+        chunk: The chunk.
+        config: Its config.
+        state: Its sharded state, changed in place. A layer without a history keeps an empty tensor.
+    """
+    found = {name: _tensors(layer, number) for name, layer, number in _layers(chunk, state)}
+    rows = [tensors[name][0] for tensors in found.values() for name in tensors if name.startswith(_HISTORY)]
+    if rows:
+        latest = torch.cat(rows)
+        only_tensor_parallel = getattr(config, "tp_only_amax_red", False)
+        group = parallel_state.get_amax_reduction_group(True, only_tensor_parallel)
+        dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=group)
+        for row, reduced in zip(rows, torch.split(latest, [len(row) for row in rows]), strict=True):
+            row.copy_(reduced)
+        if only_tensor_parallel:
+            found = _of_data_parallel_ranks(found)
+    for name, tensors in found.items():
+        if isinstance(state[name], ShardedObject):
+            data = {key: tensor.cpu() for key, tensor in tensors.items()}
+            state[name].data = data or torch.empty(0, dtype=torch.uint8)
+
+
+@contextlib.contextmanager
+def restored(chunk: nn.Module, config: TransformerConfig, state: dict[str, Any]) -> Iterator[None]:
+    """Take what :func:`as_tensors` put into a state out of it, and write it into the layers.
+
+    Weights that are kept in FP8 are filled inside the block: with the scales that were read, and without a trace in the
+    history.
+
+    Args:
+        chunk: The chunk.
+        config: Its config; without delayed scaling nothing is written.
+        state: The state that was read, changed in place.
+    """
+    recipe = get_fp8_recipe(config) if getattr(config, "fp8", None) else None
+    found: dict[nn.Module, list[Mapping[str, Tensor]]] = {}
+    for name, layer, _ in _layers(chunk, state):
+        value = state[name]
+        if isinstance(value, Mapping):
+            found.setdefault(layer, []).append(value)
+            state[name] = torch.empty(0, dtype=torch.uint8)
+    if recipe is None or not recipe.delayed():
+        found = {}
+    found = {layer: [_of_this_rank(part, config) for part in parts] for layer, parts in found.items()}
+    for layer, parts in found.items():
+        _write(layer, recipe, parts)
+    yield
+    for layer, parts in found.items():
+        _write(layer, recipe, parts)
+
+
+def _layers(chunk: nn.Module, state: Mapping[str, Any]) -> Iterator[tuple[str, Any, int]]:
+    """Yield the name of each of TransformerEngine's states, its layer, and its number among the layer's experts."""
+    for name in list(state):
+        path, found, number = name.rpartition(_NAME)
+        if found and (not number or number.isdigit()):
+            layer = chunk.get_submodule(path.removesuffix("."))
+            if hasattr(layer, "fp8_meta"):
+                yield name, layer, int(number or 0)
+
+
+def _tensors(layer: Any, number: int) -> dict[str, Tensor]:
+    """Return scales [kinds] and histories [steps, kinds] of a layer, or of one of its experts; empty without them."""
+    count = getattr(layer, "num_gemms", 1)
+    tensors = {}
+    for direction in _DIRECTIONS:
+        scaling = layer.fp8_meta.get(f"scaling_{direction}")
+        if hasattr(scaling, "amax_history"):
+            history = scaling.amax_history
+            tensors[f"scale_{direction}"] = scaling.scale.view(-1, count)[:, number]
+            tensors[f"{_HISTORY}_{direction}"] = history.view(len(history), -1, count)[..., number]
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _of_data_parallel_ranks(found: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """Stack each tensor with those of the other data-parallel ranks, which ``tp_only_amax_red`` keeps apart."""
+    group = parallel_state.get_data_parallel_group()
+    if group.size() == 1:
+        return found
+    flat = torch.cat([tensor.flatten() for tensors in found.values() for tensor in tensors.values()])
+    gathered = flat.new_empty(group.size() * flat.numel())
+    dist.all_gather_into_tensor(gathered, flat, group=group)
+    rows = gathered.view(group.size(), -1)
+    start = 0
+    stacked: dict[str, dict[str, Tensor]] = {name: {} for name in found}
+    for name, tensors in found.items():
+        for key, tensor in tensors.items():
+            end = start + tensor.numel()
+            stacked[name][key] = rows[:, start:end].reshape(-1, *tensor.shape)
+            start = end
+    return stacked
+
+
+def _of_this_rank(tensors: Mapping[str, Tensor], config: TransformerConfig) -> Mapping[str, Tensor]:
+    """Return the part of this data-parallel rank; if there is another number of them now, what no value exceeds."""
+    if tensors["scale_fwd"].dim() == 1:
+        return tensors
+    group = parallel_state.get_data_parallel_group()
+    if getattr(config, "tp_only_amax_red", False) and len(tensors["scale_fwd"]) == group.size():
+        return {name: tensor[group.rank()] for name, tensor in tensors.items()}
+    return {name: tensor.amax(0) if name.startswith(_HISTORY) else tensor.amin(0) for name, tensor in tensors.items()}
+
+
+def _write(layer: Any, recipe: Any, parts: list[Mapping[str, Tensor]]) -> None:
+    """Write the tensors of all experts of a layer, or its only ones, into it.
+
+    Source: ``TransformerEngineBaseModule.set_extra_state`` (TransformerEngine 2.11.0 and 2.20.2).
+    """
+    whole = {name: torch.stack([part[name] for part in parts], -1).flatten(-2) for name in parts[0]}
+    layer.fp8_meta["recipe"] = recipe
+    layer.fp8_meta["num_gemms"] = whole["scale_fwd"].numel() // 3
+    layer.init_fp8_meta_tensors(recipe)
+    for direction in _DIRECTIONS:
+        scaling = layer.fp8_meta[f"scaling_{direction}"]
+        saved = whole[f"{_HISTORY}_{direction}"]
+        kept = min(len(saved), len(scaling.amax_history))  # the recipe may have another amax_history_len now
+        scaling.scale.copy_(whole[f"scale_{direction}"])
+        scaling.amax_history.zero_()
+        scaling.amax_history[:kept].copy_(saved[:kept])

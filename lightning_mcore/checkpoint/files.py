@@ -5,18 +5,23 @@ A checkpoint is a directory::
 
     last.ckpt/
         .metadata, __<rank>_<n>.distcp     tensors in Megatron's torch_dist format, written by every rank
-        common.pt, metadata.json           Megatron's own files beside them lightning.pt
-        Lightning's own state ranks.pt                           what differs from rank to rank: random numbers,
-        position in the data checkpoint.json                    the manifest: a description, and size and checksum of
-        every other file
+        common.pt, metadata.json           Megatron's own files beside them
+        lightning.pt                       Lightning's own state
+        ranks.pt                           what differs from rank to rank: random numbers, position in the data
+        checkpoint.json                    the manifest: a description, and size and checksum of every other file
 
 Rank 0 calls :func:`begin`, every rank writes its files into that directory, and rank 0 calls :func:`finish` with the
-records of all files. The manifest is written last, and a directory without it is not a checkpoint, so this also works
-on stores that cannot rename. ``storage/atomic.py`` puts the directory in place in one step.
+records of all files. ``atomic.py`` puts the directory in place in one step.
 
-The functions that read (:func:`read_manifest`, :func:`check_sizes`, :func:`verify`) also take remote paths such as
-``s3://bucket/x.ckpt``; ``remote.py`` writes and loads those. This module knows nothing about ranks or
-``torch.distributed``.
+A path may also lie on a remote store (``s3://``, ``gs://``, ``memory://``; those of fsspec, as for Lightning's own
+checkpoints). A store cannot rename, so a directory cannot appear there in one step. The manifest replaces the rename:
+it is uploaded last and deleted first, and a directory without it is not a checkpoint. While a checkpoint is being
+replaced, its name leads to none; save under a new name if that matters (``ModelCheckpoint`` does, except with
+``save_last=True``). In a save by many ranks, each writes its files into a local directory of its own. Then rank 0 calls
+:func:`begin_upload`, each rank calls :func:`upload_files`, and rank 0 calls :func:`finish_upload`. A load calls
+:func:`download` with the names of the files that it needs.
+
+This module knows nothing about ranks or ``torch.distributed``.
 """
 
 import contextlib
@@ -25,7 +30,7 @@ import os
 import posixpath
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from threading import Event, Lock
 from typing import IO, Any
@@ -34,9 +39,11 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 
+from lightning_mcore.checkpoint import atomic
 from lightning_mcore.checkpoint.manifest import (
     DELETED_FIRST,
     MANIFEST_FILE,
+    METADATA_FILE,
     FileRecord,
     damaged,
     decode_manifest,
@@ -48,7 +55,6 @@ from lightning_mcore.checkpoint.manifest import (
     no_checkpoint,
     saving,
 )
-from lightning_mcore.checkpoint.storage import atomic
 
 _BLOCK = 1 << 22  # bytes read at once
 _READERS = 4  # files read at once
@@ -135,9 +141,14 @@ def link(path: str, target: str) -> None:
 def remove(path: str) -> None:
     """Delete a checkpoint so that a crash never leaves half of it. If it is a link, only the link is deleted.
 
+    A remote checkpoint need not exist.
+
     Raises:
-        OSError: The disk refuses.
+        OSError: The disk or the store refuses.
     """
+    if not writes_directly(path):
+        _remove_from_store(path)
+        return
     path = _local(path)
     try:
         atomic.remove(path)
@@ -386,3 +397,96 @@ def _local(path: str) -> str:
 
 def _join(root: str, name: str) -> str:
     return f"{root.rstrip('/')}/{name}"
+
+
+def begin_upload(path: str) -> None:
+    """Delete the checkpoint at ``path``, manifest first; on rank 0 only, once all files are written locally.
+
+    Raises:
+        ValueError: There is a directory at ``path`` that is not a checkpoint.
+        OSError: The store refuses.
+    """
+    require_replaceable(path)
+    remove(path)
+    fs, root = open_store(path)
+    fs.makedirs(root, exist_ok=True)
+
+
+def upload_files(local_dir: str, path: str) -> None:
+    """Upload the files of a local directory, except the manifest; on every rank that has files.
+
+    Raises:
+        OSError: The store refuses.
+    """
+    fs, root = open_store(path)
+    # Upload the metadata last: without it, an interrupted upload is not taken for a checkpoint of Megatron-LM.
+    names = {*files_below(local_dir)} - {MANIFEST_FILE}
+    for name in sorted(names, key=lambda name: (name == METADATA_FILE, name)):
+        fs.makedirs(os.path.dirname(f"{root}/{name}"), exist_ok=True)
+        fs.put_file(os.path.join(local_dir, name), f"{root}/{name}")
+
+
+def finish_upload(local_dir: str, path: str, manifest: dict[str, Any], files: Mapping[str, FileRecord]) -> None:
+    """Check that all files have arrived, and upload the manifest; on rank 0 only, after every rank has uploaded.
+
+    Args:
+        local_dir: The directory of rank 0; its files are recorded here unless they are in ``files``.
+        path: The remote path.
+        manifest: As for :func:`finish`.
+        files: What all ranks wrote, by name.
+
+    Raises:
+        ValueError: A file is missing or incomplete.
+        OSError: The store refuses.
+    """
+    own = {*files_below(local_dir)} - {MANIFEST_FILE} - {*files}
+    records = {**files, **{name: record_file(os.path.join(local_dir, name)) for name in own}}
+    fs, root = open_store(path)
+    for name, record in records.items():
+        check_size(fs, root, path, name, record.size)
+    fs.pipe_file(f"{root}/{MANIFEST_FILE}", encode_manifest(manifest, records))
+    fs.invalidate_cache()
+
+
+def download(path: str, local_dir: str, names: Iterable[str] | None = None) -> str:
+    """Copy a checkpoint, or some files of it, into a local directory.
+
+    Args:
+        path: The remote path.
+        local_dir: The directory to copy to; created if it does not exist.
+        names: The files to fetch, as the manifest names them (or Megatron, if there is no manifest); None for all.
+
+    Returns:
+        ``local_dir``.
+
+    Raises:
+        FileNotFoundError: There is nothing at ``path``.
+        ValueError: A file is missing or incomplete.
+        OSError: The store or the disk refuses.
+    """
+    fs, root = open_store(path)
+    if not fs.exists(root):
+        raise FileNotFoundError(f"{path} does not exist; give the path of a checkpoint")
+    found = {name.removeprefix(root).lstrip("/"): info["size"] for name, info in fs.find(root, detail=True).items()}
+    if MANIFEST_FILE in found:
+        recorded = {name: record["size"] for name, record in read_manifest(path)["files"].items()}
+        found = {**recorded, MANIFEST_FILE: found[MANIFEST_FILE]}
+    for name in found if names is None else names:
+        target = os.path.join(local_dir, name)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        check_size(fs, root, path, name, found.get(name, 0))
+        fs.get_file(f"{root}/{name}", target)
+        if os.path.getsize(target) != found.get(name):
+            raise ValueError(f"{name} of {path} did not arrive whole; try again")
+    return local_dir
+
+
+def _remove_from_store(path: str) -> None:
+    """Delete a remote checkpoint, manifest first; do nothing if it does not exist."""
+    fs, root = open_store(path)
+    for name in DELETED_FIRST:
+        if fs.isfile(f"{root}/{name}"):
+            fs.rm_file(f"{root}/{name}")
+    if fs.exists(root):
+        fs.rm(root, recursive=True)
+    fs.invalidate_cache()

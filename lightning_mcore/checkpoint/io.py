@@ -36,20 +36,17 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 
 from lightning_mcore.checkpoint import files as checkpoint_files
-from lightning_mcore.checkpoint import remote
-from lightning_mcore.checkpoint.manifest import LIGHTNING_FILE, METADATA_FILE, RANKS_FILE, damaged
-from lightning_mcore.checkpoint.metadata import read_metadata
-from lightning_mcore.checkpoint.reader import ShardReader, load_shards
+from lightning_mcore.checkpoint.manifest import LIGHTNING_FILE, METADATA_FILE, RANKS_FILE, damaged, read_metadata
+from lightning_mcore.checkpoint.reader import ShardReader, check_archive, load_shards
 from lightning_mcore.checkpoint.save import (
     CONTENT_METADATA,
     MANIFEST,
     RANK_STATE,
     SHARDED_STATE,
     CheckpointSave,
+    ShardPlanner,
     save_file,
 )
-from lightning_mcore.checkpoint.save_plan import ShardPlanner
-from lightning_mcore.checkpoint.storage.torch_archive import check_archive
 from lightning_mcore.checkpoint.writer import Staging
 from lightning_mcore.config.value_checks import require_flag, require_size
 from lightning_mcore.parallel.consensus import all_arrive, all_true, decide, on_all
@@ -495,10 +492,8 @@ def _remove(path: str) -> None:
         fs, root = checkpoint_files.open_store(path)
         if fs.lexists(root) and not checkpoint_files.is_checkpoint(path):
             _log.warning("%s is not a checkpoint, so it is not deleted", path)
-        elif checkpoint_files.writes_directly(path):
-            checkpoint_files.remove(path)
         else:
-            remote.remote_remove(path)
+            checkpoint_files.remove(path)
     except (OSError, ValueError) as error:
         _log.warning("%s is no longer needed and could not be deleted: %s", path, error)
 
@@ -516,7 +511,7 @@ def _locator(path: str, stack: contextlib.ExitStack) -> Callable[[str], str]:
 
     def fetch(name: str) -> str:
         if not os.path.exists(os.path.join(local, name)):
-            remote.download(path, local, [name])
+            checkpoint_files.download(path, local, [name])
         return os.path.join(local, name)
 
     return fetch

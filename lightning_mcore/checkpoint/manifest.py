@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest ``checkpoint.json``: its text, its entries, and the errors for paths that are not checkpoints.
+"""What describes a checkpoint: its manifest ``checkpoint.json``, and Megatron's ``.metadata`` and ``common.pt``.
 
 The manifest is JSON, so that a checkpoint can be read without the code that wrote it::
 
@@ -8,33 +8,69 @@ The manifest is JSON, so that a checkpoint can be read without the code that wro
 
 :func:`describe` lists the entries; ``strategy/checkpointing.py`` puts them into every checkpoint. ``files.py`` adds the
 files when it writes the manifest. Before anything is loaded, :func:`check_model` and :func:`check_optimizer` compare
-the manifest with the run. This module opens no files and imports torch only to describe a model.
+the manifest with the run. Errors for paths that are not checkpoints are made here too. This module opens no files.
+
+``.metadata`` holds the names, shapes, types and places of all tensors. It is a pickle, and a pickle can run anything.
+:func:`read_metadata` accepts only the classes that ``torch.distributed.checkpoint`` writes there, so a checkpoint from
+an untrusted source can be shown safely. ``common.pt`` holds Megatron-LM's arguments: :func:`read_common` takes the
+plain values and replaces all others by empty objects.
+
+Source: ``torch.distributed.checkpoint.filesystem.FileSystemWriter.finish``, torch 2.6 to 2.13.
 """
 
 import contextlib
 import dataclasses
 import errno
+import io
 import json
+import math
+import pickle
+import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Adam, Optimizer
+
 from lightning_mcore.config.layout import ParallelLayout
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
-    from torch.optim import Optimizer
 
 MANIFEST_FILE = "checkpoint.json"
 FORMAT = "lightning_mcore"
 FORMAT_VERSION = 1
 LIGHTNING_FILE = "lightning.pt"  # Lightning's state: loops, callbacks, hyper-parameters, LR schedulers, datamodule
 RANKS_FILE = "ranks.pt"  # a list over the global ranks
+COMMON_FILE = "common.pt"  # Megatron-LM's arguments
 METADATA_FILE = ".metadata"  # names, shapes and places of the tensors
 MEGATRON_FILES = ("metadata.json", METADATA_FILE)  # of every torch_dist checkpoint
 DELETED_FIRST = (MANIFEST_FILE, METADATA_FILE)  # without these, the rest is not taken for a checkpoint
 _PLAIN = (bool, int, float, str, type(None))
+_SECTIONS = ("model", "contents", "layout", "versions", "tensors")
+_TORCH_CHECKPOINT = "torch.distributed.checkpoint"
+_ADMITTED = {
+    "torch": {"Size", "device"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},  # of megatron-core 0.15
+    f"{_TORCH_CHECKPOINT}.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    f"{_TORCH_CHECKPOINT}.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    f"{_TORCH_CHECKPOINT}.planner": {"BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +91,6 @@ def encode_manifest(manifest: Mapping[str, Any], files: Mapping[str, FileRecord]
     head = {"format": FORMAT, "format_version": FORMAT_VERSION}
     records = {name: dataclasses.asdict(files[name]) for name in sorted(files)}
     return json.dumps({**head, **manifest, **head, "files": records}, indent=1).encode()
-
-
-_SECTIONS = ("model", "contents", "layout", "versions", "tensors")
 
 
 def decode_manifest(path: str, text: bytes) -> dict[str, Any]:
@@ -190,7 +223,7 @@ def describe(
     precision: str,
     use_distributed_optimizer: bool,
     config: Any,
-    optimizers: "Sequence[Optimizer]",
+    optimizers: Sequence[Optimizer],
 ) -> dict[str, Any]:
     """Return the manifest of a checkpoint, without its tensors and files.
 
@@ -210,7 +243,6 @@ def describe(
     """
     import lightning
     import megatron.core
-    import torch
 
     trainer = module._trainer  # None if the checkpoint is saved without a run
     return {
@@ -254,14 +286,12 @@ def check_model(path: str, manifest: Mapping[str, Any], module: "LightningModule
         )
 
 
-def check_optimizer(path: str, manifest: Mapping[str, Any], optimizers: "Sequence[Optimizer]") -> None:
+def check_optimizer(path: str, manifest: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
     """Refuse the state of an optimizer of another kind.
 
     Raises:
         ValueError: The checkpoint has the state of another optimizer.
     """
-    from torch.optim import Adam
-
     contents = manifest.get("contents") or {}
     saved, own = contents.get("optimizer_class"), [type(optimizer).__name__ for optimizer in optimizers]
     if saved not in own and not (_is_adam(saved) and any(isinstance(optimizer, Adam) for optimizer in optimizers)):
@@ -292,8 +322,6 @@ def _plain_fields(config: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """Return a value in a form that JSON can hold; None if it has no such form."""
-    import torch
-
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, torch.dtype):
@@ -301,3 +329,89 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple) and all(isinstance(item, _PLAIN) for item in value):
         return list(value)
     return getattr(value, "__name__", None)  # an activation function
+
+
+def read_metadata(path: str, content: bytes) -> Metadata:
+    """Return the content of ``.metadata``; only the classes that belong there are accepted.
+
+    Args:
+        path: The path of the checkpoint, named in errors.
+        content: The bytes of the file.
+
+    Raises:
+        ValueError: It is damaged, or holds something else.
+    """
+    try:
+        metadata = _Unpickler(io.BytesIO(content)).load()
+    except Exception as error:  # a damaged pickle can raise anything
+        raise ValueError(f"{path} cannot be read, because {METADATA_FILE} is damaged or unsafe: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise ValueError(f"{path} cannot be read: {METADATA_FILE} holds a {type(metadata).__name__}, not a Metadata")
+    return metadata
+
+
+def read_common(content: bytes) -> dict[str, Any]:
+    """Return the plain values in ``common.pt``; an empty dict if it cannot be read.
+
+    Args:
+        content: The bytes of the file.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            found = _InertUnpickler(io.BytesIO(archive.read(name))).load()
+    except Exception:  # a damaged pickle can raise anything, and these values are optional
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def tensors_of(metadata: Metadata) -> dict[str, dict[str, Any]]:
+    """Return shape and dtype of every tensor, in the manifest's format."""
+    return {
+        name: {"shape": list(entry.size), "dtype": str(entry.properties.dtype).removeprefix("torch.")}
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def least_sizes(metadata: Metadata) -> dict[str, int]:
+    """Return the smallest size in bytes that each tensor file can have, by name."""
+    places: Mapping[Any, Any] = metadata.storage_data or {}
+    sizes: dict[str, int] = {}
+    for place in places.values():
+        sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
+    return sizes
+
+
+def size_of_tensor(shape: list[int], dtype: str) -> int:
+    """Return the size of a tensor in bytes; 0 for a dtype that this version of torch does not know."""
+    kind = getattr(torch, dtype, None)
+    return math.prod(shape) * kind.itemsize if isinstance(kind, torch.dtype) else 0
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if name in _ADMITTED.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
+
+
+class _Inert:
+    """A replacement for an object of any class: keeps its plain attributes and does nothing."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+
+class _InertUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return dict if (module, name) == ("collections", "OrderedDict") else _Inert
+
+    def persistent_load(self, pid: Any) -> Any:
+        return None  # the bytes of a tensor

@@ -25,8 +25,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 
-from lightning_mcore.checkpoint import fp8_state
-from lightning_mcore.checkpoint.extra_state import checked_extra_state
+from lightning_mcore.checkpoint import extra_state
 from lightning_mcore.checkpoint.io import Contents, MCoreCheckpointIO
 from lightning_mcore.checkpoint.manifest import some_of
 from lightning_mcore.checkpoint.optimizer_state import (
@@ -157,7 +156,7 @@ def collect(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer]) -> Collec
     """
     model_state, shares = on_all(lambda: _shares(chunks, optimizers))
     for key, chunk in zip(_keys(chunks), chunks.bare, strict=True):
-        fp8_state.as_tensors(chunk, chunks.config, model_state[key])
+        extra_state.as_tensors(chunk, chunks.config, model_state[key])
     state = dict(model_state)
     numbers = []
     for index, own in enumerate(shares):
@@ -315,7 +314,7 @@ def load_outside_chunks(module: nn.Module, saved: Mapping[str, Any], path: str, 
         if isinstance(value, Tensor) and name in saved and saved[name].shape != value.shape
     ]
     Differences(missing, unexpected, shapes).check(path, strict, STRICT_LOADING)
-    with checked_extra_state(saved):
+    with extra_state.checked_extra_state(saved):
         module.load_state_dict(saved, strict=False)
 
 
@@ -349,7 +348,7 @@ def load(
     for key, chunk in zip(_keys(chunks), chunks.bare, strict=True):
         is_all = len(wanted[key]) == len(model_state[key]) and not getattr(chunk, TRAINED_ONLY, False)
         state = loaded.get(key, {})
-        with fp8_state.restored(chunk, chunks.config, state), checked_extra_state(state):
+        with extra_state.restored(chunk, chunks.config, state), extra_state.checked_extra_state(state):
             chunk.load_state_dict(state, strict=is_all)
     if not optimizers:
         return

@@ -5,20 +5,27 @@ Each rank asks for the pieces that its layout needs, as parts of whole tensors; 
 them. In Megatron, data-parallel copies divide the reading among themselves and exchange the results.
 :class:`ShardLoadStrategy` is Megatron's strategy with a reader of our own, :class:`ShardReader`, because torch's reader
 
-* * unpickles ``.metadata`` and the checkpoint's objects without checks, so it runs any code in them. Here only the
+* unpickles ``.metadata`` and the checkpoint's objects without checks, so it runs any code in them. Here only the
   classes that belong there are accepted, and objects are tried with ``weights_only=True`` first;
 * reads a whole piece for each request that touches it, and copies it twice. Here the files are mapped, and each request
   is copied once, into its place;
 * does not notice a damaged file. Here the checksum of each piece is compared.
 
-``io.py`` calls :func:`load_shards`.
+A piece is an archive of ``torch.save``. ``torch.load`` would copy it once more than needed, so :func:`find_tensor`
+returns the tensor in the mapped file itself. ``io.py`` calls :func:`load_shards`.
 """
 
 import io
 import mmap
 import os
 import pickle
-from collections.abc import Callable
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -45,11 +52,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from lightning_mcore.checkpoint.manifest import METADATA_FILE, damaged, some_of
-from lightning_mcore.checkpoint.storage.torch_archive import find_tensor
+from lightning_mcore.checkpoint.writer import tensor_pickle
 from lightning_mcore.parallel.consensus import collect, on_all
 
 _SHOWN = 5  # names in an error
 _AHEAD = 16 << 20  # bytes to read ahead, faster than page by page
+_READERS = 4  # threads that compute checksums of one archive
+_WORTH_A_THREAD = 1 << 20  # bytes
 
 
 class ShardReader(FileSystemReader):
@@ -265,3 +274,98 @@ def _inside(path: str, name: str) -> str:
     if os.path.isabs(name) or ".." in name.split("/"):
         raise damaged(path, f"{METADATA_FILE} names {name}, which lies outside the checkpoint")
     return name
+
+
+def find_tensor(archive: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], check: bool) -> Tensor | None:
+    """Return the tensor in an archive of ``torch.save``, in the archive's own memory.
+
+    Args:
+        archive: A mapped file. The archive ends at the end of the file, and may begin after its start.
+        dtype: The type that the tensor must have.
+        shape: The shape that it must have.
+        check: Whether to compare the checksums of the archive, which reads all of it.
+
+    Returns:
+        The tensor, of the given shape and dtype; None if the archive holds something else, which ``torch.load`` can
+        read.
+
+    Raises:
+        ValueError: A checksum differs, or the archive cannot be read.
+    """
+    places = _records(archive)
+    if check:
+        _check_all(archive, places)
+    plain = all(record.compress_type == zipfile.ZIP_STORED for record in places.values())
+    if not plain or "data/0" not in places or "data/1" in places:
+        return None
+    if _content(archive, places["data.pkl"]) != tensor_pickle(dtype, shape):
+        return None
+    data = places["data/0"]
+    if data.file_size != prod(shape) * dtype.itemsize:
+        raise ValueError("its tensor has another size")
+    if data.file_size == 0:
+        return torch.empty(shape, dtype=dtype)
+    found = torch.frombuffer(archive, dtype=torch.uint8, count=data.file_size, offset=_start(archive, data))
+    if found.data_ptr() % dtype.itemsize:
+        found = found.clone()
+    return found.view(dtype).view(shape)
+
+
+def check_archive(archive: mmap.mmap) -> None:
+    """Compare all checksums of an archive of ``torch.save``, whatever it holds; reads all of it.
+
+    Raises:
+        ValueError: A checksum differs, or the archive cannot be read.
+    """
+    _check_all(archive, _records(archive))
+
+
+def has_checksums(records: Iterable[zipfile.ZipInfo]) -> bool:
+    """Return whether an archive has checksums; ``torch.serialization.set_crc32_options(False)`` leaves them out."""
+    return any(record.CRC for record in records)
+
+
+def _records(archive: mmap.mmap) -> dict[str, zipfile.ZipInfo]:
+    """Return the records of an archive, by their names in its folder."""
+    stream: Any = archive
+    try:
+        with zipfile.ZipFile(stream) as content:
+            records = {record.filename.partition("/")[2]: record for record in content.infolist()}
+        for record in records.values():
+            if not 0 <= _start(archive, record) <= len(archive) - record.compress_size:
+                raise ValueError(record.filename)
+    except Exception as error:  # zipfile can raise anything on a damaged archive
+        raise ValueError("it is not an archive of torch.save") from error
+    if "data.pkl" not in records:
+        raise ValueError("it is not an archive of torch.save")
+    return records
+
+
+def _start(archive: mmap.mmap, record: zipfile.ZipInfo) -> int:
+    name, extra = struct.unpack_from("<HH", archive, record.header_offset + 26)
+    return record.header_offset + 30 + int(name) + int(extra)
+
+
+def _content(archive: mmap.mmap, record: zipfile.ZipInfo) -> bytes:
+    start = _start(archive, record)
+    return archive[start : start + record.file_size]
+
+
+def _check_all(archive: mmap.mmap, records: dict[str, zipfile.ZipInfo]) -> None:
+    if not has_checksums(records.values()):
+        return
+    largest_first = sorted(records.values(), key=lambda record: -record.file_size)
+    if largest_first[0].file_size < _WORTH_A_THREAD:
+        for record in largest_first:
+            _check(archive, record)
+        return
+    with ThreadPoolExecutor(_READERS) as pool:  # zlib releases Python's global lock
+        for _ in pool.map(partial(_check, archive), largest_first):
+            pass
+
+
+def _check(archive: mmap.mmap, record: zipfile.ZipInfo) -> None:
+    start = _start(archive, record)
+    with memoryview(archive) as whole, whole[start : start + record.compress_size] as content:
+        if record.compress_type == zipfile.ZIP_STORED and zlib.crc32(content) != record.CRC:
+            raise ValueError(f"the checksum of its record {record.filename} differs from the one in the archive")

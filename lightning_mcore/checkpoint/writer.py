@@ -3,17 +3,40 @@
 
 Megatron's own writer forks processes and waits for ever if one dies. It starts another process, which imports the
 user's script again. It also copies tensors that share a buffer, as all parameters in Megatron's DistributedDataParallel
-do. :func:`write_pieces` writes straight from the memory of the tensors, past the page cache, computes the checksum of
-the file as it goes, and flushes the file to the disk.
+do. :func:`write_pieces` writes straight from the memory of the tensors, computes the checksum of the file as it goes,
+and flushes the file to the disk.
 
 An asynchronous save writes from a copy. :class:`Staging` keeps the memory of that copy, because the first access to new
 memory is slow. ``save.py`` calls this; any ``dist_checkpointing.load`` reads the result.
+
+**One file.** A checkpoint is written once and rarely read soon. In the page cache it would evict pages of the training
+data, and finding and clearing memory for it can take longer than the disk does. So :class:`ChecksummedFile` writes past
+the page cache (``O_DIRECT``). Direct writes need memory and sizes in whole blocks of the disk, so everything passes
+through a buffer. On disks that refuse (memory disks, some network disks), the same buffer is written in the ordinary
+way. ``hf/safetensors.py`` writes the files of an export with it.
+
+**One tensor.** A ``.distcp`` file is a row of ``torch.save`` archives, one for each piece of a tensor. ``torch.save``
+computes the checksum of an archive in a slow loop. The archive itself is simple: an uncompressed zip file with a pickle
+of shape and type, and the bytes. So :func:`frame_tensor` makes the parts before and after the bytes, and the bytes
+themselves are written from the memory of the tensor. ``zipfile`` would take three times as long for small tensors. The
+checksum of the file is combined from those of its archives, because computing it again over the bytes of large tensors
+would make a save take half as long again.
 """
 
+import errno
+import fcntl
+import io
+import mmap
 import os
 import pickle
+import struct
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any, Self
 
 import torch
 from megatron.core.fp8_utils import is_float8tensor
@@ -22,15 +45,253 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from lightning_mcore.checkpoint.manifest import METADATA_FILE, FileRecord
-from lightning_mcore.checkpoint.save_plan import Piece
-from lightning_mcore.checkpoint.storage.direct_file import ChecksummedFile
-from lightning_mcore.checkpoint.storage.torch_archive import frame_tensor, tensor_bytes
 
 _DCP_VERSION = "1.0.0"  # version of torch.distributed.checkpoint's metadata since torch 2.8
-_ALIGNMENT = 64  # bytes; for tensors in the staging memory and archives in a file
-_BLOCK = 1 << 30  # bytes of staging memory taken at once, unless a tensor is larger
+_ALIGNMENT = 64  # bytes; for tensors in the staging memory, archives in a file, and data in an archive, as in torch's
+_STAGING_BLOCK = 1 << 30  # bytes of staging memory taken at once, unless a tensor is larger
+_BUFFER = 8 << 20  # bytes; large, so that waiting for Python's global lock between two writes costs little
+_DISK_BLOCK = 4096  # bytes; a multiple of the block size of common disks
+_COMBINED_FROM = 1 << 16  # bytes from which a second checksum costs more than combining two
+_FOLDER = "archive"
+_PADDING = b"FB"  # the id of the extra field that torch pads with
+_LIMIT = 0xFFFFFFFF  # bytes from which zip uses its 64-bit fields
+_POLYNOMIAL = 0xEDB88320
+_BITS = 32
 
 Places = dict[MetadataIndex, _StorageInfo]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one tensor or object that this rank writes.
+
+    Args:
+        index: Its name and place, as in the metadata.
+        content: A tensor on any device, or the bytes of an object.
+    """
+
+    index: MetadataIndex
+    content: Tensor | bytes
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor, of any shape and dtype, as bytes."""
+    content: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(content)
+
+
+def frame_tensor(dtype: torch.dtype, shape: tuple[int, ...], checksum: int) -> tuple[bytes, bytes]:
+    """Return the bytes before and after those of a contiguous tensor in an archive of ``torch.save``.
+
+    Source: torch 2.13, ``torch.serialization._save``; readable since torch 1.6.
+
+    Args:
+        dtype: Type of the tensor.
+        shape: Its shape.
+        checksum: CRC32 of its bytes.
+    """
+    size = prod(shape) * dtype.itemsize
+    records = [
+        ("data.pkl", tensor_pickle(dtype, shape)),
+        ("byteorder", sys.byteorder.encode()),
+        ("version", b"3\n"),
+    ]
+    head, directory = b"", b""
+    for name, content in records:
+        local, central = _record(name, len(head), len(content), zlib.crc32(content))
+        head, directory = head + local + content, directory + central
+    local, central = _record("data/0", len(head), size, checksum, aligned=True)
+    head += local
+    return head, _end_of_archive(directory + central, len(records) + 1, len(head) + size)
+
+
+@lru_cache(maxsize=65536)
+def tensor_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    """Return the pickle that ``torch.save`` writes for a contiguous tensor on the CPU."""
+    template: Any = torch.empty(0, dtype=dtype)
+    rebuild, arguments = template.__reduce_ex__(2)
+    strides = tuple(torch.empty(shape, dtype=dtype, device="meta").stride())
+    storage = _Storage(arguments[0], prod(shape) * dtype.itemsize)
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=2).dump(_Call(rebuild, (storage, 0, tuple(shape), strides, *arguments[4:])))
+    return stream.getvalue()
+
+
+class _Storage:
+    """Represents the tensor's bytes in the pickle."""
+
+    def __init__(self, storage: Any, size: int) -> None:
+        if isinstance(storage, torch.UntypedStorage):
+            self.kind, self.length = torch.UntypedStorage, size
+        else:
+            self.kind, self.length = getattr(torch, storage._pickle_storage_type()), size // storage.dtype.itemsize
+
+
+class _Call:
+    """Represents the tensor in the pickle: a call that builds it."""
+
+    def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        self._call = (function, arguments)
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return self._call
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        return ("storage", obj.kind, "0", "cpu", obj.length) if isinstance(obj, _Storage) else None
+
+
+def _record(name: str, offset: int, size: int, checksum: int, aligned: bool = False) -> tuple[bytes, bytes]:
+    """Return a record's header, which precedes its content, and its entry in the directory at the end."""
+    encoded = f"{_FOLDER}/{name}".encode()
+    short, long = (_LIMIT, struct.pack("<HHQQ", 1, 16, size, size)) if size >= _LIMIT else (size, b"")
+    padding = b""
+    if aligned:
+        room = -(offset + 30 + len(encoded) + len(long) + 4) % _ALIGNMENT
+        padding = struct.pack("<2sH", _PADDING, room) + bytes(room)
+    fields = struct.pack("<5H3L2H", 45, 0, 0, 0, 33, checksum, short, short, len(encoded), len(long) + len(padding))
+    local = b"PK\3\4" + fields + encoded + long + padding
+    fields = struct.pack("<5H3L2H", 45, 0, 0, 0, 33, checksum, short, short, len(encoded), len(long))
+    central = b"PK\1\2" + struct.pack("<H", 45) + fields + struct.pack("<3H2L", 0, 0, 0, 0, offset) + encoded + long
+    return local, central
+
+
+def _end_of_archive(directory: bytes, count: int, offset: int) -> bytes:
+    size, end = len(directory), b""
+    if offset >= _LIMIT:
+        end = b"PK\6\6" + struct.pack("<Q2H2L4Q", 44, 45, 45, 0, 0, count, count, size, offset)
+        end += b"PK\6\7" + struct.pack("<LQL", 0, offset + size, 1)
+    return directory + end + b"PK\5\6" + struct.pack("<4H2LH", 0, 0, count, count, size, min(offset, _LIMIT), 0)
+
+
+def combine_checksums(first: int, second: int, length: int) -> int:
+    """Return the CRC32 of two byte strings joined together.
+
+    Source: ``crc32_combine`` of zlib 1.3, which Python does not offer.
+
+    Args:
+        first: CRC32 of the first.
+        second: CRC32 of the second.
+        length: Bytes of the second.
+    """
+    return _multiply(_shift(length), first) ^ second
+
+
+@lru_cache(maxsize=4096)
+def _shift(length: int) -> int:
+    """Return x to the power of the bits of ``length`` bytes, modulo the polynomial of CRC32."""
+    result, power = 1 << 31, 1 << 23  # x to the power of 0 and of 8, bits reflected
+    while length:
+        if length & 1:
+            result = _multiply(power, result)
+        power, length = _multiply(power, power), length >> 1
+    return result
+
+
+def _multiply(a: int, b: int) -> int:
+    product = 0
+    for bit in range(_BITS - 1, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+class ChecksummedFile:
+    """A file being written in a ``with`` statement; it is on the disk when the statement ends.
+
+    Args:
+        path: Where to write; an existing file is replaced.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.size = 0
+        self._checksum = 0
+        self._filled = 0
+        self._buffer = mmap.mmap(-1, _BUFFER)
+        self._descriptor = _open(path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            os.close(self._descriptor)
+
+    def write(self, content: bytes | memoryview, checksum: int | None = None) -> None:
+        """Append ``content``.
+
+        Args:
+            content: What to write.
+            checksum: Its CRC32, if already known.
+
+        Raises:
+            OSError: The disk refuses.
+        """
+        length = len(content)
+        if checksum is None or length < _COMBINED_FROM:
+            self._checksum = zlib.crc32(content, self._checksum)
+        else:
+            self._checksum = combine_checksums(self._checksum, checksum, length)
+        self.size += length
+        done = 0
+        while done < length:
+            step = min(_BUFFER - self._filled, length - done)
+            self._buffer[self._filled : self._filled + step] = content[done : done + step]
+            self._filled += step
+            done += step
+            if self._filled == _BUFFER:
+                self._write(_BUFFER)
+                self._filled = 0
+
+    @property
+    def record(self) -> FileRecord:
+        """Size and checksum."""
+        return FileRecord(self.size, f"{self._checksum:08x}")
+
+    def _finish(self) -> None:
+        """Write the rest in whole blocks, truncate the file to its size, and flush it."""
+        blocks = -(-self._filled // _DISK_BLOCK) * _DISK_BLOCK
+        self._buffer[self._filled : blocks] = bytes(blocks - self._filled)
+        self._write(blocks)
+        os.ftruncate(self._descriptor, self.size)
+        os.fsync(self._descriptor)
+
+    def _write(self, length: int) -> None:
+        done = 0
+        with memoryview(self._buffer) as buffer:
+            while done < length:
+                try:
+                    done += os.write(self._descriptor, buffer[done:length])
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not _leave_direct(self._descriptor):
+                        raise
+                if done % _DISK_BLOCK:  # a disk that is nearly full writes part of a block
+                    _leave_direct(self._descriptor)
+
+
+def _open(path: str) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags, 0o666)
+
+
+def _leave_direct(descriptor: int) -> bool:
+    """Switch to ordinary writes; return False if they were ordinary already."""
+    flags, direct = fcntl.fcntl(descriptor, fcntl.F_GETFL), getattr(os, "O_DIRECT", 0)
+    if not flags & direct:
+        return False
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~direct)
+    return True
 
 
 def write_metadata(directory: str, metadata: Metadata, places: Sequence[Places]) -> FileRecord:
@@ -95,7 +356,7 @@ def _places(pieces: Sequence[Piece]) -> tuple[dict[int, tuple[int, int]], list[i
     sizes: list[int] = []
     for number in sorted(lengths, key=lambda number: -lengths[number]):  # small tensors fill the gaps
         length = lengths[number]
-        block = next((block for block, size in enumerate(sizes) if size + length <= _BLOCK), len(sizes))
+        block = next((block for block, size in enumerate(sizes) if size + length <= _STAGING_BLOCK), len(sizes))
         if block == len(sizes):
             sizes.append(0)
         places[number] = block, sizes[block]

@@ -10,7 +10,7 @@ that order, little-endian u32; the CRC32 of all of this. Its last four bytes the
 (:attr:`Checksums.identity`). ``data/pretraining/index.py`` writes one beside each dataset that is made here.
 
 **Cached folders.** :func:`cached_folder` makes a folder once for many runs. The folder appears when it is complete
-(``checkpoint/storage/atomic.py``), with the checksums of its files inside. When something in it was damaged or changed
+(``checkpoint/atomic.py``), with the checksums of its files inside. When something in it was damaged or changed
 since, it is made again from its source, and the log says so. So a file in a cache never decides what is learnt.
 ``data/pretraining/blend.py`` keeps Megatron's index files this way, ``data/finetuning/tokenized.py`` tokens.
 """
@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mcore.checkpoint.storage.atomic import abandon, begin, publish
+from lightning_mcore.checkpoint.atomic import abandon, begin, publish
 
 BLOCK = 1 << 16  # bytes; a sample is a few KiB, and the system reads 128 KiB ahead of it anyway
 

@@ -15,8 +15,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
+from lightning_mcore.checkpoint import atomic
 from lightning_mcore.checkpoint import files as checkpoint_files
-from lightning_mcore.checkpoint.storage import atomic
 from lightning_mcore.hf.export import check_export, export_model, require_free
 from lightning_mcore.hf.export_plan import MAX_SHARD_SIZE, parse_dtype, parse_size
 from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, CONFIG_FILE

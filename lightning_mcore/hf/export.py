@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from lightning_mcore.checkpoint import atomic
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.checkpoint.manifest import saving
-from lightning_mcore.checkpoint.storage import atomic
 from lightning_mcore.hf.export_config import (
     Description,
     describe,

@@ -24,8 +24,8 @@ from tqdm import tqdm
 from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.checkpoint import manifest as checkpoint_manifest
 from lightning_mcore.checkpoint import model_state
-from lightning_mcore.checkpoint.save import MANIFEST, SHARDED_STATE, CheckpointSave
-from lightning_mcore.checkpoint.save_plan import Piece, ShardPlan, ShardPlanner
+from lightning_mcore.checkpoint.save import MANIFEST, SHARDED_STATE, CheckpointSave, ShardPlan, ShardPlanner
+from lightning_mcore.checkpoint.writer import Piece
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.hf.export_plan import parse_dtype
 from lightning_mcore.hf.peft_folder import adapter_dtype

@@ -8,7 +8,7 @@ is built. A rectangle is a view of the mapped file: values are read only when th
 
 :func:`write_safetensors` keeps only one tensor in memory. The header says where each tensor will lie, which is known
 before the first tensor is. ``save_file`` of safetensors needs all tensors at once, writes a file that only this user
-may read, and uses the page cache, which is slower than a good disk (``checkpoint/storage/direct_file.py``).
+may read, and uses the page cache, which is slower than a good disk (``checkpoint/writer.py``).
 
 Source: safetensors 0.8, "Format" in its README: 8 bytes with the length of the header, the header as JSON, the tensors.
 """
@@ -27,8 +27,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from lightning_mcore.checkpoint.storage.direct_file import ChecksummedFile
-from lightning_mcore.checkpoint.storage.torch_archive import tensor_bytes
+from lightning_mcore.checkpoint.writer import ChecksummedFile, tensor_bytes
 from lightning_mcore.hf.files import INDEX_FILE, SINGLE_FILE, read_header, read_json
 from lightning_mcore.hf.weight_rules import Shape
 

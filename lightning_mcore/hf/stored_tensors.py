@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from lightning_mcore.checkpoint import files as checkpoint_files
-from lightning_mcore.checkpoint.manifest import METADATA_FILE, damaged
-from lightning_mcore.checkpoint.metadata import least_sizes, read_metadata
+from lightning_mcore.checkpoint.manifest import METADATA_FILE, damaged, least_sizes, read_metadata
 from lightning_mcore.checkpoint.reader import ShardReader
 from lightning_mcore.hf.export_plan import Place
 from lightning_mcore.hf.weight_map import whole_names

@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from lightning_mcore.checkpoint import files as checkpoint_files
-from lightning_mcore.checkpoint import save_plan as shard_plan
+from lightning_mcore.checkpoint import save as checkpoint_save
 from lightning_mcore.checkpoint import writer as checkpoint_writer
 from lightning_mcore.checkpoint.io import CONTENT_METADATA, MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
 from lightning_mcore.config.layout import ParallelLayout
@@ -182,7 +182,7 @@ def save_without_waiting(folder: str) -> None:
 
 
 def plan_again_where_needed(path: str) -> None:
-    with groups(), mock.patch.object(shard_plan, "_agree", wraps=shard_plan._agree) as agree:
+    with groups(), mock.patch.object(checkpoint_save, "_agree", wraps=checkpoint_save._agree) as agree:
         plugin = MCoreCheckpointIO()
         for scale, more, plans in ((1.0, False, 1), (2.0, False, 1), (3.0, True, 2), (4.0, True, 2), (5.0, False, 3)):
             given, wanted = checkpoint(scale), blank()

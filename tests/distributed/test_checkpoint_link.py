@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_mcore.checkpoint import atomic
 from lightning_mcore.checkpoint.commands import verify
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
-from lightning_mcore.checkpoint.storage import atomic
 from tests.ranks import run_ranks
 from tests.toy import PlainNet, StagedNet, loader, make_trainer
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_torch_dis
 
 from lightning_mcore.checkpoint import commands as checkpoint
 from lightning_mcore.checkpoint import files as checkpoint_files
-from lightning_mcore.checkpoint.metadata import read_common, read_metadata
+from lightning_mcore.checkpoint.manifest import read_common, read_metadata
 
 MANIFEST: dict[str, Any] = {
     "versions": {"torch": "2.13.0", "lightning": "2.6.6", "megatron-core": "0.19.2", "lightning_mcore": "0.1.0"},
@@ -201,7 +201,7 @@ def test_inspect_reads_the_manifest_alone(tmp_path: Path) -> None:
 
 
 def test_remote_checkpoints_are_checked_and_shown(tmp_path: Path) -> None:
-    from lightning_mcore.checkpoint.remote import upload
+    from lightning_mcore.checkpoint.files import upload
 
     remote = f"memory://{tmp_path.name}/a.ckpt"
     upload(save(tmp_path / "a.ckpt"), remote)

@@ -17,10 +17,8 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_mcore.checkpoint import files
-from lightning_mcore.checkpoint import remote as staging
+from lightning_mcore.checkpoint import atomic, files
 from lightning_mcore.checkpoint.manifest import LIGHTNING_FILE, FileRecord
-from lightning_mcore.checkpoint.storage import atomic
 
 SHARD = "__0_0.distcp"
 CONTENT = bytes(range(256)) * 40
@@ -46,6 +44,14 @@ def fill(directory: str, step: int) -> dict[str, FileRecord]:
 def save(path: Path, step: int) -> None:
     records = fill(files.begin(str(path)), step)
     files.finish(str(path), {"global_step": step}, records)
+
+
+def upload(local_dir: str, path: str) -> None:
+    """Copy a whole local checkpoint to a store, as a save of one rank does."""
+    manifest = files.read_manifest(local_dir)
+    files.begin_upload(path)
+    files.upload_files(local_dir, path)
+    files.finish_upload(local_dir, path, manifest, {n: FileRecord(**record) for n, record in manifest["files"].items()})
 
 
 def step_of(path: Path | str) -> int:
@@ -945,19 +951,19 @@ def test_only_local_paths_are_written_directly() -> None:
 def test_a_checkpoint_survives_the_way_to_a_store_and_back(tmp_path: Path) -> None:
     save(tmp_path / "a.ckpt", 4)
     remote = f"memory://{tmp_path.name}/a.ckpt"
-    staging.upload(str(tmp_path / "a.ckpt"), remote)
+    upload(str(tmp_path / "a.ckpt"), remote)
     assert step_of(remote) == 4
     assert files.is_checkpoint_directory(remote)
-    assert staging.download(remote, str(tmp_path / "copy")) == str(tmp_path / "copy")
+    assert files.download(remote, str(tmp_path / "copy")) == str(tmp_path / "copy")
     assert step_of(tmp_path / "copy") == 4
-    staging.download(remote, str(tmp_path / "part"), ["lightning.pt"])
+    files.download(remote, str(tmp_path / "part"), ["lightning.pt"])
     assert os.listdir(tmp_path / "part") == ["lightning.pt"]
-    staging.remote_remove(remote)
+    files.remove(remote)
     with pytest.raises(FileNotFoundError, match=r"a\.ckpt does not exist; give the path of a checkpoint"):
         files.read_manifest(remote)
     with pytest.raises(FileNotFoundError, match=r"a\.ckpt does not exist; give the path of a checkpoint"):
-        staging.download(remote, str(tmp_path / "none"))
-    staging.remote_remove(remote)
+        files.download(remote, str(tmp_path / "none"))
+    files.remove(remote)
 
 
 def test_each_rank_uploads_its_own_files(tmp_path: Path) -> None:
@@ -969,30 +975,30 @@ def test_each_rank_uploads_its_own_files(tmp_path: Path) -> None:
         shard.write_bytes(b"shard %d" % rank)
         records[shard.name] = files.record_file(shard)
     (tmp_path / "0" / "lightning.pt").write_bytes(b"state")
-    staging.begin_upload(remote)
-    staging.upload_files(str(tmp_path / "0"), remote)
+    files.begin_upload(remote)
+    files.upload_files(str(tmp_path / "0"), remote)
     with pytest.raises(ValueError, match=r"__1_0\.distcp is missing"):
-        staging.finish_upload(str(tmp_path / "0"), remote, {"global_step": 5}, records)
+        files.finish_upload(str(tmp_path / "0"), remote, {"global_step": 5}, records)
     with pytest.raises(ValueError, match="because its save was interrupted"):
         files.read_manifest(remote)
-    staging.upload_files(str(tmp_path / "1"), remote)
-    staging.finish_upload(str(tmp_path / "0"), remote, {"global_step": 5}, records)
+    files.upload_files(str(tmp_path / "1"), remote)
+    files.finish_upload(str(tmp_path / "0"), remote, {"global_step": 5}, records)
     assert sorted(files.verify(remote)["files"]) == ["__0_0.distcp", "__1_0.distcp", "lightning.pt"]
 
 
 def test_damage_in_a_store_is_named(tmp_path: Path, store: str) -> None:
     save(tmp_path / "a.ckpt", 1)
     remote = f"{store}/a.ckpt"
-    staging.upload(str(tmp_path / "a.ckpt"), remote)
+    upload(str(tmp_path / "a.ckpt"), remote)
     fs = fsspec.filesystem("dying")
     fs.pipe_file(f"{remote}/{SHARD}", CONTENT + b"2")
     with pytest.raises(ValueError, match=rf"a\.ckpt is damaged: the checksum of {SHARD}"):
         files.verify(remote)
     fs.pipe_file(f"{remote}/{SHARD}", CONTENT)
     with pytest.raises(ValueError, match=rf"a\.ckpt is damaged: {SHARD} has 10240 of 10241 bytes"):
-        staging.download(remote, str(tmp_path / "copy"))
+        files.download(remote, str(tmp_path / "copy"))
     with pytest.raises(ValueError, match=r"a\.ckpt is damaged: other is missing"):
-        staging.download(remote, str(tmp_path / "copy"), ["other"])
+        files.download(remote, str(tmp_path / "copy"), ["other"])
     fs.rm_file(f"{remote}/{SHARD}")
     with pytest.raises(ValueError, match=rf"a\.ckpt is damaged: {SHARD} is missing"):
         files.check_sizes(remote)
@@ -1002,12 +1008,12 @@ def test_an_upload_or_removal_that_dies_leaves_no_half_checkpoint(tmp_path: Path
     for step in (1, 2):
         save(tmp_path / f"{step}.ckpt", step)
     remote = f"{store}/last.ckpt"
-    actions = {2: lambda: staging.upload(str(tmp_path / "2.ckpt"), remote), None: lambda: staging.remote_remove(remote)}
+    actions = {2: lambda: upload(str(tmp_path / "2.ckpt"), remote), None: lambda: files.remove(remote)}
     for result, action in actions.items():
         found, died = [], True
         while died:
             DyingStore.left = 1000
-            staging.upload(str(tmp_path / "1.ckpt"), remote)
+            upload(str(tmp_path / "1.ckpt"), remote)
             DyingStore.left = len(found)
             try:
                 action()
@@ -1032,5 +1038,5 @@ def test_a_folder_of_other_files_in_a_store_is_never_replaced(tmp_path: Path, st
     fs = fsspec.filesystem("dying")
     fs.pipe_file(f"{store}/data.bin", b"data")
     with pytest.raises(ValueError, match="is a directory of other files, not a checkpoint"):
-        staging.upload(str(tmp_path / "a.ckpt"), store)
+        upload(str(tmp_path / "a.ckpt"), store)
     assert fs.cat_file(f"{store}/data.bin") == b"data"

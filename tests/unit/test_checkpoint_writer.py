@@ -8,7 +8,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_mcore.checkpoint import writer as checkpoint_writer
-from lightning_mcore.checkpoint.save_plan import Piece
+from lightning_mcore.checkpoint.save import Piece
 from lightning_mcore.checkpoint.writer import Staging
 
 BLOCK = 1024

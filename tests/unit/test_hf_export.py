@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import save_file
 
 from lightning_mcore import MCoreGPT, Recipe, cli
-from lightning_mcore.checkpoint.storage import atomic
+from lightning_mcore.checkpoint import atomic
 from lightning_mcore.hf import callback as save_hf_model
 from lightning_mcore.hf.callback import SaveHFModel
 from lightning_mcore.hf.export import export_checkpoint, export_model

@@ -12,15 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mcore.checkpoint.storage import torch_archive
-from lightning_mcore.checkpoint.storage.torch_archive import (
-    check_archive,
-    combine_checksums,
-    find_tensor,
-    frame_tensor,
-    tensor_bytes,
-    tensor_pickle,
-)
+from lightning_mcore.checkpoint import reader
+from lightning_mcore.checkpoint.reader import check_archive, find_tensor
+from lightning_mcore.checkpoint.writer import combine_checksums, frame_tensor, tensor_bytes, tensor_pickle
 
 DTYPES = [
     torch.float32,
@@ -147,7 +141,7 @@ def test_checksums_of_parts_give_the_checksum_of_the_whole() -> None:
 @pytest.mark.parametrize("by_threads", [True, False], ids=["by threads", "in turn"])
 def test_a_flipped_bit_of_any_content_is_found(by_threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if by_threads:
-        monkeypatch.setattr(torch_archive, "_WORTH_A_THREAD", 1)
+        monkeypatch.setattr(reader, "_WORTH_A_THREAD", 1)
     archive = saved({"weights": [torch.arange(9.0), torch.arange(4)], "step": 3})
     check_archive(mapped(archive))
     with zipfile.ZipFile(io.BytesIO(archive)) as records:

@@ -20,7 +20,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-from lightning_mcore.checkpoint.storage.atomic import sync_directory
+from lightning_mcore.checkpoint.atomic import sync_directory
 
 LOG = "trainer_log.jsonl"
 PICTURE = "training_loss.png"

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_mcore.checkpoint.storage.atomic import sync_directory
+from lightning_mcore.checkpoint.atomic import sync_directory
 from lightning_mcore.data.checked_files import BLOCK, BlockChecksums, checksums_of
 from lightning_mcore.data.preprocess.inputs import UNFINISHED
 from lightning_mcore.data.preprocess.pool import Tokens
