@@ -35,7 +35,14 @@ from typing import Any, TextIO
 import torch
 from fsspec import AbstractFileSystem
 
-from lightning_mcore.checkpoint.files import check_size, names_in, open_store, read_manifest, writes_directly
+from lightning_mcore.checkpoint.files import (
+    check_size,
+    has_checksums,
+    names_in,
+    open_store,
+    read_manifest,
+    writes_directly,
+)
 from lightning_mcore.checkpoint.files import verify as verify_files
 from lightning_mcore.checkpoint.manifest import (
     COMMON_FILE,
@@ -49,7 +56,6 @@ from lightning_mcore.checkpoint.manifest import (
     size_of_tensor,
     tensors_of,
 )
-from lightning_mcore.checkpoint.reader import has_checksums
 from lightning_mcore.config.text import human
 
 __all__ = ["inspect", "main", "verify"]

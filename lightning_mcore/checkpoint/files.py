@@ -176,6 +176,11 @@ def is_checkpoint(path: str) -> bool:
             return bool(file.read(1) == b"\x80")  # torch.save before torch 1.6
 
 
+def has_checksums(records: Iterable[zipfile.ZipInfo]) -> bool:
+    """Return whether an archive has checksums; ``torch.serialization.set_crc32_options(False)`` leaves them out."""
+    return any(record.CRC for record in records)
+
+
 def lies_in(path: str, folder: str) -> bool:
     """Return whether ``path`` lies in a folder or below it, with links and ``..`` resolved."""
     if writes_directly(path) != writes_directly(folder):

@@ -22,7 +22,7 @@ import pickle
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
@@ -51,6 +51,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from lightning_mcore.checkpoint.files import has_checksums
 from lightning_mcore.checkpoint.manifest import METADATA_FILE, damaged, some_of
 from lightning_mcore.checkpoint.writer import tensor_pickle
 from lightning_mcore.parallel.consensus import collect, on_all
@@ -318,11 +319,6 @@ def check_archive(archive: mmap.mmap) -> None:
         ValueError: A checksum differs, or the archive cannot be read.
     """
     _check_all(archive, _records(archive))
-
-
-def has_checksums(records: Iterable[zipfile.ZipInfo]) -> bool:
-    """Return whether an archive has checksums; ``torch.serialization.set_crc32_options(False)`` leaves them out."""
-    return any(record.CRC for record in records)
 
 
 def _records(archive: mmap.mmap) -> dict[str, zipfile.ZipInfo]:

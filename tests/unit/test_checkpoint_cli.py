@@ -201,7 +201,7 @@ def test_inspect_reads_the_manifest_alone(tmp_path: Path) -> None:
 
 
 def test_remote_checkpoints_are_checked_and_shown(tmp_path: Path) -> None:
-    from lightning_mcore.checkpoint.files import upload
+    from tests.unit.test_checkpoint_files import upload
 
     remote = f"memory://{tmp_path.name}/a.ckpt"
     upload(save(tmp_path / "a.ckpt"), remote)

@@ -29,7 +29,7 @@ def test_a_copy_lies_in_blocks_and_is_kept_for_the_next_save(monkeypatch: pytest
         taken.append(size)
         return empty(size, **arguments)  # type: ignore[call-overload, no-any-return]
 
-    monkeypatch.setattr(checkpoint_writer, "_BLOCK", BLOCK)
+    monkeypatch.setattr(checkpoint_writer, "_STAGING_BLOCK", BLOCK)
     monkeypatch.setattr(torch, "empty", watched)
     pieces, staging = some_pieces(400, 401, 400, 1000, 5000, 7, 400, 0), Staging()
     copies = staging.copy(pieces)
