@@ -8,7 +8,8 @@ The manifest is JSON, so that a checkpoint can be read without the code that wro
 
 :func:`describe` lists the entries; ``strategy/checkpointing.py`` puts them into every checkpoint. ``files.py`` adds the
 files when it writes the manifest. Before anything is loaded, :func:`check_model` and :func:`check_optimizer` compare
-the manifest with the run. Errors for paths that are not checkpoints are made here too. This module opens no files.
+the manifest with the run. Errors for paths that are not checkpoints are made here too. This module opens no files, and
+imports torch only where it describes tensors.
 
 ``.metadata`` holds the names, shapes, types and places of all tensors. It is a pickle, and a pickle can run anything.
 :func:`read_metadata` accepts only the classes that ``torch.distributed.checkpoint`` writes there, so a checkpoint from
@@ -31,14 +32,12 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.optim import Adam, Optimizer
-
 from lightning_mcore.config.layout import ParallelLayout
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.optim import Optimizer
 
 MANIFEST_FILE = "checkpoint.json"
 FORMAT = "lightning_mcore"
@@ -223,7 +222,7 @@ def describe(
     precision: str,
     use_distributed_optimizer: bool,
     config: Any,
-    optimizers: Sequence[Optimizer],
+    optimizers: "Sequence[Optimizer]",
 ) -> dict[str, Any]:
     """Return the manifest of a checkpoint, without its tensors and files.
 
@@ -243,6 +242,7 @@ def describe(
     """
     import lightning
     import megatron.core
+    import torch
 
     trainer = module._trainer  # None if the checkpoint is saved without a run
     return {
@@ -286,12 +286,14 @@ def check_model(path: str, manifest: Mapping[str, Any], module: "LightningModule
         )
 
 
-def check_optimizer(path: str, manifest: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
+def check_optimizer(path: str, manifest: Mapping[str, Any], optimizers: "Sequence[Optimizer]") -> None:
     """Refuse the state of an optimizer of another kind.
 
     Raises:
         ValueError: The checkpoint has the state of another optimizer.
     """
+    from torch.optim import Adam
+
     contents = manifest.get("contents") or {}
     saved, own = contents.get("optimizer_class"), [type(optimizer).__name__ for optimizer in optimizers]
     if saved not in own and not (_is_adam(saved) and any(isinstance(optimizer, Adam) for optimizer in optimizers)):
@@ -322,6 +324,8 @@ def _plain_fields(config: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """Return a value in a form that JSON can hold; None if it has no such form."""
+    import torch
+
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, torch.dtype):
@@ -331,7 +335,7 @@ def _plain(value: Any) -> Any:
     return getattr(value, "__name__", None)  # an activation function
 
 
-def read_metadata(path: str, content: bytes) -> Metadata:
+def read_metadata(path: str, content: bytes) -> "Metadata":
     """Return the content of ``.metadata``; only the classes that belong there are accepted.
 
     Args:
@@ -341,6 +345,8 @@ def read_metadata(path: str, content: bytes) -> Metadata:
     Raises:
         ValueError: It is damaged, or holds something else.
     """
+    from torch.distributed.checkpoint.metadata import Metadata
+
     try:
         metadata = _Unpickler(io.BytesIO(content)).load()
     except Exception as error:  # a damaged pickle can raise anything
@@ -365,8 +371,10 @@ def read_common(content: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def tensors_of(metadata: Metadata) -> dict[str, dict[str, Any]]:
+def tensors_of(metadata: "Metadata") -> dict[str, dict[str, Any]]:
     """Return shape and dtype of every tensor, in the manifest's format."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     return {
         name: {"shape": list(entry.size), "dtype": str(entry.properties.dtype).removeprefix("torch.")}
         for name, entry in metadata.state_dict_metadata.items()
@@ -374,7 +382,7 @@ def tensors_of(metadata: Metadata) -> dict[str, dict[str, Any]]:
     }
 
 
-def least_sizes(metadata: Metadata) -> dict[str, int]:
+def least_sizes(metadata: "Metadata") -> dict[str, int]:
     """Return the smallest size in bytes that each tensor file can have, by name."""
     places: Mapping[Any, Any] = metadata.storage_data or {}
     sizes: dict[str, int] = {}
@@ -385,12 +393,16 @@ def least_sizes(metadata: Metadata) -> dict[str, int]:
 
 def size_of_tensor(shape: list[int], dtype: str) -> int:
     """Return the size of a tensor in bytes; 0 for a dtype that this version of torch does not know."""
+    import torch
+
     kind = getattr(torch, dtype, None)
     return math.prod(shape) * kind.itemsize if isinstance(kind, torch.dtype) else 0
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        import torch
+
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if name in _ADMITTED.get(module, ()):
