@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much memory a run really takes on each rank, by kind: what ``lightning-mcore plan`` is compared with.
 
-A tiny ``MCoreGPT`` is trained for two steps on ranks that are already there. State is measured as the storages of
+A tiny ``MCoreGPT`` is trained for one step on ranks that are already there. State is measured as the storages of
 parameters, gradient buffers and optimizer; activations as the most that PyTorch's allocator gave out between the start
-of the second step's first microbatch and the step of the optimizer.
+of the first microbatch and the step of the optimizer.
 """
 
 import gc
@@ -30,8 +30,6 @@ from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.state_memory import RankMemory, optimizer_of, rank_memory
 from lightning_mcore.strategy.precision import MCorePrecision
 from tests.toy import make_trainer
-
-STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,14 +123,14 @@ class LiveBytes(TorchDispatchMode):
 
 
 class Measure(pl.Callback):
-    """Measures the last step."""
+    """Measures a step."""
 
     def __init__(self) -> None:
         self.live: LiveBytes | None = None
         self.found: dict[str, int] = {}
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if self.live is None and trainer.global_step == STEPS - 1:
+        if self.live is None:
             self.live = LiveBytes()
             self.live.__enter__()
 
@@ -166,7 +164,7 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def measured(runs: dict[str, LiveRun]) -> dict[str, dict[str, int]]:
-    """Train each run for two steps on these ranks, and return what this rank holds."""
+    """Train each run for one step on these ranks, and return what this rank holds."""
     torch.set_num_threads(1)
     return {name: _measure(run) for name, run in runs.items()}
 
@@ -174,16 +172,16 @@ def measured(runs: dict[str, LiveRun]) -> dict[str, dict[str, int]]:
 def _measure(run: LiveRun) -> dict[str, int]:
     pl.seed_everything(1, verbose=False)
     measure = Measure()
-    scale = {"initial_loss_scale": 1.0} if run.precision.startswith("16") else {}  # else the first steps are skipped
+    scale = {"initial_loss_scale": 1.0} if run.precision.startswith("16") else {}  # else the first step is skipped
     trainer = make_trainer(
         MCoreStrategy(**run.strategy),
         plugins=[LightningEnvironment(), MCorePrecision(run.precision, **scale)],  # type: ignore[arg-type]
-        max_steps=STEPS,
+        max_steps=1,
         accumulate_grad_batches=run.microbatches,
         callbacks=[measure],
     )
     module = MCoreGPT(**run.model)
-    count = run.world * run.rows * run.microbatches * STEPS
+    count = run.world * run.rows * run.microbatches
     rows = Rows(count, run.model["seq_length"], run.model["vocab_size"], run.packed)
     data = DataLoader(rows, batch_size=run.rows)
     trainer.fit(module, data)
