@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_mcore.config.fp8 import FP8Settings
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.rules.model import NOT_CARRIED_OUT
 from lightning_mcore.config.text import unknown_name
 
 _SIZES = (
@@ -32,7 +33,7 @@ _RECOMPUTED = (
     "gdn_norm_out",
 )
 _NOT_YET = {
-    "cuda_graph_impl": "capturing CUDA graphs belongs to Megatron-LM's training loop",
+    "cuda_graph_impl": NOT_CARRIED_OUT["cuda_graph_impl"],
     "moe_enable_routing_replay": "nothing records and replays the routers' choices here",
     "save_merged_model": "it merges LoRA adapters, which are not supported",
     "compile_warmup": "it warms up torch.compile for reinforcement learning, and nothing here is compiled",

@@ -71,7 +71,13 @@ def test_constructor_refuses_in_one_sentence(arguments: dict[str, Any], message:
         ({"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}, "needs CUDA, and this run is"),
         ({"moe_token_dispatcher_type": "flex", **EXPERTS}, "moe_token_dispatcher_type='flex' .* is not available"),
         ({"softmax_type": "learnable"}, "softmax_type='learnable' needs TransformerEngine"),
-        ({"cuda_graph_impl": "local"}, "cuda_graph_impl='local' is not available"),
+        ({"cuda_graph_impl": "local"}, "cuda_graph_impl='local' is not available: CUDA graphs need random states"),
+        (
+            {"cuda_graph_impl": "transformer_engine"},
+            "cuda_graph_impl='transformer_engine' is not available: CUDA graphs need",
+        ),
+        ({"cuda_graph_warmup_steps": 5}, "cuda_graph_warmup_steps=5 is not available: it is part of cuda_graph_impl"),
+        ({"cuda_graph_scope": "attn"}, "cuda_graph_scope=.* is not available: it is part of cuda_graph_impl"),
         ({"cpu_offloading": True, "cpu_offloading_num_layers": 1}, "cpu_offloading=True needs TransformerEngine"),
     ],
 )

@@ -226,7 +226,12 @@ WRONG: dict[str, tuple[RunSettings, str]] = {
     "needs TransformerEngine": (run_with({"moe_grouped_gemm": True}), "TransformerEngine"),
     "needs CUDA": (run_with({"gradient_accumulation_fusion": True}), "CUDA"),
     "not carried out": (run_with({"flash_decode": True}), "flash_decode"),
-    "cuda graphs": (run_with({"cuda_graph_impl": "local"}), "cuda_graph_impl"),
+    "cuda graphs": (run_with({"cuda_graph_impl": "local"}), "CUDA graphs need random states"),
+    "cuda graphs on a GPU": (
+        run_with({"enable_cuda_graph": True}, trainer={"accelerator": "gpu"}),
+        "CUDA graphs need random states",
+    ),
+    "part of cuda graphs": (run_with({"cuda_graph_warmup_steps": 5}), "cuda_graph_warmup_steps=5 is not available"),
     "dropout of 1": (run_with({"hidden_dropout": 1.0}), "hidden_dropout"),
     "full recompute without method": (run_with({"recompute_granularity": "full"}), "recompute_method"),
     "full recompute without layers": (

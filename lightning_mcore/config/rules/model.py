@@ -90,9 +90,19 @@ TORCH_BACKEND_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
 """The values that the torch backend supports for these fields, and why it does not support others."""
 
 NOT_CARRIED_OUT: Mapping[str, str] = {
-    "cuda_graph_impl": "capturing CUDA graphs belongs to Megatron-LM's training loop",
-    "enable_cuda_graph": "capturing CUDA graphs belongs to Megatron-LM's training loop",
-    "external_cuda_graph": "capturing CUDA graphs belongs to Megatron-LM's training loop",
+    **dict.fromkeys(
+        ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"),
+        "CUDA graphs need random states and batches that Megatron-LM's training loop prepares",
+    ),
+    **dict.fromkeys(
+        (
+            "cuda_graph_scope",
+            "cuda_graph_warmup_steps",
+            "cuda_graph_use_single_mempool",
+            "cuda_graph_retain_backward_graph",
+        ),
+        "it is part of cuda_graph_impl, which is not supported",
+    ),
     "ep_overlap_early_attn_memory_release": "it is part of overlap_moe_expert_parallel_comm",
     "expert_gtp_weight_remat_size": "its process groups are not opened",
     "flash_decode": "it is for Megatron's inference engine",
@@ -143,7 +153,7 @@ def check_fields(
     defaults = {field.name: field.default for field in fields(config) if field.default is not MISSING}
     given = {name: value for name, value in vars(config).items() if name in defaults and value != defaults[name]}
     for name, reason in NOT_CARRIED_OUT.items():
-        if name in given:
+        if given.get(name, []) != []:  # Megatron turns its own default of cuda_graph_scope into an empty list
             raise ValueError(f"{name}={given[name]!r} is not available: {reason}; leave it out")
     for name in NEEDS_CUDA:
         if name in given and device_type not in ("cuda", None):
