@@ -23,6 +23,7 @@ from lightning_mcore.checkpoint.optimizer_state import pieces_of
 from lightning_mcore.config.lora import ALL_LINEAR, EMBEDDING, EXPERTS, AdaptedModel, LoRA, Pair, Trained
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.pretrained import pieces_of_module
+from lightning_mcore.hf.source import HFSource, is_own_checkpoint
 from lightning_mcore.hf.weight_map import WeightMap, whole_name, whole_names
 from lightning_mcore.hf.weight_rules import Block, Experts, Shape
 from lightning_mcore.layers.lora import ADAPTABLE, ADAPTERS, LINEAR, Projection, Rows, adapt, freeze, merge, share_a
@@ -289,6 +290,26 @@ def adapted_model(tensors: Mapping[str, Shape], family: Family, fields: Mapping[
     return AdaptedModel(lora, found, is_tied="output_layer.weight" not in tensors)
 
 
+def frozen_columns(base: str, named: str | None, fields: Mapping[str, Any], lora: LoRA) -> dict[str, int]:
+    """Return the columns of the frozen weights of a Hugging Face model by Megatron's names; none for a checkpoint.
+
+    Args:
+        base: Folder of the model, or its name on the hub.
+        named: Name or path of its family; None for the one in its config.
+        fields: Settings of the model.
+        lora: The settings of the adapters.
+    """
+    if is_own_checkpoint(base):
+        return {}
+    source = HFSource.open(base, named)
+    family, shapes = source.family, source.open_tensors().shapes
+    return {
+        weight: shapes[names[0]][-1]
+        for weight, names in tensor_names(family, fields).items()
+        if names[0] in shapes and not lora.saves(names[0].rpartition(".")[0])
+    }
+
+
 def projection_names(family: Family, fields: Mapping[str, Any]) -> list[str]:
     """Return the Hugging Face names of all modules with a weight that a model may have; it need not be built.
 
@@ -296,22 +317,24 @@ def projection_names(family: Family, fields: Mapping[str, Any]) -> list[str]:
         family: The rules of its names.
         fields: Settings of the model.
     """
-    return list(dict.fromkeys(name.rpartition(".")[0] for names in tensor_names(family, fields) for name in names))
+    names = (name for of_weight in tensor_names(family, fields).values() for name in of_weight)
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
 
-def tensor_names(family: Family, fields: Mapping[str, Any]) -> list[list[str]]:
-    """Return the names of the Hugging Face tensors in each of Megatron's weights that a model may have.
+def tensor_names(family: Family, fields: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the Hugging Face tensors in each of Megatron's weights that a model may have, by their whole names.
 
     Args:
         family: The rules of its names.
         fields: Settings of the model, which need not be built.
     """
     size, experts = 12, int(fields.get("num_moe_experts") or 0)  # names do not depend on the size
-    found = []
+    found = {}
     for rule in family.outside:
         if rule.megatron == "output_layer.weight" and fields.get("share_embeddings_and_output_weights"):
             continue  # it is the embedding
-        found.append([block.hf for block in rule.blocks((size, size), {**fields, "vocab_size": size})])
+        blocks = rule.blocks((size, size), {**fields, "vocab_size": size})
+        found[rule.megatron] = [block.hf for block in blocks]
     for layer in range(int(fields["num_layers"])):
         prefix = family.layer_prefix.replace("{layer}", str(layer))
         for rule in family.layer:
@@ -319,5 +342,5 @@ def tensor_names(family: Family, fields: Mapping[str, Any]) -> list[list[str]]:
             if is_stack and not experts:
                 continue
             blocks = rule.blocks((experts, size, size) if is_stack else (size, size), fields)
-            found.append([prefix + block.hf for block in blocks])
+            found[f"decoder.layers.{layer}.{rule.megatron}"] = [prefix + block.hf for block in blocks]
     return found

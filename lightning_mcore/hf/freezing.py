@@ -30,7 +30,7 @@ def check_trained(family: Family, fields: Mapping[str, Any], train_only: Sequenc
     Raises:
         ValueError: There is one.
     """
-    weights = tensor_names(family, fields)
+    weights = tensor_names(family, fields).values()
     known = [name for names in weights for name in names]
     for part in train_only:
         if not any(part in name for name in known):

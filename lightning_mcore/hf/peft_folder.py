@@ -50,6 +50,7 @@ _PICKLED = "adapter_model.bin"
 _SHOWN = 5  # names in an error
 _BATCH = 1 << 26  # bytes that ranks send to rank 0 at a time
 _SETTINGS = frozenset(field.name for field in fields(LoRA)) - {"merged_adapters", "quantization", "double_quantization"}
+_BESIDE_A_FOLDER = {"quantization", "double_quantization", "lora_dropout"}  # what its config does not decide
 _WITHOUT_EFFECT = """
     auto_mapping inference_mode peft_version revision task_type runtime_config eva_config corda_config loftq_config
     lora_ga_config megatron_config megatron_core layers_pattern qalora_group_size ensure_weight_tying
@@ -100,6 +101,30 @@ def read_lora(path: str) -> LoRA:
         return LoRA.of(given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder}/{ADAPTER_CONFIG_FILE}: {error}") from error
+
+
+def given_lora(given: LoRA | Mapping[str, Any] | str) -> tuple[LoRA, str | None]:
+    """Return the settings of adapters, and the PEFT folder that they are continued from, if there is one.
+
+    Args:
+        given: The settings; or a folder or its name on the hub; or a dict with that as ``path`` and, optionally,
+            ``quantization``, ``double_quantization`` and ``lora_dropout``.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        ValueError: It is another kind of adapter, or a setting is unknown or belongs to the folder.
+    """
+    if isinstance(given, str):
+        return read_lora(given), given
+    if not isinstance(given, Mapping) or "path" not in given:
+        return LoRA.of(given), None
+    more = {key: value for key, value in given.items() if key != "path"}
+    for key in more.keys() - _BESIDE_A_FOLDER:
+        raise ValueError(
+            f"{key}={more[key]!r} contradicts path={given['path']!r}, whose adapter_config.json has the settings; leave"
+            " one of them out"
+        )
+    return dataclasses.replace(read_lora(given["path"]), **more), given["path"]
 
 
 def _adapter_folder(path: str) -> str:

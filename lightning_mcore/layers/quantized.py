@@ -13,7 +13,7 @@ Source: ``quantize_4bit`` and ``dequantize_4bit`` of bitsandbytes 0.50.2.
 
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -182,6 +182,31 @@ def check_quantization(transformer_impl: str, base: str | None) -> None:
     require_bitsandbytes()
 
 
+def check_blocks(columns: Mapping[str, int], tp: int, etp: int) -> None:
+    """Refuse sizes whose rows do not hold whole blocks on each rank.
+
+    Args:
+        columns: Of the weights, by Megatron's names.
+        tp: Ranks that share a dense weight.
+        etp: Ranks that share that of a routed expert.
+
+    Raises:
+        ValueError: A row does not hold whole blocks.
+    """
+    for name, whole in columns.items():
+        if name.startswith("decoder.") and "linear_" in name and name.endswith(".weight"):
+            is_split = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+            _require_blocks(name, whole // ((etp if ".experts.experts." in name else tp) if is_split else 1))
+
+
+def _require_blocks(name: str, columns: int) -> None:
+    if columns % _BLOCK:
+        raise ValueError(
+            f"{name} has {columns} columns on each rank, and quantization='nf4' keeps blocks of {_BLOCK}; choose a"
+            " smaller tensor_model_parallel_size, or leave quantization out"
+        )
+
+
 def quantize(layer: Any, projections: Sequence[Projection], split: int | None, double_quantization: bool) -> None:
     """Keep the weight of a linear layer in 4 bits, in place; collective over the ranks that share it.
 
@@ -194,12 +219,7 @@ def quantize(layer: Any, projections: Sequence[Projection], split: int | None, d
     Raises:
         ValueError: A row does not hold whole blocks.
     """
-    columns = layer.weight.shape[1]
-    if columns % _BLOCK:
-        raise ValueError(
-            f"{projections[0].name} has {columns} columns on each rank, and quantization='nf4' keeps blocks of"
-            f" {_BLOCK}; choose a smaller tensor_model_parallel_size, or leave quantization out"
-        )
+    _require_blocks(projections[0].name, layer.weight.shape[1])
     stored = NF4Weight(layer.weight.detach(), projections, group_of(layer), split, double_quantization)
     del layer.weight
     layer.__class__ = type(type(layer).__name__, (_Quantized, type(layer)), {})

@@ -186,7 +186,8 @@ class MCoreGPT(SpeedLogs):
             family: The kind of model: a ``model_type``, or ``"package.module:FAMILY"`` for your own; None for the
                 family in its config.
             lora: Train low-rank adapters and freeze the weights, as in the constructor; or a PEFT folder, or its name
-                on the hub, to continue its adapters.
+                on the hub, to continue its adapters. ``{"path": folder, "quantization": "nf4"}`` continues them on
+                weights in 4 bits.
             adapters: Folders or names of PEFT adapters to merge into the weights first, one after another.
             train_only: Parts of the Hugging Face names of the weights that are trained, as in the constructor.
 
@@ -229,10 +230,11 @@ class MCoreGPT(SpeedLogs):
             raise ValueError(
                 f"{path} is a checkpoint of LoRA adapters and goes on with them; leave lora and adapters out"
             )
+        continued: str | None = None
         if lora is not None:
-            from lightning_mcore.hf.peft_folder import read_lora
+            from lightning_mcore.hf.peft_folder import given_lora
 
-            settings = read_lora(lora) if isinstance(lora, str) else LoRA.of(lora)
+            settings, continued = given_lora(lora)
             base = absolute(path)
             own["lora"] = replace(settings, base_model_name_or_path=base, merged_adapters=merged or None)
         module = cls(**own, **arguments)
@@ -242,7 +244,7 @@ class MCoreGPT(SpeedLogs):
             return module
         module._starts_from = absolute(path)  # the working folder may change
         module._merged = merged
-        module._adapter = absolute(lora) if isinstance(lora, str) else None
+        module._adapter = None if continued is None else absolute(continued)
         return module
 
     @property
@@ -274,10 +276,14 @@ class MCoreGPT(SpeedLogs):
             vocabulary = {**self.transformer, **self.hparams}
             self.lora.check_vocabulary(names, vocabulary, self.padded_vocab_size, config.tensor_model_parallel_size)
             if self.lora.quantization:
-                from lightning_mcore.layers.quantized import check_quantization
+                from lightning_mcore.hf.adapters import frozen_columns
+                from lightning_mcore.layers.quantized import check_blocks, check_quantization
 
-                impl = resolve_transformer_impl(self.hparams["transformer_impl"], device_type)
+                impl, base = resolve_transformer_impl(self.hparams["transformer_impl"], device_type), self._starts_from
                 check_quantization(impl, self.lora.base_model_name_or_path)
+                named, fields = self._given_family, self.hf_names()[1]
+                columns = {} if base is None else frozen_columns(base, named, fields, self.lora)
+                check_blocks(columns, config.tensor_model_parallel_size, config.expert_tensor_parallel_size or 1)
         if self.train_only is not None:
             from lightning_mcore.hf.freezing import check_trained
 

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning_mcore.config.lora import LoRA, check_train_only
+from lightning_mcore.config.lora import check_train_only
 from lightning_mcore.hf.adapters import adapted_model, projection_names
 from lightning_mcore.hf.family import family_and_fields
 from lightning_mcore.hf.freezing import check_trained, trained_model
-from lightning_mcore.hf.peft_folder import read_lora
+from lightning_mcore.hf.peft_folder import given_lora
+from lightning_mcore.layers.quantized import check_blocks
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.parameters import whole_shapes
 
@@ -34,7 +35,30 @@ def with_adapters(fields: GPTFields, model: Mapping[str, Any]) -> GPTFields:
         return replace(fields, adapters=trained_model(whole_shapes(fields), family, settings, train_only))
     if given is None:
         return fields
-    lora = read_lora(given) if isinstance(given, str) else LoRA.of(given)
+    lora, _ = given_lora(given)
     family, settings = family_and_fields(model)
     lora.check_targets(projection_names(family, settings))
     return replace(fields, adapters=adapted_model(whole_shapes(fields), family, settings, lora))
+
+
+def check_adapters(fields: GPTFields, config: Any, model: Mapping[str, Any]) -> None:
+    """Refuse adapters that Megatron's settings and the layout do not allow.
+
+    Args:
+        fields: The model.
+        config: Megatron's config of it.
+        model: The arguments of ``MCoreGPT``.
+
+    Raises:
+        ValueError: There are such adapters.
+    """
+    adapted = fields.adapters
+    if adapted is None or adapted.lora is None:
+        return
+    tp, etp = config.tensor_model_parallel_size, config.expert_tensor_parallel_size or 1
+    names = projection_names(*family_and_fields(model))
+    adapted.lora.check_layers(config, names)
+    adapted.lora.check_vocabulary(names, {**fields.transformer, **model}, fields.padded_vocab_size, tp)
+    if adapted.lora.quantization:
+        saved = {name for name, trained in adapted.of.items() if trained.is_saved}
+        check_blocks({name: shape[-1] for name, shape in whole_shapes(fields).items() if name not in saved}, tp, etp)

@@ -43,8 +43,6 @@ from lightning_mcore.config.rules.model import (
 from lightning_mcore.config.run import RunSettings, class_and_arguments
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.config.value_checks import accepts, choices_of, require_size
-from lightning_mcore.hf.adapters import projection_names
-from lightning_mcore.hf.family import family_and_fields
 from lightning_mcore.layers.multi_token import check_multi_token
 from lightning_mcore.layers.spec import resolve_transformer_impl
 from lightning_mcore.layers.transformer_config import build_transformer_config, field_faults
@@ -57,7 +55,7 @@ from lightning_mcore.optimizer.rules import (
     refused_on_device,
 )
 from lightning_mcore.parallel.pipeline import check_uniform_recompute
-from lightning_mcore.planning.adapters import with_adapters
+from lightning_mcore.planning.adapters import check_adapters, with_adapters
 from lightning_mcore.planning.batch import GlobalBatch, global_batch
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.signatures import (
@@ -353,12 +351,7 @@ def check_in_megatron(
         return
     book.attempt(lambda: check_fields(config, used, device_type))  # type: ignore[arg-type]
     book.attempt(lambda: check_uniform_recompute(config))
-    lora = fields.adapters.lora if fields.adapters is not None else None
-    if lora is not None:
-        names, vocabulary = projection_names(*family_and_fields(model)), {**fields.transformer, **settings}
-        book.attempt(lambda: lora.check_layers(config, names))
-        sizes = (fields.padded_vocab_size, config.tensor_model_parallel_size)
-        book.attempt(lambda: lora.check_vocabulary(names, vocabulary, *sizes))
+    book.attempt(lambda: check_adapters(fields, config, settings))
     book.attempt(lambda: check_multi_token(config, bool(settings["share_embeddings_and_output_weights"])))
     book.attempt(lambda: check_normalization(settings["loss_normalization"], config))
     book.attempt(lambda: check_average_in_collective(bool(rules.resolved("average_in_collective")), config))

@@ -112,6 +112,7 @@ def train(
     experts: Any = "stacked",
     merged: list[str] | None = None,
     ratio: float | None = None,
+    precision: Any = "32-true",
 ) -> dict[str, Any]:
     """Train some steps on a layout; return the course and what this rank holds of the adapter's file at the end."""
     plus = {} if ratio is None else {"loraplus_lr_ratio": ratio, "loraplus_lr_embedding": RATE / 3}
@@ -121,7 +122,7 @@ def train(
         seq_length=LENGTH,
         transformer=fields,
         recipe=recipe,
-        lora=lora if isinstance(lora, str) else LoRA(**lora),
+        lora=lora if isinstance(lora, str) or "path" in lora else LoRA(**lora),
         adapters=merged,
     )
     strategy = MCoreStrategy(**layout.strategy_arguments, micro_batch_size=1)
@@ -133,6 +134,7 @@ def train(
         accumulate_grad_batches=GLOBAL_BATCH // layout.dp,
         callbacks=[course, *saving],
         enable_checkpointing=save is not None,
+        precision=precision,
     )
     trainer.fit(module, DataLoader(Rows(), batch_size=1), ckpt_path=start)
     if adapter is not None:

@@ -4,16 +4,19 @@
 import functools
 import importlib.util
 import tempfile
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 
-from lightning_mcore import LoRA, MCoreGPT, single_process
-from lightning_mcore.hf.peft_folder import read_lora
+from lightning_mcore import MCoreGPT, single_process
+from lightning_mcore.hf.peft_folder import save_adapter
 from lightning_mcore.layers.lora import Projection, Rows
-from lightning_mcore.layers.quantized import NF4Weight
+from lightning_mcore.layers.quantized import NF4Weight, check_blocks
+from tests.distributed.test_lora import train, whole
 from tests.hf_models import save_tiny
 from tests.layouts import Layout
 from tests.parity.hf_training import LENGTH, Seen, _mean, predict_and_step, text
@@ -74,36 +77,125 @@ def reference() -> Adapted:
     return Adapted(folder, logits.detach(), loss.item(), gradients)
 
 
-def train(folder: str, adapter: str, layout: Layout) -> Seen:
+def train_step(folder: str, adapter: str, layout: Layout) -> Seen:
     """Predict with the quantized model and its adapter, and train it for a step."""
-    lora = replace(read_lora(adapter), quantization="nf4")
-    module = WatchedAdapters.from_pretrained(folder, seq_length=LENGTH, lora=lora)
-    module._adapter = adapter
+    module = WatchedAdapters.from_pretrained(folder, seq_length=LENGTH, lora={"path": adapter, "quantization": "nf4"})
     return predict_and_step(module, layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.id)
 def test_a_step_on_4_bits_is_that_of_peft_over_bitsandbytes(layout: Layout) -> None:
     wanted = reference()
-    ranks = run_ranks(layout.world_size, train, base(), wanted.folder, layout, timeout=120)
+    ranks = run_ranks(layout.world_size, train_step, base(), wanted.folder, layout, timeout=120)
     assert _differences(wanted, ranks) == {}
 
 
-def test_what_4_bits_do_not_have_is_refused() -> None:
-    folder = tempfile.mkdtemp(prefix="narrow_")
-    narrow = str(save_tiny("llama", folder, hidden_size=128, intermediate_size=96))
-    with pytest.raises(RanksFailedError, match=r"down_proj has 96 columns on each rank, and quantization='nf4' keeps"):
-        run_ranks(1, build, narrow)
+def test_rows_without_whole_blocks_are_refused_before_anything_is_built() -> None:
+    """A model that fits one rank alone is refused on two."""
+    sizes = {"hidden_size": 128, "intermediate_size": 192}
+    narrow = str(save_tiny("llama", tempfile.mkdtemp(prefix="narrow_"), **sizes))
+    lora = {"quantization": "nf4"}
+    MCoreGPT.from_pretrained(narrow, lora=lora).check_settings()
+    sentence = (
+        r"linear_fc2.weight has 96 columns on each rank, and quantization='nf4' keeps blocks of 64; choose a smal"
+    )
+    with pytest.raises(RanksFailedError, match=sentence) as refused:
+        run_ranks(2, train, narrow, Layout(tp=2), lora, steps=1)
+    assert "check_settings" in str(refused.value)
+    with pytest.raises(ValueError, match=sentence):
+        check_blocks({"decoder.layers.0.mlp.experts.experts.linear_fc2.weight": 192}, 1, 2)
 
 
-def build(folder: str) -> None:
-    """Build a quantized model."""
+@functools.cache
+def experts() -> str:
+    """A tiny model whose experts have rows of whole blocks."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64}
+    return str(save_tiny("qwen3_moe", tempfile.mkdtemp(prefix="experts_"), **sizes))
+
+
+def test_experts_in_4_bits_train_as_on_one_rank_and_go_on_where_they_were_saved(tmp_path: Path) -> None:
+    """Also with an adapter that is continued; on the same layout bit for bit."""
+    lora = {"r": 3, "lora_alpha": 6, "quantization": "nf4"}
+    layout = Layout(moe=True, dp=2, ep=2, distributed_optimizer=True)
+    first = str(tmp_path / "adapter")
+    (alone,) = run_ranks(1, train, experts(), Layout(moe=True), lora, steps=4)
+    undisturbed = run_ranks(2, train, experts(), layout, lora, steps=4)
+    run_ranks(2, train, experts(), layout, lora, steps=2, save=str(tmp_path), adapter=first, experts="each")
+    for rank in undisturbed:
+        assert rank["losses"] == pytest.approx(alone["losses"], abs=1e-5)
+    resumed = run_ranks(2, train, experts(), layout, lora, steps=4, start=str(tmp_path / "step=2.ckpt"))
+    assert all(torch.equal(data, whole(resumed)[place]) for place, data in whole(undisturbed).items())
+    again = str(tmp_path / "again")
+    run_ranks(1, copy_quantized, experts(), first, again)
+    before, after = (load_file(f"{path}/adapter_model.safetensors") for path in (first, again))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def copy_quantized(folder: str, source: str, target: str) -> None:
+    """Continue an adapter on weights in 4 bits, and write it again."""
     with single_process():
-        MCoreGPT.from_pretrained(folder, seq_length=LENGTH, lora=LoRA(quantization="nf4")).configure_model()
+        module = MCoreGPT.from_pretrained(folder, lora={"path": source, "quantization": "nf4"})
+        module.configure_model()
+        assert any(isinstance(child, NF4Weight) for child in module.modules())
+        save_adapter(module, target, experts="each")
+
+
+def test_a_base_in_4_bits_trains_in_bf16() -> None:
+    """Its weights are those of bitsandbytes from bf16, and its losses near those of fp32."""
+    lora = {"r": 3, "lora_alpha": 6, "quantization": "nf4"}
+    runs = {
+        precision: run_ranks(2, train, base(), Layout(tp=2, sp=True), lora, steps=4, precision=precision)[0]
+        for precision in ("32-true", "bf16-mixed")
+    }
+    assert runs["bf16-mixed"]["losses"] == pytest.approx(runs["32-true"]["losses"], rel=5e-3)
+    assert runs["bf16-mixed"]["losses"] != runs["32-true"]["losses"]
 
 
 def test_a_weight_in_4_bits_is_that_of_bitsandbytes() -> None:
     run_ranks(1, compare_weight)
+
+
+def test_shards_in_4_bits_are_those_of_the_whole() -> None:
+    """Quantized on two ranks apart, to the last bit; also of several projections whose rows alternate."""
+    run_ranks(2, compare_shards)
+
+
+def compare_shards() -> None:
+    """Compare the rows and the columns that this rank quantizes with those of the whole weight."""
+    from bitsandbytes import functional
+
+    rank, group = dist.get_rank(), dist.group.WORLD
+    rows, columns = 96, 256
+    for dtype in (torch.float32, torch.bfloat16):
+        names = ("q_proj", "k_proj", "v_proj")
+        generator = torch.Generator().manual_seed(1)
+        tensors = [torch.randn(rows, columns, generator=generator).to(dtype) * (1 + i) for i in range(3)]
+        for is_double in (False, True):
+            quantized = [functional.quantize_4bit(t, quant_type="nf4", compress_statistics=is_double) for t in tensors]
+            wanted = [functional.dequantize_4bit(*one) for one in quantized]
+            half = rows // 2
+            cut = [slice(rank * half + part * half // 2, rank * half + (part + 1) * half // 2) for part in (0, 1)]
+            # Of each head group its rows of all three, as in linear_qkv.
+            own = torch.cat([t[part] for part in cut for t in tensors])
+            places = [
+                Projection(
+                    name,
+                    tuple(
+                        Rows((3 * part + i) * half // 2, rank * half + part * half // 2, half // 2) for part in (0, 1)
+                    ),
+                    rows,
+                    columns,
+                    0,
+                )
+                for i, name in enumerate(names)
+            ]
+            stored = NF4Weight(own, places, group, 0, is_double)
+            assert torch.equal(stored.dense(), torch.cat([t[part] for part in cut for t in wanted]))
+            here = slice(rank * columns // 2, (rank + 1) * columns // 2)
+            place = Projection("o_proj", (Rows(0, 0, rows),), rows, columns, rank * columns // 2)
+            stored = NF4Weight(tensors[0][:, here], [place], group, 1, is_double)
+            assert torch.equal(stored.dense(), wanted[0][:, here])
 
 
 def compare_weight() -> None:

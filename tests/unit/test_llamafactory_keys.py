@@ -404,6 +404,9 @@ def test_adapters_are_merged_or_continued_as_llamafactory_does(adapters_file: st
         found = model["lora"]
         assert (found if isinstance(lora, str) else {key: found[key] for key in lora}) == lora
 
+    model = read_run(str(without), ["adapter_name_or_path=a", "quantization_bit=4"]).settings().model
+    assert model["lora"] == {"path": "a", "quantization": "nf4", "double_quantization": True}
+
 
 def test_the_example_of_adapters_on_experts_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     example = Path(__file__).parents[2] / "examples" / "llamafactory" / "qwen3_30b_a3b_lora.yaml"

@@ -42,7 +42,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
             ["finetuning_type=freeze", "adapter_name_or_path=a"],
             "adapter_name_or_path: 'a' is for finetuning_type: lora; leave it out",
         ),
-        (["finetuning_type=freeze", "quantization_bit=4"], "quantization_bit: 4 is for a new adapter; choose finetuni"),
+        (["finetuning_type=freeze", "quantization_bit=4"], "quantization_bit: 4 is for one adapter, new or contin"),
         (["finetuning_type=freeze", "use_llama_pro=true"], "use_llama_pro: True belongs to a way of fine-tuning that"),
         (["lora_rank=4"], "lora_rank: 4 is for finetuning_type: lora; leave it out, or choose that"),
         (["finetuning_type=lora", "lora_rank=0"], "r=0 is too small; choose 1 or more"),
@@ -54,7 +54,11 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
             ["finetuning_type=lora", "quantization_bit=8"],
             "quantization_bit: 8 with quantization_type: nf4 is not supported; choose 4 and nf4",
         ),
-        (["quantization_bit=4"], "quantization_bit: 4 is for a new adapter; choose finetuning_type: lora without"),
+        (
+            ["finetuning_type=lora", "quantization_bit=4", "adapter_name_or_path=a,b"],
+            "4 is for one adapter, new or cont",
+        ),
+        (["quantization_bit=4"], "quantization_bit: 4 is for one adapter, new or continued; choose finetuning_ty"),
         (["create_new_adapter=true"], "create_new_adapter: True is for finetuning_type: lora; leave it out"),
         (["loraplus_lr_ratio=16"], "loraplus_lr_ratio: 16 is for finetuning_type: lora; leave it out"),
         (

@@ -14,7 +14,7 @@ from lightning_mcore import LoRA, MCoreGPT
 from lightning_mcore.arguments import LoraArguments, TrainingArguments, parse_arguments
 from lightning_mcore.hf import find_family
 from lightning_mcore.hf.adapters import projection_names
-from lightning_mcore.hf.peft_folder import read_lora
+from lightning_mcore.hf.peft_folder import given_lora, read_lora
 from lightning_mcore.hf.peft_tensors import require_stackable
 from lightning_mcore.layers.quantized import check_quantization
 from tests.hf_models import tiny_folder
@@ -205,6 +205,17 @@ def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
         read_lora(str(tmp_path / "nowhere"))
     with pytest.raises(FileNotFoundError, match=r"has no adapter_config\.json; give the folder of a PEFT adapter"):
         read_lora(str(tiny_folder("llama")))
+
+
+def test_settings_beside_a_folder_are_those_that_it_does_not_have(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "target_modules": ["q_proj"], "r": 4})
+    )
+    save_file({"base_model.model.x.lora_A.weight": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    lora, path = given_lora({"path": str(tmp_path), "quantization": "nf4"})
+    assert (lora.r, lora.quantization, path) == (4, "nf4", str(tmp_path))
+    with pytest.raises(ValueError, match=r"r=8 contradicts path=.*, whose adapter_config.json has the settings; leave"):
+        given_lora({"path": str(tmp_path), "r": 8})
 
 
 def test_a_pickled_adapter_is_refused(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def trained_parts(keys: FactoryKeys) -> list[str]:
         ValueError: The model has no such module, or nothing is trained.
     """
     family, fields = family_and_fields(planned_settings(str(keys.model_name_or_path)))
-    names = [name for of_weight in tensor_names(family, fields) for name in of_weight]
+    names = [name for of_weight in tensor_names(family, fields).values() for name in of_weight]
     prefix = family.layer_prefix.partition("{layer}")[0]  # such as "model.layers."
     in_layers = {name.removeprefix(prefix).split(".")[1] for name in names if name.startswith(prefix)}
     outside = {name.split(".")[-2] for name in names if not name.startswith(prefix)}

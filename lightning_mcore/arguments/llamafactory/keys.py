@@ -175,7 +175,9 @@ class FactoryKeys:
         if self.finetuning_type != "lora":
             return None
         if self.adapters and not self.create_new_adapter:
-            return self.adapters[-1]
+            bits = {"quantization": self.quantization_type, "double_quantization": self.double_quantization}
+            last = self.adapters[-1]
+            return last if self.quantization_bit is None else {"path": last, **bits}
         more = self.additional_target
         return {
             "r": self.lora_rank,

@@ -118,7 +118,7 @@ def _check_adapters(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
             f"loraplus_lr_embedding: {keys.loraplus_lr_embedding} needs loraplus_lr_ratio; give both, or leave it out"
         )
     _check_quantization(keys)
-    if isinstance(keys.lora, dict):
+    if isinstance(keys.lora, dict) and "path" not in keys.lora:
         LoRA.of(keys.lora)
     if keys.adapters and not keys.create_new_adapter and others:
         raise ValueError(
@@ -138,10 +138,10 @@ def _check_quantization(keys: FactoryKeys) -> None:
         return
     if bits != 4 or kind != "nf4":
         raise ValueError(f"quantization_bit: {bits} with quantization_type: {kind} is not supported; choose 4 and nf4")
-    if keys.finetuning_type != "lora" or keys.adapters:
+    if keys.finetuning_type != "lora" or keys.merged_adapters:
         raise ValueError(
-            "quantization_bit: 4 is for a new adapter; choose finetuning_type: lora without adapter_name_or_path, or"
-            " leave it out"
+            "quantization_bit: 4 is for one adapter, new or continued; choose finetuning_type: lora with at most one"
+            " adapter_name_or_path and without create_new_adapter, or leave it out"
         )
 
 
