@@ -13,24 +13,29 @@ from typing import Any, Literal, TypeAlias, get_args
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.config.value_checks import choices, require_choice, require_flag
 
-PreferenceLoss: TypeAlias = Literal["sigmoid", "robust", "hinge", "ipo", "orpo", "simpo", "kto"]
-"""The losses; all but ``kto`` are of a pair of answers."""
+PreferenceLoss: TypeAlias = Literal["sigmoid", "robust", "hinge", "ipo", "orpo", "simpo", "kto", "reward"]
+"""The losses; all but ``kto`` are of a pair of answers. ``reward`` trains a reward model."""
 
 OF_MEANS = ("ipo", "orpo", "simpo")
 """Losses of the mean log-probability of an answer's tokens; the others take the sum."""
-WITHOUT_REFERENCE = ("orpo", "simpo")
+WITHOUT_REFERENCE = ("orpo", "simpo", "reward")
 """Losses without a reference model."""
 
+_ALL = get_args(PreferenceLoss)
+_OF_REFERENCE = tuple(loss for loss in _ALL if loss not in WITHOUT_REFERENCE)
+_OF_LOGPS = tuple(loss for loss in _ALL if loss not in ("kto", "reward"))
 _ONLY_WITH: Mapping[str, tuple[str, ...]] = {
+    "beta": (*_OF_LOGPS, "kto"),
     "label_smoothing": ("sigmoid", "robust"),
     "simpo_gamma": ("simpo",),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
+    "center_weight": ("reward",),
     "bco_weight": ("sigmoid", "robust", "hinge", "ipo"),
-    "sft_weight": tuple(loss for loss in get_args(PreferenceLoss) if loss != "kto"),
-    "ld_alpha": tuple(loss for loss in get_args(PreferenceLoss) if loss != "kto"),
-    "reference": tuple(loss for loss in get_args(PreferenceLoss) if loss not in WITHOUT_REFERENCE),
-    "precompute_reference": tuple(loss for loss in get_args(PreferenceLoss) if loss not in WITHOUT_REFERENCE),
+    "sft_weight": _OF_LOGPS,
+    "ld_alpha": _OF_LOGPS,
+    "reference": _OF_REFERENCE,
+    "precompute_reference": _OF_REFERENCE,
 }
 """The losses that a setting has a meaning for."""
 
@@ -41,12 +46,14 @@ class Preference:
 
     Args:
         loss: ``"sigmoid"`` (DPO; with ``label_smoothing`` cDPO), ``"robust"``, ``"hinge"``, ``"ipo"``, ``"orpo"`` or
-            ``"simpo"`` for pairs of answers, ``"kto"`` for single answers that are desirable or not.
+            ``"simpo"`` for pairs of answers; ``"kto"`` for single answers that are desirable or not; ``"reward"`` for a
+            reward model, whose output layer gives each answer a score.
         beta: How strongly the loss holds the model to the reference; for ORPO the weight of the odds ratio.
         label_smoothing: Probability that a pair has the wrong order, 0 to 0.5; for ``"sigmoid"`` and ``"robust"``.
         simpo_gamma: The margin that SimPO asks for.
         desirable_weight: Weight of a desirable answer in KTO.
         undesirable_weight: Weight of an undesirable answer in KTO.
+        center_weight: Weight of the squared sum of the two scores, which keeps those of a reward model around 0.
         sft_weight: Adds so many times the negative mean log-probability of the chosen answer's tokens to the loss of
             its pair.
         bco_weight: Weight of BCO's term, which tells chosen and rejected answers from the mean reward so far:
@@ -70,6 +77,7 @@ class Preference:
     simpo_gamma: float = 0.5
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
+    center_weight: float = 0.0
     sft_weight: float = 0.0
     bco_weight: float = 0.0
     ld_alpha: float | None = None

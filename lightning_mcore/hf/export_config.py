@@ -182,7 +182,7 @@ def _config(
         length = {} if seq_length is None else {"max_position_embeddings": seq_length}
         content = {"model_type": family.model_type, **ids, **length, **family.write_config(fields)}
         content["transformers_version"] = version("transformers")
-    content["architectures"] = [family.architecture]
+    content |= {"architectures": [family.architecture], **family.more_config}
     family.check_same(_read(family, content), fields)
     return content
 

@@ -29,7 +29,7 @@ from lightning_mcore.config.field_homes import DEFAULTS, OF_THE_MODULE
 from lightning_mcore.config.positions import YARN_DEFAULTS
 from lightning_mcore.hf.config_rules import ConfigRule, Same, shortened
 from lightning_mcore.hf.training_fields import TRAINING_ONLY
-from lightning_mcore.hf.weight_rules import WeightRule
+from lightning_mcore.hf.weight_rules import Rename, WeightRule
 
 _IRRELEVANT = """
     _attn_implementation_autoset _name_or_path architectures auto_map bos_token_id chunk_size_feed_forward dtype
@@ -40,6 +40,11 @@ _IRRELEVANT = """
 
 IRRELEVANT = frozenset(_IRRELEVANT.split())
 """Keys of any config that do not change the numbers of a model with given weights."""
+
+
+SCORING = "+score"
+"""The end of the name of a family for its reward models."""
+SCORE = "score.weight"
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ class Family:
         repeated: The tensors of such a layer that repeat a tensor of the model, mapped to the name of that tensor.
         unread: The endings of names of tensors that are not weights.
         layer_prefix: Prefix of Hugging Face's names of a layer's weights; ``{layer}`` is its number.
+        optional: Tensors that a folder may lack; the model then keeps the values that it begins with.
+        more_config: Keys that a written config gets besides those of the rules.
     """
 
     model_type: str
@@ -69,6 +76,23 @@ class Family:
     repeated: Mapping[str, str] = field(default_factory=dict, repr=False)
     unread: tuple[str, ...] = ("rotary_emb.inv_freq",)
     layer_prefix: str = "model.layers.{layer}."
+    optional: tuple[str, ...] = ()
+    more_config: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def scoring(self) -> "Family":
+        """Return the rules of reward models of this family, transformers' ``*ForSequenceClassification``.
+
+        They also read a language model: its output layer is left out, and the score layer begins at random.
+        """
+        rules = (rule for rule in self.outside if rule.megatron != "output_layer.weight")
+        return dataclasses.replace(
+            self,
+            architecture=self.architecture.replace("ForCausalLM", "ForSequenceClassification"),
+            outside=(*rules, Rename("output_layer.weight", SCORE)),
+            unread=(*self.unread, "lm_head.weight"),
+            optional=(SCORE,),
+            more_config={"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}},
+        )
 
     def read_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of a config: the required ones and those that differ from a default.
@@ -286,11 +310,14 @@ def find_family(name: str) -> Family:
     """Return the family that the user names.
 
     Args:
-        name: Its ``model_type``, or the path of a :class:`Family`, such as ``"my_package.gemma:FAMILY"``.
+        name: Its ``model_type``, or the path of a :class:`Family`, such as ``"my_package.gemma:FAMILY"``; either with
+            ``"+score"`` at its end for reward models.
 
     Raises:
         ValueError: There is no such family; the message lists those that exist.
     """
+    if name.endswith(SCORING):
+        return find_family(name.removesuffix(SCORING)).scoring()
     return _import(name) if ":" in name else registered_family(name)
 
 
@@ -303,6 +330,8 @@ def recorded_family(name: str) -> Family:
     Raises:
         ValueError: There is no such family, or it is a path whose module the user has not imported.
     """
+    if name.endswith(SCORING):
+        return recorded_family(name.removesuffix(SCORING)).scoring()
     if ":" not in name:
         return registered_family(name)
     module, _, attribute = name.partition(":")

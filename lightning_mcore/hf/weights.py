@@ -77,6 +77,8 @@ class HFWeights:
                 of ``target``.
         """
         parts = [part for block in self._overlapping(name, start, shape) if (part := block.within(start, shape))]
+        if any(part.hf not in self._folder.shapes for part in parts):  # optional, and not there
+            return
         place = target.view(shape) if target.shape != shape else target
         if sum(prod(part.shape) for part in parts) < place.numel():
             place.zero_()
@@ -95,7 +97,8 @@ class HFWeights:
     def files(self, name: str, start: Shape, shape: Shape) -> set[str]:
         """Return the paths of the files that :meth:`fill` reads for a rectangle."""
         near = (block.hf for block in self._overlapping(name, start, shape) if block.within(start, shape))
-        return {self._folder.file_of(each) for hf in near for each in (hf, *self._aliases.get(hf, ()))}
+        there = (hf for hf in near if hf in self._folder.shapes)
+        return {self._folder.file_of(each) for hf in there for each in (hf, *self._aliases.get(hf, ()))}
 
     def _overlapping(self, name: str, start: Shape, shape: Shape) -> list[Block]:
         """Return the blocks that overlap a rectangle on its first axis, such as a few of many stacked experts."""
@@ -157,7 +160,7 @@ class HFWeights:
 
     def _check(self) -> None:
         wanted, found = self._map.shapes, self._folder.shapes
-        missing = wanted.keys() - found.keys() - self._map.repeated.keys()
+        missing = wanted.keys() - found.keys() - self._map.repeated.keys() - set(self._family.optional)
         extra = [name for name in found.keys() - wanted.keys() if not self._is_left_out(name)]
         extra += sorted({block.hf for block in self._tied} - self._whole_tied())
         other = sorted(name for name in wanted.keys() & found.keys() if wanted[name] != found[name])

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from lightning_mcore.config.lora import LoRA
@@ -25,10 +26,11 @@ from lightning_mcore.config.positions import PositionEmbedding
 from lightning_mcore.config.preference import OF_MEANS, Preference
 from lightning_mcore.config.rules.model import weighted_by_tokens
 from lightning_mcore.data.preference.pairs import check_pairs
-from lightning_mcore.layers.inputs import ModelInputs
+from lightning_mcore.layers.inputs import ModelInputs, is_packed
 from lightning_mcore.layers.lora import adapters_off
 from lightning_mcore.layers.losses import sample_sums, tail_weights
 from lightning_mcore.layers.metrics import RunningMean
+from lightning_mcore.layers.score import ScoreLayer
 from lightning_mcore.layers.spec import TransformerImpl
 from lightning_mcore.models import preference_losses as losses_of
 from lightning_mcore.models.generation import evaluating
@@ -46,7 +48,8 @@ class _Answers:
     """The answers of a batch, two in a row; the same on every context-parallel rank.
 
     Attributes:
-        logps: [n, 2] fp64, the log-probability of each answer, a sum over its tokens; -1 where there is none.
+        logps: [n, 2] fp64, the log-probability of each answer, a sum over its tokens; -1 where there is none. The
+            scores of a reward model.
         lengths: [n, 2] fp64, tokens of each answer, at least 1.
         reference: [n, 2] fp64, the log-probabilities under the reference model; None without one.
         there: [n] bool, False for empty places at the end of packed rows.
@@ -70,7 +73,7 @@ class _Answers:
 
 
 class MCorePreference(MCoreGPT):
-    """A GPT trained on preferences between answers: DPO and its kin, ORPO, SimPO, KTO.
+    """A GPT trained on preferences between answers: DPO and its kin, ORPO, SimPO, KTO, and reward models.
 
     Dropout and multi-token prediction are off, because they would add noise to the ratio of the trained model and its
     reference, and have no part in it. The losses of routers are added as in ``MCoreGPT``.
@@ -81,6 +84,11 @@ class MCorePreference(MCoreGPT):
     and ``test_``. A reward is ``beta`` times the log ratio; without a reference ``beta`` times the log-probability. For
     IPO, ORPO and SimPO, log-probabilities are means over the tokens of an answer, otherwise sums. ``grad_norm`` and the
     speed are logged as by ``MCoreGPT``.
+
+    With ``Preference("reward")`` the output layer gives each token one score, and a reward is the score of an answer's
+    last token; batches then hold that token too (``with_last_token``). :meth:`from_pretrained` takes transformers'
+    ``*ForSequenceClassification`` with one label, or a language model, whose score layer begins at random; exports are
+    ``*ForSequenceClassification``. :meth:`predict_step` returns the scores. With LoRA the score layer is trained whole.
 
     Args:
         vocab_size: As in :class:`~lightning_mcore.MCoreGPT`, like all arguments besides ``preference``.
@@ -126,6 +134,11 @@ class MCorePreference(MCoreGPT):
         hf: dict[str, Any] | None = None,
         lora: LoRA | dict[str, Any] | None = None,
     ) -> None:
+        setting = Preference.of(preference)
+        if lora is not None:
+            lora = replace(LoRA.of(lora), lora_dropout=0.0)
+            if setting.loss == "reward" and not lora.saves("score"):
+                lora = replace(lora, modules_to_save=[*(lora.modules_to_save or ()), "score"])
         super().__init__(
             vocab_size=vocab_size,
             seq_length=seq_length,
@@ -138,13 +151,15 @@ class MCorePreference(MCoreGPT):
             rope_scaling_factor=rope_scaling_factor,
             seq_len_interpolation_factor=seq_len_interpolation_factor,
             yarn=yarn,
-            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
+            share_embeddings_and_output_weights=share_embeddings_and_output_weights and setting.loss != "reward",
             make_vocab_size_divisible_by=make_vocab_size_divisible_by,
             transformer_impl=transformer_impl,
             hf=hf,
-            lora=None if lora is None else replace(LoRA.of(lora), lora_dropout=0.0),
+            lora=lora,
         )
-        self.preference = Preference.of(preference)
+        self.preference = setting
+        if setting.loss == "reward":
+            self.hparams["share_embeddings_and_output_weights"] = False
         self.reference_mark: str | None = None  # tells the reference of this run from any other
         if self.preference.bco_weight:
             self.baseline = RunningMean()
@@ -181,6 +196,8 @@ class MCorePreference(MCoreGPT):
             FileNotFoundError: There is no such model, or no such adapter.
             ValueError: Its family is unknown, or its config asks for something that is not supported.
         """
+        if Preference.of(preference).loss == "reward":
+            family = _scoring(path, family)
         return cls._of_pretrained(
             path,
             family,
@@ -214,6 +231,13 @@ class MCorePreference(MCoreGPT):
                 f"precompute_reference=False with {given}: switching adapters off would not give the reference; leave"
                 " it out"
             )
+
+    def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
+        """Build one chunk; that of a reward model with a score layer as its output layer."""
+        chunk = super().build_chunk(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+        if self.preference.loss == "reward" and post_process:
+            chunk.output_layer = ScoreLayer(self.config)
+        return chunk
 
     # ---- the reference
 
@@ -316,17 +340,39 @@ class MCorePreference(MCoreGPT):
     def _evaluate(self, stage: str, batch: Batch) -> None:
         self._step(batch, f"{stage}_loss", f"{stage}_")
 
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return what ``MCoreGPT`` does; a reward model the score of each sequence, fp64: [2n], packed [b, k]."""
+        if self.preference.loss != "reward":
+            return super().predict_step(batch, batch_idx)
+        scores, _ = self._scores(batch)
+        return scores.view(len(batch["tokens"]), -1) if is_packed(batch) else scores
+
+    def generate(
+        self, prompt: list[int], max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
+    ) -> list[int]:
+        """Continue a prompt, as ``MCoreGPT`` does.
+
+        Raises:
+            ValueError: A reward model has no next tokens, or as for ``MCoreGPT``.
+        """
+        if self.preference.loss == "reward":
+            raise ValueError("a reward model gives scores and no next tokens; generate with a language model")
+        return super().generate(prompt, max_new_tokens, temperature, top_k, seed)
+
     def _step(self, batch: Batch, loss_name: str, prefix: str) -> Any:
-        losses, inputs = self.token_losses(batch)
         weighs = self._config_of_chunks().calculate_per_token_loss
-        if inputs.packed is not None and not weighs:
+        if is_packed(batch) and not weighs:
             raise ValueError(
                 "packed rows hold different numbers of pairs, which calculate_per_token_loss=False would not weigh;"
                 " pad the pairs instead, or leave out calculate_per_token_loss and the losses of routers"
             )
-        answers = self._answers(losses, inputs, batch)
-        is_kto = self.preference.loss == "kto"
-        each, values = self._kto(answers, batch["desirable"]) if is_kto else self._pairs(answers)
+        if self.preference.loss == "reward":
+            answers = self._scored(batch)
+            each, values = self._rewards(answers)
+        else:
+            answers = self._answers(*self.token_losses(batch), batch)
+            is_kto = self.preference.loss == "kto"
+            each, values = self._kto(answers, batch["desirable"]) if is_kto else self._pairs(answers)
         mean, count = answers.mean(each)
         for name, (value, weight) in {loss_name: (mean, count), **values}.items():
             self.log(
@@ -337,6 +383,25 @@ class MCorePreference(MCoreGPT):
                 prog_bar=name == loss_name,
             )
         return {"loss": mean.float(), "num_tokens": count.int()} if weighs else mean.float()
+
+    def _scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the score of each sequence, that of its last token, and the sequences' lengths, both [sequences]."""
+        scores, inputs = self.token_logits(batch)  # [b, s / cp, 1]
+        lengths = batch["cu_seqlens"].diff(dim=1) if inputs.packed is not None else batch["lengths"]
+        lengths = lengths.reshape(-1)
+        is_last = inputs.position_ids == lengths[inputs.samples] - 1
+        return sample_sums(scores.squeeze(-1) * is_last, inputs, self._cp_group), lengths
+
+    def _scored(self, batch: Batch) -> _Answers:
+        scores, lengths = self._scores(batch)
+        lengths = lengths.view(-1, 2)
+        return _Answers(scores.view(-1, 2), lengths.clamp(min=1), None, (lengths > 0).all(dim=1))
+
+    def _rewards(self, answers: _Answers) -> tuple[Tensor, Values]:
+        """Return the loss of a reward model for each pair, [n], and the values to log with their weights."""
+        chosen, rejected = answers.logps.unbind(1)
+        each = losses_of.reward_model_loss(chosen, rejected, self.preference.center_weight)
+        return each, _reward_values(answers, answers.logps)
 
     def _answers(self, losses: Tensor, inputs: ModelInputs, batch: Batch) -> _Answers:
         mask, group = inputs.loss_mask, self._cp_group
@@ -374,12 +439,8 @@ class MCorePreference(MCoreGPT):
             each = (each + setting.bco_weight * term) / (1 + setting.bco_weight)
         if setting.sft_weight:
             each = each - setting.sft_weight * answers.means[:, 0]
-        margins = rewards[:, 0] - rewards[:, 1]
         return each, values | {
-            "rewards/chosen": answers.mean(rewards[:, 0]),
-            "rewards/rejected": answers.mean(rewards[:, 1]),
-            "rewards/margins": answers.mean(margins),
-            "rewards/accuracies": answers.mean((margins > 0).to(margins)),
+            **_reward_values(answers, rewards),
             "logps/chosen": answers.mean(chosen),
             "logps/rejected": answers.mean(rejected),
         }
@@ -435,6 +496,28 @@ class MCorePreference(MCoreGPT):
     @property
     def _cp_group(self) -> Any:
         return process_group("cp") if self._host() is not None else None
+
+
+def _reward_values(answers: _Answers, rewards: Tensor) -> Values:
+    """Return what is logged of the rewards of pairs, [n, 2]."""
+    margins = rewards[:, 0] - rewards[:, 1]
+    return {
+        "rewards/chosen": answers.mean(rewards[:, 0]),
+        "rewards/rejected": answers.mean(rewards[:, 1]),
+        "rewards/margins": answers.mean(margins),
+        "rewards/accuracies": answers.mean((margins > 0).to(margins)),
+    }
+
+
+def _scoring(path: str, family: str | None) -> str | None:
+    """Return the name of the family of a reward model that begins with the weights at ``path``."""
+    from lightning_mcore.hf.family import SCORING
+    from lightning_mcore.hf.source import is_own_checkpoint, local_folder, read_config
+
+    if is_own_checkpoint(path):
+        return family  # the checkpoint of a reward model knows it
+    name = family or str(read_config(local_folder(path, weights=False))["model_type"])
+    return name if name.endswith(SCORING) else name + SCORING
 
 
 def _without_noise(transformer: dict[str, Any]) -> dict[str, Any]:

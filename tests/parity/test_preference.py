@@ -25,7 +25,13 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore import LoRA, MCorePreference, MCoreStrategy, Preference, Recipe
 from lightning_mcore.data.packing.best_fit import TokenSample
-from lightning_mcore.data.preference.pairs import Pair, build_pair_row, collate_padded_pairs, collate_pair_rows
+from lightning_mcore.data.preference.pairs import (
+    Pair,
+    build_pair_row,
+    collate_padded_pairs,
+    collate_pair_rows,
+    with_last_token,
+)
 from lightning_mcore.data.sampling import data_parallel_place
 from tests.hf_models import VOCAB_SIZE, tiny_folder
 from tests.layouts import Layout
@@ -49,23 +55,32 @@ CASES = {
     "orpo": Preference("orpo", beta=0.7),
     "simpo": Preference("simpo", beta=2.0, simpo_gamma=0.8),
     "kto": Preference("kto", beta=0.3, desirable_weight=1.3, undesirable_weight=0.6),
+    "reward": Preference("reward", center_weight=0.05),
 }
 FIRST = {Preference(): math.log(2), Preference("ipo"): 1 / (4 * 0.1**2)}
 """Losses of a model that is its own reference."""
 DESIRABLE = (True, False, False, True)
 
 Run = tuple[str, str, bool]  # a case, a family, and whether rows are packed
+SCORED: tuple[Run, ...] = (("reward", "qwen2, scores", False), ("reward", "qwen2, scores", True))
 DENSE: tuple[Run, ...] = (("dpo", "qwen2", False), ("dpo", "qwen2", True))
 LAYOUTS: dict[int, dict[Layout, tuple[Run, ...]]] = {
-    1: {Layout(): (*((case, "qwen2", False) for case in CASES), ("orpo", "qwen2", True), ("kto", "qwen2", True))},
+    1: {
+        Layout(): (
+            *((case, "qwen2", False) for case in CASES if case != "reward"),
+            ("orpo", "qwen2", True),
+            ("kto", "qwen2", True),
+            *SCORED,
+        )
+    },
     2: {
         Layout(tp=2): DENSE,
-        Layout(tp=2, sp=True): DENSE,
-        Layout(pp=2): (*DENSE, ("kto", "qwen2", False)),
+        Layout(tp=2, sp=True): (*DENSE, *SCORED),
+        Layout(pp=2): (*DENSE, ("kto", "qwen2", False), SCORED[0]),
         Layout(pp=2, vp=2): DENSE,
-        Layout(cp=2): (*DENSE, ("ipo", "qwen2", True), ("kto", "qwen2", False)),
+        Layout(cp=2): (*DENSE, ("ipo", "qwen2", True), ("kto", "qwen2", False), *SCORED),
         Layout(dp=2): (*DENSE, ("kto", "qwen2", False), ("kto", "qwen2", True), ("robust", "qwen2", False)),
-        Layout(dp=2, distributed_optimizer=True): DENSE[:1],
+        Layout(dp=2, distributed_optimizer=True): (*DENSE[:1], SCORED[1]),
         Layout(moe=True, dp=2, ep=2): (("dpo", "qwen2_moe", False), ("dpo", "qwen2_moe", True)),
     },
     4: {
@@ -89,6 +104,21 @@ def pairs() -> list[Pair]:
 
 
 # ---- the plain loop
+
+
+@functools.cache
+def folder_of(family: str) -> str:
+    """Return the folder of the tiny model, or of one with a score layer."""
+    family, _, is_scored = family.partition(", ")
+    if not is_scored:
+        return str(tiny_folder(family))
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_folder(family), num_labels=1, dtype=torch.float32)
+    torch.nn.init.normal_(model.score.weight, std=0.3, generator=torch.Generator().manual_seed(4))
+    folder = Path(_folders().name) / f"{family}-scores"
+    model.save_pretrained(folder)
+    return str(folder)
 
 
 @functools.cache
@@ -149,8 +179,28 @@ def _models(family: str) -> tuple[Any, Any]:
 
 
 @functools.cache
+def plain_reward_step(family: str) -> Wanted:
+    """Run a step of a reward model by transformers over all pairs."""
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder_of(family), dtype=torch.float64).train()
+    sequences = [sample for pair in pairs() for sample in pair.sequences]
+    scores = torch.stack([model(torch.from_numpy(s.tokens)[None]).logits.squeeze() for s in sequences]).view(-1, 2)
+    margins = scores[:, 0] - scores[:, 1]
+    loss = ((1 + torch.exp(-margins)).log() + CASES["reward"].center_weight * scores.sum(1) ** 2).mean()
+    loss.backward()
+    values = {"train_loss": loss, "rewards/chosen": scores[:, 0].mean(), "rewards/margins": margins.mean()}
+    return Wanted(
+        {name: value.item() for name, value in values.items()},
+        {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None},
+    )
+
+
+@functools.cache
 def plain_step(case: str, family: str) -> Wanted:
     """Run a step of the plain loop over all pairs."""
+    if case == "reward":
+        return plain_reward_step(family)
     policy, frozen = _models(family)
     policy.zero_grad()
     setting = CASES[case]
@@ -224,10 +274,10 @@ def of_kto(setting: Preference, tokens: Tensor, reference: Tensor, lengths: Tens
 class Source:
     """The pairs, as a data module offers them."""
 
-    def __init__(self, folder: str, is_kto: bool) -> None:
+    def __init__(self, folder: str, case: str) -> None:
         self.key, self.folder, self.batch_size = "the pairs", folder, 3
         self.reference: NDArray[np.float64] | None = None
-        self._is_kto = is_kto
+        self._case = case
 
     def __len__(self) -> int:
         return len(pairs())
@@ -236,18 +286,19 @@ class Source:
         found = []
         for index in indices:
             reference = None if self.reference is None else tuple(self.reference[index].tolist())
-            desirable = DESIRABLE[index] if self._is_kto else None
-            found.append(dataclasses.replace(pairs()[index], desirable=desirable, reference=reference))
+            desirable = DESIRABLE[index] if self._case == "kto" else None
+            pair = with_last_token(pairs()[index]) if self._case == "reward" else pairs()[index]
+            found.append(dataclasses.replace(pair, desirable=desirable, reference=reference))
         return found
 
 
 class Data(pl.LightningDataModule):
     """The pairs in one global batch, packed or padded (to ``length``, or to the longest answer)."""
 
-    def __init__(self, folder: str, packed: bool, is_kto: bool = False, length: int | None = None) -> None:
+    def __init__(self, folder: str, packed: bool, case: str = "dpo", length: int | None = None) -> None:
         super().__init__()
         self.batches = 1
-        self.source = Source(folder, is_kto)
+        self.source = Source(folder, case)
         self._packed, self._length = packed, length
 
     def pair_sources(self) -> dict[str, Source]:
@@ -328,7 +379,7 @@ def _train(layout: Layout, run: Run, folder: str, other: str, cache: str) -> See
         use_distributed_sampler=False,
         limit_val_batches=0,
     )
-    trainer.fit(module, Data(cache, packed, case == "kto", LENGTH if layout.moe else None))
+    trainer.fit(module, Data(cache, packed, case, LENGTH if layout.moe else None))
     return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.gradients
 
 
@@ -336,7 +387,7 @@ def _train(layout: Layout, run: Run, folder: str, other: str, cache: str) -> See
 def test_a_step_on_every_layout_is_that_of_a_plain_loop_with_a_frozen_copy(world_size: int, tmp_path: Path) -> None:
     layouts = LAYOUTS[world_size]
     families = {family for runs in layouts.values() for _, family, _ in runs}
-    folders = {family: (str(tiny_folder(family)), other_folder(family)) for family in families}
+    folders = {name: (folder_of(name), other_folder(name.partition(",")[0])) for name in families}
     ranks = run_ranks(world_size, train, layouts, folders, str(tmp_path), timeout=240)
     wrong: dict[str, Any] = {}
     for index, (layout, runs) in enumerate(layouts.items()):

@@ -20,12 +20,15 @@ Two entries may be added, [2n] for a padded batch and [b, k] for a packed one:
   same prompt with the answer of another example, from which KTO estimates its KL term; both have the tag of the
   example.
 
+A reward model scores the last token of a sequence, which an ordinary batch has only as a label. :func:`with_last_token`
+makes it a place of its own.
+
 :class:`PairSource` is what a data module offers for the reference to be computed before training: its method
 ``pair_sources()`` returns one for each split that is set up, by name, as a dict.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -207,6 +210,24 @@ def check_pairs(batch: dict[str, Any], is_kto: bool) -> None:
             if is_kto
             else "a batch has the entry 'desirable', which only the loss 'kto' reads; choose it, or give pairs"
         )
+
+
+def with_last_token(pair: Pair) -> Pair:
+    """Return a pair whose sequences keep their last token in ``tokens`` of a batch, for a reward model.
+
+    Args:
+        pair: A pair.
+
+    Returns:
+        The same with one more token at the end of both, which is a label only and counts nowhere.
+    """
+
+    def longer(sample: TokenSample) -> TokenSample:
+        assert sample.loss_mask is not None
+        tokens, mask = np.append(sample.tokens, sample.tokens[-1]), np.append(sample.loss_mask, False)
+        return TokenSample(tokens, mask, sample.sample_id)
+
+    return replace(pair, chosen=longer(pair.chosen), rejected=longer(pair.rejected))
 
 
 def _of_pairs(pairs: Sequence[Pair]) -> dict[str, Tensor]:

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The output layer of a reward model: one score for each token instead of logits over the vocabulary.
+
+All tensor-parallel ranks hold the whole layer and compute the same scores, in fp32. It takes the place of
+``GPTModel.output_layer`` and is called like it.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_mcore.parallel.groups import process_group
+
+
+class ScoreLayer(nn.Module):
+    """A linear layer without bias from hidden states to a score.
+
+    Args:
+        config: The transformer's config.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.sequence_parallel: bool = config.sequence_parallel
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype, device=device))
+        config.init_method(self.weight)
+        group = process_group("tp")
+        dist.broadcast(self.weight.data, dist.get_global_rank(group, 0), group)
+        self.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+        """Return the scores.
+
+        Args:
+            hidden: [s / cp, b, h], with sequence parallelism [s / cp / tp, b, h], any float dtype.
+            weight: Must be None: a score has no embedding to share with.
+
+        Returns:
+            [s / cp, b, 1] fp32, and None for the bias.
+        """
+        assert weight is None
+        if self.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return functional.linear(hidden.float(), self.weight.float()), None
