@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_mcore import LoRA, MCorePreference, MCoreStrategy, Preference, Recipe
+from lightning_mcore import LoRA, MCorePreference, MCoreStrategy, Preference, Recipe, SaveHFModel
 from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.preference.pairs import (
     Pair,
@@ -313,6 +313,9 @@ class Data(pl.LightningDataModule):
         batches = [mine, mine[::-1], mine[:1]][: self.batches]
         return DataLoader(batches, batch_size=None, collate_fn=self._pad)  # type: ignore[arg-type]
 
+    def predict_dataloader(self) -> DataLoader[Any]:
+        return self.train_dataloader()
+
     def val_dataloader(self) -> DataLoader[Any]:
         return self.train_dataloader()
 
@@ -498,3 +501,41 @@ def test_a_run_that_resumes_has_the_reference_that_it_began_with(tmp_path: Path)
         assert whole[0] == pytest.approx(math.log(2), abs=1e-6)
         assert again == whole
         assert resumed == whole[1:]
+
+
+def reward_runs(folder: str, out: str) -> list[Tensor]:
+    """Train reward models from a language model, whole and with adapters, and export them; return the last scores."""
+    found = []
+    for name, lora in (("whole", None), ("adapters", LoRA(r=2))):
+        setting = Preference("reward")
+        module = MCorePreference.from_pretrained(
+            folder, seq_length=LENGTH, preference=setting, lora=lora, recipe=Recipe(learning_rate=0.02)
+        )
+        trainer = make_trainer(
+            MCoreStrategy(tensor_model_parallel_size=2, sequence_parallel=True),
+            use_distributed_sampler=False,
+            limit_val_batches=0,
+            callbacks=[SaveHFModel(f"{out}/{name}")],
+        )
+        data = Data(out, packed=False, case="reward")
+        trainer.fit(module, data)
+        trainer.save_checkpoint(f"{out}/{name}.ckpt")
+        [scores] = trainer.predict(module, data)  # type: ignore[misc]
+        found.append(scores)
+        with pytest.raises(ValueError, match=r"a reward model gives scores and no next tokens"):
+            module.generate([1], 1)
+    goes_on = MCorePreference.from_pretrained(f"{out}/whole.ckpt", preference=setting)
+    [again] = trainer.predict(goes_on, data)  # type: ignore[misc]
+    return [*found, again]
+
+
+def test_a_reward_model_begins_with_a_language_model_and_is_read_by_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    [whole, adapted, again], _ = run_ranks(2, reward_runs, str(tiny_folder("qwen2")), str(tmp_path), timeout=120)
+    assert torch.equal(again, whole)
+    sequences = [torch.from_numpy(sample.tokens)[None] for pair in pairs() for sample in pair.sequences]
+    for name, scores in (("whole", whole), ("adapters", adapted)):
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / name, dtype=torch.float64)
+        wanted = torch.stack([model(tokens).logits.detach().squeeze() for tokens in sequences])
+        torch.testing.assert_close(scores, wanted, rtol=0, atol=1e-5)
