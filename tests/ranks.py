@@ -329,7 +329,7 @@ def free_port() -> int:
 
 def program_environment() -> dict[str, str]:
     """Return the variables for a program that starts its own ranks, free of those of any launcher around the tests."""
-    foreign = ("PL_", "SLURM_", "MASTER_", "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK")
+    foreign = ("PL_", "SLURM_", "MASTER_", "TORCHELASTIC_", "RANK", "LOCAL_", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     return {**kept, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
 

@@ -15,11 +15,13 @@ the command ran, 2 for a wrong argument, and 130 for Ctrl-C. ``import`` and ``ex
 they expect, such as a folder that does not exist.
 """
 
+import gc
 import importlib
 import os
 import sys
 import warnings
 from collections.abc import Sequence
+from types import ModuleType
 
 from lightning_mcore.cli.command import DONE, is_of_transformer_engine, refused
 from lightning_mcore.config.text import unknown_name
@@ -79,12 +81,29 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with warnings.catch_warnings():  # a command's filters end with it
             warnings.filterwarnings("ignore", message=HINTS, category=UserWarning)
-            code: int = importlib.import_module(module).run([name, *rest] if module in _NAMED else rest)
+            code: int = _imported(module).run([name, *rest] if module in _NAMED else rest)
     except (RuntimeError, OSError) as error:
         if not is_of_transformer_engine(error):
             raise
         return refused(error)
     return code
+
+
+def _imported(name: str) -> ModuleType:
+    """Import the module of a command, and let the garbage collector pass over what it brought.
+
+    Half a million objects stay until the end of the process. Looking through them again and again takes a third of the
+    time of a short command.
+    """
+    if name in sys.modules or not gc.isenabled():
+        return importlib.import_module(name)
+    gc.disable()
+    try:
+        module = importlib.import_module(name)
+        gc.freeze()
+    finally:
+        gc.enable()
+    return module
 
 
 def overview() -> str:

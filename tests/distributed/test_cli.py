@@ -2,8 +2,8 @@
 """``lightning-mcore fit`` trains as a user starts it: the installed script and ``python -m``, on one rank and on two.
 
 The runs are processes of their own, in a folder with a module that only that folder has: ``class_path`` finds it, on
-the ranks that Lightning starts as well. Programs start in the first test, in both ways there are; the runs of the
-others are forks of a process that has imported everything.
+the ranks that Lightning starts as well. Programs start in the first test, in both ways there are. The other runs are
+forks of a process that has imported everything; the ranks that Lightning starts for such a run are programs again.
 """
 
 import contextlib
@@ -106,7 +106,7 @@ def lightning_mcore(folder: Path, *arguments: str, program: Sequence[str] | None
     Args:
         folder: Where it runs.
         arguments: What follows the name of the program.
-        program: The program; None for a fork that does what it does.
+        program: The program; None for a fork that does what the installed script does.
     """
     if program is None:
         [result] = run_ranks(1, _forked, str(folder), arguments, timeout=SECONDS, open_group=False)
@@ -160,7 +160,7 @@ TENSOR_PARALLEL = ["--trainer.devices=2", "--trainer.strategy.tensor_model_paral
 
 @pytest.mark.slow
 def test_two_ranks_are_started_however_the_command_is_and_a_second_run_overwrites(folder: Path) -> None:
-    losses = trained(folder, *TENSOR_PARALLEL, program=SCRIPT)
+    losses = trained(folder, *TENSOR_PARALLEL)  # the second rank is the installed script
     assert len(losses) == 3
     saved = yaml.safe_load((folder / "logs" / "config.yaml").read_text())
     assert saved["trainer"]["strategy"]["init_args"]["tensor_model_parallel_size"] == 2

@@ -3,8 +3,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,10 +19,11 @@ from lightning_mcore.arguments.llamafactory.dft_loss import DFTModel
 from lightning_mcore.cli.llamafactory import run
 from lightning_mcore.hf import export_checkpoint
 from lightning_mcore.models.recipe import Recipe
+from tests.distributed.test_cli import lightning_mcore
 from tests.factory_files import LLAMA3, MERGE_LORA, PRETRAIN, QWEN3_LORA, QWEN3_MOE, losses, rows, write_run
 from tests.hf_models import tiny_folder
 from tests.parity.hf_training import LENGTH, text
-from tests.ranks import program_environment, run_ranks
+from tests.ranks import run_ranks
 from tests.toy import make_trainer
 
 pytestmark = pytest.mark.distributed
@@ -258,9 +257,7 @@ def test_a_file_with_deepspeed_and_dft_runs_and_says_how(tmp_path: Path, capfd: 
 def test_the_command_starts_its_own_ranks(tmp_path: Path) -> None:
     file = write_run(tmp_path, LLAMA3)
     words = [file, "tensor_model_parallel_size=2", "max_steps=2", "disable_tqdm=true", "--accelerator", "cpu"]
-    program = [sys.executable, "-W", "ignore", "-m", "lightning_mcore.cli", "llamafactory", *words]
-    environment = program_environment()
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "layout: tp2 pp1 cp1 dp1" in done.stdout
+    code, output, errors = lightning_mcore(tmp_path, "llamafactory", *words)  # the second rank is a program
+    assert code == 0, errors[-2000:]
+    assert "layout: tp2 pp1 cp1 dp1" in output
     assert len(losses(tmp_path)) == 2

@@ -70,7 +70,9 @@ def end_of(process: "subprocess.Popen[str]") -> str:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_single_machine(tmp_path: Path) -> None:
-    with started("launch_single_node.sh", tmp_path) as process:
+    """One rank; ``tests/distributed/test_cli.py`` sees that Lightning starts the others of the same command."""
+    whole = ["--trainer.strategy.tensor_model_parallel_size=1", "--trainer.strategy.sequence_parallel=false"]
+    with started("launch_single_node.sh", tmp_path, "--trainer.devices=1", *whole) as process:
         assert ENDED in end_of(process)
     assert list(tmp_path.rglob("metrics.csv"))
 

@@ -325,16 +325,10 @@ def test_what_is_accepted_is_never_explained(tiny: str, monkeypatch: pytest.Monk
         TrainingCLI(run=False, args=["--config", tiny, "--model=None"], parser_kwargs={"exit_on_error": False})
 
 
-BROKEN = {
-    "no core": "raise RuntimeError('no core.')",
-    "no CUDA": "import ctypes; ctypes.CDLL('libno_such_cuda.so.13')",
-}
-
-
-@pytest.mark.parametrize("why", BROKEN)
-def test_a_broken_transformer_engine_is_one_sentence(why: str, tmp_path: Path) -> None:
+def test_a_transformer_engine_without_cuda_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "transformer_engine").mkdir()
-    (tmp_path / "transformer_engine" / "__init__.py").write_text(BROKEN[why])
+    broken = "import ctypes; ctypes.CDLL('libno_such_cuda.so.13')"
+    (tmp_path / "transformer_engine" / "__init__.py").write_text(broken)
     paths = [str(tmp_path), *filter(None, sys.path)]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "lightning_mcore.cli", "fit", "--config", "no.yaml"],
@@ -347,6 +341,36 @@ def test_a_broken_transformer_engine_is_one_sentence(why: str, tmp_path: Path) -
     assert done.returncode == 2
     assert done.stderr.startswith("error: TransformerEngine is installed and cannot be imported: "), done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def own_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the file of the module of a command ``own``."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_command", raising=False)
+    monkeypatch.setitem(cli.COMMANDS, "own", ("own_command", "does what the test says"))
+    return tmp_path / "own_command.py"
+
+
+def test_a_transformer_engine_without_core_is_one_sentence(
+    own_command: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own_command.write_text("import transformer_engine_without_core")
+    own_command.with_name("transformer_engine_without_core.py").write_text("raise RuntimeError('no core.')")
+    assert cli.main(["own"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: TransformerEngine is installed and cannot be imported: no core; install its core")
+    assert told.count("\n") == 1
+
+
+def test_the_garbage_collector_passes_over_what_a_command_imports(own_command: Path) -> None:
+    own_command.write_text(
+        "import gc\n"
+        "while_imported = gc.isenabled()\n"
+        "def run(arguments):\n"
+        "    return int(while_imported or not gc.isenabled() or not gc.get_freeze_count())\n"
+    )
+    assert cli.main(["own"]) == 0
 
 
 def test_an_error_while_transformer_engine_computes_is_not_taken_for_its_import() -> None:
