@@ -22,6 +22,10 @@ EMBEDDING, OUTPUT = "embed_tokens", "lm_head"  # last parts of the names of thes
 ROUTERS = ("gate", "shared_expert_gate")  # of routers and of the gates of shared experts
 _OUTSIDE_OF_ALL = (OUTPUT, EMBEDDING, *ROUTERS, "output_layer")
 _EXPERT = re.compile(r"(.*\.)?\w+\.experts\.\d+\.(\w+)")
+NOT_MERGED = (
+    "adapters cannot be merged into weights with quantization='nf4'; write them alone (adapter=True), and merge them"
+    " into the model that was quantized"
+)
 TRIPLES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Names of the projections of an expert: gate, up and down."""
 

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_mcore.checkpoint import atomic
 from lightning_mcore.checkpoint import files as checkpoint_files
+from lightning_mcore.config.lora import NOT_MERGED, LoRA
 from lightning_mcore.hf.export import check_export, export_model, require_free
 from lightning_mcore.hf.export_plan import MAX_SHARD_SIZE, parse_dtype, parse_size
 from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, CONFIG_FILE
@@ -108,11 +109,18 @@ class SaveHFModel(Callback):
         self._beside = {path for path in state_dict["beside"] if os.path.isdir(path + SUFFIX)}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Move after the other callbacks, to see what ModelCheckpoint has saved.
+        """Move after the other callbacks, to see what ModelCheckpoint has saved; the model is not built yet.
 
         Raises:
-            ValueError: The trainer has no ModelCheckpoint to write beside.
+            ValueError: The trainer has no ModelCheckpoint to write beside, there are no adapters to write, or they
+                cannot be written or merged.
         """
+        lora = getattr(pl_module, "lora", None)
+        if stage == "fit" and self._is_active(trainer):
+            if self.adapter:
+                check_adapter_export(pl_module, self.experts)
+            elif isinstance(lora, LoRA) and lora.quantization:
+                raise ValueError(NOT_MERGED)
         if self.every_checkpoint and stage == "fit" and self._is_active(trainer) and not _model_checkpoints(trainer):
             raise ValueError(
                 f"{type(self).__name__}(every_checkpoint=True) writes beside a ModelCheckpoint, and the trainer has"
@@ -138,9 +146,7 @@ class SaveHFModel(Callback):
                     f"{type(self).__name__}(every_checkpoint=True) writes to a disk of this machine, and"
                     f" {checkpoint.dirpath} is not on one; give folder, or export the checkpoints afterwards"
                 )
-        if self.adapter:
-            check_adapter_export(pl_module, self.experts)
-        else:
+        if not self.adapter:
             check_export(pl_module, **self._options)
         self._looks = [_Look(checkpoint) for checkpoint in _model_checkpoints(trainer)]
 

@@ -28,6 +28,7 @@ from tqdm import tqdm
 from lightning_mcore.checkpoint import atomic
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.checkpoint.manifest import saving
+from lightning_mcore.config.lora import NOT_MERGED
 from lightning_mcore.hf.export_config import (
     Description,
     describe,
@@ -98,6 +99,8 @@ def export_checkpoint(
     state = MCoreCheckpointIO().load_checkpoint(path) if stored.is_ours else {}
     settings = state.get(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY) or {}
     if settings.get("lora"):
+        if settings["lora"].get("quantization") and not adapter:
+            raise ValueError(NOT_MERGED)
         layout = experts if adapter else None
         _export_adapted(path, out, layout, like=like, family=family, dtype=dtype, max_shard_size=max_shard_size)
         return

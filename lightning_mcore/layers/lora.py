@@ -58,7 +58,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_mcore.config.lora import LoRA
+from lightning_mcore.config.lora import NOT_MERGED, LoRA
 from lightning_mcore.parallel.groups import process_group
 
 ADAPTERS = "lora"  # name of the child of a layer that holds its adapters
@@ -537,10 +537,7 @@ def merging(layer: nn.Module) -> Callable[[], Tensor] | None:
     With DoRA collective over the ranks that share the layer; the function itself is not.
     """
     if hasattr(layer, "quantized"):
-        raise ValueError(
-            "adapters cannot be merged into weights with quantization='nf4'; write them alone (adapter=True), and merge"
-            " them into the model that was quantized"
-        )
+        raise ValueError(NOT_MERGED)
     adapters = layer._modules.get(ADAPTERS)
     if not isinstance(adapters, Adapters) or not adapters.enabled:
         return None

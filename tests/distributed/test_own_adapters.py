@@ -90,6 +90,11 @@ def test_without_its_adapters_a_model_is_its_base_bit_for_bit(layout: Layout) ->
         assert all(rank["same"])
 
 
+def test_a_target_that_is_not_linear_is_refused() -> None:
+    with pytest.raises(RanksFailedError, match=r"target_modules has embedding.word_embeddings, and add_lora\(\) puts"):
+        run_ranks(1, train, Layout(), {"target_modules": ["linear_qkv", "word_embeddings"]})
+
+
 def test_a_target_that_no_layer_has_is_refused() -> None:
     with pytest.raises(RanksFailedError, match=r"target_modules has 'linear_qvk', .* did you mean linear_qkv"):
         run_ranks(1, train, Layout(), {"target_modules": ["linear_qvk"]})

@@ -13,7 +13,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from lightning_mcore import MCoreFinetuningData, MCoreGPT, MCorePrecision, MCoreStrategy, Recipe
 from lightning_mcore.arguments import TrainingArguments
@@ -38,7 +40,17 @@ FACTORY: dict[str, Any] = {
 }
 
 
-def through_python(folder: str, layout: dict[str, int], devices: int) -> None:
+ADAPTED: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+ADAPTED_FACTORY = {
+    "finetuning_type": "lora",
+    "lora_rank": 4,
+    "lora_target": "q_proj,down_proj",
+    "create_new_adapter": True,
+    "loraplus_lr_ratio": 4.0,
+}
+
+
+def through_python(folder: str, layout: dict[str, int], devices: int, **more: Any) -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=devices,
@@ -53,8 +65,8 @@ def through_python(folder: str, layout: dict[str, int], devices: int) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    recipe = Recipe(betas=(0.9, 0.999), **RECIPE)
-    model = MCoreGPT.from_pretrained(f"{folder}/model", seq_length=SEQ_LENGTH, recipe=recipe)
+    recipe = Recipe(betas=(0.9, 0.999), **RECIPE | more.pop("recipe", {}))
+    model = MCoreGPT.from_pretrained(f"{folder}/model", seq_length=SEQ_LENGTH, recipe=recipe, **more)
     trainer.fit(model, datamodule=MCoreFinetuningData(**data(folder)))
 
 
@@ -70,7 +82,7 @@ def data(folder: str) -> dict[str, Any]:
     }
 
 
-def through_lightning_cli(folder: str, layout: dict[str, int], devices: int) -> None:
+def through_lightning_cli(folder: str, layout: dict[str, int], devices: int, **more: Any) -> None:
     strategy = {"class_path": "MCoreStrategy", "init_args": {**layout, "use_distributed_optimizer": True}}
     record = {"class_path": "lightning_mcore.arguments.llamafactory.output.LossRecord"}
     settings = {
@@ -86,7 +98,8 @@ def through_lightning_cli(folder: str, layout: dict[str, int], devices: int) -> 
             "class_path": "lightning_mcore.MCoreGPT.from_pretrained",
             "init_args": {
                 **{"path": f"{folder}/model", "seq_length": SEQ_LENGTH},
-                "recipe": {"betas": [0.9, 0.999], **RECIPE},
+                "recipe": {"betas": [0.9, 0.999], **RECIPE, **more.pop("recipe", {})},
+                **more,
             },
         },
         "data": {"class_path": "MCoreFinetuningData", "init_args": data(folder)},
@@ -152,3 +165,30 @@ def test_four_doors_lead_to_the_same_run(tmp_path: Path, devices: int) -> None:
     assert len({line["lr"] for line in lines}) > 2
     for name, log in logs.items():
         assert log == logs["python"], name
+
+
+def train_adapters(folder: str) -> None:
+    """Train adapters through three doors, on this rank; another adapter is merged first."""
+    warnings.filterwarnings("ignore")
+    layout = {"tensor_model_parallel_size": 2}
+    pl.seed_everything(42, verbose=False)  # A is drawn from it
+    for door in (through_python, through_lightning_cli):
+        given = {"recipe": {"loraplus_lr_ratio": 4.0}, "adapters": [f"{folder}/first"], "lora": ADAPTED}
+        door(folder, layout, 2, **given)
+    through_llama_factory(folder, layout, 2)
+
+
+def test_three_doors_lead_to_the_same_run_of_adapters(tmp_path: Path) -> None:
+    write_run(tmp_path, {**FACTORY, **ADAPTED_FACTORY, "adapter_name_or_path": str(tmp_path / "first")}, data=rows(60))
+    (tmp_path / "first").mkdir()
+    config = {"peft_type": "LORA", "target_modules": ["v_proj"], "r": 4, "lora_alpha": 8}
+    (tmp_path / "first" / "adapter_config.json").write_text(json.dumps(config))
+    stem, draw = "base_model.model.model.layers.{}.self_attn.v_proj.lora_{}.weight", torch.Generator().manual_seed(1)
+    shapes = {stem.format(layer, kind): shape for layer in range(4) for kind, shape in (("A", (4, 32)), ("B", (16, 4)))}
+    tensors = {key: torch.randn(shape, generator=draw) for key, shape in shapes.items()}
+    save_file(tensors, tmp_path / "first" / "adapter_model.safetensors")
+    run_ranks(2, train_adapters, str(tmp_path), timeout=240)
+    logs = {name: (tmp_path / name / LOG).read_text(encoding="utf-8") for name in ("python", "cli", "out")}
+    assert [json.loads(line)["step"] for line in logs["python"].splitlines()] == list(range(1, STEPS + 1))
+    assert logs["cli"] == logs["python"]
+    assert logs["out"] == logs["python"]

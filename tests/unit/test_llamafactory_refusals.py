@@ -66,6 +66,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
             "loraplus_lr_embedding: 1e-05 needs loraplus_lr_ratio; give both, or leave it out",
         ),
         (["export_dir=a"], "export_dir: 'a' belongs to LLaMA-Factory's export"),
+        (
+            ["do_train=false", "export_dir=a", "quantization_bit=4"],
+            "quantization_bit: 4 contradicts export_dir: a, bec",
+        ),
         (["do_train=false", "export_dir=a", "export_quantization_bit=4"], "export_quantization_bit: 4 belongs to"),
         (["do_train=false", "export_dir=a", "export_size=0"], "export_size=0 is too small; choose 1 or more"),
         (["stage=dpo"], "stage: dpo is not supported; choose pt or sft"),

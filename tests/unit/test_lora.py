@@ -4,18 +4,21 @@
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from lightning_mcore import LoRA, MCoreGPT
+from lightning_mcore import LoRA, MCoreGPT, SaveHFModel
 from lightning_mcore.arguments import LoraArguments, TrainingArguments, parse_arguments
 from lightning_mcore.hf import find_family
 from lightning_mcore.hf.adapters import projection_names
 from lightning_mcore.hf.peft_folder import given_lora, read_lora
 from lightning_mcore.hf.peft_tensors import require_stackable
+from lightning_mcore.layers.lora import merging
 from lightning_mcore.layers.quantized import check_quantization
 from tests.hf_models import tiny_folder
 
@@ -132,6 +135,77 @@ def test_what_experts_cannot_have_is_refused_before_anything_is_built(field: str
     module = MCoreGPT.from_pretrained(str(tiny_folder("qwen3_moe")), lora=LoRA(**{field: 0.5}))
     with pytest.raises(ValueError, match=rf"{field}=0.5 is not supported on experts such as model.layers.0.mlp.expe"):
         module.check_settings()
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "sentence"),
+    [
+        (
+            "qwen3_moe",
+            {"target_modules": ["gate"], "lora_dropout": 0.1},
+            r"lora_dropout=0.1 is not supported on routers",
+        ),
+        (
+            "qwen2_moe",
+            {"target_modules": ["shared_expert_gate"], "use_dora": True},
+            "use_dora=True is not supported",
+        ),
+        (
+            "llama",
+            {"target_modules": ["embed_tokens"], "use_dora": True},
+            "use_dora=True is not supported on the",
+        ),
+        (
+            "llama",
+            {"target_modules": ["q_proj", "input_layernorm"]},
+            "target_modules has .*input_layernorm, and",
+        ),
+        (
+            "qwen2",
+            {"target_modules": ["embed_tokens"]},
+            r"which the model uses twice \(share_embeddings_and_output_",
+        ),
+        (
+            "glm4_moe, multi-token",
+            {"target_modules": ["embed_tokens"]},
+            r"uses twice \(mtp_num_layers=1\); train it",
+        ),
+    ],
+)
+def test_what_other_modules_cannot_have_is_refused_before_anything_is_built(
+    family: str, settings: dict[str, Any], sentence: str
+) -> None:
+    module = MCoreGPT.from_pretrained(str(tiny_folder(family)), lora=LoRA(**settings))
+    with pytest.raises(ValueError, match=sentence):
+        module.check_settings()
+
+
+def test_a_rank_that_would_have_padding_alone_is_refused() -> None:
+    lora = LoRA(target_modules=["lm_head"])
+    lora.check_vocabulary(["lm_head"], {"vocab_size": 101}, padded=128, ranks=4)
+    with pytest.raises(ValueError, match="of whose 128 rows with their padding the last of 8 tensor-parallel ranks"):
+        lora.check_vocabulary(["lm_head"], {"vocab_size": 101}, padded=128, ranks=8)
+
+
+@pytest.mark.parametrize("field", ["tp_comm_overlap", "fp8_param"])
+def test_settings_that_adapters_do_not_have_are_refused(field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field}=True is not supported with adapters; leave it out"):
+        LoRA().check_layers(SimpleNamespace(**{field: True}), [])
+
+
+def test_adapters_on_4_bits_are_not_merged_and_the_callback_says_so_before_anything_is_built() -> None:
+    module = MCoreGPT.from_pretrained(str(tiny_folder("llama")), lora=LoRA(quantization="nf4"))
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    with pytest.raises(ValueError, match="adapters cannot be merged into weights with quantization='nf4'; write them"):
+        SaveHFModel("merged").setup(trainer, module, "fit")
+    SaveHFModel("adapter", adapter=True).setup(trainer, module, "fit")
+    without = MCoreGPT.from_pretrained(str(tiny_folder("llama")))
+    with pytest.raises(ValueError, match="has no adapters to write; give it lora="):
+        SaveHFModel("adapter", adapter=True).setup(trainer, without, "fit")
+    layer = torch.nn.Linear(2, 2)
+    layer.quantized = True  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="adapters cannot be merged into weights with quantization='nf4'; write them"):
+        merging(layer)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,11 @@ def read_export(path: str, overrides: Sequence[str] = ()) -> FactoryExport | Non
     check_names(given, path)
     keys = own_keys(given)
     check_supported({key: value for key, value in given.items() if key not in _OWN})
+    if keys.quantization_bit is not None:
+        raise ValueError(
+            f"quantization_bit: {keys.quantization_bit} contradicts export_dir: {out}, because adapters cannot be"
+            " merged into quantized weights; leave it out to merge them into the model itself"
+        )
     size = given.get("export_size", 5)
     require_size("export_size", size)
     return FactoryExport(str(keys.model_name_or_path), tuple(keys.adapters), str(out), f"{size}GB")
