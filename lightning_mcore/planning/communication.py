@@ -141,6 +141,8 @@ def _of_layers(
         runs = forward_runs(fields, place, len(chunk.layers))
         sent["tp"] += _pair(whole, runs["attention"], layout)
         sent["cp"] += (runs["core_attn"] + 2) * keys
+        if place < len(chunk.layers):
+            sent["tp"] += _of_adapters(fields, layout, f"decoder.layers.{layer}.", runs) * whole / fields.hidden_size
         if not fields.is_moe[layer]:
             sent["tp"] += _pair(whole, runs["mlp"], layout)
             continue
@@ -149,6 +151,24 @@ def _of_layers(
             sent["tp"] += _pair(whole, runs["shared_experts"], layout)
         for axis, volume in _experts(fields, layout, tokens, traffic).items():
             sent[axis] += (runs["moe"] + 1) * 2 * volume
+    return sent
+
+
+def _of_adapters(fields: GPTFields, layout: ParallelLayout, prefix: str, runs: Mapping[str, int]) -> float:
+    """Return the channels that the adapters of a layer send for each token: ``A x``, and its gradient.
+
+    Those of routed experts send nothing: the dispatcher sums.
+    """
+    sent = 0
+    for name, trained in fields.adapters.of.items() if fields.adapters is not None else ():
+        if not name.startswith(prefix) or "linear_" not in name or ".experts.experts." in name:
+            continue
+        part = "attention" if ".self_attention." in name else "shared_experts" if ".shared_experts." in name else "mlp"
+        part = "mla_up_proj" if name.endswith(("linear_q_up_proj.weight", "linear_kv_up_proj.weight")) else part
+        is_row = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+        # One all-gather or reduce-scatter each way, or an all-reduce, which is both, one way.
+        messages = runs[part] + 1 if layout.sequence_parallel else 2 * runs[part] if is_row else 2
+        sent += messages * sum(pair.rank for pair in trained.pairs)
     return sent
 
 

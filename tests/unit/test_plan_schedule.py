@@ -124,6 +124,16 @@ def test_tensor_parallel_volume_is_the_published_one() -> None:
     assert sent(fields, layout, 2, traffic())["tp"] == pytest.approx(2 * (layers + ends))
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_adapters_send_what_their_ranks_make(sequence_parallel: bool) -> None:
+    """Row parallel forward, column parallel backward; with sequence parallelism half each way."""
+    layout = ParallelLayout(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+    for target in ("o_proj", "q_proj"):
+        model = {**GPT, "lora": {"r": 3, "target_modules": [target]}}
+        more = sent(with_adapters(gpt(), model), layout, 2, traffic())["tp"] - sent(gpt(), layout, 2, traffic())["tp"]
+        assert more == pytest.approx(2 * 4 * 2 * 64 * 3 * 2 * 0.5)
+
+
 def test_full_recomputation_sends_the_forward_pass_again() -> None:
     again = gpt(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     layout = ParallelLayout(tensor_model_parallel_size=2)
