@@ -31,8 +31,8 @@ LIGHTNING ?=
 SOURCE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install check docs format test test-fast test-lightning test-mcore-latest test-te test-te-suite fuzz demo demo-finetune demo-hf demo-lora demo-fp8 bench bench-checkpoint \
-	bench-packing bench-preprocess bench-hf bench-lora bench-startup gpu torture faults mutate clean
+.PHONY: help install check docs format test test-fast test-lightning test-mcore-latest test-te test-te-suite fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-fp8 bench bench-checkpoint \
+	bench-packing bench-preprocess bench-hf bench-lora bench-preference bench-startup gpu torture faults mutate clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -153,6 +153,9 @@ demo-hf: $(INSTALLED)  ## fine-tune a Hugging Face model, tensor parallel, and h
 demo-lora: $(INSTALLED)  ## train LoRA adapters on a frozen model, tensor parallel, and write a PEFT folder
 	$(RUN) examples/finetune_lora.py $(ARGS)
 
+demo-dpo: $(INSTALLED)  ## let a tiny model learn to prefer one of two answers by DPO, tensor parallel
+	$(RUN) examples/prefer_answers.py $(ARGS)
+
 demo-fp8: $(TE)/.unpacked  ## train a small GPT in bf16 and with each FP8 recipe, and compare
 	PYTHONPATH=$(CURDIR)/$(TE)/site $(RUN) examples/preview_fp8.py $(ARGS)
 
@@ -173,6 +176,9 @@ bench-hf: $(INSTALLED)  ## time Hugging Face models in and out against a copy
 
 bench-lora: $(INSTALLED)  ## time adapters beside full training and beside peft
 	$(RUN) -m benchmarks.lora $(ARGS)
+
+bench-preference: $(INSTALLED)  ## time a step of DPO beside trl (if installed), and its memory beside whole logits
+	$(RUN) -m benchmarks.preference $(ARGS)
 
 bench-startup: $(INSTALLED)  ## time the import, `lightning-mcore --help` and `plan`
 	$(RUN) -m benchmarks.startup $(ARGS)

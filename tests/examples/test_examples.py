@@ -193,6 +193,21 @@ def test_adapters_are_trained_and_peft_loads_them(
     assert any(tensor.any() for name, tensor in model.named_parameters() if "lora_B" in name)
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_preference_is_learnt_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--first-steps=8", "--max-steps=2", "--batch-size=4")
+    output = run_on_ranks(capsys, 2, "prefer_answers.py", *options, folder=tmp_path)
+    assert re.search(r"before DPO: \d+ of 12 answers are polite", output), output
+    assert re.search(r"after DPO: \d+ of 12 answers are polite", output), output
+    folder = tmp_path / "outputs/prefer_answers"
+    assert (folder / "margins.png").read_bytes().startswith(PNG)
+    margins = [value for _, value in run_report.read_curve(folder / "dpo/metrics.csv", "rewards/margins")]
+    assert margins[0] == pytest.approx(0, abs=1e-5)
+    assert margins[1] > 0.001
+    assert len(list((folder / "data").glob("reference-*.f64"))) == 1
+
+
 def test_a_loss_curve_without_its_logger_is_refused_before_training() -> None:
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     with pytest.raises(ValueError, match=r"give the Trainer logger=CSVLogger\(...\)"):

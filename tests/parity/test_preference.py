@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -27,6 +26,7 @@ from lightning_mcore import LoRA, MCorePreference, MCoreStrategy, Preference, Re
 from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.preference.pairs import (
     Pair,
+    PairDataset,
     build_pair_row,
     collate_padded_pairs,
     collate_pair_rows,
@@ -271,37 +271,19 @@ def of_kto(setting: Preference, tokens: Tensor, reference: Tensor, lengths: Tens
 # ---- a run
 
 
-class Source:
-    """The pairs, as a data module offers them."""
-
-    def __init__(self, folder: str, case: str) -> None:
-        self.key, self.folder, self.batch_size = "the pairs", folder, 3
-        self.reference: NDArray[np.float64] | None = None
-        self._case = case
-
-    def __len__(self) -> int:
-        return len(pairs())
-
-    def take(self, indices: Sequence[int]) -> list[Pair]:
-        found = []
-        for index in indices:
-            reference = None if self.reference is None else tuple(self.reference[index].tolist())
-            desirable = DESIRABLE[index] if self._case == "kto" else None
-            pair = with_last_token(pairs()[index]) if self._case == "reward" else pairs()[index]
-            found.append(dataclasses.replace(pair, desirable=desirable, reference=reference))
-        return found
-
-
 class Data(pl.LightningDataModule):
     """The pairs in one global batch, packed or padded (to ``length``, or to the longest answer)."""
 
     def __init__(self, folder: str, packed: bool, case: str = "dpo", length: int | None = None) -> None:
         super().__init__()
         self.batches = 1
-        self.source = Source(folder, case)
+        given = pairs() if case != "reward" else [with_last_token(pair) for pair in pairs()]
+        if case == "kto":
+            given = [dataclasses.replace(p, desirable=good) for p, good in zip(given, DESIRABLE, strict=True)]
+        self.source = PairDataset(given, folder, batch_size=3)
         self._packed, self._length = packed, length
 
-    def pair_sources(self) -> dict[str, Source]:
+    def pair_sources(self) -> dict[str, PairDataset]:
         return {"train": self.source}
 
     def train_dataloader(self) -> DataLoader[Any]:

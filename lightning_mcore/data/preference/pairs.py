@@ -24,9 +24,11 @@ A reward model scores the last token of a sequence, which an ordinary batch has 
 makes it a place of its own.
 
 :class:`PairSource` is what a data module offers for the reference to be computed before training: its method
-``pair_sources()`` returns one for each split that is set up, by name, as a dict.
+``pair_sources()`` returns one for each split that is set up, by name, as a dict. :class:`PairDataset` is one for pairs
+in memory.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -35,6 +37,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.packing.rows import build_row, collate_padded, collate_rows
@@ -108,6 +111,45 @@ class PairSource(Protocol):
     def take(self, indices: Sequence[int]) -> list[Pair]:
         """Return several pairs."""
         ...
+
+
+class PairDataset(Dataset[Pair]):
+    """Pairs in memory, as a dataset and as a :class:`PairSource`.
+
+    Args:
+        pairs: The pairs.
+        folder: Folder for the reference's log-probabilities.
+        batch_size: Pairs in a batch of one data-parallel rank while these are computed.
+
+    Attributes:
+        key: A digest of all tokens, masks and tags.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], folder: str, batch_size: int = 8) -> None:
+        self.folder, self.batch_size = folder, batch_size
+        self.reference: NDArray[np.float64] | None = None
+        self._pairs = pairs
+        digest = hashlib.sha256()
+        for pair in pairs:
+            for sample in pair.sequences:
+                digest.update(f"{len(sample.tokens)} {pair.desirable}".encode())
+                digest.update(sample.tokens.astype("<i8").tobytes() + np.asarray(sample.loss_mask, bool).tobytes())
+        self.key = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: int) -> Pair:
+        """Return a pair."""
+        pair = self._pairs[index]
+        if self.reference is None:
+            return pair
+        chosen, rejected = self.reference[index].tolist()
+        return replace(pair, reference=(chosen, rejected))
+
+    def take(self, indices: Sequence[int]) -> list[Pair]:
+        """Return several pairs."""
+        return [self[index] for index in indices]
 
 
 def collate_padded_pairs(
