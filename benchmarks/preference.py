@@ -22,6 +22,7 @@ import os
 import statistics
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def _train_with_trl(folder: str, given: list[tuple[list[int], list[int], list[in
         model=model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, callbacks=[Ends()]
     )
     trainer.train()
-    steps = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    steps = [b - a for a, b in pairwise(ends)]
     return statistics.median(steps[WARM_UP:])
 
 
