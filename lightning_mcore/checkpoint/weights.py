@@ -23,8 +23,7 @@ from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.checkpoint.model_state import StoredState
 from lightning_mcore.layers.session import single_process
 from lightning_mcore.layers.transformer_config import refuse_recorded_code
-from lightning_mcore.parallel.chunks import built_chunks
-from lightning_mcore.parallel.fp8_weights import filled_as_plain
+from lightning_mcore.parallel.chunks import built_chunks, filled_as_plain
 
 _INSTANTIATORS = (None, "lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
 

@@ -38,9 +38,8 @@ from lightning_mcore.hf.weight_map import whole_name, whole_names
 from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.hf.weights import HFWeights
 from lightning_mcore.layers.lora import ADAPTERS, adapted_weight, merging
-from lightning_mcore.parallel.chunks import ModelChunks, built_chunks, find_pipeline
+from lightning_mcore.parallel.chunks import ModelChunks, built_chunks, filled_as_plain, find_pipeline
 from lightning_mcore.parallel.consensus import collect, gather, on_all
-from lightning_mcore.parallel.fp8_weights import filled_as_plain
 
 __all__ = ["absolute", "load_pretrained", "pretrained_settings", "running_fields"]
 

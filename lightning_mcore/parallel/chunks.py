@@ -6,10 +6,11 @@ in Megatron's ``DistributedDataParallel``, in the order of Megatron-LM's ``get_m
 wrapper is left out. A LightningModule without ``pipeline()`` is one chunk, and keeps its own dtypes.
 
 The strategy calls :func:`wrap_chunks` in ``setup`` and :func:`unwrap_chunks` in ``teardown``; in between the schedule
-uses the chunks.
+uses the chunks. :func:`filled_as_plain` lets weights that are kept in FP8 take values from a file.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from megatron.core.extensions import transformer_engine
 from megatron.core.fp8_utils import correct_amax_history_if_needed, is_float8tensor, post_all_gather_processing
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_mcore.config.fp8 import TRANSFORMER_FIELDS as FP8_FIELDS
 from lightning_mcore.config.rules.model import check_average_in_collective, check_fields
@@ -383,3 +384,46 @@ def _broadcast_buffers(module: nn.Module) -> None:
         value = buffer.detach().contiguous()
         dist.broadcast(value, src=dist.get_global_rank(group, 0), group=group)
         buffer.data.copy_(value)
+
+
+_KEPT_IN_FULL = "_high_precision_init_val"  # TransformerEngine's name, also of the methods that Megatron calls
+
+
+@contextlib.contextmanager
+def filled_as_plain(modules: Iterable[nn.Module]) -> Iterator[dict[Tensor, Tensor]]:
+    """Let FP8 weights be plain parameters inside the block, and quantize what was written into them at its end.
+
+    A part of such a weight cannot be written, because a block of values shares a scale. And Megatron makes the fp32
+    copies that its optimizer steps from the values that TransformerEngine keeps of the initialisation.
+
+    Args:
+        modules: The chunks of this rank, wrapped or not.
+
+    Yields:
+        A dictionary that has each FP8 weight and the values written into it, of its shape and dtype, after the block.
+    """
+    written: dict[Tensor, Tensor] = {}
+    plain: dict[nn.Parameter, nn.Parameter] = {}
+    places = [
+        (owner, name, parameter)
+        for module in modules
+        for owner in module.modules()
+        for name, parameter in owner._parameters.items()
+        if parameter is not None and is_float8tensor(parameter)
+    ]
+    try:
+        for owner, name, parameter in places:
+            if parameter not in plain:
+                values = parameter.dequantize().detach()
+                plain[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            owner._parameters[name] = plain[parameter]
+        yield written
+    finally:
+        for owner, name, parameter in places:
+            owner._parameters[name] = parameter
+    with torch.no_grad():
+        for parameter, values in plain.items():
+            parameter.copy_(values)
+            written[parameter] = values.detach()
+            if hasattr(parameter, _KEPT_IN_FULL):  # no optimizer has been made yet
+                setattr(parameter, _KEPT_IN_FULL, values.detach().cpu())

@@ -14,7 +14,7 @@ of the first are followed by its two slices of the second. So every rank has the
 boundaries on a rank are those of the row divided by ``size``.
 
 ``MCoreModule.shard_context`` cuts the batch this way before the step, Megatron cuts rotary embeddings, and the core
-attention puts keys and values back in order (``layers/context_attention.py``). These are functions of tensors only;
+attention puts keys and values back in order (``layers/core_attention.py``). These are functions of tensors only;
 nothing here communicates.
 
 Source: ``get_batch_on_this_cp_rank`` (megatron.core.utils, 0.16.1); for packed sequences

@@ -1,28 +1,344 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes of activations that one rank holds at its peak.
 
-Most of it is what forward keeps for backward (``saved_tensors.py``), of every microbatch in flight
-(``schedule.py``), minus what is recomputed. At its worst moment, backward needs more for a while: with the loss, the
+Most of it is what forward keeps for backward, of every microbatch in flight (``schedule.py``), minus what is
+recomputed. At its worst moment, backward needs more for a while: with the loss, the
 logits in 16 bits and the gradient of the output layer; elsewhere the gradients of one feed-forward part, or a layer
 that is recomputed. Pure arithmetic.
+
+What a part of a GPT keeps is listed in rows, by their size for one token (:class:`SavedTensor`). A row says how many
+elements a token has in the tensor, of how many bytes, and which ranks share it. A tensor that two layers keep is one
+row, in the layer that made it. The rows of the torch backend are those that
+``torch.autograd.graph.saved_tensors_hooks`` shows on a CPU with PyTorch 2.13 and megatron-core 0.16.1. With
+TransformerEngine, norms keep their input and one number, linear layers in FP8 keep their input in 8 bits, and dropout
+keeps one byte for each element, as its documentation says; that needs a GPU and is not measured. A tensor that only the
+gradient of a frozen weight would need is not kept. Adapters keep their input and ``A x``, and where a layer has several
+adapters, the matrices that it stacks them in. Routed experts are assumed to be evenly loaded, and tensors that
+``cpu_offloading`` would move to the host are counted as if they stayed.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
-from lightning_mcore.planning.saved_tensors import (
-    NumberFormat,
-    SavedTensor,
-    embedding_rows,
-    layer_rows,
-    multi_token_rows,
-    output_rows,
-)
+from lightning_mcore.planning.model import ChunkLayers, Experts, GPTFields, LatentAttention, stage_layers
 from lightning_mcore.planning.schedule import in_flight
 
 _FP32 = 4
+
+
+Shared = Literal["sequence", "tensor", "expert", "gathered", "nobody", "stacked", "stacked rows"]
+
+_INDEX = 8  # bytes of an int64
+_PROJECTION = ("self_attention.linear_proj.weight",)
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor that is kept for backward.
+
+    Args:
+        name: Its description.
+        width: Elements for each token.
+        element: Bytes of an element.
+        shared: How tensor-parallel ranks divide it (context-parallel ranks divide every tensor): ``"tensor"``, by its
+            width; ``"sequence"``, by its tokens under sequence parallelism; ``"gathered"``, in the same way, but the
+            ranks that share an expert hold all their tokens together; ``"expert"``, as ``"gathered"``, and each holds a
+            part of the width; or ``"nobody"``. ``"stacked"`` is of ``width`` in all, for any number of tokens, and of
+            ``"stacked rows"`` each tensor-parallel rank has a part.
+        of_rows: Whether each row of a microbatch has its own tensor.
+        part: The part of a layer that it belongs to, as named in ``recompute_modules``; empty for other parts.
+        weights: The weights of which only the gradients need it; empty where others need it too.
+    """
+
+    name: str
+    width: float
+    element: float
+    shared: Shared
+    of_rows: bool = True
+    part: str = ""
+    weights: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """The number format of activations.
+
+    Args:
+        element: Bytes of an activation: 4 or 2.
+        backend: ``"local"`` or ``"transformer_engine"``.
+        fp8: Whether linear layers of TransformerEngine keep their inputs in 8 bits.
+        packed: Whether rows hold several sequences each, and are joined to one.
+    """
+
+    element: int
+    backend: str = "local"
+    fp8: bool = False
+    packed: bool = False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the layers are plain PyTorch."""
+        return self.backend == "local"
+
+    @property
+    def linear_input(self) -> int:
+        """Bytes of an element of the input that a linear layer keeps."""
+        return 1 if self.fp8 else self.element
+
+    @property
+    def mask(self) -> int:
+        """Bytes that dropout keeps for an element."""
+        return self.element if self.is_local else 1
+
+
+def layer_rows(
+    fields: GPTFields, is_moe: bool, seq_length: int, form: NumberFormat, layer: int | None = None
+) -> list[SavedTensor]:
+    """Return the tensors that a transformer layer keeps.
+
+    Args:
+        fields: The model.
+        is_moe: Whether its feed-forward part is a mixture of experts.
+        seq_length: Tokens of a row, used for attention that keeps its weights.
+        form: The number format of activations.
+        layer: Its number, from 0, by which its adapters are found; None for a layer of multi-token prediction.
+    """
+    rows = [*_norm(fields, "input_layernorm", fields.hidden_size, form, weights=_BEHIND_NORM)]
+    rows += _attention(fields, seq_length, form)
+    of_mlp = () if is_moe else ("mlp.linear_fc1.weight",)
+    rows += _norm(fields, "pre_mlp_layernorm", fields.hidden_size, form, is_moe, weights=of_mlp)
+    if is_moe:
+        assert fields.experts is not None
+        rows += _experts(fields, fields.experts, form)
+    else:
+        rows += _mlp(fields, fields.ffn_hidden_size, form, "mlp")
+    if fields.hidden_dropout:
+        rows.append(SavedTensor("dropout masks", 2 * fields.hidden_size, form.mask, "sequence"))
+    return [*_needed(fields, rows, f"decoder.layers.{layer}."), *_adapters(fields, form, f"decoder.layers.{layer}.")]
+
+
+def _needed(fields: GPTFields, rows: list[SavedTensor], prefix: str) -> list[SavedTensor]:
+    """Return the rows without those that only gradients of frozen weights without adapters need."""
+    if fields.adapters is None:
+        return rows
+    trained = fields.adapters.of
+    return [row for row in rows if not row.weights or any(prefix + name in trained for name in row.weights)]
+
+
+def _adapters(fields: GPTFields, form: NumberFormat, prefix: str) -> Iterator[SavedTensor]:
+    """Yield what the adapters of a layer keep beside the inputs of its weights."""
+    lora = fields.adapters.lora if fields.adapters is not None else None
+    if fields.adapters is None or lora is None:
+        return
+    for name, trained in fields.adapters.of.items():
+        if not name.startswith(prefix) or not trained.pairs:
+            continue
+        if name.endswith(("router.weight", "gate_weight")):
+            yield SavedTensor(
+                f"{name}: with its adapter", math.prod(trained.shape), form.element, "stacked", part="moe"
+            )
+            continue
+        is_row = "linear_fc2" in name or "linear_proj" in name
+        part = next((part for part, start in _PARTS.items() if name.startswith(prefix + start)), "")
+        whole: Shared = "sequence" if is_row else "nobody"
+        split: Shared = whole if is_row else "tensor"
+        share, experts = 1.0, len(trained.shape) > 2
+        if experts:
+            assert fields.experts is not None
+            share, whole = fields.experts.topk / fields.experts.count, "gathered"
+        ranks, (rows, columns) = sum(pair.rank for pair in trained.pairs), trained.shape[-2:]
+        yield SavedTensor(f"{name}: A x", ranks * share, form.element, whole, part=part)
+        several = len(trained.pairs) > (fields.experts.count if experts and fields.experts else 1)
+        if several:
+            yield SavedTensor(f"{name}: every A", ranks * columns, form.element, "stacked", part=part)
+            yield SavedTensor(f"{name}: every B", ranks * rows, form.element, "stacked rows", part=part)
+        if lora.use_dora:
+            yield SavedTensor(f"{name}: output before its length", rows, form.element, split, part=part)
+        if lora.lora_dropout:
+            inputs: Shared = "tensor" if is_row else "sequence"
+            yield SavedTensor(f"{name}: input, dropped", columns, form.element + form.mask, inputs, part=part)
+
+
+def embedding_rows(fields: GPTFields, form: NumberFormat) -> list[SavedTensor]:
+    """Return the tensors that the embedding keeps; arguments as in :func:`layer_rows`."""
+    rows = [SavedTensor("tokens", 1, _INDEX, "nobody")]
+    if fields.hidden_dropout:
+        rows.append(SavedTensor("dropout mask", fields.hidden_size, form.mask, "sequence"))
+    adapted = fields.adapters.of.get("embedding.word_embeddings.weight") if fields.adapters is not None else None
+    for pair in adapted.pairs if adapted is not None else ():
+        rows.append(SavedTensor("A x of the embedding", pair.rank, form.element, "sequence"))
+    return rows
+
+
+def output_rows(fields: GPTFields, form: NumberFormat) -> list[SavedTensor]:
+    """Return the tensors that the final norm, the output layer and the loss keep; see :func:`layer_rows`."""
+    output = "embedding.word_embeddings.weight" if fields.tied else "output_layer.weight"
+    rows = [
+        *_norm(fields, "decoder.final_layernorm", fields.hidden_size, form, weights=(output,)),
+        SavedTensor("probabilities", fields.padded_vocab_size, _FP32, "tensor"),
+        SavedTensor("labels and their mask", 1, _INDEX + 1, "nobody"),
+    ]
+    return _needed(fields, rows, "")
+
+
+def multi_token_rows(fields: GPTFields, seq_length: int, form: NumberFormat) -> list[SavedTensor]:
+    """Return the tensors of a layer of multi-token prediction, its embedding and its loss; see :func:`layer_rows`."""
+    norms = [row for name in ("enorm", "hnorm") for row in _norm(fields, name, fields.hidden_size, form)]
+    return [
+        *embedding_rows(fields, form),
+        *norms,
+        *layer_rows(fields, fields.is_moe[-1], seq_length, form),
+        *output_rows(fields, form),
+    ]
+
+
+_ATTENTION = "self_attention."
+_BEHIND_NORM = tuple(
+    f"{_ATTENTION}{name}.weight"
+    for name in ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")
+)
+_PARTS = {
+    "moe": "mlp.experts.",
+    "shared_experts": "mlp.shared_experts.",
+    "mlp": "mlp.linear_",
+    "mla_up_proj": f"{_ATTENTION}linear_kv_up_proj.",
+}
+"""How the names of weights begin that belong to a part which can be recomputed."""
+
+
+def _norm(
+    fields: GPTFields,
+    name: str,
+    width: int,
+    form: NumberFormat,
+    kept_whole: bool = False,
+    shared: Shared = "sequence",
+    weights: tuple[str, ...] = (),
+) -> Iterator[SavedTensor]:
+    """Yield what a norm keeps, and its output, which the linear layer behind it keeps for ``weights``."""
+    fused = not form.is_local or fields.layer_norm_has_bias
+    kept = _FP32 if fields.fp32_residual_connection or not fused else form.element
+    yield SavedTensor(f"{name} input", width, kept, shared)
+    if not fused:
+        yield SavedTensor(f"{name} input, scaled", width, _FP32, shared, weights=(f"{name}.weight",))
+    yield SavedTensor(f"{name} statistics", 2 if fields.layer_norm_has_bias else 1, _FP32, shared)
+    # A router reads the output too, so it is also kept unchanged.
+    kept = form.element if kept_whole else form.linear_input
+    yield SavedTensor(f"{name} output", width, kept, shared, weights=weights)
+
+
+def _attention(fields: GPTFields, seq_length: int, form: NumberFormat) -> Iterator[SavedTensor]:
+    if fields.attention is None:
+        yield from _grouped_attention(fields, form)
+        output = fields.num_attention_heads * fields.kv_channels
+        if form.is_local and (form.packed or fields.transformer.get("window_size")):
+            yield SavedTensor("attention output in pieces", output, form.element, "tensor", part="core_attn")
+    else:
+        yield from _latent_attention(fields, fields.attention, form)
+        output = fields.num_attention_heads * fields.attention.v_head_dim
+    heads = fields.num_attention_heads
+    if fields.attention_dropout and form.is_local:
+        # PyTorch's attention with dropout is not fused on a CPU: weights, mask, and the weights after dropout.
+        yield SavedTensor("attention weights", 3 * heads * seq_length, form.element, "tensor", part="core_attn")
+    else:
+        yield SavedTensor("attention statistics", heads, _FP32, "tensor", part="core_attn")
+    yield SavedTensor("attention output", output, form.element, "tensor")
+    if form.fp8:
+        yield SavedTensor("attention output in 8 bits", output, form.linear_input, "tensor")
+    if fields.attention_output_gate:
+        yield SavedTensor("output gate", output, _FP32, "tensor")
+        yield SavedTensor("gated output", output, form.linear_input, "tensor", weights=_PROJECTION)
+
+
+def _grouped_attention(fields: GPTFields, form: NumberFormat) -> Iterator[SavedTensor]:
+    queries, keys = fields.num_attention_heads * fields.kv_channels, fields.num_query_groups * fields.kv_channels
+    gates = queries if fields.attention_output_gate else 0
+    # The values are a view of it, which keeps the whole tensor.
+    yield SavedTensor("queries, keys and values", queries + 2 * keys + gates, form.element, "tensor")
+    if fields.qk_layernorm:
+        yield from _head_norms(fields, queries, keys, form)
+    if fields.rotary_channels and not fields.transformer.get("apply_rope_fusion"):
+        yield SavedTensor("cosines and sines", 4 * fields.rotary_channels, form.element, "nobody", form.packed)
+    if fields.rotary_channels or fields.qk_layernorm:
+        yield SavedTensor("queries and keys, rotated", queries + keys, form.element, "tensor")
+
+
+def _head_norms(fields: GPTFields, queries: int, keys: int, form: NumberFormat) -> Iterator[SavedTensor]:
+    heads = fields.num_attention_heads + fields.num_query_groups
+    fused = not form.is_local or fields.layer_norm_has_bias
+    if not fused and form.element < _FP32:
+        yield SavedTensor("queries and keys in fp32", queries + keys, _FP32, "tensor")
+    else:
+        yield SavedTensor("queries before their norm", queries, form.element, "tensor")
+    if not fused:
+        of_norms = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
+        yield SavedTensor("queries and keys, scaled", queries + keys, _FP32, "tensor", weights=of_norms)
+    yield SavedTensor("statistics of heads", heads * (2 if fields.layer_norm_has_bias else 1), _FP32, "tensor")
+
+
+def _latent_attention(fields: GPTFields, latent: LatentAttention, form: NumberFormat) -> Iterator[SavedTensor]:
+    heads = fields.num_attention_heads
+    compressed = {"kv": latent.kv_lora_rank}
+    if latent.q_lora_rank is not None:
+        compressed["q"] = latent.q_lora_rank
+    for name, width in compressed.items():
+        behind = (f"{_ATTENTION}linear_{name}_up_proj.weight",)
+        if fields.qk_layernorm:
+            yield from _norm(fields, f"{_ATTENTION}linear_{name}_up_proj.layer_norm", width, form, weights=behind)
+        else:
+            yield SavedTensor(f"compressed {name}", width, form.linear_input, "sequence", weights=behind)
+    rotated = 4 * latent.qk_pos_emb_head_dim
+    yield SavedTensor("cosines and sines", rotated, form.element, "nobody", form.packed, "mla_up_proj")
+    wide = heads * latent.query_width
+    yield SavedTensor("queries and keys", 2 * wide, form.element, "tensor", part="mla_up_proj")
+    # PyTorch's fused attention needs values as wide as keys.
+    padded = wide if form.is_local and latent.query_width > latent.v_head_dim else heads * latent.v_head_dim
+    if form.is_local and padded == wide:
+        yield SavedTensor("values, widened", wide, form.element, "tensor", part="core_attn")
+        yield SavedTensor("attention output, widened", wide, form.element, "tensor", part="core_attn")
+    else:
+        both = heads * (latent.qk_head_dim + latent.v_head_dim)  # the values are a part of it
+        yield SavedTensor("keys and values, expanded", both, form.element, "tensor", part="mla_up_proj")
+
+
+def _mlp(
+    fields: GPTFields, width: int, form: NumberFormat, part: str, shared: Shared = "tensor", share: float = 1.0
+) -> Iterator[SavedTensor]:
+    """Yield the tensors that a feed-forward part keeps after its input; ``share`` of the tokens go through it."""
+    fused = bool(fields.transformer.get("bias_activation_fusion"))
+    inner = 2 if fields.gated_linear_unit else 1
+    yield SavedTensor("inner width", inner * width * share, form.element, shared, part=part)
+    if fields.gated_linear_unit and not fused:
+        yield SavedTensor("gate, and what it opens", 2 * width * share, form.element, shared, part=part)
+    weighed = shared == "expert" and not fused
+    if weighed:
+        yield SavedTensor("activation before its weight", width * share, form.element, shared, part=part)
+    prefix = {"mlp": "mlp.", "moe": "mlp.experts.experts."}.get(part, f"mlp.{part}.")
+    behind = (f"{prefix}linear_fc2.weight",)
+    yield SavedTensor("activation", width * share, form.linear_input, shared, part=part, weights=behind)
+
+
+def _experts(fields: GPTFields, experts: Experts, form: NumberFormat) -> Iterator[SavedTensor]:
+    hidden, share = experts.latent_width or fields.hidden_size, float(experts.topk)
+    if experts.capacity_factor is not None:
+        share *= experts.capacity_factor if experts.pads_to_capacity else min(1.0, experts.capacity_factor)
+    # Scores in fp32, the map as bytes, and for each choice its index, position and weight.
+    scores = 2 * _FP32 + 1
+    yield SavedTensor(
+        "routing", experts.count * scores + experts.topk * (3 * _INDEX + _FP32), 1, "sequence", part="moe"
+    )
+    behind = ("mlp.experts.experts.linear_fc1.weight",)
+    yield SavedTensor("input of experts", hidden * share, form.linear_input, "gathered", part="moe", weights=behind)
+    yield from _mlp(fields, experts.width, form, "moe", "expert", share)
+    if experts.latent_width:
+        yield SavedTensor("output of experts", hidden, form.element, "sequence", part="moe")
+    if experts.shared_width:
+        yield from _mlp(fields, experts.shared_width, form, "shared_experts")
+        if experts.shared_gate:
+            yield SavedTensor("shared output before its gate", fields.hidden_size, form.element, "sequence", part="moe")
 
 
 @dataclass(frozen=True)

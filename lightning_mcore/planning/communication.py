@@ -10,7 +10,7 @@ shapes.
 Sources: ``tensor_parallel/layers.py`` and ``mappings.py`` (tensor and sequence parallelism: an all-reduce, or an
 all-gather and a reduce-scatter, on each side of a pair of matrices, and another all-gather for the gradient of the
 weight), ``moe/token_dispatcher.py``, ``pipeline_parallel/schedules.py`` and ``distributed/param_and_grad_buffer.py`` of
-megatron-core 0.16.1; ``layers/context_attention.py`` here. The volumes of tensor parallelism agree with Narayanan et
+megatron-core 0.16.1; ``layers/core_attention.py`` here. The volumes of tensor parallelism agree with Narayanan et
 al., 2021 (8 b s h (t - 1) / t elements a layer), and Korthikanti et al., 2022.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.planning.batch import GlobalBatch
+from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
 from lightning_mcore.planning.parameters import rank_parameters
 

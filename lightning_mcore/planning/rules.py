@@ -7,7 +7,7 @@ Megatron's config stops at the first fault of a model. That fault is listed; the
 ``MCorePrecision``, and reports the faults of the others. The functions after it check an ``MCoreGPT`` by itself, on its
 layout, and with its batch. The rules are those of the classes (``config/rules/``, ``optimizer/rules.py``, the parts
 themselves). Megatron's own rules run when its ``TransformerConfig`` is built here, and Lightning's when a ``Trainer``
-is built (``trainer.py``). The strategy is built too, with its valid arguments, because its part of Megatron's config
+is built (``signatures.py``). The strategy is built too, with its valid arguments, because its part of Megatron's config
 comes from it.
 
 :func:`check_run` goes through a run in the order in which it would start: the arguments of Trainer, strategy and
@@ -56,18 +56,19 @@ from lightning_mcore.optimizer.rules import (
 )
 from lightning_mcore.parallel.pipeline import check_uniform_recompute
 from lightning_mcore.planning.adapters import check_adapters, with_adapters
-from lightning_mcore.planning.batch import GlobalBatch, global_batch
+from lightning_mcore.planning.grid import GlobalBatch, global_batch
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.signatures import (
     Arguments,
     fields_of,
+    lightning_faults,
+    may_never_end,
     of_config,
     of_model,
     of_precision,
     of_strategy,
     of_trainer,
 )
-from lightning_mcore.planning.trainer import lightning_faults, may_never_end
 from lightning_mcore.strategy.overlap import TensorParallelOverlap
 from lightning_mcore.strategy.precision import MCorePrecision
 from lightning_mcore.strategy.strategy import MCoreStrategy

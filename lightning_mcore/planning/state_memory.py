@@ -27,10 +27,9 @@ from typing import Any
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.text import unknown_name
-from lightning_mcore.planning.activation_memory import ActivationSetting, activation_memory
+from lightning_mcore.planning.activation_memory import ActivationSetting, NumberFormat, activation_memory
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.parameters import ParameterTensor, rank_tensors
-from lightning_mcore.planning.saved_tensors import NumberFormat
 
 OPTIMIZERS: Mapping[str, int] = {"adam": 2, "adamw": 2, "sgd": 1, "sgd_without_momentum": 0, "muonwithadamw": 2}
 """Moments that an optimizer keeps of each element; Muon keeps one of each matrix."""

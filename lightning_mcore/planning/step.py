@@ -19,8 +19,8 @@ from typing import Any
 
 from lightning_mcore.config.flops import training_flops_per_token
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.planning.batch import GlobalBatch
 from lightning_mcore.planning.communication import AxisVolume, forward_runs
+from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.machines import NARROW, Machine
 from lightning_mcore.planning.model import GPTFields, stage_layers
 

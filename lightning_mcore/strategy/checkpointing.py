@@ -39,9 +39,8 @@ from lightning_mcore.checkpoint.model_state import StoredState
 from lightning_mcore.checkpoint.optimizer_state import load_whole_state, reload_weights
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
 from lightning_mcore.parallel import rank_watch
-from lightning_mcore.parallel.chunks import ModelChunks, find_pipeline, synchronize_parameters
+from lightning_mcore.parallel.chunks import ModelChunks, filled_as_plain, find_pipeline, synchronize_parameters
 from lightning_mcore.parallel.consensus import decide, on_all
-from lightning_mcore.parallel.fp8_weights import filled_as_plain
 from lightning_mcore.strategy.module import MCoreModule
 
 if TYPE_CHECKING:

@@ -49,9 +49,13 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import DataLoader
 
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.data.loop_position import (
+from lightning_mcore.data.position import (
     EndOfRestart,
+    FollowedLoader,
+    Moment,
     Place,
+    Position,
+    batches_in_pass,
     begin_epoch,
     know_metrics,
     load_loaders,
@@ -60,7 +64,6 @@ from lightning_mcore.data.loop_position import (
     read_over_some,
     step_plateaus,
 )
-from lightning_mcore.data.position import FollowedLoader, Moment, Position, batches_in_pass
 from lightning_mcore.parallel.consensus import control_group
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.random_state import RandomState, draw_other_numbers, from_plain, pick, put, take, to_plain

@@ -18,7 +18,7 @@ from lightning_mcore.arguments.llamafactory.run import read_run
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.hf import export_checkpoint, export_model
 from lightning_mcore.planning.adapters import with_adapters
-from lightning_mcore.planning.batch import GlobalBatch
+from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.step import step_work
 from tests.distributed.test_lora import GLOBAL_BATCH, LENGTH, Course, Rows

@@ -13,8 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.layers import attention
-from lightning_mcore.layers import context_attention as gathered_keys
+from lightning_mcore.layers import attention, core_attention
 from lightning_mcore.layers.attention import Reach, Softmax, attend, packed_runs
 from lightning_mcore.layers.packed_sequences import packed_sequences, split_packed_rows
 from lightning_mcore.layers.spec import gpt_block_spec
@@ -121,12 +120,12 @@ def saved_bytes(size: int, groups: int) -> int:
         mine = split_packed_rows(tokens, PADDED, parallel_state.get_context_parallel_rank(), size)
         params = packed_sequences(REAL, PADDED, ROW_LENGTH, size)
         count = SavedBytes(model)
-        original, gathered_keys.saved_tensors_hooks = gathered_keys.saved_tensors_hooks, count.within
+        original, core_attention.saved_tensors_hooks = core_attention.saved_tensors_hooks, count.within
         try:
             with saved_tensors_hooks(count, lambda tensor: tensor):
                 losses = model(mine, mine, None, labels=mine, packed_seq_params=params)
         finally:
-            gathered_keys.saved_tensors_hooks = original
+            core_attention.saved_tensors_hooks = original
         losses.sum().backward()
         return count.total()
 

@@ -31,7 +31,7 @@ from lightning_mcore.layers.lora import Projection, adapt
 from lightning_mcore.layers.lora import Rows as RowsOfLayer
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.planning.adapters import with_adapters
-from lightning_mcore.planning.batch import GlobalBatch
+from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.step import step_work
 from tests.hf_models import VOCAB_SIZE, tiny_folder

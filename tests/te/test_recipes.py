@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreGPT
-from lightning_mcore.parallel.fp8_weights import filled_as_plain
+from lightning_mcore.parallel.chunks import filled_as_plain
 from tests.parity.global_tensors import fill_weights
 from tests.ranks import run_ranks
 from tests.te.runs import Counting, Numbers, Run, make_model, make_trainer

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lightning_mcore.data.finetuning.templates import (
+from lightning_mcore.data.finetuning.chat import (
     BOS,
     TEMPLATES,
     TEXT,

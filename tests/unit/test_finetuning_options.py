@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lightning_mcore import MCoreFinetuningData
+from lightning_mcore.data.finetuning.chat import ChatTemplate
 from lightning_mcore.data.finetuning.stream import ReaderPlace, ReaderStreams
-from lightning_mcore.data.finetuning.templates import ChatTemplate
 from tests.chats import characters, exchanges, write
 
 PLAIN = ChatTemplate("plain", user=("Q{text}A",), answer=("{text}",))

@@ -12,8 +12,7 @@ import torch
 from lightning_mcore.data.finetuning import stream as token_stream
 from lightning_mcore.data.finetuning.chat import ChatEncoder
 from lightning_mcore.data.finetuning.conversations import ConversationReader
-from lightning_mcore.data.finetuning.stream import StreamSettings
-from lightning_mcore.data.finetuning.stream_loader import StreamLoader
+from lightning_mcore.data.finetuning.stream import StreamLoader, StreamSettings
 from tests.chats import characters, exchanges, write
 
 pytestmark = pytest.mark.slow
@@ -97,7 +96,7 @@ def test_the_end_of_an_epoch_says_what_became_of_the_samples(
 @pytest.fixture
 def capture_info(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
-    monkeypatch.setattr("lightning_mcore.data.finetuning.stream_loader.rank_zero_info", said.append)
+    monkeypatch.setattr("lightning_mcore.data.finetuning.stream.rank_zero_info", said.append)
     return said
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from lightning_mcore.layers import attention
 from lightning_mcore.layers.attention import QueryRun, Reach, Softmax, attend, packed_runs
-from lightning_mcore.layers.context_attention import _orders
-from lightning_mcore.layers.core_attention import TorchAttention
+from lightning_mcore.layers.core_attention import TorchAttention, _orders
 from lightning_mcore.layers.packed_sequences import PackedSequences, packed_sequences
 from tests.naive_attention import causal, naive_packed_attention, split_packed, unsplit_packed, window
 

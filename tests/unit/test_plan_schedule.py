@@ -5,8 +5,8 @@ import pytest
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.planning.adapters import with_adapters
-from lightning_mcore.planning.batch import GlobalBatch, global_batch
 from lightning_mcore.planning.communication import Traffic, communication_volume
+from lightning_mcore.planning.grid import GlobalBatch, global_batch
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.parameters import rank_parameters
 from lightning_mcore.planning.schedule import PipelineTimeline, schedule_picture, stage_order

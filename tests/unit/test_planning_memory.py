@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.planning.activation_memory import NumberFormat, layer_rows
 from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
 from lightning_mcore.planning.parameters import ParameterTensor, model_parameters, rank_parameters
-from lightning_mcore.planning.saved_tensors import NumberFormat, layer_rows
 from lightning_mcore.planning.schedule import in_flight
 from lightning_mcore.planning.state_memory import RankMemory, StateFormats, rank_memory, state_memory
 

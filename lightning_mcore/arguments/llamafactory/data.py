@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lightning_mcore.arguments.llamafactory.rows import FactoryReading
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.data.finetuning.files import with_rows
-from lightning_mcore.data.packing.dataset import TextBlocks, TokenizedSamples
+from lightning_mcore.data.packing.rows import TextBlocks, TokenizedSamples
 
 
 class FactoryData(MCoreFinetuningData):

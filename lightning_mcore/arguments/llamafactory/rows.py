@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from lightning_mcore.arguments.llamafactory.datasets import DatasetEntry
+from lightning_mcore.data.finetuning.chat import DocumentEncoder
 from lightning_mcore.data.finetuning.conversations import Message, Row
-from lightning_mcore.data.finetuning.templates import DocumentEncoder
 from lightning_mcore.data.finetuning.tokenized import Encoder, Reading
 
 

@@ -20,7 +20,7 @@ from lightning_mcore.arguments.llamafactory.freeze import trained_parts
 from lightning_mcore.arguments.llamafactory.keys import REFUSED, FactoryKeys, notes_of, translated
 from lightning_mcore.arguments.llamafactory.rules import OWN, check_keys, check_names, check_supported, own_keys
 from lightning_mcore.config.run import RunSettings
-from lightning_mcore.data.finetuning.templates import ChatTemplate, named_template
+from lightning_mcore.data.finetuning.chat import ChatTemplate, named_template
 from lightning_mcore.data.preprocess.tokenizer import auto_tokenizer
 from lightning_mcore.hf.source import family_of, read_config
 

@@ -1,27 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations as tokens under the tokenizer's chat template, with a mask of the tokens that are learnt.
+r"""Conversations as tokens, with a mask of the tokens that are learnt: under the tokenizer's template or a named one.
 
-The tokenizer's *chat template* turns a conversation into text, which is tokenised as a whole, as the model will see it.
-By default the assistant's turns are learnt: their text and the token that ends them, so that the model also learns to
-stop. The headers that the template writes before a turn are given at inference, so they are not learnt.
+**The tokenizer's chat template.** It turns a conversation into text, which is tokenised as a whole, as the model will
+see it (:class:`ChatEncoder`). By default the assistant's turns are learnt: their text and the token that ends them, so
+that the model also learns to stop. The headers that the template writes before a turn are given at inference, so they
+are not learnt. There are two ways to find the turns in the text. A template may mark assistant turns with
+``{% generation %}``. Any other template is rendered up to each turn: the turn begins where the text of the messages
+before it, with the generation prompt, ends; and it ends where the text of the messages up to it ends. Both texts must
+be beginnings of the whole text. A template that writes earlier turns differently once more messages follow is refused.
+A token that overlaps the beginning of a turn is not learnt. Without a chat template only a single exchange can be
+written: the prompt, with the special tokens that the tokenizer puts before a text, the response, and the EOS token.
 
-There are two ways to find the turns in the text. A template may mark assistant turns with ``{% generation %}``. Any
-other template is rendered up to each turn: the turn begins where the text of the messages before it, with the
-generation prompt, ends; and it ends where the text of the messages up to it ends. Both texts must be beginnings of the
-whole text. A template that writes earlier turns differently once more messages follow is refused. A token that overlaps
-the beginning of a turn is not learnt.
+**A template by its name.** LLaMA-Factory uses its own templates, which a training file names: ``template: llama3``.
+Those for the text models of the families that this package knows are here as plain data, under the same names, so that
+a conversation becomes the same tokens (:class:`TemplateEncoder`). A :class:`ChatTemplate` says what is written before
+and after the text of each turn, in *pieces*. A piece is text, with ``{text}`` where the text of the turn goes, or
+:data:`BOS` or :data:`EOS`. Each piece is tokenised by itself, so tokens always end at the edges of a turn. A
+conversation is a system text, if there is one, and *exchanges*: a user's turn and an answer. Each exchange becomes two
+lists of tokens, the prompt and the answer, and the answer is learnt. What comes before the first turn belongs to the
+first prompt. With ``longest``, exchanges are cut as LLaMA-Factory cuts them, so that a long prompt does not push out
+its answer: a short answer stays whole and the prompt is cut; a short prompt stays whole and the answer is cut; if both
+are long, each keeps its share. Exchanges that do not fit any more are left out.
 
-Without a chat template only a single exchange can be written: the prompt, with the special tokens that the tokenizer
-puts before a text, the response, and the EOS token. ``tokenized.py`` makes the :class:`ChatEncoder`.
+:class:`DocumentEncoder` is the encoder for pretraining: a text, and the token that ends it. ``tokenized.py`` uses all
+three, which have the same interface.
 """
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_mcore.config.text import unknown_name
 from lightning_mcore.config.value_checks import require_choice
 from lightning_mcore.data.finetuning.conversations import LossOn, Message, require_tokenizer
 from lightning_mcore.data.packing.best_fit import TokenSample
@@ -199,3 +212,355 @@ def _template_error() -> type[Exception]:
             "a tokenizer with a chat template needs the package jinja2; install it: pip install jinja2"
         ) from None
     return TemplateError
+
+
+BOS = "<bos>"
+EOS = "<eos>"
+"""Pieces that stand for the tokenizer's own tokens; a token that it does not have is left out."""
+
+Pieces = tuple[str, ...]
+TEXT = "{text}"
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    r"""How a conversation is written; LLaMA-Factory's templates have the same values.
+
+    Args:
+        name: Name of the template.
+        user: Pieces of a user's turn, up to the beginning of the answer.
+        answer: Pieces of an answer; all of them are learnt, so that the model learns to end its turn.
+        system: Pieces of the system text.
+        prefix: Pieces at the very beginning.
+        default_system: The system text of a conversation that has none; empty for none.
+        end_of_turn: The token that ends a turn, in place of the tokenizer's EOS; None keeps EOS.
+        end_of_text: The token that ends a document in pretraining; None for ``end_of_turn`` or EOS.
+        system_in_first_turn: Write the system text into the first user's turn, before the user's text.
+        one_eos: Answers have no end token; one EOS ends the whole conversation.
+        thoughts: Answers begin with a thought, ``<think>...</think>``; an answer without one gets an empty one.
+        thinking: With ``thoughts``: True lets empty thoughts be learnt as part of the answer, None puts them into the
+            prompt, and False also removes the thoughts from answers that have them.
+        keeps_thoughts: With ``thoughts``, if only the last turn is learnt: earlier turns keep their thoughts.
+    """
+
+    name: str
+    user: Pieces = (TEXT,)
+    answer: Pieces = (TEXT, EOS)
+    system: Pieces = (TEXT,)
+    prefix: Pieces = ()
+    default_system: str = ""
+    end_of_turn: str | None = None
+    end_of_text: str | None = None
+    system_in_first_turn: bool = False
+    one_eos: bool = False
+    thoughts: bool = False
+    thinking: bool | None = True
+    keeps_thoughts: bool = False
+
+
+def named_template(template: "str | ChatTemplate") -> ChatTemplate:
+    """Return a template by its name, or the template itself.
+
+    Raises:
+        ValueError: There is no template of this name.
+    """
+    if isinstance(template, ChatTemplate):
+        return template
+    if template not in TEMPLATES:
+        names = ", ".join(sorted(TEMPLATES))
+        raise ValueError(f"{unknown_name('chat template', template, TEMPLATES)} (there are {names})")
+    return TEMPLATES[template]
+
+
+_CHATML: dict[str, Any] = {
+    "user": ("<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n",),
+    "answer": ("{text}<|im_end|>\n",),
+    "system": ("<|im_start|>system\n{text}<|im_end|>\n",),
+}
+_GLM4: dict[str, Any] = {
+    "user": ("<|user|>\n{text}<|assistant|>",),
+    "answer": ("\n{text}",),
+    "system": ("<|system|>\n{text}",),
+    "prefix": ("[gMASK]<sop>",),
+}
+_ALPACA_SYSTEM = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+)
+_VICUNA_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, and"
+    " polite answers to the user's questions."
+)
+_QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+_DEEPSEEK3_USER = ("<\uff5cUser\uff5c>{text}<\uff5cAssistant\uff5c>",)  # bars of full width
+
+
+def _header(role: str) -> str:
+    return f"<|start_header_id|>{role}<|end_header_id|>\n\n"
+
+
+_ALL = (
+    ChatTemplate(
+        "default",
+        user=("Human: {text}", EOS, "\nAssistant:"),
+        answer=(TEXT, EOS, "\n"),
+        system=("System: {text}", EOS, "\n"),
+    ),
+    ChatTemplate("empty", answer=(TEXT,)),
+    ChatTemplate(
+        "alpaca",
+        user=("### Instruction:\n{text}\n\n### Response:\n",),
+        answer=(TEXT, EOS, "\n\n"),
+        default_system=_ALPACA_SYSTEM,
+    ),
+    ChatTemplate("vicuna", user=("USER: {text} ASSISTANT:",), default_system=_VICUNA_SYSTEM),
+    ChatTemplate("chatml", **_CHATML, end_of_turn="<|im_end|>"),
+    ChatTemplate("qwen", **_CHATML, default_system=_QWEN_SYSTEM, end_of_turn="<|im_end|>"),
+    ChatTemplate("qwen3", **_CHATML, end_of_turn="<|im_end|>", thoughts=True),
+    ChatTemplate("qwen3_nothink", **_CHATML, end_of_turn="<|im_end|>"),
+    ChatTemplate(
+        "llama2",
+        user=(BOS, "[INST] {text} [/INST]"),
+        system=("<<SYS>>\n{text}\n<</SYS>>\n\n",),
+        system_in_first_turn=True,
+    ),
+    ChatTemplate(
+        "llama3",
+        user=(_header("user") + "{text}<|eot_id|>" + _header("assistant"),),
+        answer=("{text}<|eot_id|>",),
+        system=(_header("system") + "{text}<|eot_id|>",),
+        prefix=(BOS,),
+        end_of_turn="<|eot_id|>",
+        end_of_text="<|end_of_text|>",
+    ),
+    ChatTemplate(
+        "mistral",
+        user=("[INST] {text}[/INST]",),
+        answer=(" {text}", EOS),
+        system=("{text}\n\n",),
+        prefix=(BOS,),
+        system_in_first_turn=True,
+    ),
+    ChatTemplate(
+        "ministral", user=("[INST]{text}[/INST]",), system=("{text}\n\n",), prefix=(BOS,), system_in_first_turn=True
+    ),
+    ChatTemplate(
+        "mistral_small", user=("[INST]{text}[/INST]",), system=("[SYSTEM_PROMPT]{text}[/SYSTEM_PROMPT]",), prefix=(BOS,)
+    ),
+    ChatTemplate("deepseek", user=("User: {text}\n\nAssistant:",), system=("{text}\n\n",), prefix=(BOS,)),
+    ChatTemplate("deepseek3", user=_DEEPSEEK3_USER, prefix=(BOS,)),
+    ChatTemplate("deepseekr1", user=_DEEPSEEK3_USER, prefix=(BOS,), thoughts=True),
+    ChatTemplate("glm4", **_GLM4, one_eos=True),
+    ChatTemplate("glm4_moe", **_GLM4, one_eos=True, thoughts=True),
+)
+
+TEMPLATES = {template.name: template for template in _ALL}
+"""All templates by name."""
+
+
+_THOUGHT = ("<think>\n", "\n</think>\n\n")
+_THOUGHTS = re.compile(re.escape(_THOUGHT[0]) + "(.*?)" + re.escape(_THOUGHT[1]), re.DOTALL)
+
+Exchange = tuple[list[int], list[int]]
+"""Tokens of a prompt and of its answer."""
+
+
+class TemplateEncoder:
+    """Tokenises conversations with a :class:`ChatTemplate`.
+
+    Args:
+        tokenizer: A tokenizer of ``transformers``.
+        template: How conversations are written.
+        loss_on: What is learnt: the answers, the last of these, or every token.
+        longest: The most tokens of a sample; None for no limit.
+
+    Raises:
+        TypeError: The tokenizer is not one of ``transformers``.
+        ValueError: ``loss_on`` is unknown, or the template needs a token that the tokenizer does not have.
+    """
+
+    def __init__(
+        self, tokenizer: Any, template: ChatTemplate, loss_on: LossOn = "assistant", longest: int | None = None
+    ) -> None:
+        require_tokenizer(tokenizer)
+        require_choice("loss_on", loss_on, LossOn)
+        if template.one_eos and loss_on == "all":
+            raise ValueError(
+                f"the template {template.name!r} has one EOS for all turns, so it cannot be used with loss_on='all';"
+                " choose another loss_on, or another template"
+            )
+        self.tokenizer = tokenizer
+        self.template = template
+        self.loss_on = loss_on
+        self.longest = longest
+        self._eos = end_of_turn(tokenizer, template)
+
+    def encode(self, messages: Sequence[Message], sample_id: int, name: str) -> TokenSample:
+        """Return the tokens of a conversation; an empty sample if it has no text to learn.
+
+        Args:
+            messages: Messages with ``role`` and ``content``: optionally one of the system, then alternately one of the
+                user and one of the assistant.
+            sample_id: Number of the sample in its dataset.
+            name: What to call the conversation in an error, such as ``"row 3"``.
+
+        Raises:
+            ValueError: The turns have other roles, or the template cannot write as many.
+        """
+        system, prompts, answers = self._turns(messages, name)
+        taught = answers[-1:] if self.loss_on == "last_assistant" else answers
+        if not any(text.strip() for text in taught + (prompts if self.loss_on == "all" else [])):
+            return TokenSample(np.zeros(0, np.int32), np.zeros(0, np.bool_), sample_id)
+        if self.template.one_eos and len(answers) > 1:
+            raise ValueError(
+                f"{name} has {len(answers)} exchanges, but the template {self.template.name!r} ends only the last one;"
+                " give conversations of one exchange, or leave template out to use the tokenizer's own"
+            )
+        tokens, learnt = self._joined(self._exchanges(system, prompts, answers))
+        learnt[:1] = [False]
+        return TokenSample(np.asarray(tokens, np.int32), np.asarray(learnt, np.bool_), sample_id)
+
+    def _turns(self, messages: Sequence[Message], name: str) -> tuple[str, list[str], list[str]]:
+        """Return the system text, the texts of the user's turns, and the texts of the answers."""
+        system = ""
+        if messages and messages[0]["role"] == "system":
+            system, messages = messages[0]["content"], messages[1:]
+        roles = [message["role"] for message in messages]
+        if roles != ["user", "assistant"] * (len(roles) // 2):
+            raise ValueError(
+                f"{name} has the turns {', '.join(roles)}, but the template {self.template.name!r} needs user and"
+                " assistant in turn, after a system turn if there is one; fix the row or leave it out"
+            )
+        texts = [message["content"] for message in messages]
+        return system or self.template.default_system, texts[::2], texts[1::2]
+
+    def _exchanges(self, system: str, prompts: list[str], answers: list[str]) -> list[Exchange]:
+        """Return the tokens of all exchanges, with thoughts added or removed as the template says."""
+        template, last = self.template, len(answers) - 1
+        forgets = self.loss_on == "last_assistant" and not template.keeps_thoughts
+        exchanges = []
+        for turn, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            if template.thoughts and (template.thinking is False or (forgets and turn < last)):
+                answer = _THOUGHTS.sub("", answer).lstrip("\n")
+            first = self._opening(system, prompt) if turn == 0 else self._tokens(template.user, prompt)
+            second = self._tokens(template.answer, answer)
+            thinks = any(mark.strip() in answer for mark in _THOUGHT)
+            if template.thoughts and not thinks and (turn == last or not forgets):
+                empty = self._tokens(("".join(_THOUGHT),))
+                first, second = (first, empty + second) if template.thinking else (first + empty, second)
+            exchanges.append((first, second))
+        return exchanges
+
+    def _opening(self, system: str, prompt: str) -> list[int]:
+        """Return the tokens of the first prompt, with prefix and system text."""
+        template = self.template
+        tokens = self._tokens(template.prefix)
+        if system and template.system_in_first_turn:
+            prompt = template.system[0].replace(TEXT, system, 1) + prompt
+        elif system:
+            tokens += self._tokens(template.system, system)
+        return tokens + self._tokens(template.user, prompt)
+
+    def _joined(self, exchanges: list[Exchange]) -> tuple[list[int], list[bool]]:
+        """Return the exchanges as one list of tokens, cut to ``longest``, and the mask of what is learnt."""
+        last_alone = self.loss_on == "last_assistant"
+        tokens: list[int] = []
+        learnt: list[bool] = []
+        taken = 1 if self.template.one_eos else 0
+        for turn, (prompt, answer) in enumerate(reversed(exchanges) if last_alone else exchanges):
+            if self.longest is not None:
+                if taken >= self.longest:
+                    break
+                prompt, answer = _cut(prompt, answer, self.longest - taken)
+            taken += len(prompt) + len(answer)
+            marks = [self.loss_on == "all"] * len(prompt) + [not (last_alone and turn)] * len(answer)
+            both = prompt + answer
+            tokens, learnt = (both + tokens, marks + learnt) if last_alone else (tokens + both, learnt + marks)
+        if self.template.one_eos:
+            tokens, learnt = [*tokens, self.tokenizer.eos_token_id], [*learnt, True]
+        return tokens, learnt
+
+    def _tokens(self, pieces: Pieces, text: str = "") -> list[int]:
+        """Return the tokens of pieces, each tokenised by itself."""
+        special = {BOS: self.tokenizer.bos_token_id, EOS: self._eos}
+        tokens: list[int] = []
+        for piece in pieces:
+            if piece in special:
+                tokens += [] if special[piece] is None else [special[piece]]
+            else:
+                written = piece.replace(TEXT, text, 1)
+                tokens += self.tokenizer(written, add_special_tokens=False)["input_ids"] if written else []
+        return tokens
+
+
+class DocumentEncoder:
+    """Tokenises documents for pretraining; the text and the token that ends it are learnt.
+
+    Args:
+        tokenizer: A tokenizer of ``transformers``.
+        template: The template whose token ends a text; None for the tokenizer's EOS.
+        begins: Write BOS before each text, if the tokenizer writes one itself.
+
+    Raises:
+        TypeError: The tokenizer is not one of ``transformers``.
+        ValueError: The tokenizer does not have the token that ends a text.
+    """
+
+    def __init__(self, tokenizer: Any, template: ChatTemplate | None = None, begins: bool = False) -> None:
+        require_tokenizer(tokenizer)
+        end_of_turn(tokenizer, template or ChatTemplate("the end of a document"))
+        end = None if template is None else template.end_of_text or template.end_of_turn
+        self.tokenizer = tokenizer
+        self._start = tokenizer.bos_token if begins and getattr(tokenizer, "add_bos_token", False) else ""
+        self._end = end or tokenizer.eos_token
+
+    def encode(self, messages: Sequence[Message], sample_id: int, name: str) -> TokenSample:
+        """Return the tokens of the text of the first message; an empty sample if it has none.
+
+        Args:
+            messages: One message with ``content``.
+            sample_id: Number of the document in its dataset.
+            name: What to call the document in an error.
+        """
+        text = messages[0]["content"] if messages else ""
+        ids = self.tokenizer(self._start + text + self._end, add_special_tokens=False)["input_ids"] if text else []
+        learnt = np.ones(len(ids), np.bool_)
+        learnt[:1] = False
+        return TokenSample(np.asarray(ids, np.int32), learnt, sample_id)
+
+
+def end_of_turn(tokenizer: Any, template: ChatTemplate) -> int | None:
+    """Return the id of the token that the template means by EOS; None if it needs none.
+
+    Raises:
+        ValueError: The template needs a token that the tokenizer does not have.
+    """
+    if template.end_of_turn is not None:
+        ids = tokenizer(template.end_of_turn, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
+            raise ValueError(
+                f"the template {template.name!r} ends turns with the token {template.end_of_turn!r}, which this"
+                " tokenizer does not have; choose the template that the model was made with, or none to go by the"
+                " tokenizer's own"
+            )
+        token: int = ids[0]
+        return token
+    needs = template.one_eos or EOS in (*template.answer, *template.user, *template.system)
+    if needs and tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the template {template.name!r} needs an EOS token, and the tokenizer has none; set tokenizer.eos_token,"
+            " or choose another template"
+        )
+    eos: int | None = tokenizer.eos_token_id
+    return eos
+
+
+def _cut(prompt: list[int], answer: list[int], room: int) -> Exchange:
+    """Return an exchange that takes ``room`` tokens at most."""
+    if 2 * len(answer) < room:
+        most = room
+    elif 2 * len(prompt) < room:
+        most = room - len(prompt)
+    else:
+        most = int(room * (len(answer) / (len(prompt) + len(answer))))
+    kept = min(most, len(answer))
+    return prompt[: max(room - kept, 0)], answer[:kept]

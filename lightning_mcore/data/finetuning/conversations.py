@@ -10,7 +10,7 @@ Datasets for fine-tuning come in four forms. Each form has its own columns, so t
 
 A text that is null counts as empty, and a row without an answer is left out and counted. Other columns, and other
 fields of a message, are ignored. A message that calls tools is refused, because its text alone would teach something
-else. ``chat.py`` or ``templates.py`` tokenises the messages.
+else. ``chat.py`` tokenises the messages.
 """
 
 from collections.abc import Iterable, Mapping

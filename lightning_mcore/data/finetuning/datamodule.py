@@ -4,10 +4,10 @@
 What happens to a file, and when:
 
 1. ``prepare_data``, in one process on each machine, reads the files with Hugging Face ``datasets``, makes a
-   conversation of each row (``conversations.py``) and tokenises it (``chat.py`` or ``templates.py``). The tokens are
+   conversation of each row (``conversations.py``) and tokenises it (``chat.py``). The tokens are
    cached; the name of the cache depends on the files, the tokenizer and the settings, so the next run finds them.
 2. ``setup``, on every rank, opens the cache, leaves out samples without anything to learn, cuts or splits those that
-   are longer than a row, and decides which samples share a row (``data/packing/dataset.py``). The log has one line of
+   are longer than a row, and decides which samples share a row (``data/packing/rows.py``). The log has one line of
    counts. If something is wrong with the files or with a row, every rank raises the same error.
 3. The loaders read rows in an order that is the same on every layout (``data/sampling.py``).
 
@@ -15,7 +15,7 @@ A checkpoint describes the sources of the training data. A run that resumes in t
 sources; one that resumes from the end of an epoch warns if they have changed.
 
 With ``streaming`` nothing is prepared: training files are tokenised and packed while they are read
-(``stream_loader.py``). ``data/packing/rows.py`` describes the batches, packed or dense, for
+(``stream.py``). ``data/packing/rows.py`` describes the batches, packed or dense, for
 ``MCoreModule.forward_step``.
 """
 
@@ -32,11 +32,10 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from lightning_mcore.config.value_checks import require_choice, require_flag, require_size
+from lightning_mcore.data.finetuning.chat import ChatTemplate, named_template
 from lightning_mcore.data.finetuning.conversations import Format, LossOn
 from lightning_mcore.data.finetuning.files import find_files, load_rows, require_same_columns, with_rows
-from lightning_mcore.data.finetuning.stream import StreamSettings
-from lightning_mcore.data.finetuning.stream_loader import StreamLoader
-from lightning_mcore.data.finetuning.templates import ChatTemplate, named_template
+from lightning_mcore.data.finetuning.stream import StreamLoader, StreamSettings
 from lightning_mcore.data.finetuning.tokenized import (
     Reading,
     columns_of_stream,
@@ -45,10 +44,16 @@ from lightning_mcore.data.finetuning.tokenized import (
     sources_of,
     tokenize_files,
 )
-from lightning_mcore.data.loop_position import Place
 from lightning_mcore.data.packing.best_fit import Overlong, PackingStatistics
-from lightning_mcore.data.packing.dataset import PackedDataset, TokenizedSamples
-from lightning_mcore.data.packing.rows import PackingMultiples, collate_padded, collate_rows, packing_multiples
+from lightning_mcore.data.packing.rows import (
+    PackedDataset,
+    PackingMultiples,
+    TokenizedSamples,
+    collate_padded,
+    collate_rows,
+    packing_multiples,
+)
+from lightning_mcore.data.position import Place
 from lightning_mcore.data.preprocess.tokenizer import auto_tokenizer
 from lightning_mcore.data.sampling import data_parallel_place, evaluation_loader, training_loader
 from lightning_mcore.parallel.consensus import decide, together
@@ -76,7 +81,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
         response_column: Column of the response, for ``prompt_response``.
         loss_on: What is learnt: the turns of the ``assistant``, only the ``last_assistant`` turn, or ``all`` tokens.
         template: How turns are written: the name of a LLaMA-Factory template, such as ``llama3``, or a
-            :class:`~lightning_mcore.data.finetuning.templates.ChatTemplate`; None for the tokenizer's own.
+            :class:`~lightning_mcore.data.finetuning.chat.ChatTemplate`; None for the tokenizer's own.
         packing: Put several samples into a row; otherwise each has its own row, padded to the longest of the batch.
         overlong: For a sample longer than a row: ``error`` refuses it, ``cut`` keeps its beginning, ``split`` makes
             pieces.
