@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules that most families share, for a decoder like Llama's and its variants.
 
-A family (``families/``) combines its tables from these. Weights have Megatron's names in checkpoints, where a norm
+A family (``families.py``) combines its tables from these. Weights have Megatron's names in checkpoints, where a norm
 before a projection belongs to that projection.
 """
 

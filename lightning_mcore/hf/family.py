@@ -5,8 +5,8 @@ A :class:`Family` holds rules for config keys (``config_rules.py``), rules for w
 prefixes of layers. It does not depend on how a model is split over ranks. megatron-core is imported only for the
 defaults of its fields, not to read a config.
 
-The families of this package lie in ``families/``. Another package registers its own in its ``pyproject.toml``, and they
-can then be found by name::
+The families of this package lie in ``families.py``. Another package registers its own in its ``pyproject.toml``, and
+they can then be found by name::
 
     [project.entry-points."lightning_mcore.families"]
     gemma = "my_package.gemma:FAMILY"
@@ -288,22 +288,10 @@ def split_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
 ENTRY_POINTS = "lightning_mcore.families"
 
-_OWN = (
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "deepseek_v3",
-    "glm4_moe",
-)
-
 
 def family_names() -> list[str]:
     """Return the names of all families: the ``model_type`` of their ``config.json``."""
-    return [*_OWN, *sorted(entry.name for entry in entry_points(group=ENTRY_POINTS))]
+    return [*_own(), *sorted(entry.name for entry in entry_points(group=ENTRY_POINTS))]
 
 
 def find_family(name: str) -> Family:
@@ -353,12 +341,18 @@ def registered_family(name: str) -> Family:
     registered = next((entry.value for entry in entry_points(group=ENTRY_POINTS) if entry.name == name), None)
     if registered is not None:
         return _import(registered)
-    if name in _OWN:
-        return _import(f"lightning_mcore.hf.families.{name}:FAMILY")
+    if name in _own():
+        return _own()[name]
     raise ValueError(
         f"models of type {name!r} are not supported; choose {', '.join(family_names())}, or give your own family, "
         "family='package.module:FAMILY'"
     )
+
+
+def _own() -> dict[str, Family]:
+    from lightning_mcore.hf.families import FAMILIES  # which imports this file
+
+    return FAMILIES
 
 
 def _import(path: str) -> Family:

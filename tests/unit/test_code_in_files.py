@@ -31,7 +31,7 @@ TRAINED = {"trainer": {"accelerator": "cpu", "devices": 1, "max_steps": 1, "logg
 def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return a file that is written when the code beside a model runs; it is importable from here."""
     mark = tmp_path / "ran"
-    about = "from lightning_mcore.hf.families.llama import FAMILY\nfrom lightning_mcore import MCoreGPT as Model\n"
+    about = "from lightning_mcore.hf.families import LLAMA as FAMILY\nfrom lightning_mcore import MCoreGPT as Model\n"
     (tmp_path / f"{EVIL}.py").write_text(
         f"open({str(mark)!r}, 'w').close()\n{about}\ndef activation(x):\n    return x\n"
     )

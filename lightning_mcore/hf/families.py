@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model families of this package, each a table; ``family.py`` explains the entries."""
+
+from typing import Any
+
+from lightning_mcore.hf.config_rules import Config, Constants, Derived, Only, Same, Unused, refuse_unless
+from lightning_mcore.hf.decoder_rules import (
+    ATTENTION,
+    DECODER,
+    HEAD_SIZE,
+    MLP,
+    MULTI_TOKEN,
+    MULTI_TOKEN_LAYERS,
+    NO_ATTENTION_BIAS,
+    NO_MLP_BIAS,
+    OPTIONAL_WINDOW,
+    OUTSIDE,
+    PRETRAINING_TP,
+    QK_NORM,
+    QKV_BIAS,
+    REPEATED,
+    WINDOW,
+    WINDOWS,
+    WITHOUT_POSITIONS,
+)
+from lightning_mcore.hf.expert_rules import (
+    ALL_LAYERS,
+    EXPERT_SIZES,
+    EXPERTS,
+    NO_ROUTER_LOSS,
+    NORMALISED_ROUTER,
+    SIGMOID_EXPERT_WEIGHTS,
+    SIGMOID_EXPERTS,
+    SOFTMAX_ROUTER,
+    SPARSE_LAYERS,
+    expert_weights,
+    shared_expert_weights,
+)
+from lightning_mcore.hf.family import Family
+from lightning_mcore.hf.rope_rules import LATENT_ROPE, PARTIAL_ROPE
+from lightning_mcore.hf.weight_rules import Rename, WeightRule
+
+LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    config=(*DECODER, NO_ATTENTION_BIAS, NO_MLP_BIAS, PRETRAINING_TP),
+    layer=(*ATTENTION, *MLP),
+    outside=OUTSIDE,
+)
+"""Llama 2 and 3, and models with the same layers."""
+
+MISTRAL = Family(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    config=(*DECODER, WINDOW),
+    layer=(*ATTENTION, *MLP),
+    outside=OUTSIDE,
+)
+"""Mistral: Llama's layers with a sliding window."""
+
+MIXTRAL = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    config=(
+        *DECODER,
+        WINDOW,
+        Same("num_local_experts", "num_moe_experts", others=("num_experts",), at_least=1),
+        Same("num_experts_per_tok", "moe_router_topk", at_least=1),
+        ALL_LAYERS,
+        NORMALISED_ROUTER,
+        Only(
+            "router_jitter_noise", 0.0, "Megatron's noise is different; give transformer={'moe_input_jitter_eps': ...}"
+        ),
+        *NO_ROUTER_LOSS,
+    ),
+    layer=(
+        *ATTENTION,
+        *expert_weights("block_sparse_moe.gate", "block_sparse_moe.experts.{expert}", ("w1", "w3", "w2")),
+    ),
+    outside=OUTSIDE,
+)
+"""Mixtral: Mistral with experts in every layer."""
+
+QWEN2 = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    config=(
+        *DECODER,
+        WINDOWS,
+        Constants({"add_qkv_bias": True}),
+        Only("use_mrope", False, is_written=False),
+    ),
+    layer=(*ATTENTION, QKV_BIAS, *MLP),
+    outside=OUTSIDE,
+)
+"""Qwen2 and Qwen2.5: biases in queries, keys and values, windows in some layers."""
+
+QWEN2_MOE = Family(
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    config=(
+        *DECODER,
+        WINDOWS,
+        Same("qkv_bias", "add_qkv_bias"),
+        Same("num_experts", "num_moe_experts", others=("num_local_experts",), at_least=1),
+        *EXPERT_SIZES,
+        Same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", at_least=1),
+        Constants({"moe_shared_expert_gate": True}),
+        SPARSE_LAYERS,
+        SOFTMAX_ROUTER,
+        *NO_ROUTER_LOSS,
+    ),
+    layer=(
+        *ATTENTION,
+        QKV_BIAS,
+        *MLP,
+        *EXPERTS,
+        *shared_expert_weights("mlp.shared_expert"),
+        Rename("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight"),
+    ),
+    outside=OUTSIDE,
+)
+"""Qwen2-MoE and Qwen1.5-MoE: Qwen2 with experts, one of which sees every token through a gate."""
+
+QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    config=(*DECODER, WINDOWS, NO_ATTENTION_BIAS, Constants({"qk_layernorm": True})),
+    layer=(*ATTENTION, *QK_NORM, *MLP),
+    outside=OUTSIDE,
+)
+"""Qwen3: norms of queries and keys, windows in some layers."""
+
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    config=(
+        *DECODER,
+        OPTIONAL_WINDOW,
+        NO_ATTENTION_BIAS,
+        Constants({"qk_layernorm": True}),
+        Same("num_local_experts", "num_moe_experts", others=("num_experts",), at_least=1),
+        *EXPERT_SIZES,
+        SPARSE_LAYERS,
+        SOFTMAX_ROUTER,
+        *NO_ROUTER_LOSS,
+    ),
+    layer=(*ATTENTION, *QK_NORM, *MLP, *EXPERTS),
+    outside=OUTSIDE,
+)
+"""Qwen3-MoE: Qwen3 with experts."""
+
+
+def _read_latents(config: Config) -> dict[str, Any]:
+    heads = config["num_attention_heads"]
+    refuse_unless("num_key_value_heads", config.get("num_key_value_heads", heads), (heads,), "each head has its own")
+    turned = config["qk_rope_head_dim"]
+    for key, size in (("head_dim", turned), ("qk_head_dim", config["qk_nope_head_dim"] + turned)):
+        refuse_unless(key, config.get(key, size), (size,), "it follows from qk_nope_head_dim and qk_rope_head_dim")
+    return {"q_lora_rank": config.get("q_lora_rank")}  # None matters: Megatron's default is a number
+
+
+_LATENTS = Derived(
+    ("q_lora_rank", "head_dim", "qk_head_dim"), _read_latents, lambda fields: {"q_lora_rank": fields["q_lora_rank"]}
+)
+
+_ONE_EPSILON = Only(
+    "rms_norm_eps",
+    1e-6,
+    "transformers always has this value in the norms of latents, and Megatron has one value for all norms",
+    is_written=False,  # the rule of all decoders writes the value of the model, and write_config reads it back
+)
+
+_LATENT_ATTENTION: tuple[WeightRule, ...] = (
+    Rename("input_layernorm.weight", "input_layernorm.weight"),
+    Rename("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight"),
+    Rename("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight"),
+    Rename("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight"),
+    Rename("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight"),
+    Rename("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
+    Rename("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight"),
+    Rename("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight"),
+    Rename("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+)
+
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    config=(
+        Constants({"multi_latent_attention": True, "qk_layernorm": True}),
+        *WITHOUT_POSITIONS,
+        _ONE_EPSILON,
+        LATENT_ROPE,
+        NO_ATTENTION_BIAS,
+        PRETRAINING_TP,
+        _LATENTS,
+        Same("kv_lora_rank", "kv_lora_rank", at_least=1),
+        Same("qk_nope_head_dim", "qk_head_dim", at_least=1),
+        Same("qk_rope_head_dim", "qk_pos_emb_head_dim", at_least=1),
+        Same("v_head_dim", "v_head_dim", at_least=1),
+        Only("rope_interleave", True, "Megatron rotates neighbouring channels of latent attention"),
+        *SIGMOID_EXPERTS,
+        Only("scoring_func", "sigmoid", is_written=False),
+        Only("topk_method", "noaux_tc", is_written=False),
+        Only("moe_layer_freq", 1, is_written=False),
+        Unused(("aux_loss_alpha", "ep_size", "seq_aux")),
+        MULTI_TOKEN_LAYERS,
+    ),
+    layer=(*_LATENT_ATTENTION, *MLP, *SIGMOID_EXPERT_WEIGHTS),
+    outside=OUTSIDE,
+    multi_token=MULTI_TOKEN,
+    repeated=REPEATED,
+)
+"""DeepSeek-V3 and R1: latent attention, a sigmoid router with a bias, shared experts, multi-token prediction."""
+
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    config=(
+        *WITHOUT_POSITIONS,
+        PARTIAL_ROPE,
+        HEAD_SIZE,
+        Same("attention_bias", "add_qkv_bias"),
+        Same("use_qk_norm", "qk_layernorm"),
+        *SIGMOID_EXPERTS,
+        MULTI_TOKEN_LAYERS,
+    ),
+    layer=(
+        *ATTENTION,
+        QKV_BIAS,
+        *QK_NORM,
+        *MLP,
+        *SIGMOID_EXPERT_WEIGHTS,
+    ),
+    outside=OUTSIDE,
+    multi_token=MULTI_TOKEN,
+    repeated=REPEATED,
+)
+"""GLM-4-MoE (GLM-4.5 and 4.6): a part of each head rotated, experts as in DeepSeek-V3, multi-token prediction."""
+
+FAMILIES = {
+    family.model_type: family
+    for family in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, DEEPSEEK_V3, GLM4_MOE)
+}
+"""All of them, by the ``model_type`` of their ``config.json``."""
