@@ -2,11 +2,12 @@
 """Find the kind of a file, and read the run that it describes.
 
 =====================  ====================================================================
-kind                   found by =====================
-==================================================================== LightningCLI           the keys ``trainer``,
-``model`` and ``data`` LLaMA-Factory          ``stage`` with ``dataset``, ``cutoff_len`` or ``finetuning_type`` Hugging
-Face style     the names of ``lightning_mcore.arguments`` (JSON or YAML) =====================
-====================================================================
+kind                   found by
+=====================  ====================================================================
+LightningCLI           the keys ``trainer``, ``model`` and ``data``
+LLaMA-Factory          ``stage`` with ``dataset``, ``cutoff_len`` or ``finetuning_type``
+Hugging Face style     the names of ``lightning_mcore.arguments`` (JSON or YAML)
+=====================  ====================================================================
 
 Words after the file (``key=value``, ``--key value``) change it, as they do when it runs.
 """

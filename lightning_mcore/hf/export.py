@@ -37,12 +37,11 @@ from lightning_mcore.hf.export_config import (
     write_json,
 )
 from lightning_mcore.hf.export_plan import MAX_SHARD_SIZE, ExportPlan, Place, parse_dtype, parse_size
+from lightning_mcore.hf.export_tensors import StoredTensors, exchange, places_of_all
 from lightning_mcore.hf.family import find_family, recorded_family
 from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, CONFIG_FILE, INDEX_FILE
-from lightning_mcore.hf.live_tensors import exchange, places_of_all
 from lightning_mcore.hf.pretrained import ModelPieces, pieces_of_module
 from lightning_mcore.hf.safetensors import write_safetensors
-from lightning_mcore.hf.stored_tensors import StoredTensors
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.layers.session import single_process

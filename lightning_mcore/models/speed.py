@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from lightning_mcore.config.flops import training_flops_per_token
 from lightning_mcore.layers.inputs import num_tokens
-from lightning_mcore.strategy.clock import StepClock, model_copies
 from lightning_mcore.strategy.module import MCoreModule
+from lightning_mcore.strategy.progress import StepClock, model_copies
 
 
 class SpeedLogs(MCoreModule):

@@ -9,10 +9,10 @@ Every Lightning checkpoint has weights, optimizer and loops. :class:`ExactResume
 moments at which a checkpoint may be saved, so :meth:`~ExactResume.restore` writes one of two places into the loops'
 state before Lightning reads it:
 
-* * **in the middle of an epoch**: the run continues with the next batch, as after a checkpoint of
+* **in the middle of an epoch**: the run continues with the next batch, as after a checkpoint of
   ``on_train_batch_end``. This includes a run that ``max_steps`` or ``should_stop`` ended there, for which Lightning
   would start another epoch;
-* * **at its end**: the next epoch starts with all of its hooks and a new iterator. The work of an uninterrupted run
+* **at its end**: the next epoch starts with all of its hooks and a new iterator. The work of an uninterrupted run
   after ``on_train_batch_end`` of the last batch (a validation, ``on_train_epoch_end``) is not repeated, because its
   metrics are gone. After a checkpoint of that validation, or of ``on_train_epoch_end``, the remaining work follows.
 

@@ -20,7 +20,7 @@ from lightning_mcore import MCoreGPT, Recipe
 from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.packing.rows import build_row, collate_padded, collate_rows
 from lightning_mcore.layers.metrics import TokensSeen
-from lightning_mcore.strategy.clock import StepClock
+from lightning_mcore.strategy.progress import StepClock
 from tests import tiny
 from tests.layouts import Layout
 from tests.parity.global_tensors import fill_weights

@@ -46,7 +46,7 @@ def refusal(folder: Path, **options: Any) -> str:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    for file in ("stream_loader", "datamodule"):
+    for file in ("stream", "datamodule"):
         monkeypatch.setattr(f"lightning_mcore.data.finetuning.{file}.rank_zero_info", lines.append)
     return lines
 

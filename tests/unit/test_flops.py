@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_mcore.config.flops import moe_layers, training_flops_per_token
-from lightning_mcore.strategy.clock import StepClock
+from lightning_mcore.strategy.progress import StepClock
 
 DENSE: dict[str, Any] = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
 OUTPUT = 2 * 8 * 32  # hidden size 8, vocabulary 32

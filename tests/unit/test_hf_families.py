@@ -12,9 +12,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from lightning_mcore.config import field_homes
 from lightning_mcore.config.rules.model import NOT_OF_A_GPT
 from lightning_mcore.hf import Unused, family_names, find_family
-from lightning_mcore.hf.family import IRRELEVANT, complete_fields, split_fields
+from lightning_mcore.hf.family import IRRELEVANT, TRAINING_ONLY, complete_fields, split_fields
 from lightning_mcore.hf.source import complete_config
-from lightning_mcore.hf.training_fields import TRAINING_ONLY
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.layers.transformer_config import check_transformer_fields
 from tests.hf_models import CONFIGS, FAMILIES, MULTI_TOKEN, VARIANTS, YARN
