@@ -27,7 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,16 +36,15 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.overhead import REPOSITORY, RandomTokens, circumstances, write_results
+from benchmarks.overhead import REPOSITORY, BareLoop, RandomTokens, circumstances, write_results
 from lightning_mcore import MCoreGPT, MCorePrecision, MCoreStrategy, Recipe
 from lightning_mcore.config.flops import training_flops_per_token
 from lightning_mcore.config.fusions import fusion_defaults
@@ -185,66 +184,29 @@ class Figures:
         return found
 
 
-class BareLoop:
-    """A Megatron training loop as a Megatron user writes it, one step at a time.
-
-    Args:
-        run: Whose model and data it has.
-    """
-
-    def __init__(self, run: Run) -> None:
-        fused = fusion_defaults(run.transformer) if run.impl == "transformer_engine" and run.device == "cuda" else {}
-        config = build_transformer_config({**fused, **run.transformer}, run.precision.megatron_fields())
-        impl: Any = run.impl
-        model = GPTModel(
-            config,
-            gpt_block_spec(config, impl),
-            vocab_size=run.vocab_size,
-            max_sequence_length=run.seq_length,
-            position_embedding_type="rope",
-        )
-        if run.device == "cuda":
-            model.cuda()
-        self.model = DistributedDataParallel(
-            config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), Float16Module(config, model)
-        )
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(lr=LEARNING_RATE, clip_grad=1.0, bf16=True, params_dtype=torch.bfloat16),
-            [self.model],
-            use_gloo_process_groups=False,
-        )
-        config.finalize_model_grads_func = finalize_model_grads
-        self.run = run
-        self.batches = iter(run.loader())
-
-    def step(self) -> None:
-        """Run one optimizer step."""
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        get_forward_backward_func()(
-            forward_step_func=self.forward_step,
-            data_iterator=self.batches,
-            model=self.model,
-            num_microbatches=self.run.microbatches,
-            seq_length=self.run.seq_length,
-            micro_batch_size=self.run.rows,
-            forward_only=False,
-        )
-        self.optimizer.step()
-
-    def forward_step(self, batches: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
-        """Run one microbatch."""
-        batch = {name: tensor.to(self.run.device, non_blocking=True) for name, tensor in next(batches).items()}
-        tokens = batch["tokens"]
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        output = model(tokens, positions, None, labels=batch["labels"])
-
-        def loss_function(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-            total = losses.sum()
-            count = torch.full((), losses.numel(), dtype=torch.int, device=losses.device)
-            return total, count, {"loss": total.detach() / losses.numel()}
-
-        return output, loss_function
+def bare_loop(run: Run) -> BareLoop:
+    """Return a loop of bare Megatron with the model and data of a run."""
+    fused = fusion_defaults(run.transformer) if run.impl == "transformer_engine" and run.device == "cuda" else {}
+    config = build_transformer_config({**fused, **run.transformer}, run.precision.megatron_fields())
+    impl: Any = run.impl
+    model = GPTModel(
+        config,
+        gpt_block_spec(config, impl),
+        vocab_size=run.vocab_size,
+        max_sequence_length=run.seq_length,
+        position_embedding_type="rope",
+    )
+    if run.device == "cuda":
+        model.cuda()
+    wrapped = DistributedDataParallel(
+        config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), Float16Module(config, model)
+    )
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(lr=LEARNING_RATE, clip_grad=1.0, bf16=True, params_dtype=torch.bfloat16),
+        [wrapped],
+        use_gloo_process_groups=False,
+    )
+    return BareLoop(wrapped, optimizer, run.loader(), run, run.device)
 
 
 class Steps(pl.Callback):
@@ -269,7 +231,7 @@ class Steps(pl.Callback):
         self.figures.model_flops = training_flops_per_token(
             self.run.transformer, self.run.vocab_size, self.run.seq_length
         )
-        self.bare = BareLoop(self.run) if self.with_bare else None
+        self.bare = bare_loop(self.run) if self.with_bare else None
         self.since = now(self.run.device)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -97,43 +97,25 @@ def transformer_fields(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class BareLoop:
-    """A Megatron training loop as a Megatron user writes it, one step at a time."""
+    """A Megatron training loop as a Megatron user writes it, one step at a time.
 
-    def __init__(self, options: argparse.Namespace, parallel: dict[str, Any]) -> None:
-        sharded = parallel.get("use_distributed_optimizer", False)
-        sizes = {name: value for name, value in parallel.items() if name != "use_distributed_optimizer"}
-        config = TransformerConfig(
-            **transformer_fields(options),
-            **sizes,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            calculate_per_token_loss=True,
-            pipeline_dtype=torch.float32,
-        )
-        first, last = pipeline_stage(None)
-        model = GPTModel(
-            config,
-            gpt_block_spec(config, "local"),
-            vocab_size=VOCAB_SIZE,
-            max_sequence_length=options.seq_length,
-            pre_process=first,
-            post_process=last,
-            position_embedding_type="rope",
-        )
-        self.model = DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded),
-            model,
-        )
-        self.model.broadcast_params()
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(lr=LEARNING_RATE, clip_grad=1.0, use_distributed_optimizer=sharded),
-            [self.model],
-            use_gloo_process_groups=False,
-        )
-        config.finalize_model_grads_func = finalize_model_grads
-        self.options = options
-        self.batches = iter(data(options))
+    Args:
+        model: The model in Megatron's DistributedDataParallel.
+        optimizer: Megatron's optimizer.
+        batches: The batches of all steps: ``tokens`` and ``labels``, [b, s] int64.
+        sizes: Has ``microbatches``, ``seq_length`` and ``rows``, those of a microbatch.
+        device: Where the model is.
+    """
+
+    def __init__(
+        self, model: Any, optimizer: Any, batches: Iterable[dict[str, torch.Tensor]], sizes: Any, device: str = "cpu"
+    ) -> None:
+        model.config.finalize_model_grads_func = finalize_model_grads
+        self.model = model
+        self.optimizer = optimizer
+        self.batches = iter(batches)
+        self.sizes = sizes
+        self.device = device
 
     def step(self) -> None:
         """Run one optimizer step."""
@@ -143,25 +125,60 @@ class BareLoop:
             forward_step_func=self.forward_step,
             data_iterator=self.batches,
             model=self.model,
-            num_microbatches=self.options.microbatches,
-            seq_length=self.options.seq_length,
-            micro_batch_size=self.options.rows,
+            num_microbatches=self.sizes.microbatches,
+            seq_length=self.sizes.seq_length,
+            micro_batch_size=self.sizes.rows,
             forward_only=False,
         )
         self.optimizer.step()
 
-    @staticmethod
-    def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
+    def forward_step(self, batches: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
         """Run one microbatch."""
-        batch = next(batches)
-        positions = torch.arange(batch["tokens"].shape[1]).expand_as(batch["tokens"])
-        output = model(batch["tokens"], positions, None, labels=batch["labels"])
+        batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in next(batches).items()}
+        tokens = batch["tokens"]
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        output = model(tokens, positions, None, labels=batch["labels"])
 
         def loss_function(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
             total = losses.sum()
-            return total, torch.tensor(losses.numel(), dtype=torch.int), {"loss": total.detach() / losses.numel()}
+            count = torch.full((), losses.numel(), dtype=torch.int, device=losses.device)
+            return total, count, {"loss": total.detach() / losses.numel()}
 
         return output, loss_function
+
+
+def bare_loop(options: argparse.Namespace, parallel: dict[str, Any]) -> BareLoop:
+    """Return the loop of a model as ours, on a layout."""
+    sharded = parallel.get("use_distributed_optimizer", False)
+    sizes = {name: value for name, value in parallel.items() if name != "use_distributed_optimizer"}
+    config = TransformerConfig(
+        **transformer_fields(options),
+        **sizes,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        calculate_per_token_loss=True,
+        pipeline_dtype=torch.float32,
+    )
+    first, last = pipeline_stage(None)
+    model = GPTModel(
+        config,
+        gpt_block_spec(config, "local"),
+        vocab_size=VOCAB_SIZE,
+        max_sequence_length=options.seq_length,
+        pre_process=first,
+        post_process=last,
+        position_embedding_type="rope",
+    )
+    wrapped = DistributedDataParallel(
+        config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded), model
+    )
+    wrapped.broadcast_params()
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(lr=LEARNING_RATE, clip_grad=1.0, use_distributed_optimizer=sharded),
+        [wrapped],
+        use_gloo_process_groups=False,
+    )
+    return BareLoop(wrapped, optimizer, data(options), options)
 
 
 class PairedSteps(pl.Callback):
@@ -197,7 +214,7 @@ def fit(options: argparse.Namespace, parallel: dict[str, Any], world_size: int, 
         bare = None
         if with_bare:
             open_process_groups(strategy.layout, seed=1, timeout=timedelta(minutes=5))
-            bare = BareLoop(options, parallel)
+            bare = bare_loop(options, parallel)
         pairs = PairedSteps(options, bare)
         trainer = pl.Trainer(
             accelerator="cpu",
@@ -235,7 +252,7 @@ def measure_memory(options: argparse.Namespace, parallel: dict[str, Any], world_
     else:
         with cpu_runtime():
             open_process_groups(MCoreStrategy(**parallel).layout, seed=1, timeout=timedelta(minutes=5))
-            loop = BareLoop(options, parallel)
+            loop = bare_loop(options, parallel)
             for _ in range(WARM_UP + options.rounds):
                 loop.step()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
