@@ -88,7 +88,7 @@ class Share:
         return state
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state tensors that have the shape of the stepped tensor."""
+        """The state tensors that have the shape of the stepped tensor, each in its own dtype."""
         if _is_aware_of_precision(self.part):
             kept = self.part._get_main_param_and_optimizer_states(self.parameter)
             return {name: value for name, value in kept.items() if name != "param" and value.dim() > 0}
@@ -139,7 +139,10 @@ class Share:
     # ---- loading
 
     def targets(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return tensors of the shape of ``stepped`` to read these parts into, by name, and drop the other state."""
+        """Return tensors to read these parts into, by name, and drop the other state.
+
+        Each has the shape of ``stepped``, and its dtype in the optimizer, or fp32.
+        """
         if _is_aware_of_precision(self.part):  # it scales its state, and keeps the copy in it
             return {name: torch.empty_like(self.stepped, dtype=torch.float32) for name in names}
         for name in [name for name in self.state if name not in names]:
@@ -156,7 +159,7 @@ class Share:
         return self.stepped.detach()
 
     def accept(self, tensors: dict[str, Tensor]) -> None:
-        """Copy targets of the shape of ``stepped`` that lie outside the optimizer's memory into it."""
+        """Copy targets that lie outside the optimizer's memory into it: tensors of :meth:`targets`, fp32."""
         if _is_aware_of_precision(self.part):
             self.part._set_main_param_and_optimizer_states(self.parameter, tensors)
 
@@ -309,7 +312,7 @@ def _block(
 
 
 def place_share(key: str, tensor: Tensor, share: Share) -> list[ShardedTensor]:
-    """Return a tensor that has the shape of the stepped tensor, as blocks of global tensors."""
+    """Return a tensor of the shape of the stepped tensor, in any dtype, as blocks of global tensors."""
     blocks = place_range(key, tensor.reshape(-1), share.sharded, share.begin)
     if not isinstance(share.part, DistributedOptimizer):
         return blocks

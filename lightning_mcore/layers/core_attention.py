@@ -120,7 +120,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         """Compute attention of this rank's queries over whole sequences.
 
         Args:
-            query: [s / cp, b, h / tp, d].
+            query: [s / cp, b, h / tp, d], any float dtype; keys and values have the same.
             key: [s / cp, b, groups / tp, d].
             value: [s / cp, b, groups / tp, d_v].
             attention_mask: Bool, broadcastable to [b, 1, s, s], True where a query must not look. What is hidden by it
@@ -131,7 +131,8 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
                 query is [t / cp, h / tp, d]. Each sequence sees itself alone, and padding is not seen.
 
         Returns:
-            [s / cp, b, h / tp * d_v]; for packed sequences [t / cp, h / tp * d_v], zero for padding.
+            [s / cp, b, h / tp * d_v] in the dtype of ``query``; for packed sequences [t / cp, h / tp * d_v], zero for
+            padding.
 
         Raises:
             ValueError: Something is given that this layout or backend cannot honour.
@@ -302,7 +303,7 @@ def over_whole_sequences(
     """Compute attention of this rank's queries over the keys of whole sequences; collective.
 
     Args:
-        query: [s / cp, b, h, d].
+        query: [s / cp, b, h, d], any float dtype; keys and values have the same.
         key: [s / cp, b, groups, d].
         value: [s / cp, b, groups, d_v]; ``d_v`` is at most ``d``.
         attend: A function of the query, keys [s, b, groups, d] and values [s, b, groups, d], both in the order of the

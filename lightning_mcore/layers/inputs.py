@@ -62,7 +62,7 @@ class ModelInputs:
         """Read a batch that has been split for this context-parallel rank.
 
         Args:
-            batch: Tensors of [b, s / cp], dense or packed.
+            batch: Tensors of [b, s / cp], dense or packed, with the dtypes above; token ids are int64.
             cp_rank: Rank in the context-parallel group.
             cp_size: Number of ranks in that group.
 
@@ -157,7 +157,11 @@ def is_packed(batch: Any) -> bool:
 
 
 def microbatch_shape(batch: dict[str, Tensor]) -> tuple[int, int]:
-    """Return (sequence length, rows) of a microbatch as the layers see it; packed rows are joined."""
+    """Return (sequence length, rows) of a microbatch as the layers see it; packed rows are joined.
+
+    Args:
+        batch: ``tokens`` [b, s] int64, and the other entries of a batch.
+    """
     rows, length = batch["tokens"].shape
     return (rows * length, 1) if is_packed(batch) else (length, rows)
 
@@ -173,7 +177,7 @@ def split_packed_batch(batch: dict[str, Tensor], rank: int, size: int) -> dict[s
     """Return a context-parallel rank's share of a packed batch: two slices of each sub-sequence.
 
     Args:
-        batch: Whole packed rows, [b, s].
+        batch: Whole packed rows, [b, s], of any dtype.
         rank: Rank in the context-parallel group.
         size: Number of ranks in that group.
 
@@ -228,7 +232,7 @@ def check_places(batch: dict[str, Tensor], seq_length: int) -> None:
     """Refuse sequences that are longer than the learned positions of a model.
 
     Args:
-        batch: ``tokens`` [b, s], dense or packed; only a batch on the host is checked.
+        batch: ``tokens`` [b, s] int64, dense or packed; only a batch on the host is checked.
         seq_length: Number of positions, in tokens.
 
     Raises:

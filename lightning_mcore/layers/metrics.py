@@ -233,8 +233,9 @@ class TokensSeen(_ExactMetric):
         """Count the tokens of a batch; call it in a step, where the batch is split for context parallelism.
 
         Args:
-            batch: Packed, with ``cu_seqlens`` [b, n + 1]; or dense, with or without ``lengths`` [b], the tokens of each
-                row without padding; or a number of tokens of this rank, or a tensor to sum, such as the loss mask.
+            batch: Packed, with ``cu_seqlens`` [b, n + 1] int32; or dense, with or without ``lengths`` [b] int64, the
+                tokens of each row without padding; or a number of tokens of this rank, or a tensor of any shape to sum,
+                such as the loss mask.
         """
         self.since = self.since + self._number(batch)
 
@@ -298,7 +299,7 @@ class RunningMean(_ExactMetric):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="max", persistent=True)
 
     def update(self, total: Tensor, count: Tensor) -> None:
-        """Add the sum and the number of some values, both scalars and the same on every rank."""
+        """Add the sum and the number of some values: scalars of any number dtype, the same on every rank."""
         self.total = self.total + total.detach()
         self.count = self.count + count
 

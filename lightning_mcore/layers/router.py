@@ -114,12 +114,15 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
         """Add a balancing loss to the gradient of ``activation``, and log it.
 
         Args:
-            activation: [tokens, experts], returned with the loss attached.
+            activation: [tokens, experts], any float dtype.
             aux_loss_coeff: Weight of the loss.
-            aux_loss: The loss, a scalar: a mean over the tokens of all ranks that share a sequence, or of a row.
+            aux_loss: The loss, an fp32 scalar: a mean over the tokens of all ranks that share a sequence, or of a row.
             aux_loss_name: Name of the loss in the logs.
             args: Passed on to Megatron.
             kwargs: Passed on to Megatron.
+
+        Returns:
+            ``activation`` with the loss attached to its gradient.
         """
         if aux_loss_name == "global_load_balancing_loss":
             aux_loss = scale_gradient(aux_loss, self.tp_dp_cp_group.size() / self.tp_cp_group.size())
@@ -130,7 +133,12 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
         return attached
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Add the z-loss, a mean over tokens, to the gradient of ``logits``, [tokens, experts], and log it."""
+        """Add the z-loss, a mean over tokens, to the gradient of ``logits`` and log it.
+
+        Args:
+            logits: [s / cp / tp, b, experts], any float dtype; returned with the loss attached.
+            padding_mask: [s / cp / tp, b] bool, True for tokens that do not count.
+        """
         if isinstance(self.z_scale, int) and self.z_scale == 1:
             attached: Tensor = super().apply_z_loss(logits, padding_mask=padding_mask)
             return attached

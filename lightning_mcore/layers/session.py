@@ -117,7 +117,7 @@ class SingleModelSession(Callback):
             self._mtp_tokens = counted.sum().clamp(min=1) if "loss_mask" in given else counted.numel()
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: torch.Tensor) -> None:
-        """Scale the layers' own losses as Lightning has scaled ``loss``, a scalar mean over a batch."""
+        """Scale the layers' own losses as Lightning has scaled ``loss``, a float scalar: the mean over a batch."""
         MoEAuxLossAutoScaler.set_loss_scale(self._auxiliary_scale)
         MTPLossAutoScaler.set_loss_scale(self._auxiliary_scale / self._mtp_tokens)
 

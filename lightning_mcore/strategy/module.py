@@ -192,13 +192,14 @@ class MCoreModule(pl.LightningModule):
         Lightning's own strategies average microbatches and ranks.
 
         Args:
-            batch: ``tokens`` and ``labels``, [b, s], dense or packed; ``layers/inputs.py`` lists the optional entries.
+            batch: ``tokens`` and ``labels``, [b, s] int64, dense or packed; ``layers/inputs.py`` lists the optional
+                entries.
             normalization: ``"tokens"`` for the mean over tokens, ``"samples"`` for the mean over samples of each
                 sample's mean.
 
         Returns:
-            ``{"loss": mean, "num_tokens": its weight}``; only the mean if the model's ``TransformerConfig`` has
-            ``calculate_per_token_loss=False``, which averages microbatches.
+            ``{"loss": mean, "num_tokens": its weight}``, scalars, fp32 and int32; only the mean if the model's
+            ``TransformerConfig`` has ``calculate_per_token_loss=False``, which averages microbatches.
 
         Raises:
             ValueError: Entries of the batch contradict each other, or router losses would have wrong weights.
@@ -213,7 +214,8 @@ class MCoreModule(pl.LightningModule):
             batch: As in :meth:`forward_step`.
 
         Returns:
-            Losses, [b, s / cp], or [1, b * s / cp] for a packed batch, and the model's inputs, of the same shape.
+            Losses, [b, s / cp] fp32, or [1, b * s / cp] for a packed batch, neither summed nor averaged; and the
+            model's inputs, of the same shape.
 
         Raises:
             ValueError: The batch has no labels, or its entries contradict each other.
@@ -234,7 +236,8 @@ class MCoreModule(pl.LightningModule):
             batch: As :meth:`forward_step` takes it; labels are not needed.
 
         Returns:
-            Logits, [b, s / cp, v / tp], or [1, b * s / cp, v / tp] for a packed batch, and the model's inputs.
+            Logits, [b, s / cp, v / tp] in the dtype of the model, or [1, b * s / cp, v / tp] for a packed batch, and
+            the model's inputs.
         """
         inputs = self.model_inputs(batch)
         arguments = self._more_arguments(inputs)
@@ -246,11 +249,11 @@ class MCoreModule(pl.LightningModule):
         """Return the loss of each token from :meth:`token_logits`, as the model computes it; on the last stage.
 
         Args:
-            logits: The logits of this rank, [b, s / cp, v / tp].
+            logits: The logits of this rank, [b, s / cp, v / tp], any float dtype.
             inputs: The model's inputs, including labels.
 
         Returns:
-            Losses, [b, s / cp].
+            Losses, [b, s / cp] fp32, neither summed nor averaged.
         """
         pipeline = self._pipeline_of_step()
         chunk: Any = pipeline.chunks[pipeline.is_last.index(True)]
@@ -261,7 +264,11 @@ class MCoreModule(pl.LightningModule):
         return losses
 
     def model_inputs(self, batch: dict[str, Tensor]) -> ModelInputs:
-        """Return the model's inputs for a batch of [b, s] tensors, or for this context-parallel rank's share of one."""
+        """Return the model's inputs for a batch, or for this context-parallel rank's share of one.
+
+        Args:
+            batch: As :meth:`forward_step` takes it, [b, s] or [b, s / cp]; token ids are int64.
+        """
         group = process_group("cp") if self._host() is not None else None
         return ModelInputs.of(batch) if group is None else ModelInputs.of(batch, group.rank(), group.size())
 
@@ -269,7 +276,7 @@ class MCoreModule(pl.LightningModule):
         """Return the result of :meth:`forward_step` for token losses that you have computed or changed yourself.
 
         Args:
-            losses: The loss of each token of this rank, [b, s / cp].
+            losses: The loss of each token of this rank, [b, s / cp] fp32.
             inputs: The inputs that the losses belong to.
             normalization: As in :meth:`forward_step`.
         """
@@ -292,11 +299,11 @@ class MCoreModule(pl.LightningModule):
         rank's share would give a rank with few tokens as much weight as one with many.
 
         Args:
-            losses: The loss of each token of this rank, [b, s / cp].
-            loss_mask: [b, s / cp], 1 where a token counts, 0 elsewhere.
+            losses: The loss of each token of this rank, [b, s / cp], any float dtype.
+            loss_mask: [b, s / cp], any number dtype, 1 where a token counts, 0 elsewhere.
 
         Returns:
-            A scalar, ``[]``, that can be differentiated.
+            A scalar, ``[]``, in the dtype of ``losses``, that can be differentiated.
         """
         mask = loss_mask.to(losses.dtype)
         total = (losses * mask).sum()

@@ -314,7 +314,10 @@ class MCorePrecision(Precision):
         return self.tensor_init_context()
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Run backward from a scalar loss and reduce a plain module's gradients; a pipeline's schedule has done so."""
+        """Run backward from a loss, a float scalar ``[]``, and reduce the gradients of a plain module.
+
+        A pipeline's schedule has already done both.
+        """
         if self.runner is None:  # after a run, nothing is wrapped
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return

@@ -364,7 +364,7 @@ class MCoreStrategy(DDPStrategy):
         return self._steps.block_backward_sync()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Do nothing: there is no torch DDP to prepare."""
+        """Do nothing with the loss, a scalar ``[]``: there is no torch DDP to prepare."""
 
     @refuse_to_stop_iterating
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:

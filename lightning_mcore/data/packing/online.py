@@ -91,7 +91,7 @@ class OnlinePacker:
             sample: A sample, or a list or array of tokens, which gets its place in the stream as number.
 
         Returns:
-            Packed rows; ``rows.py`` lists their tensors.
+            Packed rows; ``rows.py`` lists the shapes and dtypes of their tensors.
 
         Raises:
             ValueError: The sample is refused, or a row holds a token outside the vocabulary.
@@ -103,7 +103,7 @@ class OnlinePacker:
         return [self._close(row) for piece in pieces for row in self._place(piece)]
 
     def flush(self) -> list[dict[str, Tensor]]:
-        """Close all rows at the end of the stream; return them from the fullest to the emptiest."""
+        """Close all rows at the end of the stream; return them like :meth:`add`, from the fullest to the emptiest."""
         rows, self._open = self._open, []
         return [self._close(row) for row in rows]
 

@@ -77,7 +77,8 @@ def pack(
         pad_token: The token in padding; it is masked and never attended to.
 
     Returns:
-        The rows, each a dict of tensors as in the module's docstring; :func:`collate_rows` makes a batch of some.
+        The rows, each a dict of tensors with the shapes and dtypes in the module's docstring; :func:`collate_rows`
+        makes a batch of some.
 
     Raises:
         ValueError: A sample is refused, or ``multiple`` does not divide ``row_length``.
@@ -153,7 +154,8 @@ def collate_rows(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
     Returns:
         ``tokens``, ``labels``, ``loss_mask`` and ``position_ids`` [b, s], ``cu_seqlens`` and ``cu_seqlens_padded``
-        [b, n + 1], ``sample_ids`` [b, n]; ``n`` is the largest number of sub-sequences in a row. Dtypes as in the rows.
+        [b, n + 1], ``sample_ids`` [b, n]; ``n`` is the largest number of sub-sequences in a row. The dtypes are those
+        of the rows.
 
     Raises:
         ValueError: There are no rows, or they differ in length.

@@ -126,7 +126,7 @@ class PipelineLogs:
         self._changed |= {path for path in before if not _are_same(before[path], after[path])}
 
     def add_loss(self, loss: Tensor, weight: Tensor | float) -> None:
-        """Record the loss of a microbatch, a scalar of shape ``[]``, with its share in the loss of the step."""
+        """Record the loss of a microbatch, a float scalar ``[]``, with its share in the loss of the step."""
         self._add(_Name(_LOSS, {}, "mean", torch.float32), loss, weight)
 
     def finish(self, step: str, over_copies: bool) -> Tensor | None:
