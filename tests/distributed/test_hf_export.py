@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreCheckpointIO, MCoreGPT, MCoreStrategy, Recipe, single_process
-from lightning_mcore.hf import live_tensors
+from lightning_mcore.hf import export_tensors
 from lightning_mcore.hf.callback import SaveHFModel
 from lightning_mcore.hf.export import export_checkpoint, export_model
 from tests.hf_models import FAMILIES, VOCAB_SIZE, read_tensors, save_tiny, tiny_folder
@@ -251,7 +251,7 @@ def fail_on_one(folder: str, out: str) -> list[str]:
     for name in ("_memory", "_held"):
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
-                patch.setattr(live_tensors, name, refuse)
+                patch.setattr(export_tensors, name, refuse)
             attempt()
     weight = next(
         weight for name, weight in module.named_parameters() if name.endswith("layers.0.mlp.linear_fc2.weight")
@@ -268,7 +268,7 @@ def fail_on_one(folder: str, out: str) -> list[str]:
         attempt()
     module.hparams["hf"] = origin
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live_tensors, "_ON_THEIR_WAY", 5000)  # several rows of sends
+        patch.setattr(export_tensors, "_ON_THEIR_WAY", 5000)  # several rows of sends
         attempt()
     return told
 
