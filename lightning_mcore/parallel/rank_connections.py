@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A TCP connection from every rank to rank 0, beside the process groups, and messages on it.
 
-The kernel closes a connection when its process ends, whatever ended it; nothing has to be sent for that. A machine that
-is gone without a word is noticed by the kernel's own probes. A message is a list, one JSON text in a line, so that what
-arrives is never run. ``rank_watch.py`` listens on these connections.
+When a process ends, for whatever reason, the kernel closes its connection; nothing has to be sent. The kernel's probes
+notice a machine that disappears. A message is a list, written as one line of JSON, so nothing that arrives can run
+code. ``rank_watch.py`` listens on these connections.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from torch.distributed.distributed_c10d import Store
 
-from lightning_mcore.parallel import consensus as agreement
+from lightning_mcore.parallel import consensus
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 _ANSWER = 12.0  # seconds for torch's store on rank 0 to answer
 _TIMEOUT = 20.0  # seconds for all ranks to connect
-_NOTICE = 60.0  # seconds until a rank says for whom it waits
+_NOTICE = 60.0  # seconds until a rank logs which ranks it is waiting for
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 9}  # a machine that is gone is noticed in 60 s
 _LONGEST_GREETING = 100  # characters
 
@@ -44,18 +44,18 @@ _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class Connections:
-    """What this rank holds.
+    """The connections of this rank.
 
     Attributes:
         own: To rank 0; rank 0 has one to itself.
-        of_first: On rank 0 the other ends, by rank; else empty.
+        of_first: On rank 0, the other ends, by rank; empty on the others.
     """
 
     own: socket.socket
     of_first: Mapping[int, socket.socket]
 
     def close(self) -> None:
-        """End them for both sides; threads that wait for a message wake."""
+        """Close them for both sides; threads that wait for a message wake up."""
         for connection in [self.own, *self.of_first.values()]:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -65,29 +65,29 @@ def connect(introduction: T) -> tuple[Connections, list[T]] | None:
     """Connect all ranks with rank 0; collective over the world.
 
     Args:
-        introduction: What the others are to know of this rank; it is pickled.
+        introduction: What the other ranks need to know about this one; it is pickled.
 
     Returns:
         The connections, and the introductions of all ranks; None, with a warning, where rank 0 cannot be reached.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    door: list[socket.socket] = []
+    server: list[socket.socket] = []
 
-    def open_door() -> tuple[int, str, str]:
-        door.append(_create_server(size))
-        return door[0].getsockname()[1], secrets.token_hex(16), socket.gethostname()
+    def listen() -> tuple[int, str, str]:
+        server.append(_create_server(size))
+        return server[0].getsockname()[1], secrets.token_hex(16), socket.gethostname()
 
-    port, token, name = agreement.decide(open_door)
+    port, token, name = consensus.decide(listen)
     own: socket.socket | None = None
     of_first: dict[int, socket.socket] = {}
     if rank == 0:
         own, of_first[0] = socket.socketpair()
-        with door[0]:
-            _accept(door[0], token, size, of_first)
+        with server[0]:
+            _accept(server[0], token, size, of_first)
     else:
         own = _reach((os.environ.get("MASTER_ADDR", ""), name), port, f"{token} {rank}\n")
     lost = size - len(of_first) if rank == 0 else int(own is None)
-    answers = agreement.gather((lost, introduction))
+    answers = consensus.gather((lost, introduction))
     _open.update(filter(None, [own, *of_first.values()]))
     _close_in_forks()
     if own is not None and not any(lost for lost, _ in answers):
@@ -106,22 +106,22 @@ def connect(introduction: T) -> tuple[Connections, list[T]] | None:
 
 
 def meet(place: ClusterEnvironment, timeout: float) -> Store | None:
-    """Wait until all ranks have come to where they are to meet, and say which have not.
+    """Wait until all ranks have reached the address of rank 0, and name those that have not.
 
-    torch alone waits for the whole timeout without a word, does not name the ranks that it waits for, and waits for
-    ever for an answer of any other program.
+    torch alone waits silently for the whole timeout, does not name the missing ranks, and waits for ever if another
+    program has the port.
 
     Args:
-        place: Says the address and port of rank 0, the number of ranks and the rank of this process.
-        timeout: Seconds until all have to be there; ranks may start at different times.
+        place: Has the address and port of rank 0, the number of ranks and the rank of this process.
+        timeout: Seconds to wait; ranks may start at different times.
 
     Returns:
-        The store in which ranks signed in; whoever opens the process group holds it until then. None for a single rank,
-        and under torchrun, which holds the store and ends all ranks if one ends.
+        The store in which ranks have signed in; the caller keeps it until the process group is open. None for a single
+        rank, and under torchrun, which has the store and ends all ranks if one ends.
 
     Raises:
         RuntimeError: Another program has the port, or rank 0 ended.
-        TimeoutError: A rank did not come.
+        TimeoutError: A rank did not arrive.
     """
     rank, size = place.global_rank(), place.world_size()
     torchrun_has_the_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # as torch reads it
@@ -142,7 +142,7 @@ def meet(place: ClusterEnvironment, timeout: float) -> Store | None:
 
 
 def _sign_in(store: Store, rank: int, size: int, deadline: float, where: str) -> None:
-    """Leave a word in the store and wait until every rank has."""
+    """Sign in to the store, and wait until every rank has."""
     notice = time.monotonic() + _NOTICE if rank == 0 else math.inf
     pause = 0.05
     try:
@@ -166,13 +166,13 @@ def _sign_in(store: Store, rank: int, size: int, deadline: float, where: str) ->
 
 
 def _some_of(ranks: list[int], size: int) -> str:
-    """Name some ranks; many are cut short."""
+    """Return ranks as text; of many, only the first are named."""
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more} of {size}"
 
 
 def _find_store(place: ClusterEnvironment, deadline: float, timeout: float) -> Store:
-    """Wait until something listens at rank 0's port, and see that it is torch's store."""
+    """Wait until a program listens at rank 0's port, and check that it is torch's store."""
     address, port = place.main_address, place.main_port
     notice = time.monotonic() + _NOTICE
     while True:
@@ -210,12 +210,12 @@ def _create_server(size: int) -> socket.socket:
     return socket.create_server(("", 0), backlog=size)
 
 
-def _accept(door: socket.socket, token: str, size: int, connections: dict[int, socket.socket]) -> None:
-    """Take in the ranks, which know the token, and nobody else."""
-    door.settimeout(_TIMEOUT)
+def _accept(server: socket.socket, token: str, size: int, connections: dict[int, socket.socket]) -> None:
+    """Accept connections from ranks, which know the token, and from no other program."""
+    server.settimeout(_TIMEOUT)
     with contextlib.suppress(TimeoutError):
         while len(connections) < size:
-            connection, _ = door.accept()
+            connection, _ = server.accept()
             connection.settimeout(_TIMEOUT)
             with contextlib.suppress(OSError, ValueError), connection.makefile("rb") as stream:
                 word, _, rank = stream.readline(_LONGEST_GREETING).partition(b" ")
@@ -228,7 +228,7 @@ def _accept(door: socket.socket, token: str, size: int, connections: dict[int, s
 
 
 def _reach(hosts: tuple[str, ...], port: int, greeting: str) -> socket.socket | None:
-    """Connect to rank 0 by the first of these names that leads there."""
+    """Connect to rank 0 by the first of these names that works."""
     for host in filter(None, hosts):
         with contextlib.suppress(OSError):
             connection = socket.create_connection((host, port), timeout=_TIMEOUT / 2)
@@ -247,7 +247,7 @@ def _keep_alive(connection: socket.socket) -> None:
 
 @functools.cache
 def _close_in_forks() -> None:
-    """Let forked processes, such as dataloader workers, not hold connections open whose process has ended."""
+    """Close the connections in forked processes, such as dataloader workers, which would keep them open."""
 
     def close() -> None:
         for connection in list(_open):
@@ -257,13 +257,13 @@ def _close_in_forks() -> None:
 
 
 def send(connection: socket.socket, name: str, *arguments: Any) -> None:
-    """Send a message; do nothing if the other side has ended, which the reader of the connection notices."""
+    """Send a message; do nothing if the other side has ended, because the reader of the connection notices that."""
     with contextlib.suppress(OSError):
         connection.sendall(json.dumps([name, *arguments]).encode() + b"\n")
 
 
 def receive(connection: socket.socket) -> bytes | None:
-    """Return what has come; nothing if the other side has ended, None at the timeout of the connection."""
+    """Return the bytes that have arrived; none if the other side has ended, and None at the timeout."""
     try:
         return connection.recv(1 << 16)
     except TimeoutError:
@@ -273,12 +273,12 @@ def receive(connection: socket.socket) -> bytes | None:
 
 
 class Lines:
-    """What has come over a connection, message by message."""
+    """Splits what arrives over a connection into messages."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def split(self, received: bytes) -> list[list[Any]]:
-        """Return the messages that are whole now."""
+        """Return the messages that are complete now."""
         *lines, self._rest = (self._rest + received).split(b"\n")
         return [json.loads(line) for line in lines]

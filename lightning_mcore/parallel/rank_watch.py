@@ -1,32 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks learn of each other's end: a failure on one of them ends the run on all, within seconds and with its cause.
+"""A failure on one rank ends the run on all ranks, within seconds and with its cause.
 
-A rank that fails leaves the others in a collective that nobody completes. They would wait for the timeout of the
-process group, half an hour by default, and then say nothing of the cause. So each rank has a thread that listens on a
-TCP connection to rank 0 during training. Nothing is sent during a step, and no rank has to say anything to be taken for
-alive: the kernel closes the connection of a process that ends, whatever ended it.
+A rank that fails leaves the others in a collective that never completes. They would wait for the timeout of the process
+group, half an hour by default, and then report nothing about the cause. So during training each rank has a thread that
+listens on a TCP connection to rank 0. Nothing is sent during a step, and no heartbeat is needed: when a process ends,
+for whatever reason, the kernel closes its connection.
 
 =====================================================  ==============================================================
 what happens on a rank                                 what the others do
 =====================================================  ==============================================================
 an exception leaves ``fit``                            end by themselves, or are ended 10 seconds later
 the process ends: killed, ``os._exit``, a crash        the same
-it is stopped (SIGSTOP) while another on its machine   after 10 seconds it is killed; then the same
-goes on
-all are stopped, as when a job is suspended            nothing: whoever could count the seconds is stopped as well
+it is stopped (SIGSTOP) while another rank on its      after 10 seconds it is killed; then the same
+machine runs
+all are stopped, as when a job is suspended            nothing: the threads that count the seconds are stopped too
 it is slow: a debugger, a compiler, a long evaluation  nothing
 all raise an exception                                 nothing: each leaves ``fit`` by itself, and may run again
 =====================================================  ==============================================================
 
-A rank is ended by its thread (``os._exit``), because its main thread may wait in a collective where no Python runs.
-That happens inside a run only, which is one call of ``fit``, ``validate``, ``test`` or ``predict``; after it scripts do
-what they like. The next run begins when all ranks have come to it, and is refused if one cannot come.
+A rank is ended by its own thread (``os._exit``), because its main thread may wait in a collective where no Python code
+runs. This happens only inside a run: one call of ``fit``, ``validate``, ``test`` or ``predict``. Between runs, ranks
+are left alone. The next run begins when all ranks have reached it, and is refused if a rank cannot reach it.
 
-Before all ranks are connected, those that one rank has started end with it; ranks that a scheduler has started are its
-to end (``srun --kill-on-bad-exit``; torchrun always does).
+Before all ranks are connected, the ranks that another rank has started end with that rank. Ranks that a scheduler has
+started must be ended by the scheduler (``srun --kill-on-bad-exit``; torchrun always does it).
 
-The strategy launches runs with :class:`Launcher`, calls :func:`begin` with the process groups and :func:`cleared_up`
-at the end of its teardown; what saves checkpoints asks :func:`can_meet`.
+The strategy launches runs with :class:`Launcher`, calls :func:`begin` with the process groups, and calls
+:func:`cleared_up` at the end of its teardown. Before a save, :func:`can_meet` tells whether collectives still work.
 """
 
 import atexit
@@ -56,11 +56,11 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning_mcore.parallel.rank_connections import Connections, Lines, connect, receive, send
 
 _GRACE = 10.0  # seconds for a rank to end by itself, once another has failed
-_LAST_GRACE = 20.0  # seconds for the rank that failed to clear up, if the others have not failed with it
+_LAST_GRACE = 20.0  # seconds for the rank that failed to clear up, if the others have not failed too
 _STOPPED = 10  # seconds that a rank may be stopped while another is not
-_TICK = 1.0  # seconds between two looks at another process
-_CAUSE_TIMEOUT = 1.0  # seconds in which rank 0 passes on messages
-_LENGTH = 200  # characters of the begin of an error, and of its end, that are told to the others
+_TICK = 1.0  # seconds between two checks of another process
+_CAUSE_TIMEOUT = 1.0  # seconds to wait until rank 0 has passed on a message
+_LENGTH = 200  # characters from the beginning and from the end of an error that the other ranks are told
 
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl
 
@@ -73,16 +73,16 @@ LAUNCHED_BY = "LIGHTNING_MCORE_LAUNCHED_BY"
 
 @dataclasses.dataclass
 class _Here:
-    """What this process is in.
+    """The state of this process.
 
     Attributes:
-        runs: How many runs it has begun; the same on every rank.
-        is_running: Whether it is in one.
-        failure: The identity of the error that left the last one; a reference would keep all that it leads to.
-        children: Ranks that this one has started and that it left before all were connected.
-        connected: Set when the ranks of this run are connected, or it is over.
-        watch: What listens, once there are several ranks.
-        world: Returns the process group that it was made for, while that exists.
+        runs: Number of runs that it has begun; the same on every rank.
+        is_running: Whether it is in a run.
+        failure: The ``id`` of the error that ended the last run; a reference would keep alive everything it leads to.
+        children: Ranks that this process started, if its run failed before all ranks were connected.
+        connected: Set when the ranks of this run are connected, or when the run is over.
+        watch: Listens to rank 0; None with a single rank.
+        world: Returns the process group that ``watch`` was made for, while that group exists.
     """
 
     runs: int = 0
@@ -144,14 +144,14 @@ class Launcher(_SubprocessScriptLauncher):
 
 
 def begin(positions: Mapping[str, int], timeout: float) -> None:
-    """Begin to watch, when all ranks have come to this run; collective over the world.
+    """Wait until all ranks have reached this run, then watch them; collective over the world.
 
     Args:
-        positions: How many collectives this rank has issued in each group that it shares with others.
+        positions: Number of collectives that this rank has issued in each group that it shares with others.
         timeout: Seconds to wait for the others.
 
     Raises:
-        RuntimeError: A rank cannot come, or has issued other collectives than its peers in a run that failed.
+        RuntimeError: A rank cannot reach this run, or a failed run left ranks with different numbers of collectives.
     """
     if not _here.is_running or dist.get_world_size() == 1:
         return
@@ -168,15 +168,15 @@ def begin(positions: Mapping[str, int], timeout: float) -> None:
 
 
 def cleared_up() -> None:
-    """Say that this rank, if it has failed, needs no more time for its end."""
+    """Tell the watch that this rank, if it has failed, has finished clearing up."""
     if _here.watch is not None:
         _here.watch.cleared_up()
 
 
 def can_meet(timeout: float) -> bool:
-    """Return whether this rank may go on with collectives: after an exception, if it was raised on all ranks.
+    """Return whether this rank may still use collectives: after an exception, only if all ranks have raised one.
 
-    A collective would not tell: ranks without the exception are in another one.
+    This cannot be found out with a collective, because ranks without an exception are waiting in a different one.
 
     Args:
         timeout: Seconds to wait for the exceptions of the others.
@@ -207,10 +207,10 @@ class _Watch:
         self._changed = threading.Condition()
         self._run = 0  # the number of the run that it is in, or was in
         self._is_in = False
-        self._error: BaseException | None = None  # that this rank failed of
-        self._cause: str | None = None  # what another rank failed of
+        self._error: BaseException | None = None  # why this rank failed
+        self._cause: str | None = None  # why another rank failed
         self._answer: tuple[int, str | None] = (0, None)
-        self._verdict: bool | None = None  # whether all ranks failed in this run, once none is in it any more
+        self._verdict: bool | None = None  # whether all ranks failed in this run, once no rank is in it any more
         self._absent: int | None = None  # a rank whose process has ended
         self._first_has_left = False
         self._deadline: float | None = None
@@ -247,9 +247,9 @@ class _Watch:
                 self._tell("left", self._run)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank has failed, and write into the error what is known."""
+        """Tell the others that this rank has failed, and add to the error what is known about the cause."""
         with self._changed:
-            if self._run != _here.runs:  # it failed before all met
+            if self._run != _here.runs:  # it failed before all ranks reached the run
                 self._start(is_in=True)
             if _is_of_a_connection(error):
                 self._wait_for_cause()
@@ -259,8 +259,8 @@ class _Watch:
             self._deadline = time.monotonic() + _LAST_GRACE
             self._tell("failed", self._run, describe(error))
             self.end_stopped_neighbour()
-            self._wait_for_cause()  # until rank 0 has passed this one on, if no other came before
-        if is_first and not isinstance(error, Exception):  # which leaves no traceback
+            self._wait_for_cause()  # rank 0 passes on the first failure: this one, or an earlier one
+        if is_first and not isinstance(error, Exception):  # such an error prints no traceback
             say(f"{self._me} failed: {describe(error)}")
 
     def _wait_for_cause(self) -> None:
@@ -345,7 +345,7 @@ class _Watch:
             self._hear_cause(self._run, _without_a_word(0))
 
     def _look_after_neighbour(self) -> None:
-        """End a rank that is stopped; in ticks of this one, so that no time counts in which both are."""
+        """End a rank that is stopped too long. Time is counted in ticks of this rank, so it stops if this rank does."""
         self._seconds_stopped = self._seconds_stopped + _TICK if self._is_in and self._neighbour_is_stopped() else 0.0
         if self._seconds_stopped > _STOPPED:
             assert self._neighbour is not None
@@ -365,7 +365,9 @@ class _Watch:
         """End a rank that is stopped, because it would not learn that the run is over and would stay for ever."""
         if self._neighbour is not None and self._neighbour_is_stopped():
             with contextlib.suppress(psutil.Error):
-                self._neighbour[1].kill()  # no other process that has its number by now: psutil knows when it began
+                self._neighbour[
+                    1
+                ].kill()  # psutil compares start times, so it never kills another process with the same number
 
     def _end_in_time(self) -> None:
         with self._changed:
@@ -459,7 +461,7 @@ class _Hub:
 
 
 def _out_of_step(positions: Mapping[int, Mapping[str, int]]) -> str | None:
-    """Say which ranks would not meet in the next collective of a group: they have issued different numbers of them."""
+    """Return which ranks would not meet in the next collective of a group, because they have issued fewer or more."""
     seen: dict[str, tuple[int, int]] = {}
     for rank in sorted(positions):
         for group, position in positions[rank].items():
@@ -491,12 +493,12 @@ def say(sentence: str) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Return an error in one line."""
+    """Return an error as one line."""
     try:
         text = " ".join(str(error).split())
     except Exception:
         text = ""
-    if len(text) > 2 * _LENGTH:  # a worker's error, for instance, stands behind its traceback
+    if len(text) > 2 * _LENGTH:  # the message of a worker's error, for example, follows its traceback
         text = f"{text[:_LENGTH]} ... {text[-_LENGTH:]}"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -506,7 +508,7 @@ def _without_a_word(rank: int) -> str:
 
 
 def _is_of_a_connection(error: BaseException) -> bool:
-    """Whether an error may be what becomes of a collective when a peer has ended."""
+    """Return whether an error may come from a collective whose peer has ended."""
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in ("peer", "gloo", "nccl"))
 
 
@@ -525,7 +527,7 @@ def _end(sentence: str, error: BaseException | None = None) -> NoReturn:
 
 @functools.cache
 def _end_soon_at_exit() -> None:
-    """Bound the end of a process that failed: what is called then may wait for ranks that are gone."""
+    """Limit the time that a failed process takes to exit: exit handlers may wait for ranks that are gone."""
 
     def end_soon() -> None:
         time.sleep(_GRACE)
@@ -537,7 +539,9 @@ def _end_soon_at_exit() -> None:
         _start_thread("rank watch ends", end_soon)
         if _here.watch is not None:
             _here.watch.end_stopped_neighbour()
-        if id(getattr(sys, "last_value", None)) == _here.failure:  # it ends the process, and nobody else told them
+        if (
+            id(getattr(sys, "last_value", None)) == _here.failure
+        ):  # this error ends the process, and the children have not been told
             for child in _here.children:
                 child.kill()
 
@@ -546,13 +550,13 @@ def _end_soon_at_exit() -> None:
 
 def _start_thread(name: str, function: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=function, name=name, daemon=True)
-    thread.pydev_do_not_trace = True  # type: ignore[attr-defined] # or a breakpoint would stop it
+    thread.pydev_do_not_trace = True  # type: ignore[attr-defined] # so that a breakpoint does not stop it
     thread.start()
     return thread
 
 
 def _this_process() -> tuple[str, str, int, float]:
-    """Return what tells this process from all others: its machine, its container, its number, and when it began."""
+    """Return what identifies this process: its machine, its container, its number, and its start time."""
     with contextlib.suppress(OSError):
         return socket.gethostname(), os.readlink("/proc/self/ns/pid"), os.getpid(), psutil.Process().create_time()
     return socket.gethostname(), "", os.getpid(), psutil.Process().create_time()
@@ -565,7 +569,7 @@ def _lives(process: int) -> bool:
 
 
 def _neighbour(rank: int, processes: Sequence[tuple[str, str, int, float]]) -> tuple[int, psutil.Process] | None:
-    """Return the rank that comes next on this machine, and its process: each looks after one."""
+    """Return the next rank on this machine, and its process; each rank looks after one other."""
     ring = [other for other, process in enumerate(processes) if process[:2] == processes[rank][:2]]
     other = ring[(ring.index(rank) + 1) % len(ring)]
     with contextlib.suppress(psutil.Error):
@@ -577,9 +581,11 @@ def _neighbour(rank: int, processes: Sequence[tuple[str, str, int, float]]) -> t
 
 def _watch_the_start(children: Callable[[], Sequence[subprocess.Popen[bytes]]], connected: threading.Event) -> None:
     """Notice ranks that end before all are connected, where one has started the others."""
-    launcher = int(os.environ.pop(LAUNCHED_BY, "0"))  # not for programs that this rank starts in its turn
+    launcher = int(os.environ.pop(LAUNCHED_BY, "0"))  # programs that this rank starts must not see it
     if os.getppid() == launcher and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)  # so that a stopped rank learns of the end
+        ctypes.CDLL(None).prctl(
+            _SET_PARENT_DEATH_SIGNAL, signal.SIGCONT
+        )  # so that a stopped rank wakes up when its launcher ends
 
     def watch() -> None:
         while not connected.wait(_TICK / 4):
