@@ -75,8 +75,8 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core h
     def on(self, device: torch.device) -> "PackedSequences":
         """Return the description for TransformerEngine's kernels, with its tensors on ``device``.
 
-        Padding counts as real there: it stands behind the tokens of its sequence, where causal attention does not see
-        it, and the loss leaves it out. All boundaries are one tensor, because TransformerEngine has only its fused
+        Padding counts as real there: it follows the tokens of its sequence, where causal attention does not see it, and
+        the loss leaves it out. All boundaries are one tensor, because TransformerEngine has only its fused
         attention for padding between sequences, and before 2.18 compares the tensors in each layer.
         """
         assert self.boundaries is not None

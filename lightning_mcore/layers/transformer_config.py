@@ -138,7 +138,7 @@ def build_transformer_config(fields: Mapping[str, Any], owned: Mapping[str, Any]
         try:
             return config_class(**{**DEFAULTS, **given, **owned})
         except (AssertionError, NotImplementedError, ValueError) as error:
-            failed = traceback.extract_tb(error.__traceback__)[-1].line  # the text of an assert without words
+            failed = traceback.extract_tb(error.__traceback__)[-1].line  # the condition of an assert without a message
             reason = " ".join((str(error) or failed or type(error).__name__).split())
             raise ValueError(f"megatron-core {_MEGATRON} refuses this model: {reason}") from error
 

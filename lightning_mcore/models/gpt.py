@@ -176,7 +176,7 @@ class MCoreGPT(SpeedLogs):
 
         Args:
             path: Folder of the model, in safetensors, its name on the Hugging Face hub, or a checkpoint from
-                ``lightning-mcore import`` or from a run of this class. One of adapters goes on with them.
+                ``lightning-mcore import`` or from a run of this class. A checkpoint of adapters continues them.
             seq_length: Tokens of a sequence; None for the longest that the model supports.
             transformer: Fields of ``TransformerConfig`` that replace those from the model's config.
             recipe: Optimizer and learning rate, as in the constructor.
@@ -227,9 +227,7 @@ class MCoreGPT(SpeedLogs):
         merged = [absolute(adapter) for adapter in adapters or []]
         stored = own.get("lora") is not None  # a checkpoint of adapters, which knows its base
         if stored and (lora is not None or merged):
-            raise ValueError(
-                f"{path} is a checkpoint of LoRA adapters and goes on with them; leave lora and adapters out"
-            )
+            raise ValueError(f"{path} is a checkpoint of LoRA adapters and continues them; leave lora and adapters out")
         continued: str | None = None
         if lora is not None:
             from lightning_mcore.hf.peft_folder import given_lora

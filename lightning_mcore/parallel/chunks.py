@@ -190,7 +190,7 @@ def wrap_chunks(
     if pipeline is not None and (config.bf16 or config.fp16):
         wrapped = [Float16Module(config, module) for module in wrapped]
         if config.fp8_param:
-            correct_amax_history_if_needed(wrapped)  # fixes what casting has done to it, before TransformerEngine 2
+            correct_amax_history_if_needed(wrapped)  # casting damages it before TransformerEngine 2
     if ddp_config is not None:
         check_average_in_collective(ddp_config.average_in_collective, config)
     if pipeline is None:
@@ -230,8 +230,8 @@ def _mark_whole_weights(modules: Sequence[nn.Module]) -> None:
 def _forget_earlier_run(modules: Sequence[nn.Module]) -> None:
     """Make TransformerEngine forget the layers of an earlier run of this process.
 
-    Delayed scaling would reduce their largest values too, over process groups that are closed or other ones by now, and
-    the ranks would wait for each other. The layers of this run are entered anew in their first pass.
+    Delayed scaling would also reduce the largest values of those layers, over process groups that have been closed or
+    replaced, and the ranks would wait for each other. The layers of this run register again in their first pass.
 
     Source: ``FP8GlobalStateManager`` in transformer_engine/pytorch/quantization.py (2.11).
     """

@@ -171,7 +171,7 @@ def make_plan(
     }
     try:
         known["parameters"] = model_parameters(fields) if fields is not None else None
-        if run.stands:
+        if run.is_computable:
             known |= _worked_out(run, settings, devices, devices_per_node, machine, limit)
     except (ValueError, TypeError, ArithmeticError, LookupError):
         if not run.errors:  # the sizes of a refused run may be inconsistent
@@ -298,7 +298,7 @@ def stage_plans(run: CheckedRun, settings: RunSettings, devices: int) -> list[St
 GIB = 2**30
 _BUBBLE = 0.20
 _MUCH_STATE = 0.25
-"""Share of the memory at which optimizer state that every replica holds is worth a word."""
+"""Share of the memory at which optimizer state that every replica holds causes a warning."""
 
 
 def run_warnings(
@@ -309,7 +309,7 @@ def run_warnings(
     limit: float | None,
     devices_per_node: int,
 ) -> list[str]:
-    """Return the warnings of a run that can be worked out.
+    """Return the warnings of a run that follow from its settings.
 
     Args:
         run: The run after its checks.
@@ -347,7 +347,7 @@ def _of_overlaps(run: CheckedRun, sizes: Mapping[str, int]) -> list[str]:
     for name in ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer"):
         if rules.resolved(name) and idle:
             found.append(
-                f"{name}=True does nothing: data-parallel times context-parallel size is 1, so that there is nobody to"
+                f"{name}=True does nothing: data-parallel times context-parallel size is 1, so there are no ranks to"
                 " share with; leave it out"
             )
     communication = rules.communication

@@ -115,8 +115,8 @@ def _run(console: "Console", plan: Plan) -> None:
         trained = "" if plan.parameters.trained == total else f"; {count(plan.parameters.trained)} trained"
         lines.append(("parameters", f"{count(total)}{of_token}{trained}"))
     if plan.layout is not None:
-        stands = plan.grid is not None
-        lines.append(("layout", plan.layout.describe(plan.devices) if stands else "does not fit (see errors)"))
+        fits = plan.grid is not None
+        lines.append(("layout", plan.layout.describe(plan.devices) if fits else "does not fit (see errors)"))
     if plan.batch is not None:
         lines.append(("global batch", plan.batch.sentence))
         lines.append(

@@ -443,7 +443,7 @@ class CheckedRun:
         batch: The rows and tokens of a step; None if layout or sizes are wrong.
         backend: ``"local"`` or ``"transformer_engine"``.
         device_type: ``"cuda"`` or ``"cpu"``.
-        stands: Whether layout, devices and model fit each other, so that the rest can be computed.
+        is_computable: Whether layout, devices and model fit each other, so that the rest can be computed.
     """
 
     errors: tuple[str, ...]
@@ -454,7 +454,7 @@ class CheckedRun:
     batch: GlobalBatch | None
     backend: str
     device_type: str
-    stands: bool
+    is_computable: bool
 
 
 def check_run(settings: RunSettings, devices: int, backend: str | None = None, ask_others: bool = True) -> CheckedRun:
@@ -493,13 +493,15 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None, a
     batch = _batch(book, settings, rules, fields, devices, assumptions)
     if batch is not None and fields is not None:
         check_batch(book, fields, rules, batch)
-    stands = batch is not None and fields is not None and _stands(rules, fields)
+    is_computable = batch is not None and fields is not None and _fits(rules, fields)
     if model.get("transformer_impl", "auto") == "auto" and backend is None and device_type == "cuda":
         assumptions.append(
             "layers of TransformerEngine, as transformer_impl='auto' chooses on GPUs (or use --backend local)"
         )
     assumptions += _of_kernels(rules, fused)
-    return CheckedRun(tuple(book.errors), tuple(assumptions), rules, model, fields, batch, used, device_type, stands)
+    return CheckedRun(
+        tuple(book.errors), tuple(assumptions), rules, model, fields, batch, used, device_type, is_computable
+    )
 
 
 def arguments_of_gpt(book: RuleBook, model: Mapping[str, Any]) -> dict[str, Any]:
@@ -580,7 +582,7 @@ def _batch(
     )
 
 
-def _stands(rules: PlannedStrategy, fields: GPTFields) -> bool:
+def _fits(rules: PlannedStrategy, fields: GPTFields) -> bool:
     try:
         if rules.layout is not None:
             rules.layout.validate_model(fields.shape)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order of forward and backward passes on each pipeline stage: its bubble, what is in flight, and its picture.
 
-Megatron has two training schedules for several stages. **1F1B*: a stage warms up with one forward pass for each later
+Megatron has two training schedules for several stages. *1F1B*: a stage warms up with one forward pass for each later
 stage, then alternates. *Interleaved*: a stage owns several chunks and runs a group of microbatches through one chunk
 before the next; the warm-up is longer, and the bubble is divided by the number of chunks.
 
@@ -29,8 +29,8 @@ from lightning_mcore.config.layout import ParallelLayout
 
 FORWARD_UNITS, BACKWARD_UNITS = 1, 2
 _MOST_PASSES = 20_000
-"""More are not played one by one where the formula is exact, or where the schedule repeats itself in between;
-nor drawn, where fewer microbatches show the same."""
+"""Longer schedules are not simulated pass by pass if the formula is exact or the schedule repeats itself. They are
+drawn with fewer microbatches, which show the same."""
 _CUT = " ... "
 
 

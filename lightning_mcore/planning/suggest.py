@@ -149,10 +149,10 @@ def suggest(
     if not found:
         raise ValueError(_nothing(least, limit, devices, rows))
     ordered = sorted(found.values(), key=lambda one: (one.seconds, one.memory))
-    return _that_stand(ordered, settings, devices, backend, most)
+    return _accepted(ordered, settings, devices, backend, most)
 
 
-def _that_stand(
+def _accepted(
     ordered: Sequence[Suggestion], settings: RunSettings, devices: int, backend: str | None, most: int
 ) -> list[Suggestion]:
     """Return the first suggestions that Megatron's own config accepts.
@@ -160,19 +160,19 @@ def _that_stand(
     Raises:
         ValueError: It accepts none of the first.
     """
-    standing: list[Suggestion] = []
+    accepted: list[Suggestion] = []
     refused: list[str] = []
     for one in ordered:
-        if len(standing) == most or len(refused) == _MOST_REFUSED:
+        if len(accepted) == most or len(refused) == _MOST_REFUSED:
             break
         tried = _changed(settings, one.strategy, one.recompute, one.micro_batch_size, one.num_microbatches)
         errors = check_run(tried, devices, backend).errors
         refused += errors[:1]
         if not errors:
-            standing.append(one)
-    if not standing:
+            accepted.append(one)
+    if not accepted:
         raise ValueError(refused[0])
-    return standing
+    return accepted
 
 
 def _likely_cost(layout: ParallelLayout, devices_per_node: int) -> float:

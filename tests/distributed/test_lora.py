@@ -392,7 +392,7 @@ def test_an_imported_adapter_is_a_checkpoint_of_any_layout(tmp_path: Path) -> No
         found = load_file(f"{path}/adapter_model.safetensors")
         assert wanted.keys() == found.keys()
         assert all(torch.equal(wanted[key], found[key]) for key in wanted)
-    with pytest.raises(ValueError, match=r"is a checkpoint of LoRA adapters and goes on with them; leave lora and ad"):
+    with pytest.raises(ValueError, match=r"is a checkpoint of LoRA adapters and continues them; leave lora and ad"):
         MCoreGPT.from_pretrained(imported, lora=source)
 
 
