@@ -90,18 +90,7 @@ def run_settings(
     devices: int | str | None,
     num_nodes: int | None,
 ) -> RunSettings:
-    """Return the run that arguments describe.
-
-    Args:
-        arguments: ``TrainingArguments``.
-        model_path: Folder of the Hugging Face model, or its name on the hub; None for another model.
-        seq_length: Tokens of a row; None for the longest that the model supports.
-        devices: Ranks on each machine; None for as many as the Trainer finds.
-        num_nodes: Machines; None for one.
-
-    Raises:
-        ValueError: The model has experts, and a field does not allow them.
-    """
+    """Return the run that ``TrainingArguments`` describe; ``TrainingArguments.settings`` explains the others."""
     if model_path is not None:
         check_variable_lengths(arguments, _has_experts(model_path), f"{model_path} is one")
     parts: dict[str, dict[str, Any]] = {part: {} for part in ("strategy", "precision", "model", "trainer", "data")}
