@@ -181,6 +181,12 @@ def output_rows(fields: GPTFields, form: NumberFormat) -> list[SavedTensor]:
         SavedTensor("probabilities", fields.padded_vocab_size, _FP32, "tensor"),
         SavedTensor("labels and their mask", 1, _INDEX + 1, "nobody"),
     ]
+    adapted = fields.adapters.of.get("output_layer.weight") if fields.adapters is not None else None
+    for pair in adapted.pairs if adapted is not None else ():
+        rows.append(SavedTensor("A x of the output layer", pair.rank, form.element, "nobody"))
+        if fields.vocab_size != fields.padded_vocab_size:
+            padded = pair.rank * fields.padded_vocab_size
+            rows.append(SavedTensor("B of the output layer, padded", padded, form.element, "stacked rows"))
     return _needed(fields, rows, "")
 
 
@@ -486,8 +492,11 @@ class _Meter:
         halves = element < _FP32
         copied = halves or bool(fields.transformer.get("cross_entropy_loss_fusion"))
         logits = self._tokens * rows * element if copied else 0.0
+        adapted = None if fields.adapters is None else fields.adapters.of.get("output_layer.weight")
+        if adapted is not None and adapted.pairs:  # what they add, and the sum
+            logits = max(logits, 2 * self._tokens * rows * element)
         # Whole sequences, and the gradient of the matrix; by then 16-bit gradients have replaced fp32 probabilities.
-        trained = fields.adapters is None or any(name.startswith("output_layer.") for name in fields.adapters.of)
+        trained = fields.adapters is None or (adapted is not None and adapted.is_saved)
         gradient = rows * fields.hidden_size * element * trained + self._tokens * fields.hidden_size * element
         freed = self._tokens * rows * (_FP32 - element) if halves else 0.0
         return max(logits, gradient - freed)

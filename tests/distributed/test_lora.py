@@ -66,6 +66,7 @@ RESUMED = (
     (Layout(moe=True, dp=2, ep=2, distributed_optimizer=True), "qwen3_moe"),
 )
 STACKED: dict[str, Any] = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj", "gate.weight"]}
+GATES: dict[str, Any] = {"target_modules": ["q_proj", "shared_expert_gate"], "target_parameters": ["gate.weight"]}
 ENDS: dict[str, Any] = {"target_modules": ["q_proj", "down_proj", "embed_tokens", "lm_head"]}
 
 
@@ -261,7 +262,8 @@ def test_a_checkpoint_of_another_base_is_refused(one_rank: dict[str, Any], tmp_p
     [
         (Layout(tp=2, pp=2, sp=True), "llama", {**SETTINGS, "modules_to_save": ["embed_tokens", "lm_head"]}),
         (Layout(dp=2, cp=2), "qwen2", {**SETTINGS, "use_dora": True}),
-        (Layout(moe=True, dp=2, ep=2), "qwen3_moe", SETTINGS),
+        (Layout(moe=True, dp=2, ep=2), "qwen2_moe", SETTINGS),
+        (Layout(moe=True, pp=2), "qwen2_moe", {**SETTINGS, **GATES}),
         (Layout(tp=2, pp=2), "llama", {**SETTINGS, **ENDS}),
     ],
     ids=lambda value: getattr(value, "id", None),
@@ -335,6 +337,17 @@ def test_both_layouts_of_experts_come_back(layout: Layout, tmp_path: Path) -> No
     configs = [json.loads(Path(path, "adapter_config.json").read_text()) for path in (stacked, stacked_again)]
     assert configs[0] == configs[1]
     assert (logits_of_peft("deepseek_v3", stacked) - source.logits).abs().max() <= 1e-5
+
+
+def test_copies_of_frozen_weights_are_compared_with_the_base(tmp_path: Path) -> None:
+    """PEFT writes them beside adapters of the embedding and the output layer."""
+    source = Path(shutil.copytree(reference("embedding").folder, tmp_path / "changed"))
+    tensors = load_file(source / "adapter_model.safetensors")
+    copied = "base_model.model.lm_head.base_layer.weight"
+    tensors[copied][-1, -1] += 1e-3
+    save_file(tensors, source / "adapter_model.safetensors", {"format": "pt"})
+    with pytest.raises(RanksFailedError, match=rf"has {copied}, which differs from this base; give the base that it"):
+        run_ranks(1, copy_adapter, folder("llama"), str(source), str(tmp_path / "again"))
 
 
 def test_experts_with_an_a_each_fit_both_layouts(tmp_path: Path) -> None:

@@ -20,6 +20,9 @@ RUNS = {
     "dense": Run(model={"lora": {"r": 4}}),
     "lengths": Run(model={"lora": {"r": 4, "use_dora": True, "target_modules": ["q_proj", "up_proj", "down_proj"]}}),
     "latent": Run(transformer=LATENT, model={"lora": {"r": 4}}),
+    "ends and routers": Run(
+        transformer=EXPERTS, model={"lora": {"r": 4, "target_modules": ["q_proj", "gate", "embed_tokens", "lm_head"]}}
+    ),
     "experts": Run(transformer=EXPERTS, model={"lora": {"r": 4}}),
 }
 
