@@ -101,7 +101,16 @@ def export_checkpoint(
         if settings["lora"].get("quantization") and not adapter:
             raise ValueError(NOT_MERGED)
         layout = experts if adapter else None
-        _export_adapted(path, out, layout, like=like, family=family, dtype=dtype, max_shard_size=max_shard_size)
+        _export_adapted(
+            path,
+            out,
+            layout,
+            "preference" in settings,
+            like=like,
+            family=family,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+        )
         return
     for option, given in (("adapter", adapter), ("merge", merge)):
         if given:
@@ -114,13 +123,14 @@ def export_checkpoint(
         _finish(plan, description, folder)
 
 
-def _export_adapted(path: str, out: str, experts: Any, **options: Any) -> None:
+def _export_adapted(path: str, out: str, experts: Any, of_preferences: bool, **options: Any) -> None:
     """Write the adapters of a checkpoint in a layout of experts, or its base with them merged into it for None."""
     from lightning_mcore.hf.peft_folder import save_adapter
     from lightning_mcore.models.gpt import MCoreGPT
+    from lightning_mcore.models.preference import MCorePreference
 
     with single_process():
-        module = MCoreGPT.load_from_checkpoint(path)
+        module = (MCorePreference if of_preferences else MCoreGPT).load_from_checkpoint(path)
         if experts is not None:
             save_adapter(module, out, experts=experts)
         else:

@@ -28,7 +28,7 @@ from lightning_mcore.config.lora import ALL_LINEAR, LoRA
 from lightning_mcore.hf.adapters import merge_adapters, projection_names
 from lightning_mcore.hf.export import new_folder, require_free
 from lightning_mcore.hf.export_config import write_json
-from lightning_mcore.hf.family import complete_fields
+from lightning_mcore.hf.family import SCORE, complete_fields
 from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, read_json
 from lightning_mcore.hf.peft_tensors import (
     ExpertLayout,
@@ -436,13 +436,15 @@ def _write(out: str, tensors: dict[str, Tensor], config: Mapping[str, Any]) -> N
 
 def _config(lora: LoRA, names: Iterable[str]) -> dict[str, Any]:
     """Return ``adapter_config.json`` of a model without experts."""
+    names = list(names)
+    scores = any(name.endswith(f".{SCORE}") for name in names)  # a reward model
     targets: Any = lora.target_modules
     if targets == ALL_LINEAR:  # PEFT counts neither experts nor those of other libraries among them
         targets = sorted({key.rpartition(".lora_")[0].rpartition(".")[2] for key in names if ".lora_A." in key})
     return {
         **{name: value for name, value in lora.plain().items() if name in _SETTINGS},
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if scores else "CAUSAL_LM",
         "target_modules": targets,
         "exclude_modules": _without_experts(lora.exclude_modules),
         "rank_pattern": lora.rank_pattern or {},

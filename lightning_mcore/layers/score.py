@@ -8,17 +8,14 @@ All tensor-parallel ranks hold the whole layer and compute the same scores, in f
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_mcore.parallel.groups import process_group
-
 
 class ScoreLayer(nn.Module):
-    """A linear layer without bias from hidden states to a score.
+    """A linear layer without bias from hidden states to a score, whose first values are always the same.
 
     Args:
         config: The transformer's config.
@@ -27,11 +24,10 @@ class ScoreLayer(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.sequence_parallel: bool = config.sequence_parallel
+        # the same values in every process: on tensor-parallel ranks, and when adapters look for the base they belong to
+        drawn = torch.randn(1, config.hidden_size, generator=torch.Generator().manual_seed(0)) * config.init_method_std
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype, device=device))
-        config.init_method(self.weight)
-        group = process_group("tp")
-        dist.broadcast(self.weight.data, dist.get_global_rank(group, 0), group)
+        self.weight = nn.Parameter(drawn.to(device, config.params_dtype))
         self.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:

@@ -160,6 +160,10 @@ class MCorePreference(MCoreGPT):
         self.preference = setting
         if setting.loss == "reward":
             self.hparams["share_embeddings_and_output_weights"] = False
+            named = (hf or {}).get("family", ":")
+            self._given_family = (
+                None if ":" in named else named
+            )  # the config of the base names that of a language model
         self.reference_mark: str | None = None  # tells the reference of this run from any other
         if self.preference.bco_weight:
             self.baseline = RunningMean()
