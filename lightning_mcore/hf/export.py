@@ -38,10 +38,10 @@ from lightning_mcore.hf.export_config import (
 )
 from lightning_mcore.hf.export_plan import MAX_SHARD_SIZE, ExportPlan, Place, parse_dtype, parse_size
 from lightning_mcore.hf.export_tensors import StoredTensors, exchange, places_of_all
-from lightning_mcore.hf.family import find_family, recorded_family
+from lightning_mcore.hf.family import SCORE, SCORING, VALUE_HEAD, VALUE_HEAD_FILE, find_family, recorded_family
 from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, CONFIG_FILE, INDEX_FILE
 from lightning_mcore.hf.pretrained import ModelPieces, pieces_of_module
-from lightning_mcore.hf.safetensors import write_safetensors
+from lightning_mcore.hf.safetensors import SafetensorsFolder, write_safetensors
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.layers.session import single_process
@@ -313,6 +313,18 @@ def _finish(plan: ExportPlan, description: Description, folder: str) -> None:
     if plan.index is not None:
         write_json(os.path.join(folder, INDEX_FILE), plan.index)
     write_files(description, plan.main_dtype, folder)
+    if description.family.endswith(SCORING):
+        _write_value_head(folder)
+
+
+def _write_value_head(folder: str) -> None:
+    """Write the score layer of a reward model also as LLaMA-Factory reads it."""
+    from safetensors.torch import save_file
+
+    tensors = SafetensorsFolder(folder)
+    weight = tensors.read(SCORE, (0, 0), tensors.shapes[SCORE]).clone()
+    bias = VALUE_HEAD.replace("weight", "bias")
+    save_file({VALUE_HEAD: weight, bias: torch.zeros_like(weight[:, 0])}, os.path.join(folder, VALUE_HEAD_FILE))
 
 
 @contextlib.contextmanager

@@ -44,6 +44,8 @@ IRRELEVANT = frozenset(_IRRELEVANT.split())
 SCORING = "+score"
 """The end of the name of a family for its reward models."""
 SCORE = "score.weight"
+VALUE_HEAD_FILE, VALUE_HEAD = "value_head.safetensors", "v_head.summary.weight"
+"""Where LLaMA-Factory keeps the score layer of a reward model, beside a language model."""
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,28 @@ class SafetensorsFolder:
         """Return the path of the file that holds a tensor."""
         return os.path.join(self.folder, self._places[name].file)
 
+    def adopt(self, file_name: str, name: str, new_name: str) -> None:
+        """Add one tensor of another file in the folder, under a new name.
+
+        Args:
+            file_name: Name of the file.
+            name: Name of the tensor in it.
+            new_name: Its name here.
+
+        Raises:
+            ValueError: The file is damaged, or lacks the tensor.
+        """
+        known = set(self.shapes)
+        self._read_header(file_name, ())
+        if name not in self.shapes:
+            raise ValueError(f"{self.folder}/{file_name} has no tensor {name}; give a file that has it, or remove it")
+        for table in (self.shapes, self.dtypes, self._places):
+            found: dict[str, Any] = table
+            kept = found[name]
+            for other in found.keys() - known:
+                del found[other]
+            found[new_name] = kept
+
     # ---- headers
 
     def _index(self) -> dict[str, str] | None:

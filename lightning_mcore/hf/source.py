@@ -25,7 +25,15 @@ from typing import TYPE_CHECKING, Any
 from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.config.field_homes import OF_THE_MODULE
 from lightning_mcore.hf.config_rules import LONGEST_SEQUENCE, refuse_outside, refuse_unless
-from lightning_mcore.hf.family import Family, find_family, registered_family, split_fields
+from lightning_mcore.hf.family import (
+    SCORE,
+    VALUE_HEAD,
+    VALUE_HEAD_FILE,
+    Family,
+    find_family,
+    registered_family,
+    split_fields,
+)
 from lightning_mcore.hf.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, read_header, read_json
 
 GENERATION_FILE = "generation_config.json"
@@ -217,6 +225,9 @@ class HFSource:
         from lightning_mcore.hf.safetensors import SafetensorsFolder
 
         tensors = SafetensorsFolder(self.folder, self.family.unread)
+        is_lacking = SCORE in self.family.optional and SCORE not in tensors.shapes
+        if is_lacking and os.path.exists(os.path.join(self.folder, VALUE_HEAD_FILE)):
+            tensors.adopt(VALUE_HEAD_FILE, VALUE_HEAD, SCORE)
         there, least = sum(map(prod, tensors.shapes.values())), _least_weights(self.fields)
         if least > _TIMES * there:  # refuse before the model is built
             raise ValueError(

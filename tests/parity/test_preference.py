@@ -8,6 +8,7 @@ another model. The plain loop runs in fp64, sequence by sequence, and knows noth
 import dataclasses
 import functools
 import math
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -496,7 +498,7 @@ def test_a_run_that_resumes_has_the_reference_that_it_began_with(tmp_path: Path)
         assert resumed == whole[1:]
 
 
-def reward_runs(folder: str, out: str) -> list[Tensor]:
+def reward_runs(folder: str, with_value_head: str, out: str) -> list[Tensor]:
     """Train reward models from a language model, whole and with adapters, and export them; return the last scores."""
     found = []
     for name, lora in (("whole", None), ("adapters", LoRA(r=2))):
@@ -517,24 +519,37 @@ def reward_runs(folder: str, out: str) -> list[Tensor]:
         found.append(scores)
         with pytest.raises(ValueError, match=r"a reward model gives scores and no next tokens"):
             module.generate([1], 1)
-    goes_on = MCorePreference.from_pretrained(f"{out}/whole.ckpt", preference=setting)
-    [again] = trainer.predict(goes_on, data)  # type: ignore[misc]
-    return [*found, again]
+    for path in (f"{out}/whole.ckpt", with_value_head):
+        module = MCorePreference.from_pretrained(path, seq_length=LENGTH, preference=setting)
+        [scores] = trainer.predict(module, data)  # type: ignore[misc]
+        found.append(scores)
+    return found
 
 
 def test_a_reward_model_begins_with_a_language_model_and_is_read_by_transformers(tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
 
-    [whole, adapted, again], _ = run_ranks(2, reward_runs, str(tiny_folder("qwen2")), str(tmp_path), timeout=120)
+    folder, factory = str(tiny_folder("qwen2")), tmp_path / "of LLaMA-Factory"
+    shutil.copytree(folder, factory)
+    head = torch.randn(1, 32, generator=torch.Generator().manual_seed(6))
+    save_file({"v_head.summary.weight": head, "v_head.summary.bias": torch.ones(1)}, factory / "value_head.safetensors")
+    [whole, adapted, again, of_factory], _ = run_ranks(2, reward_runs, folder, str(factory), str(tmp_path), timeout=120)
     assert torch.equal(again, whole)
     sequences = [torch.from_numpy(sample.tokens)[None] for pair in pairs() for sample in pair.sequences]
     run_ranks(1, export_checkpoint, str(tmp_path / "adapters.ckpt"), str(tmp_path / "merged"))
     base = AutoModelForSequenceClassification.from_pretrained(tiny_folder("qwen2"), num_labels=1, dtype=torch.float64)
     models = {"alone": PeftModel.from_pretrained(base, tmp_path / "alone")}
+    own = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float64)
+    own.score.weight.data.copy_(head)
+    models["of LLaMA-Factory"] = own
     for name in ("whole", "adapters", "merged"):
+        written = load_file(tmp_path / name / "value_head.safetensors")
+        stored = load_file(tmp_path / name / "model.safetensors")["score.weight"]
+        assert torch.equal(written["v_head.summary.weight"], stored)
+        assert written["v_head.summary.bias"].tolist() == [0]
         models[name] = AutoModelForSequenceClassification.from_pretrained(tmp_path / name, dtype=torch.float64)
     for name, model in models.items():
-        scores = whole if name == "whole" else adapted
+        scores = {"whole": whole, "of LLaMA-Factory": of_factory}.get(name, adapted)
         wanted = torch.stack([model(tokens).logits.detach().squeeze() for tokens in sequences])
         torch.testing.assert_close(scores, wanted, rtol=0, atol=1e-5)
