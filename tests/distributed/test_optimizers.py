@@ -294,7 +294,7 @@ def fit(run: Run, ours: bool) -> dict[str, Any]:
     trainer = make_trainer(
         run.strategy if ours else "auto",
         accumulate_grad_batches=max(1, run.accumulate // run.copies) if ours else max(run.accumulate, run.copies),
-        max_epochs=2,
+        max_epochs=1,
         use_distributed_sampler=False,  # in order, so that a step has the same samples on one rank and on several
         limit_val_batches=0,
         **run.trainer,

@@ -2,12 +2,12 @@
 """Any layout loads what any other layout saved: weights and optimizer state bit for bit, and the run goes on.
 
 Every layout of a table trains two steps, saves and is done. One rank then loads each checkpoint; every other layout
-loads its own, that of the layout before it in the table and that of the most ranks, and trains one step more from one
-of them: what it holds is the same, bit for bit, whatever it loaded. What is loaded is
-compared in global terms with what was saved, as Megatron's own ``sharded_state_dict`` of model and optimizer describe
-them (its distributed optimizer gathers the shards, ours reads them in place, so the two are independent). The next loss
-and gradient norm are compared with a run on one rank that was never interrupted, within the tolerance of
-``tests/parity/test_layouts.py``.
+loads that of the layout before it in the table and that of the most ranks, and trains one step more from one of them:
+what it holds is the same, bit for bit, whatever it loaded. (That a layout goes on from its own is the claim of
+``test_checkpoint.py``.) What is loaded is compared in global terms with what was saved, as Megatron's own
+``sharded_state_dict`` of model and optimizer describe them (its distributed optimizer gathers the shards, ours reads
+them in place, so the two are independent). The next loss and gradient norm are compared with a run on one rank that was
+never interrupted, within the tolerance of ``tests/parity/test_layouts.py``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -195,7 +195,7 @@ class Whole:
 def loaded_on(index: int, layouts: Sequence[Layout]) -> list[str]:
     """Return the names of the checkpoints that a layout of a table loads."""
     widest = max(layouts, key=lambda layout: layout.world_size)
-    chosen = layouts if index == 0 else [layouts[index], layouts[index - 1], widest]
+    chosen = layouts if index == 0 else [layouts[index - 1], widest]
     return [layout.id for layout in dict.fromkeys(chosen)]
 
 
