@@ -24,6 +24,7 @@ Rank functions must be importable (module level, not a lambda), because a rank r
 
 import contextlib
 import functools
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -129,6 +130,24 @@ def run_ranks(
             for rank in ranks:
                 rank.print_output()
         return _results(ranks, stacks, timeout)
+
+
+def in_a_rank(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test, with its fixtures pickled, as the only rank of a launch.
+
+    A loader with workers forks them. That is safe in a process which has no threads, as a rank is, and not in one of
+    pytest-xdist: there a worker hangs or dies now and then.
+    """
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        run_ranks(1, _call_wrapped, test.__module__, test.__name__, args, kwargs, open_group=False, timeout=180)
+
+    return run
+
+
+def _call_wrapped(module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(*args, **kwargs)
 
 
 class _Rank:

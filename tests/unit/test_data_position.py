@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from lightning_mcore.data.position import FollowedLoader, Moment, batches_in_pass, deal, global_order, rank_share
 from lightning_mcore.parallel.random_state import from_plain, pick, put_common, take_common, to_plain
+from tests.ranks import in_a_rank
 
 
 def nothing() -> None:
@@ -103,9 +104,7 @@ def seed_all(seed: int) -> None:
         seeds(seed)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_loader_reads_the_same_when_it_is_followed(kind: str, num_workers: int) -> None:
+def read_with_and_without_being_followed(kind: str, num_workers: int) -> None:
     results = []
     for follows in (False, True):
         seed_all(1)
@@ -121,9 +120,7 @@ def test_a_loader_reads_the_same_when_it_is_followed(kind: str, num_workers: int
     assert not isinstance(loader.sampler, FollowedLoader)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_loader_goes_on_where_another_was_and_leaves_random_states_alone(kind: str, num_workers: int) -> None:
+def read_on_where_another_was(kind: str, num_workers: int) -> None:
     seed_all(1)
     loader = make(kind, num_workers=num_workers)
     followed = FollowedLoader(loader, 1, nothing)
@@ -142,6 +139,24 @@ def test_a_loader_goes_on_where_another_was_and_leaves_random_states_alone(kind:
     assert len(other) == len(whole)
     assert again.remaining(position) == len(whole) - 2
     assert len(read(other)) == len(whole)  # the next epoch is whole again
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loader_reads_the_same_when_it_is_followed(kind: str) -> None:
+    read_with_and_without_being_followed(kind, num_workers=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loader_goes_on_where_another_was_and_leaves_random_states_alone(kind: str) -> None:
+    read_on_where_another_was(kind, num_workers=0)
+
+
+@pytest.mark.distributed
+@in_a_rank
+def test_with_a_worker_it_is_the_same() -> None:
+    for kind in KINDS:
+        read_with_and_without_being_followed(kind, num_workers=1)
+        read_on_where_another_was(kind, num_workers=1)
 
 
 def test_what_stands_in_for_a_batch_sampler_answers_as_it_does() -> None:

@@ -14,6 +14,7 @@ from lightning_mcore.data.finetuning.chat import ChatEncoder
 from lightning_mcore.data.finetuning.conversations import ConversationReader
 from lightning_mcore.data.finetuning.stream import StreamLoader, StreamSettings
 from tests.chats import characters, exchanges, write
+from tests.ranks import in_a_rank
 
 pytestmark = pytest.mark.slow
 
@@ -62,9 +63,12 @@ def equal(one: list[Any], other: list[Any]) -> bool:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
-def test_all_ranks_and_workers_together_read_each_sample_once(tmp_path: Path, suffix: str, packing: bool) -> None:
-    of_stream = settings(tmp_path, suffix, packing=packing)
-    for ranks, workers in ((1, 0), (3, 0), (2, 2)) if packing else ((2, 0),):
+def test_all_ranks_together_read_each_sample_once(tmp_path: Path, suffix: str, packing: bool) -> None:
+    read_each_sample_once(settings(tmp_path, suffix, packing=packing), ((1, 0), (3, 0)) if packing else ((2, 0),))
+
+
+def read_each_sample_once(of_stream: StreamSettings, places: tuple[tuple[int, int], ...]) -> None:
+    for ranks, workers in places:
         shares = [numbers(list(StreamLoader(None, of_stream, rank, ranks, workers))) for rank in range(ranks)]
         assert sorted(chain.from_iterable(shares)) == list(range(COUNT)), (ranks, workers)
         assert max(map(len, shares)) - min(map(len, shares)) <= max(1, workers)
@@ -83,21 +87,14 @@ def test_each_epoch_has_an_order_of_its_own_that_the_seed_decides(tmp_path: Path
     assert numbers(list(in_order)) == list(range(COUNT - COUNT % 7))
 
 
-def test_the_end_of_an_epoch_says_what_became_of_the_samples(
-    tmp_path: Path, capture_info: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    list(StreamLoader(None, settings(tmp_path, packing=False, batch_size=7), num_workers=2))
-    assert len(capture_info) == 1
-    assert capture_info[0].startswith("epoch 0 of the stream: packed 61 of 61 samples")
-    # 31 and 30 samples, of which each worker leaves out what fills no batch of 7
-    assert capture_info[0].endswith("; 5 rows left out, which do not fill a batch on all ranks")
-
-
-@pytest.fixture
-def capture_info(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def say_what_became_of_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("lightning_mcore.data.finetuning.stream.rank_zero_info", said.append)
-    return said
+    list(StreamLoader(None, settings(tmp_path, packing=False, batch_size=7), num_workers=2))
+    assert len(said) == 1
+    assert said[0].startswith("epoch 0 of the stream: packed 61 of 61 samples")
+    # 31 and 30 samples, of which each worker leaves out what fills no batch of 7
+    assert said[0].endswith("; 5 rows left out, which do not fill a batch on all ranks")
 
 
 CASES: dict[str, tuple[int, dict[str, Any], range]] = {
@@ -109,8 +106,12 @@ CASES: dict[str, tuple[int, dict[str, Any], range]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case, (workers, _, _) in CASES.items() if workers == 0])
 def test_a_stream_goes_on_from_any_batch(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on_from_any_batch(tmp_path, case, monkeypatch)
+
+
+def go_on_from_any_batch(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_stream, "BATCHES_BETWEEN_STATES", 3)
     monkeypatch.setattr(token_stream, "OPEN_ROWS", 2)
     workers, options, moments = CASES[case]
@@ -136,25 +137,31 @@ def test_a_stream_goes_on_from_any_batch(tmp_path: Path, case: str, monkeypatch:
 
 
 def test_a_resumed_stream_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resume_what_was_resumed(tmp_path, 0, monkeypatch)
+
+
+def resume_what_was_resumed(tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_stream, "BATCHES_BETWEEN_STATES", 2)
     monkeypatch.setattr(token_stream, "OPEN_ROWS", 3)
-    for workers in (0, 2):
-        of_stream = settings(tmp_path)
-        whole, read = list(StreamLoader(None, of_stream, num_workers=workers)), []
-        state: dict[str, Any] | None = None
-        while state is None or len(read) < len(whole):
-            loader = StreamLoader(None, of_stream, num_workers=workers)
-            if state is not None:
-                loader.load_state_dict(state)
-                assert loader.state_dict() == state
-            for _, batch in zip(range(5), loader, strict=False):
-                read.append(batch)
-                state = loader.state_dict()
-        assert equal(read, whole)
+    of_stream = settings(tmp_path)
+    whole, read = list(StreamLoader(None, of_stream, num_workers=workers)), []
+    state: dict[str, Any] | None = None
+    while state is None or len(read) < len(whole):
+        loader = StreamLoader(None, of_stream, num_workers=workers)
+        if state is not None:
+            loader.load_state_dict(state)
+            assert loader.state_dict() == state
+        for _, batch in zip(range(5), loader, strict=False):
+            read.append(batch)
+            state = loader.state_dict()
+    assert equal(read, whole)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_state_may_be_of_batches_before_those_that_were_handed_out(tmp_path: Path, workers: int) -> None:
+def test_a_state_may_be_of_batches_before_those_that_were_handed_out(tmp_path: Path) -> None:
+    resume_before_what_was_handed_out(tmp_path, 0)
+
+
+def resume_before_what_was_handed_out(tmp_path: Path, workers: int) -> None:
     of_stream = settings(tmp_path)
     loader = StreamLoader(None, of_stream, num_workers=workers)
     whole: list[Any] = []
@@ -171,7 +178,7 @@ def test_a_state_may_be_of_batches_before_those_that_were_handed_out(tmp_path: P
         assert equal(list(resumed), whole[state["batches"] :])
 
 
-def test_workers_take_turns_also_where_one_ends_long_before_the_other(tmp_path: Path) -> None:
+def take_turns_also_where_one_ends_long_before_the_other(tmp_path: Path) -> None:
     rows = [{"prompt": f"q{number}", "response": "ab" * (60 if number % 2 else 2)} for number in range(8)]
     files = [write(tmp_path / "uneven.jsonl", rows)]
     of_stream = settings(tmp_path, files=files, packing=False, overlong="split", row_length=32, shuffle_buffer=1)
@@ -208,9 +215,28 @@ def test_what_cannot_go_on_says_so(tmp_path: Path) -> None:
         loader._running.state(5)  # type: ignore[union-attr]
 
 
-def test_a_row_that_fails_in_a_worker_fails_with_its_own_words(tmp_path: Path) -> None:
+def fail_with_the_words_of_the_row(tmp_path: Path, workers: int) -> None:
     of_stream = settings(tmp_path, row_length=24)
-    for workers in (0, 2):
-        with pytest.raises(ValueError, match=r"row [0-9]+ of .*/[abc].jsonl takes [0-9]+ tokens, more") as raised:
-            list(StreamLoader(None, of_stream, num_workers=workers))
-        assert "\n" not in str(raised.value)
+    with pytest.raises(ValueError, match=r"row [0-9]+ of .*/[abc].jsonl takes [0-9]+ tokens, more") as raised:
+        list(StreamLoader(None, of_stream, num_workers=workers))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_row_that_fails_has_its_own_words(tmp_path: Path) -> None:
+    fail_with_the_words_of_the_row(tmp_path, 0)
+
+
+@pytest.mark.distributed
+@in_a_rank
+def test_with_workers_all_of_it_is_the_same(tmp_path: Path) -> None:
+    for suffix in ("jsonl", "parquet"):
+        read_each_sample_once(settings(tmp_path, suffix), ((2, 2),))
+    resume_before_what_was_handed_out(tmp_path, 2)
+    take_turns_also_where_one_ends_long_before_the_other(tmp_path)
+    fail_with_the_words_of_the_row(tmp_path, 2)
+    for case in ("workers", "more-workers-than-batches"):
+        with pytest.MonkeyPatch.context() as patch:
+            go_on_from_any_batch(tmp_path, case, patch)
+    with pytest.MonkeyPatch.context() as patch:
+        resume_what_was_resumed(tmp_path, 2, patch)
+        say_what_became_of_the_samples(tmp_path, patch)

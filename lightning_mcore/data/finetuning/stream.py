@@ -396,6 +396,8 @@ class StreamLoader:
             num_workers=self._num_workers,
             generator=torch.Generator().manual_seed(self._settings.seed),  # leaves the default generator alone
         )
+        if self._num_workers:
+            import datasets  # noqa: F401 - workers are forks: without it each imports it anew in every epoch
         items = iter(loader)
         try:
             while True:
@@ -409,9 +411,8 @@ class StreamLoader:
                 running.hand_out()
                 yield item.batch
         finally:
-            del (
-                items
-            )  # ends the workers now; an exception would keep them until the garbage collector ends them one by one
+            # Ends the workers now. An exception would keep them until the garbage collector ends them one by one.
+            del items
 
     # ---- the state that Lightning saves and loads
 
