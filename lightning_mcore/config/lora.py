@@ -54,7 +54,7 @@ class LoRA:
         use_rslora: Divide by the root of the rank.
         use_dora: Train the length of each row of the weights too (DoRA): ``m / |W + scale * B A|`` times the output.
         init_lora_weights: How A begins: True for a uniform distribution, ``"gaussian"`` for a normal one of standard
-            deviation ``1 / r``. B begins with zeros.
+            deviation ``1 / r``. B begins with zeros; of the embedding A does.
         quantization: ``"nf4"`` keeps the frozen weights of linear layers in 4 bits (QLoRA).
         double_quantization: With it: keep the lengths of its blocks in 8 bits too.
         base_model_name_or_path: The model whose weights are frozen, as ``from_pretrained`` fills it in.

@@ -4,7 +4,7 @@
 :func:`adapt` gives a linear layer one adapter per Hugging Face projection that it holds (``linear_qkv`` has three), so
 every adapter that PEFT wrote can be continued. The layer keeps its class, its names and its weights; its adapters are a
 child, ``linear_qkv.lora.q_proj.lora_A``. The A of one layer run as one product, and so do the B. The adapter of an
-embedding looks up columns of A. That of a router, or of the gate of shared experts, is added to the weight.
+embedding looks up columns of A; that of the gate of shared experts is added to its weight.
 
 How an adapter is split follows the weight of its layer (s tokens, h inputs, r rank):
 
@@ -107,9 +107,14 @@ class Projection:
     is_embedding: bool = False
 
     @property
+    def in_order(self) -> list[Rows]:
+        """Its rows on this rank, in the order of the projection."""
+        return sorted(self.rows, key=lambda rows: rows.hf_start)
+
+    @property
     def first_row(self) -> int:
         """The first row of the projection on this rank."""
-        return min(rows.hf_start for rows in self.rows)
+        return self.in_order[0].hf_start
 
     @property
     def own_rows(self) -> int:
@@ -150,7 +155,7 @@ class Adapter(nn.Module):
             self.lora_magnitude_vector = nn.Parameter(weight.new_zeros(rows))
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return A [r, columns], B [rows, r], and DoRA's lengths [rows]; Megatron gathers parameters at the call."""
+        """Return A [r, columns], B [rows, r] and DoRA's lengths [rows]; Megatron gathers parameters at this call."""
         return self.lora_A, self.lora_B, self.lora_magnitude_vector
 
 
@@ -219,8 +224,6 @@ class Adapters(nn.ModuleDict):
             is_counted = not is_whole or self.group.rank() == 0
             set_tensor_model_parallel_attributes(parameter, is_counted, int(name.endswith("lora_A")), 1)
 
-    # ---- forward
-
     def change(self, inputs: Tensor, output: Tensor, layer: Any, bias: Tensor | None) -> Tensor:
         """Return the output of the layer with that of its adapters.
 
@@ -264,10 +267,10 @@ class Adapters(nn.ModuleDict):
         return functional.linear(self._with_other_ranks(hidden) * adapter.scale, b)
 
     def changed(self, weight: Tensor) -> Tensor:
-        """Return the weight of a router or gate with its adapter, [rows, columns], differentiable by the adapter.
+        """Return the weight of a gate with its adapter, [1, columns], differentiable by the adapter.
 
         Args:
-            weight: The frozen weight, [rows, columns].
+            weight: The frozen weight, [1, columns].
         """
         (adapter,) = self._adapters
         a, b, _ = adapter()
@@ -296,14 +299,16 @@ class Adapters(nn.ModuleDict):
         return brought
 
     def _a(self) -> Tensor:
-        """Return the A of all projections, [sum of r, columns]."""
-        stacked = _stacked([adapter.lora_A for adapter in self._adapters], lambda all_a: torch.cat([*all_a]))
+        """Return the A of all projections, [sum of r, columns]; a single one itself, which backward need not keep."""
+        all_a: list[Tensor] = [adapter.lora_A for adapter in self._adapters]
+        stacked = all_a[0] if len(all_a) == 1 else torch.cat(all_a)
         return self._summed(stacked) if self.split == 0 else stacked
 
     def _b(self) -> Tensor:
         """Return the B of all projections as one matrix, [rows of this rank, sum of r]."""
         diagonal: Any = torch.block_diag
-        stacked = self._in_rows(_stacked([x.lora_B for x in self._adapters], lambda all_b: diagonal(*all_b)))
+        all_b = [adapter.lora_B for adapter in self._adapters]
+        stacked = self._in_rows(all_b[0] if len(all_b) == 1 else diagonal(*all_b))
         return self._summed(stacked) if self.split == 1 else stacked
 
     def _scales(self, like: Tensor) -> Tensor | float:
@@ -326,8 +331,6 @@ class Adapters(nn.ModuleDict):
             return stacked
         padded = functional.pad(stacked, (0, 0, 0, 1) if stacked.dim() > 1 else (0, 1))  # for rows without adapter
         return padded[self.order]
-
-    # ---- DoRA
 
     def ratio(self, weight: Tensor) -> Tensor:
         """Return what DoRA multiplies each row of ``W + scale * B A`` by; collective over the ranks that share W.
@@ -397,10 +400,8 @@ class Adapters(nn.ModuleDict):
         lengths = self._lengths(weight)
         for adapter in self._adapters:
             assert adapter.lora_magnitude_vector is not None
-            own = [lengths[rows.start : rows.start + rows.count] for rows in _sorted(adapter.projection)]
+            own = [lengths[rows.start : rows.start + rows.count] for rows in adapter.projection.in_order]
             adapter.lora_magnitude_vector[: adapter.projection.own_rows].copy_(torch.cat(own))
-
-    # ---- checkpoints
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -468,7 +469,7 @@ def adapted_weight(layer: Any) -> nn.Parameter:
 
 
 def _changed_weight(layer: Any) -> Tensor:
-    """Return the weight that a router or gate reads: the frozen one, with its adapter."""
+    """Return the weight that shared experts read: the frozen one of their gate, with its adapter."""
     weight = adapted_weight(layer)
     adapters: Adapters = layer.lora
     return adapters.changed(weight) if adapters.enabled else weight
@@ -495,12 +496,21 @@ def adapt(layer: Any, projections: Sequence[Projection], lora: LoRA, split: int 
         split: The axis of its weight that is split over tensor-parallel ranks: 0, 1, or None; as in :class:`Adapters`.
     """
     adapters = Adapters(layer, projections, lora, split)
-    bases: tuple[type, ...] = (type(layer),)
-    own = {adapters.parameter: property(_changed_weight)}
-    if isinstance(layer, (*LINEAR, VocabParallelEmbedding)):
-        kind = _AdaptedLinear if isinstance(layer, LINEAR) else _AdaptedEmbedding
-        bases, own = (kind, type(layer)), {}
-    layer.__class__ = type(type(layer).__name__, bases, own)
+    base: Any = type(layer)
+
+    def gating(router: Any, inputs: Tensor) -> Tensor:
+        logits: Tensor = base.gating(router, inputs)
+        return router.lora.change(inputs, logits, router, None) if router.lora.enabled else logits
+
+    bases: tuple[type, ...] = (base,)  # a router has a base without attributes, which allows no other before it
+    own: dict[str, Any] = {}
+    if isinstance(layer, Router):
+        own = {"gating": gating}
+    elif isinstance(layer, SharedExpertMLP):
+        own = {adapters.parameter: property(_changed_weight)}
+    else:
+        bases = (_AdaptedEmbedding if isinstance(layer, VocabParallelEmbedding) else _AdaptedLinear, base)
+    layer.__class__ = type(base.__name__, bases, own)
     layer.add_module(ADAPTERS, adapters)
     if lora.use_dora:
         adapters.start_magnitudes(layer.weight)
@@ -575,22 +585,13 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
             child.enabled = enabled
 
 
-def _stacked(parameters: list[nn.Parameter], join: Callable[[list[nn.Parameter]], Tensor]) -> Tensor:
-    """Return parameters as one matrix; a single one itself, without a copy that backward would keep."""
-    return parameters[0] if len(parameters) == 1 else join(parameters)
-
-
-def _sorted(projection: Projection) -> list[Rows]:
-    return sorted(projection.rows, key=lambda rows: rows.hf_start)
-
-
 def _order(adapters: Sequence[Adapter], rows: int) -> Tensor:
     """Return, for each row of the layer, its row among the stacked rows of all B; one past the last where none is."""
     stacked = sum(adapter.lora_B.shape[0] for adapter in adapters)
     order = torch.full((rows,), stacked, dtype=torch.int64)
     start = 0
     for adapter in adapters:
-        for own in _sorted(adapter.projection):
+        for own in adapter.projection.in_order:
             order[own.start : own.start + own.count] = torch.arange(start, start + own.count)
             start += own.count
         start += adapter.projection.padding

@@ -136,14 +136,14 @@ def _adapters(fields: GPTFields, form: NumberFormat, prefix: str) -> Iterator[Sa
     for name, trained in fields.adapters.of.items():
         if not name.startswith(prefix) or not trained.pairs:
             continue
-        if name.endswith(("router.weight", "gate_weight")):
+        if name.endswith("gate_weight"):
             yield SavedTensor(
                 f"{name}: with its adapter", math.prod(trained.shape), form.element, "stacked", part="moe"
             )
             continue
         is_row = "linear_fc2" in name or "linear_proj" in name
         part = next((part for part, start in _PARTS.items() if name.startswith(prefix + start)), "")
-        whole: Shared = "sequence" if is_row else "nobody"
+        whole: Shared = "sequence" if is_row or "router" in name else "nobody"
         split: Shared = whole if is_row else "tensor"
         share, experts = 1.0, len(trained.shape) > 2
         if experts:
