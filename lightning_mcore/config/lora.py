@@ -292,7 +292,7 @@ class LoRA:
                         f" leave {kind} without adapters (exclude_modules)"
                     )
 
-    def check_vocabulary(self, names: Iterable[str], model: Mapping[str, Any], padded: int, ranks: int) -> None:
+    def check_vocabulary(self, names: Iterable[str], model: Mapping[str, Any], padded: int = 0, ranks: int = 1) -> None:
         """Refuse adapters on an embedding or output layer that cannot have one.
 
         Args:

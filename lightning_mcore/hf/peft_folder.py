@@ -232,6 +232,7 @@ def merge_folders(module: pl.LightningModule, paths: Sequence[str]) -> None:
     for path in paths:
         lora = on_all(partial(read_lora, path))
         family, fields = names.hf_names()
+        lora.check_vocabulary(projection_names(family, fields), fields)
         merge_adapters(built_chunks(module), family, fields, lora, partial(load_adapter, module, path, lora))
 
 
@@ -255,6 +256,7 @@ def check_folders(base: str, paths: Sequence[str], family: str | None = None) ->
     for path in (path for path in paths if not is_own_checkpoint(path)):
         lora = read_lora(path)
         lora.check_targets(names, patterns=False)
+        lora.check_vocabulary(names, settings)
         wanted = expected_shapes(lora, names, shapes, int(settings.get("num_moe_experts") or 0))
         file = os.path.join(_folder_with_weights(path), WEIGHTS_FILE)
         with _opened(file) as weights:

@@ -180,6 +180,16 @@ def test_what_other_modules_cannot_have_is_refused_before_anything_is_built(
         module.check_settings()
 
 
+def test_a_merged_adapter_of_a_tied_embedding_is_refused(tmp_path: Path) -> None:
+    config = {"peft_type": "LORA", "target_modules": ["embed_tokens"], "r": 4}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    stem = "base_model.model.model.embed_tokens.lora_embedding_"
+    save_file({f"{stem}A": torch.zeros(4, 101), f"{stem}B": torch.zeros(32, 4)}, tmp_path / "adapter_model.safetensors")
+    MCoreGPT.from_pretrained(str(tiny_folder("llama")), adapters=[str(tmp_path)]).check_settings()
+    with pytest.raises(ValueError, match=r"target_modules has model.embed_tokens, which the model uses twice"):
+        MCoreGPT.from_pretrained(str(tiny_folder("qwen2")), adapters=[str(tmp_path)]).check_settings()
+
+
 def test_a_rank_that_would_have_padding_alone_is_refused() -> None:
     lora = LoRA(target_modules=["lm_head"])
     lora.check_vocabulary(["lm_head"], {"vocab_size": 101}, padded=128, ranks=4)
