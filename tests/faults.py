@@ -14,6 +14,7 @@ scenario instead of twenty. ``tests/distributed/test_faults.py`` runs the short 
 import argparse
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -25,6 +26,10 @@ import tempfile
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
+
+from tests import economy  # noqa: F401 - before torch, Lightning and megatron-core
+
+# isort: split
 
 from tests import faulty_run
 from tests.faulty_run import SAYING, Plan
@@ -349,6 +354,8 @@ def main() -> int:
     parser.add_argument("--report", metavar="FILE", help="write what was wrong as JSON")
     parser.add_argument("--verbose", action="store_true", help="show what the ranks print")
     arguments = parser.parse_args()
+    gc.freeze()  # what was imported; the ranks are forks
+    gc.enable()
     begins: RankBegins | None = None
     try:
         if arguments.rank is None:

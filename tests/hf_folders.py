@@ -14,30 +14,39 @@ from math import prod
 from pathlib import Path
 
 _CHUNK = 16 << 20  # bytes of noise, written again and again
-_PEAK_OF = """
-import sys, threading, warnings
+_PEAKS_OF = """
+import gc; gc.disable()
+import os, sys, threading, warnings
 warnings.filterwarnings("ignore")
 import transformers
 from transformers import AutoConfig
 import lightning_mcore.hf.import_checkpoint, lightning_mcore.hf.export
+gc.freeze()
 
 def status(name):
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith(name + ":"))
 
-before, peak, done = status("RssAnon"), 0, threading.Event()
+for job in {jobs!r}:
+    sys.stdout.flush()
+    if os.fork():
+        assert os.wait()[1] == 0, job
+        continue
+    gc.enable()
+    before, peak, done = status("RssAnon"), 0, threading.Event()
 
-def watch():
-    global peak
-    while not done.wait(0.002):
-        peak = max(peak, status("RssAnon"))
+    def watch():
+        global peak
+        while not done.wait(0.002):
+            peak = max(peak, status("RssAnon"))
 
-watcher = threading.Thread(target=watch)
-watcher.start()
-{job}
-done.set()
-watcher.join()
-print("kilobytes", max(0, peak - before))
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    exec(job)
+    done.set()
+    watcher.join()
+    print("kilobytes", max(0, peak - before))
+    break
 """
 
 
@@ -135,7 +144,7 @@ def _write_file(path: Path, shapes: dict[str, list[int]]) -> int:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     noise = bytearray(os.urandom(_CHUNK))
-    noise[1::2] = bytes(byte & 0xBF for byte in noise[1::2])  # exponents without infinities
+    noise[1::2] = noise[1::2].translate(bytes(byte & 0xBF for byte in range(256)))  # exponents without infinities
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for begin in range(0, end, _CHUNK):
@@ -145,17 +154,18 @@ def _write_file(path: Path, shapes: dict[str, list[int]]) -> int:
     return end
 
 
-def peak_memory(job: str) -> int:
-    """Return the bytes of its own memory that a job takes at most in a process of its own, beyond those of imports.
+def peak_memory(*jobs: str) -> list[int]:
+    """Return the bytes of its own memory that each job takes at most in a process of its own, beyond those of imports.
 
-    Pages of mapped files do not count: the system takes them back when it needs them.
+    Pages of mapped files do not count: the system takes them back when it needs them. The processes are forks of one
+    that has imported everything.
 
     Args:
-        job: Python statements; ``lightning_mcore.hf.import_checkpoint`` and ``.export`` are imported.
+        jobs: Python statements; ``lightning_mcore.hf.import_checkpoint`` and ``.export`` are imported.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     done = subprocess.run(
-        [sys.executable, "-c", _PEAK_OF.format(job=job)],
+        [sys.executable, "-c", _PEAKS_OF.format(jobs=jobs)],
         capture_output=True,
         text=True,
         check=False,
@@ -164,4 +174,4 @@ def peak_memory(job: str) -> int:
     )
     if done.returncode:
         raise RuntimeError(done.stderr)
-    return 1024 * int(done.stdout.split()[-1])
+    return [1024 * int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("kilobytes ")]

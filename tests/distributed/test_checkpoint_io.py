@@ -518,6 +518,9 @@ def test_a_wrong_option_is_refused_at_once(given: dict[str, Any], error: type[Ex
 
 
 _SCRIPT = """
+import atexit
+import sys
+
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -545,6 +548,15 @@ trainer = pl.Trainer(
     callbacks=ModelCheckpoint("saved", every_n_train_steps=1, save_top_k=2, monitor="step", mode="max", save_last=True),
 )
 trainer.fit(Net(), torch.utils.data.DataLoader(torch.ones(16, 4), batch_size=2))
+
+from tests.distributed import test_checkpoint_io as helpers
+
+atexit.register(torch.distributed.destroy_process_group)  # as Lightning does for NCCL
+opened = helpers.groups()
+opened.__enter__()
+plugin = MCoreCheckpointIO(async_save=True)
+plugin.save_checkpoint(helpers.checkpoint(), "at_exit.ckpt")
+sys.exit()
 """
 
 
@@ -569,7 +581,8 @@ def run_script(script: Path) -> str:
     return output
 
 
-def test_a_script_without_a_main_guard_saves_while_it_trains(tmp_path: Path) -> None:
+def test_a_script_without_a_main_guard_saves_while_it_trains_and_at_its_exit(tmp_path: Path) -> None:
+    """The save that is in flight at the exit is finished before the process group goes."""
     (tmp_path / "train.py").write_text(_SCRIPT)
     output = run_script(tmp_path / "train.py")
     assert output.count("the script starts") == 2  # once on each rank, and in no helper process of a writer
@@ -577,27 +590,7 @@ def test_a_script_without_a_main_guard_saves_while_it_trains(tmp_path: Path) -> 
     assert sorted(os.listdir(saved)) == ["epoch=0-step=3.ckpt", "epoch=0-step=4.ckpt", "last.ckpt"]
     for path in saved.iterdir():
         assert checkpoint_files.verify(str(path))["world_size"] == 2
-
-
-_EXIT_SCRIPT = """
-import atexit, sys
-import torch.distributed as dist
-from tests.distributed import test_checkpoint_io as helpers
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-atexit.register(dist.destroy_process_group)  # as Lightning does for NCCL
-opened = helpers.groups()
-opened.__enter__()
-plugin = helpers.MCoreCheckpointIO(async_save=True)
-plugin.save_checkpoint(helpers.checkpoint(), "a.ckpt")
-sys.exit()
-"""
-
-
-def test_a_save_in_flight_at_exit_is_finished_before_the_process_group_goes(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(_EXIT_SCRIPT)
-    run_script(tmp_path / "train.py")
-    assert checkpoint_files.verify(str(tmp_path / "a.ckpt"))["global_step"] == 7
+    assert checkpoint_files.verify(str(tmp_path / "at_exit.ckpt"))["global_step"] == 7
 
 
 @pytest.fixture

@@ -250,7 +250,7 @@ class OwnLoaders(StagedNet):
 
 def train_with_workers(folder: str, strategy: dict[str, Any]) -> dict[str, Any]:
     """Rank function: the batches without workers, with them, and after a resume in the middle of the epoch."""
-    multiprocessing.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_mcore", "tests.toy"])
+    multiprocessing.set_forkserver_preload(["tests.economy", "tests.toy"])
 
     def fit(workers: int, **arguments: Any) -> tuple[list[list[int]], float]:
         seed_everything(3)

@@ -28,7 +28,7 @@ FILTERS = [
 def python(code: str, *options: str) -> str:
     """Run code in a process of its own and return what it printed."""
     done = subprocess.run(
-        [sys.executable, *options, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *options, "-c", code], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -66,60 +66,56 @@ def test_every_command_has_its_module() -> None:
         assert line
 
 
-FIRST = (
-    "import lightning.pytorch as pl; import lightning_mcore",  # as isort orders them
-    "import lightning_mcore.strategy; import lightning.pytorch as pl",
-    "from lightning_mcore import MCoreGPT; import lightning.pytorch as pl",
-)
-
-
-def test_the_name_of_the_strategy_is_known_whatever_is_imported_first() -> None:
-    code = f"""
-import os
-import torch  # for all orders, each of which then has a process of its own
-for first in {FIRST!r}:
-    if os.fork() == 0:
-        exec(first)
-        trainer = pl.Trainer(strategy='mcore', accelerator='cpu', devices=1, logger=False, enable_checkpointing=False)
-        from lightning_mcore import MCoreStrategy
-        assert type(trainer.strategy) is MCoreStrategy
-        from lightning.pytorch.strategies import StrategyRegistry
-        assert type(StrategyRegistry.get('mcore')) is MCoreStrategy
-        print('known', flush=True)
-        os._exit(0)
-    assert os.wait()[1] == 0, first
+KNOWN = """
+trainer = pl.Trainer(strategy='mcore', accelerator='cpu', devices=1, logger=False, enable_checkpointing=False)
+from lightning_mcore import MCoreStrategy
+assert type(trainer.strategy) is MCoreStrategy
+from lightning.pytorch.strategies import StrategyRegistry
+assert type(StrategyRegistry.get('mcore')) is MCoreStrategy
 """
-    assert python(code).splitlines() == ["known"] * len(FIRST)
-
-
-def test_an_import_leaves_the_process_as_it_was() -> None:
-    code = """
+LIGHTNING_FIRST = f"""
 import sys, warnings
-import lightning.pytorch, transformers
+import lightning.pytorch as pl, transformers  # as isort orders them
 finders, filters = [*sys.meta_path], [*warnings.filters]
 import lightning_mcore
 assert 'lightning_mcore.strategy.strategy' not in sys.modules
 assert [*sys.meta_path] == finders
 assert [*warnings.filters] == filters
 lightning_mcore.MCoreStrategy
-ours = [kept for kept in warnings.filters if kept not in filters and 'ransformer' in str(kept[1])]
+assert not [kept for kept in warnings.filters if kept not in filters and 'ransformer' in str(kept[1])]
 added = [finder for finder in sys.meta_path if finder not in finders]
-print(ours, [finder for finder in added if type(finder).__module__.startswith('lightning_mcore')])
+assert not [finder for finder in added if type(finder).__module__.startswith('lightning_mcore')]
+{KNOWN}
 """
-    assert python(code) == "[] []"
-
-
-def test_all_names_are_there_and_megatron_is_not_heard() -> None:
-    code = """
+ALL_NAMES_FIRST = f"""
 from lightning_mcore import *
 import lightning_mcore, pickle
 assert all(name in globals() for name in lightning_mcore.__all__)
 assert pickle.loads(pickle.dumps(MCoreGPT)) is MCoreGPT is lightning_mcore.MCoreGPT
 assert set(lightning_mcore.__all__) <= set(dir(lightning_mcore))
 assert lightning_mcore.hf.Family
-print('quiet')
+import lightning.pytorch as pl
+{KNOWN}
 """
-    assert python(code, *FILTERS) == "quiet"
+STRATEGY_FIRST = f"""
+import lightning_mcore.strategy; import lightning.pytorch as pl
+{KNOWN}
+"""
+
+
+def test_whatever_is_imported_first_the_strategy_is_known_the_process_left_alone_and_megatron_not_heard() -> None:
+    code = f"""
+import gc, os
+gc.disable()
+import torch  # for all orders, each of which then has a process of its own
+for first in {(LIGHTNING_FIRST, ALL_NAMES_FIRST, STRATEGY_FIRST)!r}:
+    if os.fork() == 0:
+        exec(first, {{}})
+        print('quiet', flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, first
+"""
+    assert python(code, *FILTERS).splitlines() == ["quiet"] * 3
 
 
 def test_every_public_name_has_one_home() -> None:
