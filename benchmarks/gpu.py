@@ -46,8 +46,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.overhead import REPOSITORY, BareLoop, RandomTokens, circumstances, write_results
 from lightning_mcore import MCoreGPT, MCorePrecision, MCoreStrategy, Recipe
+from lightning_mcore.config.field_homes import fusion_defaults
 from lightning_mcore.config.flops import training_flops_per_token
-from lightning_mcore.config.fusions import fusion_defaults
 from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.packing.rows import build_row, collate_padded, collate_rows
 from lightning_mcore.layers.spec import gpt_block_spec

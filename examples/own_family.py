@@ -2,8 +2,7 @@
 """StableLM, a family that is not in the package: LayerNorm with biases, rotary positions in a part of each head."""
 
 from lightning_mcore.hf import Constants, Family, Only, Rename, Same
-from lightning_mcore.hf.decoder_rules import ATTENTION, MLP, OUTSIDE, QKV_BIAS, SIZES
-from lightning_mcore.hf.rope_rules import PARTIAL_ROPE
+from lightning_mcore.hf.decoder_rules import ATTENTION, MLP, OUTSIDE, PARTIAL_ROPE, QKV_BIAS, SIZES
 
 FAMILY = Family(
     model_type="stablelm",

@@ -5,6 +5,14 @@
 (``layers/transformer_config.py``); the strategy and the precision own the second. ``OptimizerConfig`` repeats settings
 of torch's optimizer, the Trainer and the precision (``optimizer/rules.py``). The tables are separate from the checks
 that need Megatron, so ``lightning-mcore plan`` can use them without importing it.
+
+:func:`fusion_defaults` returns the fused kernels that a model of TransformerEngine's layers gets on a GPU unless it
+sets them. Megatron's config has all of them off. They compute what the plain kernels do, with fewer passes over memory.
+Each is left out where Megatron has no kernel for the model, or one that would ignore a setting. Fused cross entropy
+stays off, because TransformerEngine's writes gradients over the logits, which metrics read.
+
+Sources: ``TransformerConfig.__post_init__``, ``apply_rotary_pos_emb`` and ``TEGroupedMLP`` of megatron-core 0.16.1 and
+0.19.2.
 """
 
 from collections.abc import Mapping
@@ -167,3 +175,39 @@ def check_lengths(fields: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{name} has {len(given)} entries and num_layers is {fields['num_layers']}; give one for each layer"
             )
+
+
+_SILU = ("silu", "torch.nn.functional.silu")
+
+
+def fusion_defaults(
+    transformer: Mapping[str, Any], position_embedding_type: str = "rope", has_adapters: bool = False
+) -> dict[str, bool]:
+    """Return the fusions that a model gets, without those that it sets itself.
+
+    Args:
+        transformer: The model's fields of ``TransformerConfig``, as plain data.
+        position_embedding_type: Argument of ``MCoreGPT``.
+        has_adapters: Whether adapters are trained beside the weights.
+
+    Returns:
+        Field names of ``TransformerConfig``, all with the value True.
+    """
+    get = transformer.get
+    has_bias, has_experts = get("add_bias_linear", True), bool(get("num_moe_experts"))
+    wanted = {
+        # of packed rows, Megatron's fused kernel ignores the scale of YaRN and rotary_interleaved
+        "apply_rope_fusion": position_embedding_type == "rope"
+        and not get("multi_latent_attention")
+        and not get("rotary_interleaved"),
+        "bias_activation_fusion": bool(get("gated_linear_unit"))
+        and get("activation_func") in _SILU
+        and not get("use_te_activation_func")
+        and not get("activation_func_clamp_value")
+        and not get("glu_linear_offset")
+        and not (has_experts and has_bias),
+        "bias_dropout_fusion": not get("hidden_dropout") and not (has_experts and has_bias),
+        "moe_grouped_gemm": has_experts and not has_adapters,
+        "moe_permute_fusion": has_experts and get("moe_expert_capacity_factor") is None,
+    }
+    return {name: True for name, is_wanted in wanted.items() if is_wanted and name not in transformer}

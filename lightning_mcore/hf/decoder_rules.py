@@ -3,8 +3,13 @@
 
 A family (``families.py``) combines its tables from these. Weights have Megatron's names in checkpoints, where a norm
 before a projection belongs to that projection.
+
+Rotary positions of configs (``rope_parameters``) are plain, stretched evenly (``linear``), stretched as in Llama 3
+(``llama3``), or as in YaRN (``yarn``). Latent attention has its own rotation and fields, and supports only plain and
+YaRN positions.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_mcore.hf.config_rules import (
@@ -20,8 +25,185 @@ from lightning_mcore.hf.config_rules import (
     refuse_outside,
     refuse_unless,
 )
-from lightning_mcore.hf.rope_rules import ROPE
 from lightning_mcore.hf.weight_rules import QueryKeyValue, Rename, Rows, Vocabulary, WeightRule
+
+# ---- rotary positions
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_BUILT_IN = "Megatron has Llama 3's own value built in"
+_NO_SUCH = "Megatron does not have such positions"
+_FASTEST, _SLOWEST = 32.0, 1.0  # defaults of YaRN
+
+_SMALLEST, _LARGEST = 1e-6, 1e15  # limits of bases and factors; beyond them, wavelengths are 0 or infinite
+
+Rope = dict[str, Any]
+
+
+def _read(config: Config) -> dict[str, Any]:
+    return _read_plain_or_stretched(_parameters(config), config)
+
+
+def _read_partial(config: Config) -> dict[str, Any]:
+    rope = _parameters(config)
+    share = rope.pop("partial_rotary_factor", 1.0)
+    refuse_outside("rope_parameters.partial_rotary_factor", share, 0.0, 1.0)
+    fields = _read_plain_or_stretched(rope, config)
+    if share == 1.0:
+        return fields
+    if "yarn" in fields:
+        raise ValueError(
+            f"rope_parameters.partial_rotary_factor={share!r} is not supported with rope_type='yarn', because"
+            " Megatron's YaRN rotates whole heads; only 1.0 is"
+        )
+    return fields | {"rotary_percent": share}
+
+
+def _read_plain_or_stretched(rope: Rope, config: Config) -> dict[str, Any]:
+    kind = rope.pop("rope_type")
+    refuse_unless("rope_parameters.rope_type", kind, ("default", "linear", "llama3", "yarn"), _NO_SUCH)
+    fields: dict[str, Any] = {"rotary_base": _base(rope)}
+    if kind == "linear":
+        factor = _factor(rope, kind)
+        fields |= {"seq_len_interpolation_factor": factor} if factor != 1.0 else {}
+    elif kind == "llama3":
+        for key, value in _LLAMA3.items():
+            refuse_unless(f"rope_parameters.{key}", rope.pop(key, value), (value,), _BUILT_IN)
+        fields |= {"rope_scaling": True, "rope_scaling_factor": _factor(rope, kind)}
+    elif kind == "yarn":
+        yarn = _read_yarn(rope, config)
+        fields |= {"position_embedding_type": "yarn", "yarn": {**yarn, **_read_mscale(rope)}}
+        fields["yarn"]["correction_range_round_to_int"] = bool(rope.pop("truncate", True))
+    _refuse_rest(kind, rope)
+    return fields
+
+
+def _read_latent(config: Config) -> dict[str, Any]:
+    rope = _parameters(config)
+    kind = rope.pop("rope_type")
+    refuse_unless("rope_parameters.rope_type", kind, ("default", "yarn"), "Megatron's latent attention has no others")
+    fields: dict[str, Any] = {"rotary_base": _base(rope)}
+    if kind == "default":
+        fields |= {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    else:
+        refuse_unless("rope_parameters.truncate", rope.pop("truncate", True), (True,), "Megatron always rounds")
+        scale = rope.get("mscale_all_dim")
+        fields |= {"rope_type": "yarn", **_read_yarn(rope, config), **_read_mscale(rope)}
+        if scale and not fields["mscale_all_dim"]:
+            raise ValueError(
+                f"rope_parameters.mscale_all_dim={scale!r} without mscale is not supported, because Megatron scales"
+                " the softmax and the rotation by the same two numbers; give both or none"
+            )
+    _refuse_rest(kind, rope)
+    return fields
+
+
+def _parameters(config: Config) -> Rope:
+    """Return ``rope_parameters``, with the current names of its keys."""
+    rope = {key: value for key, value in (config.get("rope_parameters") or {}).items() if value is not None}
+    old = rope.pop("type", "default")
+    return {"rope_type": old, **rope}
+
+
+def _refuse_rest(kind: str, rope: Rope) -> None:
+    if kind == "default":  # only the length that the model was trained with; nothing is stretched
+        rope.pop("original_max_position_embeddings", None)
+    if rope.get("partial_rotary_factor") == 1.0:
+        del rope["partial_rotary_factor"]
+    for key, value in rope.items():
+        raise ValueError(f"rope_parameters.{key}={value!r} is not supported with rope_type={kind!r}; remove it")
+
+
+def _read_yarn(rope: Rope, config: Config) -> dict[str, Any]:
+    """Remove and return the keys for which wavelengths are stretched, and by how much."""
+    original = rope.pop("original_max_position_embeddings", None)
+    refuse_outside("rope_parameters.original_max_position_embeddings", original, 1, LONGEST_SEQUENCE)
+    if rope.get("factor") is None:
+        rope["factor"] = config["max_position_embeddings"] / original
+    return {
+        "rotary_scaling_factor": _number(rope, "factor", 1.0),
+        "original_max_position_embeddings": original,
+        "beta_fast": _number(rope, "beta_fast", 0.0) or _FASTEST,
+        "beta_slow": _number(rope, "beta_slow", 0.0) or _SLOWEST,
+    }
+
+
+def _read_mscale(rope: Rope) -> dict[str, float]:
+    """Remove and return the factors of the rotation; transformers uses the two numbers only if both are given.
+
+    Source: ``_compute_yarn_parameters`` (transformers 5.23); ``_yarn_get_concentration_factor`` (megatron-core).
+    """
+    scale, of_all = _number(rope, "mscale", 0.0), _number(rope, "mscale_all_dim", 0.0)
+    return {"mscale": scale, "mscale_all_dim": of_all} if scale and of_all else _UNSCALED
+
+
+_UNSCALED = {"mscale": 1.0, "mscale_all_dim": 0.0}
+
+
+def _write(fields: Fields) -> dict[str, Any]:
+    rope: Rope = {"rope_theta": float(fields["rotary_base"]), "rope_type": "default"}
+    kind = fields["position_embedding_type"]
+    if kind == "yarn":
+        yarn = dict(fields["yarn"])
+        rounded = yarn.pop("correction_range_round_to_int")
+        rope |= _write_yarn(yarn) | ({} if rounded else {"truncate": False})
+    elif kind != "rope":
+        raise ValueError(f"position_embedding_type={kind!r} cannot be expressed in its config")
+    if fields["seq_len_interpolation_factor"] is not None:
+        rope |= {"rope_type": "linear", "factor": fields["seq_len_interpolation_factor"]}
+    if fields["rope_scaling"]:
+        rope |= {"rope_type": "llama3", "factor": fields["rope_scaling_factor"], **_LLAMA3}
+    return {"rope_parameters": rope}
+
+
+def _write_partial(fields: Fields) -> dict[str, Any]:
+    rope = _write(fields)["rope_parameters"]
+    return {"rope_parameters": {**rope, "partial_rotary_factor": fields["rotary_percent"]}}
+
+
+def _write_latent(fields: Fields) -> dict[str, Any]:
+    if not fields["multi_latent_attention"]:
+        raise ValueError("it has attention without latents")
+    rope: Rope = {"rope_theta": float(fields["rotary_base"]), "rope_type": "default"}
+    if fields["rope_type"] == "yarn":
+        names = ("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", *_UNSCALED)
+        rope |= _write_yarn({name: fields[name] for name in names})
+    return {"rope_parameters": rope}
+
+
+def _write_yarn(yarn: Mapping[str, Any]) -> Rope:
+    rope = {"rope_type": "yarn", "factor": yarn["rotary_scaling_factor"]}
+    rope |= {key: yarn[key] for key in ("original_max_position_embeddings", "beta_fast", "beta_slow")}
+    scales = {key: yarn[key] for key in _UNSCALED}
+    return rope if scales == _UNSCALED else rope | scales
+
+
+def _base(rope: Rope) -> int | float:
+    value: float = rope.pop("rope_theta", 10000.0)
+    refuse_outside("rope_parameters.rope_theta", value, _SMALLEST, _LARGEST)
+    return int(value) if float(value).is_integer() else value
+
+
+def _factor(rope: Rope, kind: str) -> float:
+    if "factor" not in rope:
+        raise ValueError(f"rope_parameters has rope_type={kind!r} without a factor; add it")
+    return _number(rope, "factor", 1.0)
+
+
+def _number(rope: Rope, key: str, default: float) -> float:
+    """Remove and return a number, which must not be negative."""
+    value = rope.pop(key, default)
+    refuse_outside(f"rope_parameters.{key}", value, 0.0, _LARGEST)
+    return float(value)
+
+
+ROPE = Derived(("rope_parameters",), _read, _write)
+"""Positions of whole heads."""
+
+PARTIAL_ROPE = Derived(("rope_parameters",), _read_partial, _write_partial)
+"""Positions of a part of each head."""
+
+LATENT_ROPE = Derived(("rope_parameters",), _read_latent, _write_latent)
+"""Positions of latent attention."""
 
 # ---- configs
 

@@ -8,6 +8,7 @@ from lightning_mcore.hf.decoder_rules import (
     ATTENTION,
     DECODER,
     HEAD_SIZE,
+    LATENT_ROPE,
     MLP,
     MULTI_TOKEN,
     MULTI_TOKEN_LAYERS,
@@ -15,6 +16,7 @@ from lightning_mcore.hf.decoder_rules import (
     NO_MLP_BIAS,
     OPTIONAL_WINDOW,
     OUTSIDE,
+    PARTIAL_ROPE,
     PRETRAINING_TP,
     QK_NORM,
     QKV_BIAS,
@@ -37,7 +39,6 @@ from lightning_mcore.hf.expert_rules import (
     shared_expert_weights,
 )
 from lightning_mcore.hf.family import Family
-from lightning_mcore.hf.rope_rules import LATENT_ROPE, PARTIAL_ROPE
 from lightning_mcore.hf.weight_rules import Rename, WeightRule
 
 LLAMA = Family(

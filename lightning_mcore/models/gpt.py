@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from lightning_mcore.checkpoint.model_state import TRAINED_ONLY
-from lightning_mcore.config.fusions import fusion_defaults
+from lightning_mcore.config.field_homes import fusion_defaults
 from lightning_mcore.config.layout import ModelShape
 from lightning_mcore.config.lora import LoRA, check_train_only
 from lightning_mcore.config.positions import PositionEmbedding, check_positions, gpt_arguments, set_yarn
@@ -90,7 +90,7 @@ class MCoreGPT(SpeedLogs):
             numbers are the same on all of them. ``tensor_model_parallel_size`` must divide the padded size.
         transformer_impl: The layers to use: ``"local"`` (plain PyTorch), ``"transformer_engine"``, or ``"auto"``, which
             takes the second if it is installed and the device is a GPU. There, TransformerEngine's layers get the
-            fused kernels of ``config/fusions.py`` unless ``transformer`` sets these fields.
+            fused kernels of ``config/field_homes.py`` unless ``transformer`` sets these fields.
         loss_normalization: ``"tokens"`` for the mean of the loss over tokens; ``"samples"`` for the mean over samples
             (rows, or the sub-sequences of packed rows) of each sample's mean over tokens.
         hf: The Hugging Face model that it was made from; filled in by :meth:`from_pretrained`.

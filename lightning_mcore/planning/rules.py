@@ -28,9 +28,8 @@ from torch import nn
 
 from lightning_mcore.arguments.build import make_strategy
 from lightning_mcore.config.communication import CommunicationOptions
-from lightning_mcore.config.field_homes import REQUIRED, check_owned_by_precision, ddp_fields_of
+from lightning_mcore.config.field_homes import REQUIRED, check_owned_by_precision, ddp_fields_of, fusion_defaults
 from lightning_mcore.config.fp8 import FP8Settings, check_layers, check_microbatch, check_model
-from lightning_mcore.config.fusions import fusion_defaults
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.positions import check_positions
 from lightning_mcore.config.rules import strategy as strategy_rules

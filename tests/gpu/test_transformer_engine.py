@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_mcore.config.fusions import fusion_defaults
+from lightning_mcore.config.field_homes import fusion_defaults
 from lightning_mcore.planning.live import plan_of
 from tests.gpu.runs import DEVICE, train_on
 from tests.gpu.test_checkpoints import SaveAt

@@ -12,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from torch.utils.data import DataLoader
 
 from lightning_mcore.checkpoint.extra_state import checked_extra_state
-from lightning_mcore.config.fusions import fusion_defaults
+from lightning_mcore.config.field_homes import fusion_defaults
 from tests.ranks import run_ranks
 from tests.te.runs import TRANSFORMER, Counting, Run, make_model, make_trainer, train
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_mcore import MCoreGPT, MCoreModule
-from lightning_mcore.config.fusions import fusion_defaults
+from lightning_mcore.config.field_homes import fusion_defaults
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.layers.inputs import ModelInputs
 from lightning_mcore.models import gpt

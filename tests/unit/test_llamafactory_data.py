@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_mcore.arguments.llamafactory.data import FactoryData
+from lightning_mcore.arguments.llamafactory.data import FactoryData, FactoryReading, FactoryRows
 from lightning_mcore.arguments.llamafactory.datasets import DatasetEntry, read_datasets
-from lightning_mcore.arguments.llamafactory.rows import FactoryReading, FactoryRows
 from tests.chats import characters, write
 
 ALPACA = {"instruction": "Add.", "input": "1 and 2", "output": "3"}

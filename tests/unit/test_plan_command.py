@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_mcore.cli.plan import run
-from lightning_mcore.cli.plan_files import kind_of, settings_of_files
+from lightning_mcore.cli.plan import kind_of, run, settings_of_files
 from lightning_mcore.planning.machines import machine_named, parse_memory
 from lightning_mcore.planning.plan import make_plan
 from lightning_mcore.planning.suggest import suggest

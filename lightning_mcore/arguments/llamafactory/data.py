@@ -4,18 +4,177 @@
 Each dataset is tokenised and cached separately; then they are joined in order. Conversations are packed or padded as in
 ``MCoreFinetuningData``. In stage ``pt``, texts are either joined and cut into blocks (:class:`TextBlocks`), or each
 text has its own row; ``run.py`` chooses.
+
+:class:`FactoryRows` turns rows into conversations, or into texts. ``alpaca`` rows have an instruction, optional input
+in another column, an answer, and perhaps earlier exchanges. ``sharegpt`` and ``openai`` rows have a list of messages,
+whose roles the dataset names. There are three differences from ``data/finetuning/conversations.py``: the names come
+from ``dataset_info.json``; one line break joins the two parts of an instruction; and a conversation that does not
+alternate is skipped and counted, as in LLaMA-Factory. A row that calls tools is refused, because the templates here
+cannot write tool calls.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mcore.arguments.llamafactory.rows import FactoryReading
+from lightning_mcore.arguments.llamafactory.datasets import DatasetEntry
+from lightning_mcore.data.finetuning.chat import DocumentEncoder
+from lightning_mcore.data.finetuning.conversations import Message, Row
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.data.finetuning.files import with_rows
+from lightning_mcore.data.finetuning.tokenized import Encoder, Reading
 from lightning_mcore.data.packing.rows import TextBlocks, TokenizedSamples
+
+
+@dataclass(frozen=True)
+class FactoryReading(Reading):
+    """How to read the rows of one dataset.
+
+    Args:
+        entry: Its entry in ``dataset_info.json``.
+        max_samples: Read only this many rows, from the start; None for all.
+        seed: Seed for drawing rows.
+        documents: Read each row as a text instead of a conversation.
+        joined: Join texts, so that they do not begin new rows.
+    """
+
+    entry: DatasetEntry = field(default_factory=lambda: DatasetEntry("", ()))
+    max_samples: int | None = None
+    seed: int = 42
+    documents: bool = False
+    joined: bool = False
+
+    def reader(self, columns: Iterable[str]) -> "FactoryRows":
+        """Return a reader for rows with these columns."""
+        return FactoryRows(self.entry, list(columns))
+
+    def encoder(self, tokenizer: Any) -> Encoder:
+        """Return the encoder for conversations or texts."""
+        if self.documents:
+            return DocumentEncoder(tokenizer, self.template, begins=not self.joined)
+        return super().encoder(tokenizer)
+
+    def chosen(self, rows: int) -> Sequence[int] | None:
+        """Return the indices of the rows to read: the drawn rows, at most ``max_samples``."""
+        count = self.entry.num_samples
+        if count is None:
+            return None if self.max_samples is None else range(min(self.max_samples, rows))
+        draw = np.random.default_rng(self.seed)
+        order = draw.permutation(rows)[:count]
+        order = np.concatenate([order, draw.integers(rows, size=count - len(order))])
+        return [int(number) for number in order[: self.max_samples]]
+
+
+class FactoryRows:
+    """Turns the rows of a dataset into conversations.
+
+    Args:
+        entry: Its entry in ``dataset_info.json``.
+        columns: The names of the columns of its files.
+
+    Attributes:
+        needed: The columns that each row must have.
+
+    Raises:
+        ValueError: The files lack a column that the entry names.
+    """
+
+    def __init__(self, entry: DatasetEntry, columns: Sequence[str]) -> None:
+        names = entry.columns
+        wanted: tuple[str | None, ...]
+        if entry.formatting == "alpaca":
+            wanted = (names.prompt, names.query, names.response, names.history, names.system, names.tools)
+        else:
+            wanted = (names.messages, names.system, names.tools)
+        self.needed = tuple(name for name in wanted if name is not None)
+        missing = [name for name in self.needed if name not in columns]
+        if missing:
+            raise ValueError(
+                f"the dataset {entry.name!r} has the columns {', '.join(map(repr, columns))}, but not "
+                f"{', '.join(map(repr, missing))}; name its columns in dataset_info.json"
+            )
+        self._entry = entry
+
+    def messages(self, row: Row, name: str) -> list[Message]:
+        """Return the conversation of a row; an empty list if the row is skipped.
+
+        Args:
+            row: Its values by column.
+            name: The name of the row in errors.
+
+        Raises:
+            ValueError: The row calls tools, or a message lacks a field.
+            TypeError: A value is not text.
+        """
+        columns = self._entry.columns
+        if columns.tools is not None and row[columns.tools]:
+            raise ValueError(
+                f"{name} calls tools ({columns.tools}), which the templates here cannot write; leave the row out"
+            )
+        system = _text(row, columns.system, name) if columns.system is not None else ""
+        if self._entry.formatting == "alpaca":
+            turns = self._exchanges(row, name)
+        else:
+            spoken, turns = self._spoken(row, name)
+            system = spoken or system
+        return [{"role": "system", "content": system}, *turns] if system and turns else turns
+
+    def _exchanges(self, row: Row, name: str) -> list[Message]:
+        """Return the exchanges of an alpaca row; the last answer is empty if the row has none."""
+        columns = self._entry.columns
+        turns: list[Message] = []
+        history = row[columns.history] if columns.history is not None else None
+        for number, pair in enumerate(history if isinstance(history, list) else []):
+            if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+                raise TypeError(f"exchange {number} in {columns.history!r} of {name} is not a pair of texts")
+            turns += _exchange(*pair)
+        parts = [_text(row, column, name) for column in (columns.prompt, columns.query) if column is not None]
+        prompt = "\n".join(part for part in parts if part)
+        answer = _text(row, columns.response, name) if columns.response is not None else ""
+        return [*turns, *_exchange(prompt, answer)]
+
+    def _spoken(self, row: Row, name: str) -> tuple[str, list[Message]]:
+        """Return the system message and the turns of a row of messages."""
+        tags = self._entry.tags
+        roles = {tags.user_tag: "user", tags.assistant_tag: "assistant"}
+        tools = {tags.observation_tag, tags.function_tag} - {None}
+        column = str(self._entry.columns.messages)
+        messages = row[column] or []
+        if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+            raise TypeError(f"{column!r} of {name} is not a list of messages; give objects with roles and texts")
+        system, turns = "", []
+        for number, message in enumerate(messages):
+            place = f"message {number} of {name}"
+            for key in (tags.role_tag, tags.content_tag):
+                if key not in message:
+                    raise ValueError(f"{place} has no {key!r}; name its fields in the tags of dataset_info.json")
+            role = message[tags.role_tag]
+            if role in tools or message.get("tool_calls"):
+                raise ValueError(f"{place} calls a tool, which the templates here cannot write; leave the row out")
+            text = _text(message, tags.content_tag, place)
+            if number == 0 and tags.system_tag is not None and role == tags.system_tag:
+                system = text
+            else:
+                turns.append({"role": roles.get(role, ""), "content": text})
+        alternates = [turn["role"] for turn in turns] == ["user", "assistant"] * (len(turns) // 2)
+        return system, turns if alternates else []
+
+
+def _exchange(prompt: str, answer: str) -> list[Message]:
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+
+def _text(fields: Mapping[str, Any], key: str | None, name: str) -> str:
+    """Return the text of a field; empty text for null."""
+    value = fields[str(key)]
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise TypeError(f"{key!r} of {name} is of type {type(value).__name__}; give text")
+    return value
 
 
 class FactoryData(MCoreFinetuningData):

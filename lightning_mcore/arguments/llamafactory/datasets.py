@@ -4,7 +4,7 @@
 The file is in ``dataset_dir``. For each name it gives a file or folder in ``dataset_dir``, a format (``alpaca``,
 ``sharegpt`` or ``openai``), and the names of columns and tags that differ from the defaults. :func:`read_datasets`
 looks up the names. A dataset that would have to be downloaded is refused, because nothing is downloaded silently.
-``rows.py`` reads the rows. This file imports neither torch nor megatron-core.
+``data.py`` reads the rows. This file imports neither torch nor megatron-core.
 """
 
 from collections.abc import Mapping, Sequence

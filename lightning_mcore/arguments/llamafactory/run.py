@@ -120,8 +120,7 @@ class FactoryRun:
         Raises:
             ValueError: The tokenizer cannot be loaded, or the template does not fit it.
         """
-        from lightning_mcore.arguments.llamafactory.data import FactoryData
-        from lightning_mcore.arguments.llamafactory.rows import FactoryReading
+        from lightning_mcore.arguments.llamafactory.data import FactoryData, FactoryReading
 
         keys = self.keys
         tokenizer = _tokenizer(self.model_path)
