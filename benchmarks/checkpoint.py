@@ -7,8 +7,8 @@
   compared with, as far as ``posix_fadvise`` does that; the copy that saves are compared with finds its source in the
   cache, as a save finds its in memory.
 * **Stall.** Blocks of training steps, in turns: without a save, with a synchronous one, with an asynchronous one. What
-  a save adds to its block is its stall, whether in the call, in the steps after it, or in waiting at the end of the
-  block for one that is not whole by then. CPU ranks compute on the cores that writers need, so it matters whether a
+  a save adds to its block is its stall, whether in the call, in the steps after it, or in waiting for it at the end of
+  the block. CPU ranks compute on the cores that writers need, so it matters whether a
   rank has a core to spare.
 * **Memory.** A checkpoint of one layout is loaded on another, each rank a fresh process: the peak that loading adds to
   the resident memory, over the size of the rank's parameters and optimizer state.
@@ -160,7 +160,7 @@ class Throughput(pl.Callback):
 
     @staticmethod
     def timed_copy(saved: Path, copied: Path) -> float:
-        """Copy, and take the copy away when the time is known."""
+        """Copy, measure, and delete the copy."""
         copied.mkdir(exist_ok=True, parents=True)
         seconds = timed(lambda: copy(saved, copied))
         if dist.get_rank() == 0:
@@ -171,7 +171,7 @@ class Throughput(pl.Callback):
 
     @staticmethod
     def load(trainer: pl.Trainer, path: Path) -> None:
-        """Read a checkpoint into the model and the optimizer that are there."""
+        """Read a checkpoint into the existing model and optimizer."""
         checkpoint = trainer.strategy.load_checkpoint(path)
         trainer.strategy.load_model_state_dict(checkpoint)
         trainer.strategy.load_optimizer_state_dict(checkpoint)
@@ -281,7 +281,7 @@ class Peak(pl.Callback):
         self.state = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         dist.barrier()
         before = memory("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         Throughput.load(trainer, self.path)
         self.added = memory("VmHWM") - before
 
@@ -374,7 +374,7 @@ def tables(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def main() -> None:
-    """Measure what was asked for and write the results."""
+    """Run the chosen measurements and write the results."""
     parser = argparse.ArgumentParser(description="Time saves and loads of checkpoints against plain copies.")
     parser.add_argument("--parts", nargs="+", choices=["throughput", "stall", "memory"], default=None)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["one", "tp2", "dp2-do"])

@@ -22,7 +22,7 @@ KILLS_OF_A_RUN = 25
 
 
 def main() -> None:
-    """Kill as often as was asked for and write the results."""
+    """Kill as often as the command line says, and write the results."""
     parser = argparse.ArgumentParser(description="Kill ranks at random moments of saves.")
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--seed", type=int, default=100, help="of the first run; the others count on")

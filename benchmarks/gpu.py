@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a GPU does with our step: beside a bare Megatron loop, with each FP8 recipe, packed, recomputed, while it saves.
+"""Measure the step on a GPU: against a bare Megatron loop, with each FP8 recipe, packed, recomputed, and in a save.
 
 All runs are on one device, in one process. Figures are medians over steps after warm-up; every step waits for the GPU.
 
 =========  =============================================================================================================
-overhead   ours against a bare Megatron loop in the same process, in pairs: after each step of the trainer, one of it
+overhead   ours against a bare Megatron loop in the same process, in pairs: one of its steps after each of ours
 lightning  ours against Lightning's DDP and FSDP with the model of transformers, of the same sizes
 recipes    bf16 against each recipe of FP8 and FP4 of the device: step time, FLOP/s, peak memory, and what plan says
 packing    rows that hold several samples against a row for each: real tokens a second
 recompute  activations kept, and recomputed: step time, peak memory, and what plan says
-save       how long a step stands still for a synchronous and an asynchronous save
+save       how long a synchronous and an asynchronous save hold up a step
 =========  =============================================================================================================
 
-    python -m benchmarks.gpu                              # all of them; make gpu runs each as a piece of its own
+    python -m benchmarks.gpu                              # all pieces; make gpu runs each one separately
     python -m benchmarks.gpu --pieces recipes --size 3b
     python -m benchmarks.gpu --device cpu --tiny          # tries the code; writes nothing
 
@@ -90,7 +90,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Run:
-    """A training.
+    """One training run to measure.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``.
@@ -98,7 +98,7 @@ class Run:
         seq_length: Tokens of a row.
         rows: Rows of a microbatch.
         microbatches: Microbatches of a step.
-        steps: Steps that count.
+        steps: Steps that are measured, after the warm-up.
         recipe: One of ``RECIPES``.
         data: What a loader reads; None for whole rows of random tokens.
     """
@@ -114,12 +114,12 @@ class Run:
 
     @property
     def impl(self) -> str:
-        """Whose layers it has: TransformerEngine's where they are there, and the device is theirs or FP8 needs them."""
+        """The layers: TransformerEngine's if it is installed, and the device is a GPU or the recipe needs it."""
         return "transformer_engine" if HAVE_TE and (self.device == "cuda" or self.recipe != "bf16") else "local"
 
     @property
     def precision(self) -> MCorePrecision:
-        """Its number formats."""
+        """The number formats of the run."""
         name = "fp4_recipe" if self.recipe == "nvfp4" else "fp8_recipe"
         fp8: dict[str, Any] = {} if self.recipe == "bf16" else {name: self.recipe}
         return MCorePrecision("bf16-mixed", **fp8)
@@ -131,11 +131,11 @@ class Run:
 
     @property
     def samples(self) -> int:
-        """How many samples the steps read, with some to spare."""
+        """Number of samples: twice as many as the steps read."""
         return 2 * (WARM_UP + self.steps + 1) * self.microbatches * self.rows
 
     def loader(self) -> DataLoader[Any]:
-        """Return its data."""
+        """Return the loader of the run's data."""
         if self.data is not None:
             return self.data(self)
         return DataLoader(RandomTokens(self.samples, self.seq_length), batch_size=self.rows)
@@ -143,14 +143,14 @@ class Run:
 
 @dataclass
 class Figures:
-    """What was measured of a run.
+    """The measurements of a run.
 
     Args:
-        seconds: Of each step.
+        seconds: Seconds of each step.
         bare: Seconds of each step of the bare loop.
         tokens: Real tokens of each step.
-        peak: The most memory that PyTorch gave out, in bytes; 0 on the CPU.
-        planned: What plan says, in bytes.
+        peak: The most memory that PyTorch allocated, in bytes; 0 on the CPU.
+        planned: The memory that ``plan`` computes, in bytes.
         model_flops: Floating-point operations of the model for one token of a whole row.
         attention: The kernels that TransformerEngine chose.
     """
@@ -210,12 +210,12 @@ def bare_loop(run: Run) -> BareLoop:
 
 
 class Steps(pl.Callback):
-    """Takes the time of each optimizer step, with or without one of the bare loop after it.
+    """Measures each optimizer step; after it, a step of the bare loop may run.
 
     Args:
         run: The run.
         with_bare: Whether the bare loop runs too.
-        after_step: Called after each step, its time not counted, with the number of the step.
+        after_step: Called after each step with its number; its time is not counted.
     """
 
     def __init__(self, run: Run, with_bare: bool, after_step: Callable[[pl.Trainer, int], None] | None = None) -> None:
@@ -261,14 +261,14 @@ class Steps(pl.Callback):
 
 
 def now(device: str) -> float:
-    """Return the time at which the device has done all that it was given, in seconds."""
+    """Wait for the device to finish its work, and return the time in seconds."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def chosen_attention() -> str:
-    """Return the kernels that TransformerEngine chose last; those of PyTorch where it has not run."""
+    """Return the kernels that TransformerEngine chose last; ``"PyTorch"`` if it has not run."""
     name = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
     module = sys.modules.get(name)
     chosen = getattr(module, "_attention_backends", {})
@@ -277,7 +277,7 @@ def chosen_attention() -> str:
 
 
 class OfTransformers(pl.LightningModule):
-    """The same model as transformers has it, trained by Lightning alone.
+    """The same model in its implementation by transformers, trained by Lightning alone.
 
     Args:
         run: Whose sizes it has.
@@ -313,7 +313,7 @@ def fit(
     after_step: Callable[[pl.Trainer, int], None] | None = None,
     peer: str | None = None,
 ) -> Figures:
-    """Train; return what was measured. Afterwards nothing of the run is left on the device.
+    """Train, return the measurements, and free the device.
 
     Args:
         run: The run.
@@ -380,7 +380,7 @@ def lightning(run: Run) -> list[dict[str, Any]]:
 
 
 def recipes(run: Run) -> list[dict[str, Any]]:
-    """Measure bf16 and the FP8 recipes of this device; one that it lacks has the reason in its row."""
+    """Measure bf16 and the FP8 recipes; the row of a recipe that this device lacks gives the reason."""
     rows: list[dict[str, Any]] = []
     for recipe in RECIPES:
         changed = with_changes(run, recipe=recipe)
@@ -408,10 +408,10 @@ def with_changes(run: Run, **changes: Any) -> Run:
 
 
 class Samples(Dataset[list[TokenSample]]):
-    """Lists of samples of random lengths: those that fill a row, or one.
+    """Lists of samples of random lengths: as many as fill a row, or one sample each.
 
     Args:
-        run: Says how long a row is, and how many are read.
+        run: Has the length of a row, and the number of samples.
         fills: Whether a list fills a row.
     """
 
@@ -457,7 +457,7 @@ def packing(run: Run) -> list[dict[str, Any]]:
 
 
 def save(run: Run) -> list[dict[str, Any]]:
-    """Measure how long the trainer stands still in a save, and the steps while files are written."""
+    """Measure how long a save holds up the trainer, and the steps while files are written."""
     rows = []
     for name, is_asynchronous in (("synchronous", False), ("asynchronous", True)):
         stalls: list[float] = []
@@ -510,7 +510,7 @@ COLUMNS = {
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return rows as a Markdown table of the columns that they have."""
+    """Return rows as a Markdown table, without empty columns."""
     used = [name for name in COLUMNS if any(name in row for row in rows)]
     heads = ["case", *(COLUMNS[name][0] for name in used)]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
@@ -521,7 +521,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def highest_tflops(device: str) -> float:
-    """Return the most that bf16 products reach on the device, in TFLOP/s: what model FLOP/s are a share of."""
+    """Return the highest speed of bf16 matrix products on the device, in TFLOP/s."""
     size = 8192 if device == "cuda" else 256
     left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
     seconds = []
@@ -533,7 +533,7 @@ def highest_tflops(device: str) -> float:
 
 
 def versions() -> dict[str, str]:
-    """Return the packages that kernels come from, where they are installed."""
+    """Return the versions of the installed packages that have kernels."""
     found = {"CUDA": str(torch.version.cuda)}
     for package in ("transformer_engine", "flash_attn", "nvidia-cudnn-cu13", "triton"):
         try:
@@ -544,7 +544,7 @@ def versions() -> dict[str, str]:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, list[dict[str, Any]]]:
-    """Measure what was asked for and, on a GPU, write the results."""
+    """Run the chosen measurements and, on a GPU, write the results."""
     parser = argparse.ArgumentParser(description="Measure our step on a GPU.")
     parser.add_argument("--pieces", nargs="+", choices=PIECES, default=list(PIECES))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs to take a Hugging Face model in and to hand one back, against a plain copy of its files.
+"""What it costs to import and to export a Hugging Face model, against a plain copy of its files.
 
-A Llama of a few GB of noise in bf16 is written as Hugging Face has it. In turns, in one process, on the same disk:
+A Llama of a few GB of noise in bf16 is written in the format of Hugging Face. In turns, in one process, on the same
+disk:
 
 * **Copy.** The files of the model, ``shutil.copyfile`` and fsync, one after the other.
 * **Import.** ``lightning-mcore import``: the model read, a sharded checkpoint written, with checksums and fsync.
 * **Export.** ``lightning-mcore export`` of that checkpoint: a Hugging Face folder again, with fsync.
 * **Load.** ``MCoreGPT.from_pretrained`` up to the filled model, in one process, against a plain read of the files.
 
-What is read is dropped from the page cache before, as far as ``posix_fadvise`` does that. Starting Python and importing
-packages is not counted. Each turn is compared with the copy of the same turn. At the end every file of the export is
-compared with the model's, tensor by tensor.
+Files are dropped from the page cache before they are read, as far as ``posix_fadvise`` does that. Starting Python and
+importing packages is not counted. Each turn is compared with the copy of the same turn. At the end every file of the
+export is compared with the model's, tensor by tensor.
 
-* **Memory.** Import and export once more, each in a fresh process: the most that it takes of its own, beyond what is
-  there when everything is imported. Mapped files are not its own; the system takes those pages back when it needs them.
+* **Memory.** Import and export once more, each in a fresh process: its peak memory, less that after all imports. Mapped
+  files do not count; the system takes those pages back when it needs them.
 
     python -m benchmarks.hf
     python -m benchmarks.hf --gigabytes 4 --rounds 3 --disk /path/on/another/disk
@@ -48,7 +49,7 @@ TARGETS = {"import": 0.7, "export": 0.5}
 
 
 def sizes_of(gigabytes: float) -> LlamaSizes:
-    """Return sizes of a model with about so many GB of weights in bf16."""
+    """Return sizes of a model with about this many GB of weights in bf16."""
     of_layer = 2 * (2 * HIDDEN_SIZE**2 + HIDDEN_SIZE**2 + 9 * HIDDEN_SIZE**2)
     layers = max(1, round((gigabytes * 1e9 - 4 * VOCAB_SIZE * HIDDEN_SIZE) / of_layer))
     return LlamaSizes(HIDDEN_SIZE, layers, VOCAB_SIZE, heads=16, groups=8)
@@ -88,7 +89,7 @@ def load(source: Path) -> None:
 
 
 def timed(action: Callable[[], None], source: Path, target: Path | None = None) -> float:
-    """Return the seconds of an action on files that are not in memory; takes away what it wrote."""
+    """Return the seconds of an action on files that are not in memory; deletes what it wrote."""
     forget(source)
     began = time.perf_counter()
     action()
@@ -127,7 +128,7 @@ def differences(first: Path, second: Path) -> list[str]:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Measure all of it."""
+    """Measure all rounds."""
     model, imported = folder / "model", folder / "imported.ckpt"
     size = write_llama(model, sizes_of(options.gigabytes), options.shard_bytes)
     import_checkpoint(str(model), str(imported))

@@ -4,9 +4,9 @@
 The same tiny Llama is trained on the same rows on two data-parallel CPU ranks, three ways: all weights under
 ``MCoreStrategy``, adapters on all linear layers under ``MCoreStrategy``, and the same adapters made by ``peft`` under
 Lightning's ``ddp``. The forms take turns, each in processes of its own, so that all see the same moments of a shared
-machine. A turn gives the median of its steps without the first ones; the figures are medians over turns, and ratios are
-medians over turns of the ratios within one turn. Memory is what the highest resident size of a rank is above that of
-its process before the model is built.
+machine. A turn gives the median of its steps without the first ones. The figures are medians over turns, and ratios are
+medians over turns of the ratios within one turn. Memory is the highest resident size of a rank, less that of its
+process before the model is built.
 
     python -m benchmarks.lora
     python -m benchmarks.lora --rounds 3 --hidden 256
@@ -44,7 +44,7 @@ FORMS = (FULL, ADAPTERS, PEFT)
 
 
 class Clock(pl.Callback):
-    """Keeps the seconds between the ends of two steps."""
+    """Records the seconds from the end of one step to the end of the next."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -81,7 +81,7 @@ class PeftModule(pl.LightningModule):
 
 
 def train(form: str, folder: str, options: dict[str, Any]) -> dict[str, float]:
-    """Train in one form on this rank; return seconds of a step, and bytes that it took at most."""
+    """Train in one form on this rank; return the seconds of a step, and the peak memory in bytes."""
     torch.set_num_threads(1)
     before = _peak()
     text = torch.randint(VOCAB_SIZE, (64, options["length"] + 1), generator=torch.Generator().manual_seed(1))
@@ -110,7 +110,7 @@ def _batch(rows: list[tuple[Tensor]]) -> dict[str, Tensor]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Train in all forms in turns; the slowest rank and the fullest one count."""
+    """Train in all forms in turns; the slowest rank and the rank with most memory count."""
     turns: list[dict[str, dict[str, float]]] = []
     with tempfile.TemporaryDirectory(prefix="lora_") as folder:
         sizes = {"hidden_size": options.hidden, "intermediate_size": 3 * options.hidden}

@@ -6,7 +6,7 @@ bare Megatron loop over a second copy of the model. The time of our step is ever
 the beginning of the next: data loading, Lightning's loops and hooks, logging, Megatron's schedule, the optimizer. So
 both see the same moments of a shared machine, and the ratio of the two medians is what the strategy adds.
 
-Memory is measured apart: each loop alone in fresh processes, the peak of the largest rank.
+Memory is measured separately: each loop alone in fresh processes, the peak of the largest rank.
 
     python -m benchmarks.overhead                      # one rank, tp2 with sequence parallelism, pp2, dp2 sharded
     python -m benchmarks.overhead --layouts pp2 --rounds 40
@@ -342,7 +342,7 @@ def write_results(
 
 
 def main() -> None:
-    """Measure the layouts that were asked for and write the results."""
+    """Measure the chosen layouts and write the results."""
     parser = argparse.ArgumentParser(description="Time our step against a bare Megatron loop.")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--rounds", type=int, default=30, help="pairs of steps that count")

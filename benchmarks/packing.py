@@ -2,16 +2,16 @@
 """What packing gives: how full rows are, how fast samples are packed, and what training gains by it.
 
 * **Fill.** The share of places that hold a token, for three distributions of lengths: best-fit decreasing over all
-  samples, the packer of streams with a bounded number of open rows, and what one would have without them: first-fit and
-  next-fit in the order of the samples, and padded batches.
+  samples, the packer of streams with a bounded number of open rows, and for comparison first-fit and next-fit in the
+  order of the samples, and padded batches.
 * **Packing speed.** Samples a second on one core: deciding which sample goes where (``pack_lengths``), and making
   tensors of the rows (``build_row``, ``OnlinePacker``).
 * **Training speed.** Real tokens a second of one CPU rank under ``MCoreStrategy``. One ``Trainer.fit`` trains on one
   group of samples after another, each group in every form: packed, padded to the longest of a batch, padded to the
-  length of a row; a batch of each in turn, and as many optimizer steps. So all forms see the same samples at the same
-  moments of a shared machine. The time of a batch is everything: collating it, Lightning's loops, the optimizer. If a
-  place of a row cost the same in every form, packing would win by the inverse of the share of places that hold a token
-  in the padded form; the *efficiency* is what it does win, over that.
+  length of a row. A batch of each comes in turn, with equally many optimizer steps. So all forms see the same samples
+  at the same moments of a shared machine. The time of a batch is everything: collating it, Lightning's loops, the
+  optimizer. If a place of a row cost the same in every form, packing would be faster by the inverse of the share of
+  places that hold a token in the padded form. The *efficiency* is the measured speed-up divided by that.
 
     python -m benchmarks.packing
     python -m benchmarks.packing --parts training --rounds 5
@@ -87,7 +87,7 @@ def fills(lengths: np.ndarray, places: dict[str, int]) -> dict[str, float]:
 
 
 def online_rows(lengths: np.ndarray, open_rows: int) -> int:
-    """Return how many rows the packer of streams makes, its counts alone."""
+    """Return how many rows the packer of streams makes, without making them."""
     packer = OnlinePacker(ROW_LENGTH, open_rows=open_rows)
     packer._close = lambda row: {}  # type: ignore[method-assign]  # no tensors are made
     tokens = np.zeros(ROW_LENGTH + 1, np.int64)
@@ -96,7 +96,7 @@ def online_rows(lengths: np.ndarray, open_rows: int) -> int:
 
 
 def first_fit_rows(lengths: np.ndarray) -> int:
-    """Return how many rows there are where each sample goes into the first that has room; a tree of the most room."""
+    """Return the number of rows if each sample goes into the first row with room; uses a tree of the largest room."""
     leaves = 1 << int(len(lengths) - 1).bit_length()
     most = [ROW_LENGTH] * (2 * leaves)
     opened = 0
@@ -121,7 +121,7 @@ def padded_places(lengths: np.ndarray, batch_size: int) -> int:
 
 
 def median_rate(amount: float, action: Callable[[], Any], rounds: int) -> float:
-    """Return how much of an amount an action does in a second, in the median of some rounds."""
+    """Return the amount that an action processes in a second; the median of some rounds."""
     seconds = []
     for _ in range(rounds):
         since = time.perf_counter()
@@ -283,7 +283,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_training(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the speed of each form, and what packing wins over it."""
+    """Return the speed of each form, and the speed-up by packing."""
     found = run_ranks(1, train, options, timeout=3600)[0]
     rounds = range(WARM_UP, WARM_UP + options.rounds)
     results = []
@@ -308,7 +308,7 @@ def measure_training(options: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
-# ---- to read
+# ---- the report
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
@@ -344,7 +344,7 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def main() -> None:
-    """Measure the parts that were asked for and write the results."""
+    """Measure the chosen parts and write the results."""
     parser = argparse.ArgumentParser(description="Measure packing: fill of the rows, speed, gain in training.")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--fill-samples", type=int, default=200_000)
