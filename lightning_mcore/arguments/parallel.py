@@ -131,7 +131,7 @@ class DistributingParallelArguments:
         """Check every value, then the fields against each other."""
         self._check_types()
         extra = load_additional_configs(self.additional_configs)
-        rest = take_over(self, extra)
+        rest = fill_from_additional(self, extra)
         if len(rest) < len(extra):
             self._check_types()
         self.additional_configs = extra
@@ -230,7 +230,7 @@ def load_additional_configs(given: Mapping[str, Any] | str | None) -> dict[str, 
     return loaded
 
 
-def take_over(arguments: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
+def fill_from_additional(arguments: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
     """Set fields that are None from ``additional_configs``.
 
     Args:

@@ -442,7 +442,7 @@ class EndOfRestart(Checkpoint):
         trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, cls)]  # type: ignore[attr-defined]
 
 
-def know_metrics(fit: Any, metrics: Mapping[str, Any]) -> None:
+def restore_metrics(fit: Any, metrics: Mapping[str, Any]) -> None:
     """Restore the metrics that monitors and plateau schedulers look up."""
     fit.trainer._logger_connector._callback_metrics.update(metrics)
 
@@ -494,7 +494,7 @@ def load_loaders(fit: Any) -> None:
     iter(fit._data_fetcher)
 
 
-def read_over(fetcher: Any, batches: int) -> None:
+def skip_batches(fetcher: Any, batches: int) -> None:
     """Read batches and drop them, to reach a position in data that has no index."""
     _log.info("reading %d batches that the interrupted run has seen, because the data has no index", batches)
     for number in range(batches):
@@ -510,7 +510,7 @@ def read_over(fetcher: Any, batches: int) -> None:
         fetcher.done = False
 
 
-def read_over_some(fetcher: Any, batches: int, chosen: Sequence[bool]) -> None:
+def skip_batches_of(fetcher: Any, batches: int, chosen: Sequence[bool]) -> None:
     """Read and drop batches of some of several loaders; the others are where they should be.
 
     Raises:
@@ -526,7 +526,7 @@ def read_over_some(fetcher: Any, batches: int, chosen: Sequence[bool]) -> None:
             next(iterator)
 
 
-def move_on(fit: Any, batches: int, length: int, remaining: int) -> None:
+def recount_batches(fit: Any, batches: int, length: int, remaining: int) -> None:
     """Recount the batches of an epoch that began with another number of ranks or another batch size.
 
     The epoch keeps the length that it has on the current ranks, and ends when its rest has been read.

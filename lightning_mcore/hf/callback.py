@@ -90,7 +90,7 @@ class SaveHFModel(Callback):
             "dtype": dtype,
             "max_shard_size": max_shard_size,
         }
-        self._looks: list[_Look] = []
+        self._tracked: list[_SavedCheckpoints] = []
         self._beside: set[str] = set()  # checkpoints that have, or soon will have, a Hugging Face form
         self._there: set[str] = set()  # those that have been seen
         self._wrote_folder = False
@@ -148,7 +148,7 @@ class SaveHFModel(Callback):
                 )
         if not self.adapter:
             check_export(pl_module, **self._options)
-        self._looks = [_Look(checkpoint) for checkpoint in _model_checkpoints(trainer)]
+        self._tracked = [_SavedCheckpoints(checkpoint) for checkpoint in _model_checkpoints(trainer)]
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Write beside the checkpoints that were saved after this batch."""
@@ -174,20 +174,20 @@ class SaveHFModel(Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Delete the Hugging Face forms of deleted checkpoints; asynchronous saves delete some at the very end."""
-        self._clear_away(trainer)
-        self._looks = []
+        self._delete_stale(trainer)
+        self._tracked = []
 
     def _follow(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Write beside the checkpoints saved since the last look; collective over the world if there are any."""
-        if not self.every_checkpoint or not self._looks or trainer.sanity_checking:
+        if not self.every_checkpoint or not self._tracked or trainer.sanity_checking:
             return
-        saved = sorted({path for look in self._looks for path in look.saved_since()})
+        saved = sorted({path for tracked in self._tracked for path in tracked.saved_since()})
         if not saved:
             return
         for path in decide(lambda: [found for found in saved if not os.path.islink(found)]):
             self._write(module, path + SUFFIX, replace=True)
             self._beside.add(path)
-        self._clear_away(trainer)
+        self._delete_stale(trainer)
 
     def _write(self, module: pl.LightningModule, out: str, replace: bool) -> None:
         if self.adapter:
@@ -195,7 +195,7 @@ class SaveHFModel(Callback):
         else:
             export_model(module, out, **self._options, replace=replace)
 
-    def _clear_away(self, trainer: pl.Trainer) -> None:
+    def _delete_stale(self, trainer: pl.Trainer) -> None:
         """Delete the Hugging Face forms of deleted checkpoints, on rank 0; only warn if that fails."""
         if not trainer.is_global_zero:
             return
@@ -219,7 +219,7 @@ class SaveHFModel(Callback):
         return not trainer.fast_dev_run  # type: ignore[attr-defined]
 
 
-class _Look:
+class _SavedCheckpoints:
     """Tracks the checkpoints that a ModelCheckpoint has saved, from its attributes; the same on every rank.
 
     One hook saves at most two checkpoints: a ranked one, and then ``last``.

@@ -32,7 +32,7 @@ from lightning_mcore.config.lora import NOT_MERGED
 from lightning_mcore.hf.export_config import (
     Description,
     describe,
-    warn_of_what_is_lost,
+    warn_of_losses,
     write_files,
     write_json,
 )
@@ -117,7 +117,7 @@ def export_checkpoint(
             raise ValueError(f"{path} has no LoRA adapters; leave --{option} ({option}=True) out")
     description = describe(path, settings, stored.shapes, like, family)
     plan = _plan(description, family, stored.shapes, stored.places, *options)
-    warn_of_what_is_lost(description, settings, like)
+    warn_of_losses(description, settings, like)
     with new_folder(out) as folder, _progress(plan, out) as bar, saving(out):
         _write_all(plan, folder, stored.read, bar)
         _finish(plan, description, folder)
@@ -169,7 +169,7 @@ def export_model(
     with _ready(module):
         model = _LiveModel.prepare(module, like, family, dtype, max_shard_size)
         plan = model.plan
-        decide(lambda: warn_of_what_is_lost(model.description, dict(module.hparams), like))
+        decide(lambda: warn_of_losses(model.description, dict(module.hparams), like))
         with _shared_folder(out) as folder, _progress(plan, out) as bar:
             files, ranks = list(plan.files), dist.get_world_size()
             for first in range(0, len(files), ranks):

@@ -144,7 +144,7 @@ def write_json(path: str, content: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def warn_of_what_is_lost(description: Description, settings: Mapping[str, Any], like: str | None) -> None:
+def warn_of_losses(description: Description, settings: Mapping[str, Any], like: str | None) -> None:
     """Warn about losses of an export that is still possible.
 
     Args:

@@ -155,11 +155,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, runs: list[QueryRun], reac
         if len(run.keys) > 0:
             parts += _attend_run(rows, keys[run.keys.start], values[run.keys.start], run, reach, softmax, mask)
         else:
-            parts.append(_Silence.apply(rows, value.size(-1)))  # type: ignore[no-untyped-call]
+            parts.append(_NoKeys.apply(rows, value.size(-1)))  # type: ignore[no-untyped-call]
     return _joined(parts)[..., :width]
 
 
-class _Silence(torch.autograd.Function):
+class _NoKeys(torch.autograd.Function):
     """The output of queries that see nothing: zeros, with zero gradients, so that every parameter gets a gradient."""
 
     @staticmethod

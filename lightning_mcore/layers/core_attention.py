@@ -322,7 +322,7 @@ def over_whole_sequences(
     width = key.size(-1)
     whole = _Whole(group, *_orders(offsets, group.size(), share.device), 2 * width)
     gathered: Tensor = _Gather.apply(share, whole)  # type: ignore[no-untyped-call]
-    with whole.kept_elsewhere(gathered):
+    with whole.only_views_kept(gathered):
         context = attend(query, gathered[..., :width], gathered[..., width:])
     if gathered.requires_grad:
         context = _GatherAgain.apply(context, gathered, share, whole)  # type: ignore[no-untyped-call]
@@ -360,7 +360,7 @@ class _Whole:
             missing = self._width - share.size(-1)
             return functional.pad(whole, (0, missing)) if missing > 0 else whole
 
-    def kept_elsewhere(self, gathered: Tensor) -> AbstractContextManager[None]:
+    def only_views_kept(self, gathered: Tensor) -> AbstractContextManager[None]:
         """Return a context in which autograd keeps only the places of views of the gathered tensor."""
         if not gathered.requires_grad:
             return nullcontext()

@@ -136,7 +136,7 @@ def close_process_groups() -> None:
                     dist.destroy_process_group(group)
 
 
-def used_by(model: object) -> None:
+def keep_groups_for(model: object) -> None:
     """Keep the open groups as long as ``model`` exists, which was built with them."""
     _opened.users.add(model)
 

@@ -436,7 +436,7 @@ class _Meter:
         kept, again = self._recomputed([layers[fields.is_moe[n] if same else n] for n in chunk.layers])
         kept += self._weigh(embedding_rows(fields, form)) if chunk.embedding else 0.0
         output = self._weigh(output_rows(fields, form)) if chunk.output else 0.0
-        output += self._ahead() * chunk.mtp
+        output += self._multi_token_bytes() * chunk.mtp
         # A GPU frees a sent output at once, a CPU in the backward pass.
         sent = self.hidden if form.is_local and not chunk.output else 0.0
         has_experts = any(fields.is_moe[layer] for layer in chunk.layers)
@@ -447,7 +447,7 @@ class _Meter:
             in_layers=again + self._in_layer(has_experts),
         )
 
-    def _ahead(self) -> float:
+    def _multi_token_bytes(self) -> float:
         """Return the bytes that a layer of multi-token prediction keeps."""
         fields, setting = self.fields, self.setting
         rows = multi_token_rows(fields, setting.seq_length, setting.form)

@@ -104,7 +104,7 @@ class RankGrid:
     def to_dict(self, rank: int = 0) -> dict[str, Any]:
         """Return sizes, and for each group its size, the number of such groups and the ranks of one, as plain data."""
         groups = {
-            name: {"size": size, "groups": self.world_size // size, "ranks": spoken(self.ranks(name, rank))}
+            name: {"size": size, "groups": self.world_size // size, "ranks": ranks_text(self.ranks(name, rank))}
             for name in GROUPS
             if (size := self.size(name)) > 0
         }
@@ -118,7 +118,7 @@ class RankGrid:
         return strides
 
 
-def spoken(ranks: list[int]) -> str:
+def ranks_text(ranks: list[int]) -> str:
     """Return ranks as short text: ``0 1 2 3``, or ``0 8 16 ... 16376`` for many."""
     if len(ranks) <= 8:
         return " ".join(map(str, ranks))

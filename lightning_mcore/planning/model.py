@@ -165,15 +165,15 @@ class GPTFields:
         missing += [f"transformer.{name}" for name in _REQUIRED if given.get(name) is None] if not missing else []
         if missing:
             raise ValueError(f"the model lacks {' and '.join(missing)}; give the arguments of MCoreGPT")
-        multiple = int(_or(model, "make_vocab_size_divisible_by", 128))
+        multiple = int(_given_or(model, "make_vocab_size_divisible_by", 128))
         padded = -(-model["vocab_size"] // multiple) * multiple
-        positions = _or(model, "position_embedding_type", "rope")
+        positions = _given_or(model, "position_embedding_type", "rope")
         heads, hidden = given["num_attention_heads"], given["hidden_size"]
         latent = _latent_attention(given)
-        kv_channels = int(_or(given, "kv_channels", hidden // heads))
-        rotated = latent.qk_pos_emb_head_dim if latent else int(kv_channels * _or(model, "rotary_percent", 1.0))
-        normalization = _or(given, "normalization", "RMSNorm" if latent else "LayerNorm")
-        ffn_hidden_size = int(_or(given, "ffn_hidden_size", 4 * hidden))
+        kv_channels = int(_given_or(given, "kv_channels", hidden // heads))
+        rotated = latent.qk_pos_emb_head_dim if latent else int(kv_channels * _given_or(model, "rotary_percent", 1.0))
+        normalization = _given_or(given, "normalization", "RMSNorm" if latent else "LayerNorm")
+        ffn_hidden_size = int(_given_or(given, "ffn_hidden_size", 4 * hidden))
         shape = ModelShape.from_config(SimpleNamespace(**given), seq_length=model["seq_length"], vocab_size=padded)
         return cls(
             vocab_size=model["vocab_size"],
@@ -185,17 +185,17 @@ class GPTFields:
             num_layers=given["num_layers"],
             hidden_size=hidden,
             num_attention_heads=heads,
-            num_query_groups=int(_or(given, "num_query_groups", heads)),
+            num_query_groups=int(_given_or(given, "num_query_groups", heads)),
             kv_channels=kv_channels,
             ffn_hidden_size=ffn_hidden_size,
             gated_linear_unit=bool(given.get("gated_linear_unit")),
-            add_bias_linear=bool(_or(given, "add_bias_linear", True)),
+            add_bias_linear=bool(_given_or(given, "add_bias_linear", True)),
             add_qkv_bias=bool(given.get("add_qkv_bias")),
             layer_norm_has_bias=normalization == "LayerNorm",
             qk_layernorm=bool(given.get("qk_layernorm")) and not given.get("qk_l2_norm"),
             attention_output_gate=bool(given.get("attention_output_gate")),
-            hidden_dropout=float(_or(given, "hidden_dropout", 0.0)),  # MCoreGPT's defaults, not Megatron's 0.1
-            attention_dropout=float(_or(given, "attention_dropout", 0.0)),
+            hidden_dropout=float(_given_or(given, "hidden_dropout", 0.0)),  # MCoreGPT's defaults, not Megatron's 0.1
+            attention_dropout=float(_given_or(given, "attention_dropout", 0.0)),
             fp32_residual_connection=bool(given.get("fp32_residual_connection")),
             mtp_num_layers=int(given.get("mtp_num_layers") or 0),
             attention=latent,
@@ -207,7 +207,7 @@ class GPTFields:
         )
 
 
-def _or(values: Mapping[str, Any], name: str, otherwise: Any) -> Any:
+def _given_or(values: Mapping[str, Any], name: str, otherwise: Any) -> Any:
     value = values.get(name)
     return otherwise if value is None else value
 
@@ -225,27 +225,27 @@ def _experts(given: Mapping[str, Any], ffn_hidden_size: int) -> Experts | None:
         return None
     return Experts(
         count=given["num_moe_experts"],
-        topk=int(_or(given, "moe_router_topk", 2)),
-        width=int(_or(given, "moe_ffn_hidden_size", ffn_hidden_size)),
-        shared_width=int(_or(given, "moe_shared_expert_intermediate_size", 0)),
+        topk=int(_given_or(given, "moe_router_topk", 2)),
+        width=int(_given_or(given, "moe_ffn_hidden_size", ffn_hidden_size)),
+        shared_width=int(_given_or(given, "moe_shared_expert_intermediate_size", 0)),
         shared_gate=bool(given.get("moe_shared_expert_gate")),
         latent_width=given.get("moe_latent_size"),
         capacity_factor=given.get("moe_expert_capacity_factor"),
         pads_to_capacity=bool(given.get("moe_pad_expert_input_to_capacity")),
-        dispatcher=_or(given, "moe_token_dispatcher_type", "allgather"),
+        dispatcher=_given_or(given, "moe_token_dispatcher_type", "allgather"),
         grouped=bool(given.get("moe_grouped_gemm")),
     )
 
 
 def _recompute(given: Mapping[str, Any]) -> Recompute:
     granularity = given.get("recompute_granularity")
-    modules = set(_or(given, "recompute_modules", ["core_attn"])) if granularity == "selective" else set()
+    modules = set(_given_or(given, "recompute_modules", ["core_attn"])) if granularity == "selective" else set()
     if given.get("moe_layer_recompute"):  # Megatron's older name for it
         granularity, modules = "selective", modules | {"moe"}
     return Recompute(
         granularity=granularity,
         method=given.get("recompute_method"),
-        num_layers=int(_or(given, "recompute_num_layers", 1)),
+        num_layers=int(_given_or(given, "recompute_num_layers", 1)),
         modules=frozenset(modules),
         distribute=bool(given.get("distribute_saved_activations")),
     )

@@ -172,7 +172,7 @@ def make_plan(
     try:
         known["parameters"] = model_parameters(fields) if fields is not None else None
         if run.is_computable:
-            known |= _worked_out(run, settings, devices, devices_per_node, machine, limit)
+            known |= _computed(run, settings, devices, devices_per_node, machine, limit)
     except (ValueError, TypeError, ArithmeticError, LookupError):
         if not run.errors:  # the sizes of a refused run may be inconsistent
             raise
@@ -195,7 +195,7 @@ def make_plan(
     )
 
 
-def _worked_out(
+def _computed(
     run: CheckedRun,
     settings: RunSettings,
     devices: int,

@@ -10,7 +10,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from lightning_mcore.planning.communication import AxisVolume
-from lightning_mcore.planning.grid import spoken
+from lightning_mcore.planning.grid import ranks_text
 from lightning_mcore.planning.plan import Plan, StagePlan
 from lightning_mcore.planning.schedule import schedule_picture
 
@@ -153,7 +153,7 @@ def _groups(console: "Console", plan: Plan) -> None:
     if grid is None:
         return
     rows = [
-        [name, f"{grid.size(name):,}", f"{grid.world_size // grid.size(name):,}", spoken(grid.ranks(name, 0))]
+        [name, f"{grid.size(name):,}", f"{grid.world_size // grid.size(name):,}", ranks_text(grid.ranks(name, 0))]
         for name in _GROUPS
         if grid.size(name) > 1 and (name not in _OF_EXPERTS or (plan.fields and plan.fields.experts))
     ]

@@ -235,18 +235,18 @@ def _padded(tensors: Sequence[ParameterTensor], shards: int, bucket_size: int | 
     multiple = math.lcm(shards, _BUCKET_ALIGNMENT, 2**16 if large else 1)
     start = bucket = end = 0
     for tensor in reversed(tensors):
-        step = _up(tensor.size, _TENSOR_ALIGNMENT)
+        step = _rounded_up(tensor.size, _TENSOR_ALIGNMENT)
         if tensor.is_shared and end > bucket:
-            start = bucket = end = _up(_up(start, _TENSOR_ALIGNMENT), multiple)
+            start = bucket = end = _rounded_up(_rounded_up(start, _TENSOR_ALIGNMENT), multiple)
         for copies in (1,) * tensor.copies if bucket_size is not None else (tensor.copies,):
-            start = _up(start, _TENSOR_ALIGNMENT)
+            start = _rounded_up(start, _TENSOR_ALIGNMENT)
             start = end = start + (copies - 1) * step + tensor.size
             if tensor.is_shared or (bucket_size is not None and end - bucket >= bucket_size):
-                start = bucket = end = _up(end, multiple)
-    return _up(end, multiple)
+                start = bucket = end = _rounded_up(end, multiple)
+    return _rounded_up(end, multiple)
 
 
-def _up(number: int, multiple: int) -> int:
+def _rounded_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 

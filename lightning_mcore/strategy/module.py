@@ -35,7 +35,7 @@ from lightning_mcore.layers.inputs import (
 from lightning_mcore.layers.losses import sample_mean, token_mean
 from lightning_mcore.layers.session import SingleModelSession, single_process
 from lightning_mcore.parallel.context import split_for_context_parallel
-from lightning_mcore.parallel.groups import pipeline_stage, process_group, process_groups_are_open, used_by
+from lightning_mcore.parallel.groups import keep_groups_for, pipeline_stage, process_group, process_groups_are_open
 from lightning_mcore.parallel.pipeline import ChunkFactory, Pipeline, PipelineHost
 
 
@@ -73,7 +73,7 @@ class MCoreModule(pl.LightningModule):
                 )
             return built
         pipeline = self._build(factory, layout, whole=host is None)
-        used_by(pipeline)
+        keep_groups_for(pipeline)
         object.__setattr__(self, "_built_pipeline", pipeline)  # the user's attribute registers it as a submodule
         return pipeline
 

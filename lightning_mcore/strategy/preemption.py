@@ -94,7 +94,7 @@ class PreemptionCheckpoint(Checkpoint):
         self.dirpath = dirpath
         self.filename = filename
         self._requeue_signal: str | None = None
-        self._heeds = False
+        self._watches = False
         self._received: set[str] = set()
         self._arrived: tuple[str, ...] = ()
 
@@ -109,7 +109,7 @@ class PreemptionCheckpoint(Checkpoint):
                 f"{type(self).__name__} saves beside a ModelCheckpoint, and the trainer has none; add"
                 " ModelCheckpoint(dirpath) to its callbacks, or give dirpath here"
             )
-        self._heeds, self._received, self._arrived = False, set(), ()
+        self._watches, self._received, self._arrived = False, set(), ()
         others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [*others, self]  # type: ignore[attr-defined] # a new list: Lightning is going through it
 
@@ -129,7 +129,7 @@ class PreemptionCheckpoint(Checkpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save if a signal has come, and stop unless a validation or the end of the epoch follows."""
-        if not self._is_told(trainer):
+        if not self._must_stop(trainer):
             return
         epoch, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
         assert fetcher is not None
@@ -142,13 +142,13 @@ class PreemptionCheckpoint(Checkpoint):
         """Save and stop if a signal has come, after a validation in the middle of an epoch."""
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
-        if not trainer.fit_loop.epoch_loop._is_training_done and self._is_told(trainer):
+        if not trainer.fit_loop.epoch_loop._is_training_done and self._must_stop(trainer):
             self._save(trainer)
             self._stop(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save if a signal has come, and stop unless the run ends here anyway."""
-        if not self._is_told(trainer):
+        if not self._must_stop(trainer):
             return
         run_ends = trainer.fit_loop.done
         self._save(trainer, more_follows=run_ends)
@@ -160,28 +160,30 @@ class PreemptionCheckpoint(Checkpoint):
 
         Source: ``_SignalConnector.register_signal_handlers`` and ``teardown`` (Lightning 2.6.6).
         """
-        if self._heeds or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if self._watches or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        self._heeds = True
+        self._watches = True
         self._requeue_signal = _requeue_signal(trainer)
         if threading.current_thread() is not threading.main_thread():
             logger.warning("fit runs outside the main thread, where Python cannot set signal handlers; none is set")
             return
-        for name in self._heeded:
+        for name in self._signals_to_watch:
             number = signal.Signals[name]
             signal.signal(number, _Note(name, self._received, _handlers_of_the_script(trainer, number)))
 
     @property
-    def _heeded(self) -> list[str]:
+    def _signals_to_watch(self) -> list[str]:
         """The signals in an order that all ranks share."""
         return list(dict.fromkeys([*self.signals, *filter(None, [self._requeue_signal])]))
 
-    def _is_told(self, trainer: pl.Trainer) -> bool:
+    def _must_stop(self, trainer: pl.Trainer) -> bool:
         """Whether any rank has received a signal and the optimizer has just stepped; collective over the world."""
-        if not self._heeds or trainer.fit_loop._should_accumulate():
+        if not self._watches or trainer.fit_loop._should_accumulate():
             return False
         if not self._arrived and self._any_rank(trainer, bool(self._received)):
-            self._arrived = tuple(name for name in self._heeded if self._any_rank(trainer, name in self._received))
+            self._arrived = tuple(
+                name for name in self._signals_to_watch if self._any_rank(trainer, name in self._received)
+            )
         return bool(self._arrived)
 
     @staticmethod
@@ -199,7 +201,7 @@ class PreemptionCheckpoint(Checkpoint):
         if more_follows and self._requeue_signal in self._arrived:
             paths += [trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)]
         for path in trainer.strategy.broadcast(paths):
-            with _written_when_it_returns(trainer):
+            with _saving_synchronously(trainer):
                 trainer.save_checkpoint(path)
             if trainer.is_global_zero:
                 logger.warning("%s: step %d is saved as %s", ", ".join(self._arrived), trainer.global_step, path)
@@ -211,7 +213,7 @@ class PreemptionCheckpoint(Checkpoint):
         ``_FitLoop.on_advance_end`` (Lightning 2.6.6).
         """
         if self._requeue_signal in self._arrived:
-            with _written_when_it_returns(trainer):
+            with _saving_synchronously(trainer):
                 trainer._signal_connector._slurm_sigusr_handler_fn(signal.Signals[self._requeue_signal], None)  # type: ignore[arg-type]
         trainer._signal_connector.received_sigterm = True
 
@@ -297,7 +299,7 @@ class _Note:
 
 
 @contextlib.contextmanager
-def _written_when_it_returns(trainer: pl.Trainer) -> Iterator[None]:
+def _saving_synchronously(trainer: pl.Trainer) -> Iterator[None]:
     """Save synchronously, because the run ends here and a requeued job may not have time to finish the save later."""
     plugin = trainer.strategy.checkpoint_io
     if not isinstance(plugin, MCoreCheckpointIO) or not plugin.async_save:

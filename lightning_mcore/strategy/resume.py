@@ -57,11 +57,11 @@ from lightning_mcore.data.position import (
     Position,
     batches_in_pass,
     begin_epoch,
-    know_metrics,
     load_loaders,
-    move_on,
-    read_over,
-    read_over_some,
+    recount_batches,
+    restore_metrics,
+    skip_batches,
+    skip_batches_of,
     step_plateaus,
 )
 from lightning_mcore.parallel.consensus import control_group
@@ -80,7 +80,7 @@ class _Restored:
     metrics: dict[str, torch.Tensor]
 
     @property
-    def reads_over(self) -> bool:
+    def skips_by_reading(self) -> bool:
         """Whether batches can only be skipped by reading them."""
         return "read" in self.kinds
 
@@ -112,7 +112,7 @@ class _Restored:
         position = Position(saved["batches"], saved["ranks"], saved["batch_size"], opened, started, saved["seed"])
         if not self.place.in_epoch:
             return replace(position, batches=0, opened=opened if self.makes_iterator else None, started=None)
-        reads_all = self.reads_over and "stateful" not in self.kinds
+        reads_all = self.skips_by_reading and "stateful" not in self.kinds
         return replace(position, batches=0) if reads_all else position
 
 
@@ -330,7 +330,7 @@ class ExactResume:
             return
         combined = fit._combined_loader
         assert combined is not None
-        know_metrics(fit, restored.metrics)
+        restore_metrics(fit, restored.metrics)
         if restored.place.in_epoch:
             if restored.loaders is not None and len(restored.loaders) != len(combined.flattened):
                 raise ValueError(
@@ -340,7 +340,7 @@ class ExactResume:
             if fit._combined_loader_states_to_load and not self._loaders:
                 load_loaders(fit)
             EndOfRestart.attach(fit.trainer)
-            self._go_on_in_epoch(fit, restored)
+            self._continue_epoch(fit, restored)
             put(restored.random, self._strategy.root_device)
             return
         fit._restarting = False  # otherwise Lightning would not step plateau schedulers at the end of this epoch
@@ -355,16 +355,16 @@ class ExactResume:
             if (followed := self._loaders.get(id(loader))) is not None:
                 followed.put_own_states(restored.own_states(index))
 
-    def _go_on_in_epoch(self, fit: Any, restored: _Restored) -> None:
+    def _continue_epoch(self, fit: Any, restored: _Restored) -> None:
         loop = fit.epoch_loop
-        if restored.reads_over and "stateful" in restored.kinds:
-            read_over_some(fit._data_fetcher, restored.place.batches, [kind == "read" for kind in restored.kinds])
-        elif restored.reads_over:
-            read_over(fit._data_fetcher, restored.place.batches)
+        if restored.skips_by_reading and "stateful" in restored.kinds:
+            skip_batches_of(fit._data_fetcher, restored.place.batches, [kind == "read" for kind in restored.kinds])
+        elif restored.skips_by_reading:
+            skip_batches(fit._data_fetcher, restored.place.batches)
         elif len(self._loaders) == 1 and (position := restored.position(0)) is not None:
             [followed] = self._loaders.values()
             if not followed.is_dealt_as(position):
-                move_on(fit, restored.place.batches, len(followed), followed.remaining(position))
+                recount_batches(fit, restored.place.batches, len(followed), followed.remaining(position))
         if loop._should_accumulate():  # Lightning then does not count the step, which it does at the end of a window
             loop._batches_that_stepped += 1
         # Lightning looks for a loader with its own state and finds none, so it warns before the first batch.
