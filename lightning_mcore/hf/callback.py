@@ -178,7 +178,7 @@ class SaveHFModel(Callback):
         self._tracked = []
 
     def _follow(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Write beside the checkpoints saved since the last look; collective over the world if there are any."""
+        """Write beside the checkpoints saved since the last call; collective over the world if there are any."""
         if not self.every_checkpoint or not self._tracked or trainer.sanity_checking:
             return
         saved = sorted({path for tracked in self._tracked for path in tracked.saved_since()})

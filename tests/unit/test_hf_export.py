@@ -521,13 +521,13 @@ def test_what_belongs_to_a_deleted_checkpoint_goes_with_it_also_after_a_resume(t
     os.makedirs(gone)
     first = SaveHFModel(every_checkpoint=True)
     first.load_state_dict({"beside": [kept, gone, coming, str(tmp_path / "moved.ckpt")]})
-    first._clear_away(trainer)  # type: ignore[arg-type]
+    first._delete_stale(trainer)  # type: ignore[arg-type]
     again = SaveHFModel(every_checkpoint=True)
     again.load_state_dict(first.state_dict())
-    again._clear_away(trainer)  # type: ignore[arg-type]
+    again._delete_stale(trainer)  # type: ignore[arg-type]
     assert again.state_dict() == {"beside": [coming, gone, kept]}
     os.rmdir(gone)
-    again._clear_away(trainer)  # type: ignore[arg-type]
+    again._delete_stale(trainer)  # type: ignore[arg-type]
     assert sorted(os.listdir(tmp_path)) == ["coming.ckpt-hf", "kept.ckpt", "kept.ckpt-hf"]
 
 
@@ -545,9 +545,9 @@ def test_what_a_checkpoint_names_elsewhere_or_is_no_model_stays(
     callback = SaveHFModel(every_checkpoint=True)
     callback.load_state_dict({"beside": [path]})
     trainer: Any = SimpleNamespace(is_global_zero=True, checkpoint_callbacks=[ModelCheckpoint(tmp_path / "run")])
-    callback._clear_away(trainer)
+    callback._delete_stale(trainer)
     shutil.rmtree(path)
-    callback._clear_away(trainer)
+    callback._delete_stale(trainer)
     assert len(os.listdir(path + "-hf")) == 1
     assert f"{path}-hf is not a model beside a checkpoint of this run, so it is not deleted" in caplog.text
 
@@ -565,10 +565,10 @@ def test_what_cannot_be_deleted_is_a_warning(
     callback = SaveHFModel(every_checkpoint=True)
     callback.load_state_dict({"beside": [path]})
     trainer: Any = SimpleNamespace(is_global_zero=True, checkpoint_callbacks=[ModelCheckpoint(tmp_path)])
-    callback._clear_away(trainer)
+    callback._delete_stale(trainer)
     shutil.rmtree(path)
     monkeypatch.setattr(atomic, "remove", refuse)
-    callback._clear_away(trainer)
+    callback._delete_stale(trainer)
     assert "gone.ckpt-hf is no longer needed and could not be deleted" in caplog.text
     assert callback.state_dict() == {"beside": []}
 
