@@ -22,7 +22,7 @@ from lightning_mcore.checkpoint import atomic
 from lightning_mcore.hf import callback as save_hf_model
 from lightning_mcore.hf.callback import SaveHFModel
 from lightning_mcore.hf.export import export_checkpoint, export_model
-from lightning_mcore.hf.export_config import describe, warn_of_what_is_lost
+from lightning_mcore.hf.export_config import describe, warn_of_losses
 from lightning_mcore.hf.export_plan import ExportPlan, Place, parse_size
 from lightning_mcore.hf.family import find_family
 from lightning_mcore.hf.import_checkpoint import import_checkpoint
@@ -209,12 +209,12 @@ def test_a_model_of_no_known_family_is_refused_with_the_reasons() -> None:
 def test_a_model_that_drops_tokens_is_exported_with_a_warning() -> None:
     for capacity in (None, -1.0):
         found = describe("it", settings(transformer={"moe_expert_capacity_factor": capacity}), SHAPES)
-        warn_of_what_is_lost(found, {}, None)
+        warn_of_losses(found, {}, None)
     found = describe("it", settings(transformer={"moe_expert_capacity_factor": 1.25}), SHAPES)
     with pytest.warns(
         UserWarning, match=r"moe_expert_capacity_factor=1\.25, so that full experts dropped.*transformers does not"
     ):
-        warn_of_what_is_lost(found, {}, None)
+        warn_of_losses(found, {}, None)
 
 
 def test_a_config_is_kept_but_for_what_is_no_longer_true(tmp_path: Path) -> None:
