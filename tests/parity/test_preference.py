@@ -333,15 +333,14 @@ Seen = tuple[dict[str, float], list[Part]]
 
 
 def first_losses(layout: Layout, folder: str, cache: str) -> list[float]:
-    """Return the losses of a model that is its own reference, padded and packed."""
+    """Return the losses of a model that is its own reference: of DPO on padded rows, of IPO on packed ones."""
     found = []
-    for setting in FIRST:
-        for packed in (False, True):
-            module = MCorePreference.from_pretrained(folder, seq_length=LENGTH, preference=setting)
-            trainer = make_trainer(MCoreStrategy(**layout.strategy_arguments), use_distributed_sampler=False)
-            data = Data(cache, packed, length=LENGTH if layout.moe else None)
-            [values] = trainer.validate(module, data, verbose=False)
-            found.append(values["val_loss"])
+    for setting, packed in zip(FIRST, (False, True), strict=True):
+        module = MCorePreference.from_pretrained(folder, seq_length=LENGTH, preference=setting)
+        trainer = make_trainer(MCoreStrategy(**layout.strategy_arguments), use_distributed_sampler=False)
+        data = Data(cache, packed, length=LENGTH if layout.moe else None)
+        [values] = trainer.validate(module, data, verbose=False)
+        found.append(values["val_loss"])
     return found
 
 
@@ -387,9 +386,7 @@ def test_a_step_on_every_layout_is_that_of_a_plain_loop_with_a_frozen_copy(world
             if found:
                 wrong[f"{layout.id} {run}"] = found
         for rank in ranks:
-            assert rank[index][1] == pytest.approx([loss for loss in FIRST.values() for _ in range(2)], rel=1e-6), (
-                layout.id
-            )
+            assert rank[index][1] == pytest.approx([*FIRST.values()], rel=1e-6), layout.id
     assert wrong == {}
 
 
