@@ -108,6 +108,7 @@ class MCorePreference(MCoreGPT):
         transformer_impl: The layers to use.
         hf: The Hugging Face model that it was made from; filled in by :meth:`from_pretrained`.
         lora: Train low-rank adapters and freeze the rest.
+        train_only: Parts of the Hugging Face names of the weights that are trained; all others are frozen.
 
     Raises:
         ValueError: A value is not allowed, or two contradict each other.
@@ -133,6 +134,7 @@ class MCorePreference(MCoreGPT):
         transformer_impl: TransformerImpl = "auto",
         hf: dict[str, Any] | None = None,
         lora: LoRA | dict[str, Any] | None = None,
+        train_only: list[str] | None = None,
     ) -> None:
         setting = Preference.of(preference)
         if lora is not None:
@@ -156,14 +158,12 @@ class MCorePreference(MCoreGPT):
             transformer_impl=transformer_impl,
             hf=hf,
             lora=lora,
+            train_only=train_only,
         )
         self.preference = setting
         if setting.loss == "reward":
             self.hparams["share_embeddings_and_output_weights"] = False
-            named = (hf or {}).get("family", ":")
-            self._given_family = (
-                None if ":" in named else named
-            )  # the config of the base names that of a language model
+            self._name_family()
         self.reference_mark: str | None = None  # tells the reference of this run from any other
         if self.preference.bco_weight:
             self.baseline = RunningMean()
@@ -181,6 +181,7 @@ class MCorePreference(MCoreGPT):
         family: str | None = None,
         lora: LoRA | dict[str, Any] | str | None = None,
         adapters: list[str] | None = None,
+        train_only: list[str] | None = None,
     ) -> "MCorePreference":
         """Make a module from a Hugging Face model, and start from its weights on any layout.
 
@@ -195,6 +196,7 @@ class MCorePreference(MCoreGPT):
             family: The kind of model; None for the family in its config.
             lora: Train low-rank adapters and freeze the weights, or continue those in a PEFT folder.
             adapters: PEFT adapters to merge into the weights first.
+            train_only: Parts of the Hugging Face names of the weights that are trained, as in the constructor.
 
         Raises:
             FileNotFoundError: There is no such model, or no such adapter.
@@ -202,7 +204,7 @@ class MCorePreference(MCoreGPT):
         """
         if Preference.of(preference).loss == "reward":
             family = _scoring(path, family)
-        return cls._of_pretrained(
+        module = cls._of_pretrained(
             path,
             family,
             seq_length,
@@ -213,7 +215,17 @@ class MCorePreference(MCoreGPT):
             recipe=recipe,
             make_vocab_size_divisible_by=make_vocab_size_divisible_by,
             transformer_impl=transformer_impl,
+            **({} if train_only is None else {"train_only": train_only}),
         )
+        if module.preference.loss == "reward":
+            module._name_family()
+        return module
+
+    def _name_family(self) -> None:
+        """Read the weights by the rules of a reward model; the config of a base names those of a language model."""
+        named = (self.hparams["hf"] or {}).get("family", ":")
+        if self._given_family is None and ":" not in named:  # a path in a file is not imported
+            self._given_family = named
 
     def check_settings(self) -> None:
         """Refuse settings as ``MCoreGPT`` does, and those that contradict a loss over pairs.

@@ -516,7 +516,7 @@ def reward_runs(folder: str, with_value_head: str, out: str) -> list[Tensor]:
         found.append(scores)
         with pytest.raises(ValueError, match=r"a reward model gives scores and no next tokens"):
             module.generate([1], 1)
-    for path in (f"{out}/whole.ckpt", with_value_head):
+    for path in (f"{out}/whole.ckpt", f"{out}/adapters.ckpt", with_value_head):
         module = MCorePreference.from_pretrained(path, seq_length=LENGTH, preference=setting)
         [scores] = trainer.predict(module, data)  # type: ignore[misc]
         found.append(scores)
@@ -531,8 +531,11 @@ def test_a_reward_model_begins_with_a_language_model_and_is_read_by_transformers
     shutil.copytree(folder, factory)
     head = torch.randn(1, 32, generator=torch.Generator().manual_seed(6))
     save_file({"v_head.summary.weight": head, "v_head.summary.bias": torch.ones(1)}, factory / "value_head.safetensors")
-    [whole, adapted, again, of_factory], _ = run_ranks(2, reward_runs, folder, str(factory), str(tmp_path), timeout=120)
+    [whole, adapted, again, continued, of_factory], _ = run_ranks(
+        2, reward_runs, folder, str(factory), str(tmp_path), timeout=120
+    )
     assert torch.equal(again, whole)
+    assert torch.equal(continued, adapted)
     sequences = [torch.from_numpy(sample.tokens)[None] for pair in pairs() for sample in pair.sequences]
     run_ranks(1, export_checkpoint, str(tmp_path / "adapters.ckpt"), str(tmp_path / "merged"))
     base = AutoModelForSequenceClassification.from_pretrained(tiny_folder("qwen2"), num_labels=1, dtype=torch.float64)

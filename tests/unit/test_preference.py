@@ -117,6 +117,7 @@ def test_a_live_reference_needs_adapters_that_can_be_off() -> None:
         module(preference=live).check_settings()
     assert not module(preference=live, lora=LoRA()).precomputes_reference
     assert module(lora=LoRA(modules_to_save=["lm_head"])).precomputes_reference
+    assert module(train_only=["layers.0."]).precomputes_reference
     assert not module(preference=Preference("orpo")).precomputes_reference
 
 
