@@ -9,19 +9,18 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from lightning_mcore.te_cpu import attention, experts, gemm, layers, optimizer, quantize
+from lightning_mcore.te_cpu import attention, experts, gemm, layers, quantize
 from lightning_mcore.te_cpu.enums import enums
 
 _SOURCES = {
     quantize: "quantize dequantize create_empty_quantized_tensor bgrad_quantize split_quantize multi_tensor_quantize"
     " fp8_transpose swap_first_dims compute_amax fused_amax_and_scale_update_after_reduction"
     " fp8_block_scaling_compute_partial_amax fp8_block_scaling_partial_cast mxfp8_scaling_compute_partial_amax"
-    " mxfp8_scaling_partial_cast multi_tensor_compute_scale_and_scale_inv multi_tensor_compute_scale_inv_e8m0",
+    " mxfp8_scaling_partial_cast multi_tensor_compute_scale_and_scale_inv multi_tensor_compute_scale_inv_e8m0"
+    " multi_tensor_scale",
     gemm: "generic_gemm te_general_grouped_gemm",
     layers: "rmsnorm_fwd rmsnorm_bwd rmsnorm_bwd_add layernorm_fwd layernorm_bwd fused_rope_forward fused_rope_backward"
     " fused_qkv_rope_forward fused_qkv_rope_backward",
-    optimizer: "multi_tensor_adam multi_tensor_sgd multi_tensor_scale multi_tensor_scale_tensor multi_tensor_l2norm"
-    " multi_tensor_unscale_l2norm",
     experts: "fused_multi_row_padding fused_multi_row_unpadding",
     attention: "get_fused_attn_backend fused_attn_fwd fused_attn_bwd convert_thd_to_bshd convert_bshd_to_thd"
     " thd_read_half_tensor thd_second_half_lse_correction thd_read_second_half_lse thd_out_correction"
@@ -33,8 +32,9 @@ _ABSENT = {
     " ubuf_built_with_mpi device_supports_multicast get_stream_priority_range",
     "FlashAttention": "fa_prepare_fwd fa_prepare_bwd",
     "inference": "copy_to_kv_cache",  # MCoreGPT generates without it
-    "CUDA graphs, and optimizer state in few bits": "multi_tensor_adam_capturable multi_tensor_adam_capturable_master"
-    " multi_tensor_adam_fp8 multi_tensor_adam_param_remainder",
+    "optimizers, for which Megatron gets torch's": "multi_tensor_adam multi_tensor_sgd"
+    " multi_tensor_scale_tensor multi_tensor_l2norm multi_tensor_unscale_l2norm multi_tensor_adam_capturable"
+    " multi_tensor_adam_capturable_master multi_tensor_adam_fp8 multi_tensor_adam_param_remainder",
     "experts by index, of which Megatron asks for none": "moe_permute_fwd moe_permute_bwd moe_unpermute_fwd"
     " moe_unpermute_bwd",
     "moe_router_fusion": "fused_topk_with_score_function_fwd fused_topk_with_score_function_bwd"
@@ -43,7 +43,7 @@ _ABSENT = {
     " ep_combine_bwd ep_dispatch ep_dispatch_bwd ep_finalize ep_get_zero_copy ep_handle_mem_size ep_initialize"
     " ep_prepare ep_prepare_and_dispatch ep_zero_copy_supported splits_to_offsets fused_moe_aux_loss_fwd_graph_safe"
     " fused_topk_with_score_function_qb_fwd",
-    "te.ops": "dropout_fwd dropout_bwd",
+    "te.ops, and activations that only they have": "dropout_fwd dropout_bwd clamped_swiglu clamped_dswiglu",
     "ONNX": "LayerNorm layernorm gemm_inf fp8_quantize fp8_dequantize fp8_cs_quantize mxfp8_quantize mxfp8_dequantize",
     "weights in NVFP4, and grouped tensors of later releases": "bgrad_group_quantize group_quantize"
     " nvfp4_2d_multi_tensor_transpose nvfp4_2d_scale_transpose nvfp4_compute_global_scale nvfp4_data_transpose"

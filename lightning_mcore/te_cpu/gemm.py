@@ -81,7 +81,7 @@ def generic_gemm(
         product = product + bias.float()
     before_gelu = None
     if gelu and grad and gelu_in is not None:
-        product = product * _gelu_derivative(gelu_in).view_as(product)
+        product = torch.ops.aten.gelu_backward(product, gelu_in.float().view_as(product), approximate="tanh")
     elif gelu:
         before_gelu = product.to(torch.bfloat16 if bias is None else bias.dtype)
         product = functional.gelu(product, approximate="tanh")
@@ -94,12 +94,6 @@ def generic_gemm(
         return out.copy_(product), bias_gradient, before_gelu, extra_output
     product = product.to(torch.bfloat16 if output_dtype is None else TORCH_DTYPES[DType(int(output_dtype))])
     return quantize(product, quantizer), bias_gradient, before_gelu, extra_output
-
-
-def _gelu_derivative(values: Tensor) -> Tensor:
-    with torch.enable_grad():
-        values = values.detach().float().requires_grad_()
-        return torch.autograd.grad(functional.gelu(values, approximate="tanh").sum(), values)[0]
 
 
 def te_general_grouped_gemm(
@@ -129,7 +123,7 @@ def te_general_grouped_gemm(
         splits: The m of each expert.
         bias: [n] for each expert, empty without bias; in a backward pass, where its gradient is written.
         bias_dtype: Not used.
-        single_output: See ``out``.
+        single_output: ``out`` is one tensor.
         before_gelu: Not used.
         grad: This is a backward pass.
         rest: Workspaces, their size, ``accumulate``, and settings that are not used.

@@ -59,21 +59,20 @@ def layernorm_fwd(
     zero_centered: bool,
 ) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
     """Normalise [..., n]; return the result, quantized where asked for, and mean and ``1 / std`` [...], fp32."""
-    mean = x.float().mean(-1)
-    rsigma = torch.rsqrt(x.float().var(-1, unbiased=False) + eps)
-    values = (x.float() - mean[..., None]) * rsigma[..., None] * _scaled(weight, zero_centered) + bias.float()
-    return _normed(values, otype, ln_out, quantizer), mean, rsigma
+    scale = _scaled(weight, zero_centered)
+    values, mean, rsigma = torch.native_layer_norm(x.float(), x.shape[-1:], scale, bias.float(), eps)
+    return _normed(values, otype, ln_out, quantizer), mean[..., 0], rsigma[..., 0]
 
 
 def layernorm_bwd(
     dz: Tensor, x: Tensor, mean: Tensor, rsigma: Tensor, weight: Tensor, sm_margin: int, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the input [..., n], of the weight [n] and of the bias [n], in their dtypes."""
-    grad, normed = dz.float(), (x.float() - mean[..., None]) * rsigma[..., None]
-    inner = grad * _scaled(weight, zero_centered)
-    dx = inner - inner.mean(-1, keepdim=True) - normed * (inner * normed).mean(-1, keepdim=True)
-    dx = dx * rsigma[..., None]
-    return dx.to(x.dtype), _rows_summed(grad * normed, weight), _rows_summed(grad, weight)
+    scale, size = _scaled(weight, zero_centered), x.shape[-1:]
+    dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+        dz.float(), x.float(), size, mean[..., None], rsigma[..., None], scale, scale, [True, True, True]
+    )
+    return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype)
 
 
 # Activations. A gated one takes [..., 2n], the gate first, and returns [..., n].
@@ -99,13 +98,7 @@ def _gated(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return gated
 
 
-def _clamped_swiglu(x: Tensor, limit: float = 7.0, alpha: float = 1.702, offset: float = 1.0) -> Tensor:
-    gate, linear = x.chunk(2, -1)
-    gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
-    return gate * torch.sigmoid(alpha * gate) * (linear + offset)
-
-
-_ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": _gelu,
     "qgelu": _quick_gelu,
     "relu": functional.relu,
@@ -117,22 +110,18 @@ _ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "reglu": _gated(functional.relu),
     "sreglu": _gated(_squared_relu),
     "swiglu": _gated(functional.silu),
-    "clamped_swiglu": _clamped_swiglu,
 }
 
 
-def _forward(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    def forward(x: Any, quantizer: Any = None, *settings: float, **named: float) -> Any:
-        return quantize(function(to_float(x), *settings, **named).to(x.dtype), quantizer)
-
-    return forward
+def _forward(function: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    return lambda x, quantizer=None: quantize(function(to_float(x)).to(x.dtype), quantizer)
 
 
-def _backward(function: Callable[..., Tensor], with_bias: bool = False) -> Callable[..., Any]:
-    def backward(grad: Any, x: Any, quantizer: Any = None, *settings: float, **named: float) -> Any:
+def _backward(function: Callable[[Tensor], Tensor], with_bias: bool = False) -> Callable[..., Any]:
+    def backward(grad: Any, x: Any, quantizer: Any = None) -> Any:
         with torch.enable_grad():
             leaf = to_float(x).requires_grad_()
-            (result,) = torch.autograd.grad(function(leaf, *settings, **named), leaf, to_float(grad))
+            (result,) = torch.autograd.grad(function(leaf), leaf, to_float(grad))
         result = result.to(x.dtype)
         if with_bias:
             return _rows_summed(result.float(), result), quantize(result, quantizer)
@@ -141,13 +130,9 @@ def _backward(function: Callable[..., Tensor], with_bias: bool = False) -> Calla
     return backward
 
 
-def _name_of_gradient(name: str) -> str:
-    return name.replace("clamped_", "clamped_d") if name.startswith("clamped_") else f"d{name}"
-
-
 ACTIVATIONS: dict[str, Callable[..., Any]] = {
     **{name: _forward(function) for name, function in _ACTIVATIONS.items()},
-    **{_name_of_gradient(name): _backward(function) for name, function in _ACTIVATIONS.items()},
+    **{f"d{name}": _backward(function) for name, function in _ACTIVATIONS.items()},
     **{f"dbias_d{name}": _backward(_ACTIVATIONS[name], True) for name in ("gelu", "qgelu", "relu", "srelu", "silu")},
 }
 """Forward ``name(x, quantizer)``, and backward ``dname(grad, x, quantizer)``, which ``dbias_dname`` sums over rows."""
@@ -158,11 +143,10 @@ ACTIVATIONS: dict[str, Callable[..., Any]] = {
 
 def _softmax(scores: Tensor, scale: float, mask: Tensor | None) -> Tensor:
     values = scores.float() * float(scale)
-    if mask is not None:
-        values = values.masked_fill(mask, -10000.0)
-        result = torch.softmax(values, -1)
-        return result.masked_fill(mask.expand_as(result).all(-1, keepdim=True), 0.0).to(scores.dtype)
-    return torch.softmax(values, -1).to(scores.dtype)
+    if mask is None:
+        return torch.softmax(values, -1).to(scores.dtype)
+    result = torch.softmax(values.masked_fill(mask, -10000.0), -1)
+    return result.masked_fill(mask.expand_as(result).all(-1, keepdim=True), 0.0).to(scores.dtype)
 
 
 def _later(scores: Tensor) -> Tensor:
@@ -197,16 +181,12 @@ def _turned(x: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((-second, first), -1)
 
 
-def _turned_back(x: Tensor, interleaved: bool) -> Tensor:
-    return -_turned(x, interleaved)
-
-
 def _rotate(x: Tensor, angles: Tensor, interleaved: bool, backward: bool) -> Tensor:
     """Rotate [..., h, d] by angles [..., 1, r]; the last d - r values do not change."""
     size = angles.shape[-1]
     part = x[..., :size].float()
     if backward:
-        part = part * angles.cos() + _turned_back(part * angles.sin(), interleaved)
+        part = part * angles.cos() - _turned(part * angles.sin(), interleaved)
     else:
         part = part * angles.cos() + _turned(part, interleaved) * angles.sin()
     return torch.cat((part.to(x.dtype), x[..., size:]), -1)

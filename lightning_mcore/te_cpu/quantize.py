@@ -472,6 +472,14 @@ def mxfp8_scaling_partial_cast(
         output.view(-1)[:count].copy_(cast(tensor.float().view(-1) * factor, DType.kFloat8E4M3))
 
 
+def multi_tensor_scale(chunk: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], scale: float) -> None:
+    """Write ``lists[0]`` times a scale into ``lists[1]``, of any shapes, and 1 into ``noop`` if one is not finite."""
+    for source, target in zip(*lists, strict=True):
+        target.copy_(source * scale)
+        if not torch.isfinite(target).all():
+            noop.fill_(1)
+
+
 def multi_tensor_compute_scale_and_scale_inv(
     chunk: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], top: float, power_of_two: bool, epsilon: float
 ) -> None:

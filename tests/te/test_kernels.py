@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
-from lightning_mcore.te_cpu import experts, gemm, layers, optimizer
+from lightning_mcore.te_cpu import experts, gemm, layers, quantize
 from lightning_mcore.te_cpu.enums import DType, enums
 from lightning_mcore.te_cpu.extension import ABSENT, Refused
 
@@ -232,60 +232,12 @@ def test_fused_queries_keys_and_values_are_rotated_apart() -> None:
     assert (back * qkv).sum() == pytest.approx(float(sum((a * b).sum() for a, b in zip((q, k, v), grads, strict=True))))
 
 
-@pytest.mark.parametrize("decoupled", [True, False])
-def test_adam_is_that_of_torch(decoupled: bool) -> None:
-    ours = [numbers(5, 3), numbers(7, seed=1)]
-    theirs = [tensor.clone().double().requires_grad_() for tensor in ours]
-    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    reference = kind(theirs, lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2)
-    moments = [[torch.zeros_like(tensor) for tensor in ours] for _ in range(2)]
-    for step in range(1, 4):
-        grads = [numbers(*tensor.shape, seed=10 * step) for tensor in ours]
-        for tensor, grad in zip(theirs, grads, strict=True):
-            tensor.grad = grad.double()
-        reference.step()
-        arguments = (0.1, 0.8, 0.9, 1e-6, step, int(decoupled), 1, 0.2)
-        optimizer.multi_tensor_adam(0, torch.zeros(1), [grads, ours, *moments], *arguments)
-    for tensor, exact in zip(ours, theirs, strict=True):
-        close(tensor, exact.detach())
-
-
-def test_adam_keeps_fp32_copies_of_short_weights() -> None:
-    master = numbers(9)
-    parameter, grad = master.bfloat16(), numbers(9, seed=1)
-    lists = [[grad], [parameter], [torch.zeros(9)], [torch.zeros(9)], [master]]
-    optimizer.multi_tensor_adam(0, torch.zeros(1), lists, 0.1, 0.9, 0.95, 1e-8, 1, 1, 1, 0.0)
-    assert torch.equal(parameter, master.bfloat16())
-
-
-@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
-def test_sgd_is_that_of_torch(momentum: float, nesterov: bool) -> None:
-    ours, velocity = [numbers(6)], [torch.zeros(6)]
-    theirs = numbers(6).double().requires_grad_()
-    reference = torch.optim.SGD([theirs], lr=0.1, momentum=momentum, nesterov=nesterov, weight_decay=0.3)
-    for step in range(3):
-        grad = numbers(6, seed=step + 1)
-        theirs.grad = grad.double()
-        reference.step()
-        arguments = (0.3, momentum, 0.0, 0.1, nesterov, step == 0, False, 1.0)
-        optimizer.multi_tensor_sgd(0, torch.zeros(1), [[grad], ours, velocity], *arguments)
-    close(ours[0], theirs.detach())
-
-
-def test_norms_and_scales_of_lists() -> None:
-    tensors, noop = [numbers(4), numbers(5, seed=1)], torch.zeros(1, dtype=torch.int32)
-    total, each = optimizer.multi_tensor_l2norm(0, noop, [tensors], True)
-    close(total, torch.cat(tensors).double().norm().view(1))
-    close(each, torch.stack([tensor.double().norm() for tensor in tensors]))
-    close(
-        optimizer.multi_tensor_unscale_l2norm(0, noop, [tensors], 0.5)[0],
-        torch.cat(tensors).double().norm().view(1) / 2,
-    )
-    out = [torch.zeros(4), torch.zeros(5)]
-    optimizer.multi_tensor_scale(0, noop, [tensors, out], 3.0)
-    assert torch.equal(out[0], tensors[0] * 3)
+def test_lists_are_scaled() -> None:
+    tensors, noop, out = [numbers(4), numbers(5, seed=1)], torch.zeros(1), [torch.zeros(4), torch.zeros(5)]
+    quantize.multi_tensor_scale(0, noop, [tensors, out], 3.0)
+    assert torch.equal(torch.cat(out), torch.cat(tensors) * 3)
     assert not noop
-    optimizer.multi_tensor_scale(0, noop, [[torch.tensor([math.inf])], [torch.zeros(1)]], 1.0)
+    quantize.multi_tensor_scale(0, noop, [[torch.tensor([math.inf])], [torch.zeros(1)]], 1.0)
     assert noop
 
 
