@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_mcore.data.packing.best_fit import TokenSample
     from lightning_mcore.data.packing.online import OnlinePacker
     from lightning_mcore.data.packing.rows import collate_padded, collate_rows, pack
+    from lightning_mcore.data.preference.datamodule import MCorePreferenceData
     from lightning_mcore.data.pretraining.datamodule import MCorePretrainingData
     from lightning_mcore.hf.callback import SaveHFModel
     from lightning_mcore.layers.lora import adapters_off
@@ -66,6 +67,7 @@ __all__ = [
     "MCoreModule",
     "MCorePrecision",
     "MCorePreference",
+    "MCorePreferenceData",
     "MCorePretrainingData",
     "MCoreProgressBar",
     "MCoreStrategy",
@@ -105,6 +107,7 @@ _HOMES = {
     "MCoreModule": "strategy.module",
     "MCorePrecision": "strategy.precision",
     "MCorePreference": "models.preference",
+    "MCorePreferenceData": "data.preference.datamodule",
     "MCorePretrainingData": "data.pretraining.datamodule",
     "MCoreProgressBar": "strategy.progress",
     "MCoreStrategy": "strategy.strategy",

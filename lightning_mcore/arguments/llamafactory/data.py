@@ -26,7 +26,7 @@ from lightning_mcore.data.finetuning.conversations import Message, Row
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.data.finetuning.files import with_rows
 from lightning_mcore.data.finetuning.tokenized import Encoder, Reading
-from lightning_mcore.data.packing.rows import TextBlocks, TokenizedSamples
+from lightning_mcore.data.packing.rows import TextBlocks
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class FactoryData(MCoreFinetuningData):
             parts.append(self._tokenized_files(files, name, reading))
         return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
 
-    def _samples(self, tokenized: Any, indices: NDArray[np.int64], name: str) -> TokenizedSamples:
+    def _samples(self, tokenized: Any, indices: NDArray[np.int64], name: str) -> Any:
         """Return conversations, texts, or blocks of texts."""
         if not self._joined:
             return super()._samples(tokenized, indices, name)

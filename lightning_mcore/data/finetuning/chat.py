@@ -556,11 +556,25 @@ def end_of_turn(tokenizer: Any, template: ChatTemplate) -> int | None:
 
 def _cut(prompt: list[int], answer: list[int], room: int) -> Exchange:
     """Return an exchange that takes ``room`` tokens at most."""
-    if 2 * len(answer) < room:
+    first, second = kept_lengths(len(prompt), len(answer), room)
+    return prompt[:first], answer[:second]
+
+
+def kept_lengths(prompt: int, answer: int, room: int) -> tuple[int, int]:
+    """Return how many of the first tokens of a prompt and of its answer are kept, at most ``room`` together.
+
+    Source: ``infer_seqlen`` in LLaMA-Factory (src/llamafactory/data/processor/processor_utils.py) has the same rule.
+
+    Args:
+        prompt: Tokens of the prompt.
+        answer: Tokens of the answer.
+        room: The most tokens of both.
+    """
+    if 2 * answer < room:
         most = room
-    elif 2 * len(prompt) < room:
-        most = room - len(prompt)
+    elif 2 * prompt < room:
+        most = room - prompt
     else:
-        most = int(room * (len(answer) / (len(prompt) + len(answer))))
-    kept = min(most, len(answer))
-    return prompt[: max(room - kept, 0)], answer[:kept]
+        most = int(room * (answer / (prompt + answer)))
+    kept = min(most, answer)
+    return min(max(room - kept, 0), prompt), kept

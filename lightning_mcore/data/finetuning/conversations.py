@@ -64,6 +64,11 @@ class ConversationReader:
         }
         if format == "auto":
             found = [name for name, wanted in needed.items() if set(wanted) <= set(present)]
+            if not found and {"chosen", "rejected"} <= set(present):
+                raise ValueError(
+                    f"the columns {_listed(present)} hold preferences, and single answers are learnt here; use"
+                    " MCorePreferenceData and MCorePreference, or give the columns of prompt and answer"
+                )
             if not found:
                 forms = "; ".join(f"{name}: {', '.join(wanted)}" for name, wanted in needed.items())
                 raise ValueError(

@@ -310,13 +310,25 @@ class MCoreFinetuningData(pl.LightningDataModule):
                 self._sources = _numbered(sources_of(tokenized))
             name = f"{_SPLITS[split]}={getattr(self, _SPLITS[split]) or self.train_files!r}"
             samples = self._samples(tokenized, indices, name)
-            self._data[split] = (
-                PackedDataset(samples, self.seq_length, multiples.sub_sequence) if self.packing else samples
-            )
+            self._data[split] = self._packed(samples, multiples.sub_sequence) if self.packing else samples
             self.statistics[split] = samples.statistics
-            rank_zero_info(f"{split} data: {_summary(samples, self.packing)}")
+            rank_zero_info(f"{split} data: {self._summary(samples)}")
 
-    def _samples(self, tokenized: Any, indices: NDArray[np.int64], name: str) -> TokenizedSamples:
+    def _packed(self, samples: Any, multiple: int) -> PackedDataset:
+        return PackedDataset(samples, self.seq_length, multiple)
+
+    def _summary(self, samples: Any) -> str:
+        """Return a line with the counts of used, cut and dropped samples."""
+        if self.packing or samples.statistics.rows:
+            return str(samples.statistics)
+        lengths = samples.lengths
+        counts = str(samples.statistics).partition(";")
+        return (
+            f"{len(lengths):,} of {samples.statistics.samples:,} samples, one in a row, {lengths.sum():,} tokens,"
+            f" {lengths.mean():.1f} on average and {lengths.max()} at most{counts[1]}{counts[2]}"
+        )
+
+    def _samples(self, tokenized: Any, indices: NDArray[np.int64], name: str) -> Any:  # of another kind for pairs
         return TokenizedSamples(tokenized, indices, self.seq_length, self.overlong, name)
 
     def _chosen(self, split: str) -> tuple[Any, NDArray[np.int64]]:
@@ -415,15 +427,3 @@ def _numbered(sources: list[dict[str, Any]]) -> dict[str, Any]:
     if len(sources) == 1:
         return sources[0]
     return {f"{name} of dataset {number}": value for number, part in enumerate(sources) for name, value in part.items()}
-
-
-def _summary(samples: TokenizedSamples, packing: bool) -> str:
-    """Return a line with the counts of used, cut and dropped samples."""
-    if packing or samples.statistics.rows:
-        return str(samples.statistics)
-    lengths = samples.lengths
-    counts = str(samples.statistics).partition(";")
-    return (
-        f"{len(lengths):,} of {samples.statistics.samples:,} samples, one in a row, {lengths.sum():,} tokens,"
-        f" {lengths.mean():.1f} on average and {lengths.max()} at most{counts[1]}{counts[2]}"
-    )

@@ -95,6 +95,18 @@ class Reading:
         """Return the numbers of the rows to read out of ``rows``; None for all of them."""
         return None
 
+    def with_partners(self, rows: Any) -> Any:
+        """Return a ``datasets.Dataset`` of the same length, with the columns that a row needs of other rows."""
+        return rows
+
+    def columns(self, sample: Any) -> dict[str, Any]:
+        """Return the columns of an encoded row; :func:`tokenize_files` lists them."""
+        return columns_of(sample)
+
+    def features(self) -> dict[str, str]:
+        """Return the types of the columns that :meth:`columns` adds, by name."""
+        return {}
+
 
 def tokenize_files(
     files: Sequence[str],
@@ -135,12 +147,13 @@ def tokenize_files(
         chosen = reading.chosen(len(rows))
         rows = rows if chosen is None else rows.select(chosen)
         reader = reading.reader(rows.column_names)
+        rows = reading.with_partners(rows)
         try:
             rows.map(
-                _Tokenize(reader, encoder, files[0] if len(files) == 1 else name, chosen),
+                _Tokenize(reading, reader, encoder, files[0] if len(files) == 1 else name, chosen),
                 with_indices=True,
                 remove_columns=rows.column_names,
-                features=_features(),
+                features=_features(reading),
                 num_proc=num_proc if num_proc > 1 else None,
                 cache_file_name=os.path.join(folder, f"{_TOKENS}.arrow"),
                 new_fingerprint=key,
@@ -153,9 +166,10 @@ def tokenize_files(
         with open(os.path.join(folder, _SOURCES), "w", encoding="utf-8") as file:
             json.dump(describe_sources(files, tokenizer, reading), file)
 
-    folder = os.path.join(_cache_folder(cache_dir), "lightning_mcore", key)
+    folder = os.path.join(cache_folder(cache_dir), key)
     checksums = cached_folder(folder, make, f"the tokens of {name}", check)
-    return _opened([os.path.join(folder, file) for file in sorted(checksums.files) if file.startswith(_TOKENS)])
+    tokens = [os.path.join(folder, file) for file in sorted(checksums.files) if file.startswith(_TOKENS)]
+    return _opened(tokens, reading)
 
 
 def describe_sources(files: Sequence[str], tokenizer: Any, reading: Reading) -> dict[str, Any]:
@@ -215,20 +229,22 @@ def _changed_source(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | No
     return None
 
 
-def _cache_folder(cache_dir: str | None) -> str:
-    if cache_dir is not None:
-        return os.path.abspath(cache_dir)
-    from datasets import config
+def cache_folder(cache_dir: str | None) -> str:
+    """Return the folder for this package's files in the cache of ``datasets``, or in ``cache_dir``."""
+    if cache_dir is None:
+        from datasets import config
 
-    return str(config.HF_DATASETS_CACHE)
+        cache_dir = str(config.HF_DATASETS_CACHE)
+    return os.path.join(os.path.abspath(cache_dir), "lightning_mcore")
 
 
-def _opened(files: Sequence[str]) -> Any:
+def _opened(files: Sequence[str], reading: Reading) -> Any:
     """Return the tokens in arrow files as one dataset, empty without files."""
     from datasets import Dataset, concatenate_datasets
 
     if not files:
-        return Dataset.from_dict({name: [] for name in _features()}, _features())
+        features = _features(reading)
+        return Dataset.from_dict({name: [] for name in features}, features)
     return concatenate_datasets([Dataset.from_file(file) for file in files])
 
 
@@ -248,7 +264,10 @@ def columns_of_stream(rows: Any, files: Sequence[str]) -> list[str]:
 class _Tokenize:
     """Tokenises a row; a class, so that it can be pickled for other processes."""
 
-    def __init__(self, reader: RowReader, encoder: Encoder, name: str, chosen: Sequence[int] | None) -> None:
+    def __init__(
+        self, reading: Reading, reader: RowReader, encoder: Encoder, name: str, chosen: Sequence[int] | None
+    ) -> None:
+        self._reading = reading
         self._reader = reader
         self._encoder = encoder
         self._name = name
@@ -256,21 +275,26 @@ class _Tokenize:
 
     def __call__(self, row: Row, index: int) -> dict[str, Any]:
         name = f"row {index if self._chosen is None else self._chosen[index]} of {self._name}"
-        sample = self._encoder.encode(self._reader.messages(row, name), index, name)
-        return {
-            "tokens": sample.tokens,
-            "learnt": sample.loss_mask,
-            "length": sample.length,
-            "num_targets": sample.num_targets,
-            "largest": int(sample.tokens.max(initial=0)),
-        }
+        return self._reading.columns(self._encoder.encode(self._reader.messages(row, name), index, name))
 
 
-def _features() -> Any:
+def columns_of(sample: TokenSample) -> dict[str, Any]:
+    """Return a sample as a row of the cache."""
+    return {
+        "tokens": sample.tokens,
+        "learnt": sample.loss_mask,
+        "length": sample.length,
+        "num_targets": sample.num_targets,
+        "largest": int(sample.tokens.max(initial=0)),
+    }
+
+
+def _features(reading: Reading) -> Any:
     from datasets import Features, Sequence, Value
 
-    numbers = {name: Value("int64") for name in ("length", "num_targets", "largest")}
-    return Features({"tokens": Sequence(Value("int32")), "learnt": Sequence(Value("bool")), **numbers})
+    types = dict.fromkeys(("length", "num_targets", "largest"), "int64") | reading.features()
+    more = {name: Value(kind) for name, kind in types.items()}
+    return Features({"tokens": Sequence(Value("int32")), "learnt": Sequence(Value("bool")), **more})
 
 
 def _key(files: Sequence[str], tokenizer: Any, reading: Reading) -> str:

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``MCorePreferenceData``: preference data from jsonl or parquet files, for ``MCorePreference``.
+
+The files go through the pipeline of ``finetuning/datamodule.py``: they are tokenised once into a cache, read in an
+order that is the same on every layout, and a run resumes exactly. ``rows.py`` describes the rows, and ``pairs.py`` the
+batches. :meth:`PairLoading.pair_sources` offers the pairs of each split, so that the log-probabilities under the
+reference are computed before training, and kept in the cache.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_mcore.config.value_checks import require_choice
+from lightning_mcore.data.finetuning.chat import ChatTemplate, named_template
+from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
+from lightning_mcore.data.finetuning.tokenized import Reading, cache_folder, sources_of
+from lightning_mcore.data.packing.best_fit import Overlong, PackingStatistics, TokenSample, pack_lengths
+from lightning_mcore.data.packing.rows import PackedDataset
+from lightning_mcore.data.preference.pairs import (
+    Pair,
+    build_pair_row,
+    collate_padded_pairs,
+    collate_pair_rows,
+    with_last_token,
+)
+from lightning_mcore.data.preference.rows import LEFT_OUT, PairReading
+from lightning_mcore.parallel.consensus import together
+
+
+class PairSamples(Dataset[Pair]):
+    """The pairs of a split that are used; a ``PairSource``.
+
+    Args:
+        tokenized: A ``datasets.Dataset`` of a :class:`~lightning_mcore.data.preference.rows.PairReading`.
+        indices: [n] int64, which of its rows to use; they become the numbers of the pairs.
+        places: Places that a sequence may take, tokens.
+        scored: Whether sequences keep their last token, for a reward model.
+        folder: Folder for the reference's log-probabilities.
+        batch_size: Pairs in a batch of one data-parallel rank.
+        name: What to call the data in errors.
+
+    Attributes:
+        lengths: [pairs] int64, the places that each pair takes, without padding.
+        each: [pairs, 2] int64, the places that each sequence takes.
+        key: As in ``PairSource``, like ``folder``, ``batch_size`` and ``reference``.
+        statistics: Counts of rows; ``without_answer`` counts all that are left out.
+        left_out: [n] int64, why each row is left out, as in ``rows.LEFT_OUT``; 0 for those that are used.
+
+    Raises:
+        ValueError: A sequence is longer than ``places``, or no pair is left.
+    """
+
+    def __init__(
+        self,
+        tokenized: Any,
+        indices: NDArray[np.int64],
+        places: int,
+        scored: bool,
+        folder: str,
+        batch_size: int,
+        name: str,
+    ) -> None:
+        self._tokenized = tokenized.with_format("numpy")
+        self._scored = scored
+        self.folder, self.batch_size = folder, batch_size
+        self.reference: NDArray[np.float64] | None = None
+        length, second, self.left_out = (
+            np.asarray(tokenized.data.column(column).to_numpy(), np.int64)[indices]
+            for column in ("length", "second", "left_out")
+        )
+        used = self.left_out == 0
+        self._indices = indices[used]
+        first = second[used] - 1
+        self.each = np.stack([first, length[used] - first], 1) + scored
+        self.lengths: NDArray[np.int64] = self.each.sum(1)
+        count = len(self._indices)
+        self.statistics = PackingStatistics(samples=len(indices), packed=count, without_answer=len(indices) - count)
+        if not count:
+            raise ValueError(f"{name} has no pair to learn from ({self.counts()}); give rows with two answers")
+        if self.each.max() > places:
+            number = int(self.each.max(1).argmax())
+            raise ValueError(
+                f"{int((self.each > places).any(1).sum())} of {count} pairs of {name} have a sequence of more than"
+                f" {places} tokens, the longest {self.each[number].max()} (row {self._indices[number]}); choose a"
+                " larger seq_length, or overlong='cut'"
+            )
+        digest = hashlib.sha256(json.dumps(sources_of(tokenized)).encode())
+        digest.update(self._indices.astype("<i8").tobytes() + self.each.astype("<i8").tobytes())
+        self.key = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Pair:
+        """Return a pair."""
+        return self.take([index])[0]
+
+    def take(self, indices: Sequence[int] | NDArray[np.int64]) -> list[Pair]:
+        """Return several pairs, reading them at once; ``indices`` [n]."""
+        rows = self._indices[indices].tolist()
+        read = self._tokenized[rows]
+        pairs = []
+        for place, (index, row) in enumerate(zip(np.asarray(indices).tolist(), rows, strict=True)):
+            tokens, learnt = np.asarray(read["tokens"][place], np.int64), np.asarray(read["learnt"][place], np.bool_)
+            at, tag = int(read["second"][place]), int(read["desirable"][place])
+            pair = Pair(
+                TokenSample(tokens[:at], learnt[:at], row),
+                TokenSample(tokens[at:], learnt[at:], row),
+                None if tag < 0 else bool(tag),
+                None if self.reference is None else (float(self.reference[index, 0]), float(self.reference[index, 1])),
+            )
+            pairs.append(with_last_token(pair) if self._scored else pair)
+        return pairs
+
+    def counts(self) -> str:
+        """Return how many pairs are used and left out, as part of a sentence."""
+        numbers = np.bincount(self.left_out, minlength=len(LEFT_OUT))
+        counted = zip(numbers[1:].tolist(), LEFT_OUT[1:], strict=True)
+        reasons = [f"left out {number:,} {why}" for number, why in counted if number]
+        return "; ".join([f"{numbers[0]:,} of {len(self.left_out):,} pairs", *reasons])
+
+
+class PackedPairs(PackedDataset):
+    """Packed rows of pairs; which pairs share a row is decided once.
+
+    Args:
+        samples: The pairs to pack.
+        row_length: Places in a row, tokens.
+        multiple: Each sequence is padded to a multiple of this.
+    """
+
+    def __init__(self, samples: PairSamples, row_length: int, multiple: int) -> None:
+        self.samples = samples
+        self._row_length = row_length
+        self._multiple = multiple
+        padded = -(-samples.each // multiple) * multiple
+        self._rows = pack_lengths(padded.sum(1), row_length, multiple)
+        tokens = int(samples.lengths.sum())
+        samples.statistics.add_rows(len(self._rows), row_length, tokens, int(padded.sum()) - tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return a row; ``pairs.py`` lists its tensors."""
+        return build_pair_row(self.samples.take(self._rows[index]), self._row_length, self._multiple)
+
+
+class PairLoading(MCoreFinetuningData):
+    """The part of ``MCoreFinetuningData`` that differs for pairs; its ``reading`` is a ``PairReading``."""
+
+    def pair_sources(self) -> dict[str, PairSamples]:
+        """Return the pairs of each split that is set up, for ``MCorePreference`` to compute its reference."""
+        found: dict[str, Any] = self._data
+        return {name: data.samples if isinstance(data, PackedPairs) else data for name, data in found.items()}
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open the cache and pack.
+
+        Args:
+            stage: Lightning's stage: fit, validate, test or predict; None for all.
+
+        Raises:
+            ValueError: As in ``MCoreFinetuningData``, or the module learns single answers.
+        """
+        together(self._check_module)
+        super().setup(stage)
+
+    def _check_module(self) -> None:
+        module = self.trainer and self.trainer.lightning_module
+        if hasattr(module, "learned_losses") and not hasattr(module, "preference"):
+            raise ValueError(
+                f"the data holds pairs of answers, and {type(module).__name__} learns single ones; train"
+                " MCorePreference, or read answers with MCoreFinetuningData"
+            )
+
+    @property
+    def _is_scored(self) -> bool:
+        module: Any = self.trainer and self.trainer.lightning_module
+        return getattr(getattr(module, "preference", None), "loss", None) == "reward"
+
+    @property
+    def _places(self) -> int:
+        """Places that a sequence may take; two share a packed row."""
+        if not self.packing:
+            return self.seq_length
+        multiple = self._multiples().sub_sequence
+        return self.seq_length // 2 // multiple * multiple
+
+    def _tokenized_files(self, files: list[str], name: str, reading: Reading) -> Any:
+        assert isinstance(reading, PairReading)
+        if self.overlong == "cut":
+            reading = replace(reading, most=self._places + (0 if self._is_scored else 1))
+        return super()._tokenized_files(files, name, reading)
+
+    def _samples(self, tokenized: Any, indices: NDArray[np.int64], name: str) -> PairSamples:
+        folder = f"{cache_folder(self.cache_dir)}/references"
+        return PairSamples(tokenized, indices, self._places, self._is_scored, folder, self.batch_size, name)
+
+    def _packed(self, samples: PairSamples, multiple: int) -> PackedPairs:
+        return PackedPairs(samples, self.seq_length, multiple)
+
+    def _summary(self, samples: PairSamples) -> str:
+        lengths, rows = samples.each, samples.statistics.rows
+        into = f", in {rows:,} rows, {samples.statistics.fill:.2%} filled" if rows else ""
+        counts, _, more = samples.counts().partition(";")
+        return (
+            f"{counts}, {lengths.sum():,} tokens{into}, {lengths.mean():.1f} on average in a sequence and"
+            f" {lengths.max()} at most{';' if more else ''}{more}"
+        )
+
+    @property
+    def _collate(self) -> Callable[[list[Any]], Any]:
+        if self.packing:
+            return collate_pair_rows
+        return partial(collate_padded_pairs, multiple=self._multiples().row, row_length=self._padded_to)
+
+
+class MCorePreferenceData(PairLoading):
+    """Prompts with two answers, or with one that is tagged, from jsonl or parquet files.
+
+    ``rows.py`` lists the columns that a file may have. Rows without an answer, with equal answers, or with turns that
+    do not alternate are left out and counted in the log.
+
+    Args:
+        train_files: As in :class:`~lightning_mcore.MCoreFinetuningData`, like all arguments that are not explained.
+        tokenizer: A folder or name of a tokenizer of ``transformers``, or the tokenizer itself.
+        seq_length: Places in a row, in tokens. A packed row has both answers of a pair, so each sequence may take half.
+        batch_size: Pairs in a batch of one data-parallel rank; rows if ``packing``.
+        validation_files: Files to validate on.
+        test_files: Files to test on.
+        validation_share: Share or number of the training pairs to validate on.
+        template: How turns are written: the name of a template, or None for the tokenizer's own.
+        packing: Put several pairs into a row; otherwise each sequence has its own row.
+        overlong: For a pair that is too long: ``error`` refuses it, ``cut`` cuts the prompt and both answers as
+            LLaMA-Factory does.
+        shuffle: Draw a new order in each epoch.
+        seed: Seed of the order and of ``validation_share``.
+        num_workers: Number of processes of each rank that load batches in advance.
+        num_proc: Number of processes that tokenise.
+        cache_dir: Folder for the cache of tokens and log-probabilities; None for that of ``datasets``.
+        eval_batch_size: ``batch_size`` of validation and testing; None for ``batch_size``.
+        pad_to_seq_length: Without packing, pad every row to ``seq_length``.
+
+    Attributes:
+        statistics: Counts of each split, after ``setup``.
+
+    Raises:
+        ValueError: A setting is out of range, or two contradict each other.
+        TypeError: A setting has the wrong type.
+    """
+
+    def __init__(
+        self,
+        train_files: str | list[str],
+        tokenizer: Any,
+        seq_length: int,
+        batch_size: int = 1,
+        validation_files: str | list[str] | None = None,
+        test_files: str | list[str] | None = None,
+        validation_share: float = 0.0,
+        template: str | ChatTemplate | None = None,
+        packing: bool = False,
+        overlong: Overlong = "error",
+        shuffle: bool = True,
+        seed: int = 1234,
+        num_workers: int = 0,
+        num_proc: int = 1,
+        cache_dir: str | None = None,
+        eval_batch_size: int | None = None,
+        pad_to_seq_length: bool = False,
+    ) -> None:
+        require_choice("overlong", overlong, Overlong)
+        if overlong == "split":
+            raise ValueError("overlong='split' would part an answer from its prompt; choose 'error' or 'cut'")
+        super().__init__(
+            train_files,
+            tokenizer,
+            seq_length,
+            batch_size,
+            validation_files,
+            test_files,
+            validation_share,
+            packing=packing,
+            overlong=overlong,
+            shuffle=shuffle,
+            seed=seed,
+            num_workers=num_workers,
+            num_proc=num_proc,
+            cache_dir=cache_dir,
+            eval_batch_size=eval_batch_size,
+            pad_to_seq_length=pad_to_seq_length,
+        )
+        chosen = None if template is None else named_template(template)
+        self.reading = PairReading(loss_on="last_assistant", template=chosen)

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of preference data as a prompt with two answers, and these as tokens.
+
+The columns tell the form of a row:
+
+* ``prompt``, ``chosen``, ``rejected``: texts, or lists of messages with ``role`` and ``content``. Without ``prompt``,
+  the prompt is what both answers begin with.
+* ``prompt``, ``completion``, ``label``: one answer, and whether it is desirable (KTO); texts or messages.
+* ``conversations``, ``chosen``, ``rejected``: ShareGPT's form; the answers are messages with ``from`` and ``value``.
+* ``instruction``, ``input``, ``chosen``, ``rejected``: Alpaca's form, with texts.
+* ``conversations`` or ``instruction``, ``input`` and ``output``, with ``kto_tag``: the same forms for KTO.
+
+A plain prompt is a user's turn, as in ``finetuning/conversations.py``. ``arguments/llamafactory`` reads forms
+whose columns a ``dataset_info.json`` names.
+
+KTO estimates its KL term from the prompt of each example with the answer of another one: of the row before it, and for
+the first row of each block of 1000 rows of the last one of the block, as in LLaMA-Factory.
+
+:class:`PairReading` tokenises rows in the pipeline of ``finetuning/tokenized.py``. Only the answers are learnt. If both
+sequences of a pair are too long, they are cut by one rule with the longer answer, so that they keep the same prompt.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_mcore.data.finetuning.chat import kept_lengths
+from lightning_mcore.data.finetuning.conversations import ConversationReader, Message, Row
+from lightning_mcore.data.finetuning.tokenized import Encoder, Reading, columns_of
+from lightning_mcore.data.packing.best_fit import TokenSample
+
+PARTNER = "partner of "
+"""Before the name of a column: that column of the row whose answer is the KL example."""
+
+LEFT_OUT = (
+    "",
+    "whose turns are not those of user and assistant in turn, with one answer",
+    "without an answer",
+    "with equal answers",
+    "that a cut leaves without an answer",
+    "whose partner has no answer",
+)
+"""Why a row is left out; its number is in the cache, 0 for rows that are used."""
+_BROKEN, _UNANSWERED, _EQUAL, _CUT, _ALONE = range(1, 6)
+
+
+class PreferenceRow(NamedTuple):
+    """A prompt with two answers.
+
+    Attributes:
+        prompt: Messages, the last one of the user; empty if the row is broken.
+        chosen: The better answer; for KTO, the answer of the example.
+        rejected: The other answer; for KTO, the answer of another example.
+        desirable: For KTO, whether the example is desirable; None for a pair.
+    """
+
+    prompt: list[Message]
+    chosen: str
+    rejected: str
+    desirable: bool | None = None
+
+
+def preference_row(
+    chosen: Sequence[Message], rejected: Sequence[Message], desirable: bool | None = None
+) -> PreferenceRow:
+    """Return the row of two conversations that differ in their last turn; for KTO, ``rejected`` is of another row.
+
+    Args:
+        chosen: Messages, the last one the better answer.
+        rejected: Messages, the last one the other answer.
+        desirable: For KTO, whether the example is desirable; None for a pair.
+    """
+    prompt = list(chosen[:-1])
+    roles = [message["role"] for message in chosen]
+    turns = roles[1:] if roles[:1] == ["system"] else roles
+    broken = not turns or turns != ["user", "assistant"] * (len(turns) // 2)
+    if desirable is None:
+        broken |= list(rejected[:-1]) != prompt or [message["role"] for message in rejected] != roles
+    answers = [messages[-1]["content"] if messages else "" for messages in (chosen, rejected)]
+    return PreferenceRow([] if broken else prompt, answers[0], answers[1], desirable)
+
+
+def partner_of(row: Row) -> dict[str, Any]:
+    """Return the row whose answer is the KL example of a row, by the names of its columns."""
+    return {name.removeprefix(PARTNER): value for name, value in row.items() if name.startswith(PARTNER)}
+
+
+class PreferenceReader:
+    """Turns rows of one form into prompts with two answers.
+
+    Args:
+        columns: Names of the columns of the data.
+
+    Attributes:
+        needed: The columns that each row must have.
+        tag: The column that tells desirable examples; None for pairs.
+
+    Raises:
+        ValueError: The columns fit none of the forms.
+    """
+
+    def __init__(self, columns: Iterable[str]) -> None:
+        present = list(columns)
+        answers = ("chosen", "rejected")
+        forms: list[tuple[str, ...]] = [
+            ("conversations", *answers),
+            ("instruction", *answers),
+            answers,
+            ("prompt", "completion", "label"),
+            ("conversations", "kto_tag"),
+            ("instruction", "output", "kto_tag"),
+        ]
+        found = [form for form in forms if set(form) <= set(present)]
+        if not found:
+            raise ValueError(
+                f"the columns {', '.join(map(repr, present)) or 'none'} hold no preferences; rename them to one of"
+                f" {'; '.join(', '.join(form) for form in forms)}"
+            )
+        self.needed = found[0]
+        self.tag = next((name for name in ("label", "kto_tag") if name in self.needed), None)
+        self._has_prompt = "prompt" in present
+        kind: Any = {"conversations": "sharegpt", "instruction": "alpaca"}.get(self.needed[0], "messages")
+        self._single = ConversationReader([*present, "output", "messages"], kind)
+        self._kind: str = kind
+
+    def messages(self, row: Row, name: str) -> PreferenceRow:
+        """Return the prompt and the answers of a row.
+
+        Args:
+            row: The columns of the row by name, those of its partner too if there is a :attr:`tag`.
+            name: What to call the row in an error.
+
+        Raises:
+            ValueError: A column is missing, a role is unknown, or a message calls tools.
+            TypeError: A value has another type than its form needs.
+        """
+        if self.tag is None:
+            return preference_row(self._answered(row, "chosen", name), self._answered(row, "rejected", name))
+        answer = "completion" if self.tag == "label" else None
+        partner = self._answered(partner_of(row), answer, name)
+        return preference_row(self._answered(row, answer, name), partner, require_tag(row, self.tag, name))
+
+    def _answered(self, row: Row, answer: str | None, name: str) -> list[Message]:
+        """Return the whole conversation with one of the answers."""
+        if answer is None:  # the answer is among the messages
+            return self._single.messages(row, name)
+        if self._kind == "alpaca":
+            return self._single.messages({**row, "output": row[answer]}, name)
+        if self._kind == "sharegpt":
+            turns = [*_turns(row, "conversations", "", name), *_turns(row, answer, "", name)]
+            return self._single.messages({"conversations": turns}, name)
+        if not self._has_prompt and isinstance(row["chosen"], str) and isinstance(row["rejected"], str):
+            prompt = _shared_beginning(row["chosen"], row["rejected"])
+            row = {"prompt": prompt, answer: row[answer][len(prompt) :]}
+        turns = _turns(row, "prompt", "user", name) if "prompt" in row else []
+        return self._single.messages({"messages": [*turns, *_turns(row, answer, "assistant", name)]}, name)
+
+
+def _turns(row: Row, column: str, role: str, name: str) -> list[Any]:
+    """Return the messages of a column that holds a text, of ``role``, a message, or a list of messages."""
+    value = row[column]
+    if role and (value is None or isinstance(value, str)):
+        return [{"role": role, "content": value or ""}]
+    if value is None or isinstance(value, Mapping):
+        return [] if value is None else [value]
+    if not isinstance(value, list):
+        raise TypeError(f"{column!r} of {name} is of type {type(value).__name__}; give text, or a list of messages")
+    return value
+
+
+def _shared_beginning(first: str, second: str) -> str:
+    """Return what two texts begin with, without a space at its end."""
+    length = next(
+        (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+    return first[:length].removesuffix(" ")
+
+
+def require_tag(row: Row, tag: str, name: str) -> bool:
+    """Return whether an example is desirable.
+
+    Raises:
+        TypeError: The column does not say so.
+    """
+    value = row[tag]
+    if not isinstance(value, bool):
+        raise TypeError(f"{tag!r} of {name} is {value!r}; give true for a desirable answer, or false")
+    return value
+
+
+class EncodedPair(NamedTuple):
+    """The two sequences of a row as tokens.
+
+    Attributes:
+        samples: The chosen one, then the rejected one; both empty if the row is left out.
+        desirable: For KTO, whether the example is desirable; None for a pair.
+        left_out: Why the row is left out, a place in :data:`LEFT_OUT`; 0 if it is used.
+    """
+
+    samples: tuple[TokenSample, TokenSample]
+    desirable: bool | None
+    left_out: int
+
+
+class PairEncoder:
+    """Tokenises a prompt with two answers.
+
+    Args:
+        encoder: Tokenises a conversation of which the last answer is learnt.
+        one_prompt: Take the tokens of the prompt from the chosen conversation for both.
+        most: The most tokens of a sequence; None for no limit.
+    """
+
+    def __init__(self, encoder: Encoder, one_prompt: bool, most: int | None) -> None:
+        self._encoder = encoder
+        self._one_prompt = one_prompt
+        self._most = most
+
+    def encode(self, row: PreferenceRow, sample_id: int, name: str) -> EncodedPair:
+        """Return the sequences of a row.
+
+        Args:
+            row: The prompt and the answers.
+            sample_id: Number of the row.
+            name: What to call it in an error.
+
+        Raises:
+            ValueError: The template refuses the conversation.
+        """
+        reason, parts = self._parts(row, sample_id, name)
+        nothing = TokenSample(np.zeros(0, np.int32), np.zeros(0, np.bool_), sample_id)
+        if reason:
+            return EncodedPair((nothing, nothing), row.desirable, reason)
+        samples = []
+        for prompt, answer in parts:
+            learnt = np.arange(len(prompt) + len(answer)) >= max(len(prompt), 1)
+            samples.append(TokenSample(np.concatenate([prompt, answer]), learnt, sample_id))
+        return EncodedPair((samples[0], samples[1]), row.desirable, 0)
+
+    def _parts(self, row: PreferenceRow, sample_id: int, name: str) -> tuple[int, list[list[NDArray[np.int32]]]]:
+        """Return why a row is left out, or 0, and the tokens of prompt and answer of both sequences."""
+        if not row.prompt:
+            return _BROKEN, []
+        is_pair = row.desirable is None
+        if not row.chosen.strip() or (is_pair and not row.rejected.strip()):
+            return _UNANSWERED, []
+        if not row.rejected.strip():
+            return _ALONE, []
+        if is_pair and row.chosen == row.rejected:
+            return _EQUAL, []
+        parts = []
+        for answer in (row.chosen, row.rejected):
+            sample = self._encoder.encode([*row.prompt, {"role": "assistant", "content": answer}], sample_id, name)
+            assert sample.loss_mask is not None
+            learnt = np.flatnonzero(sample.loss_mask)
+            if not learnt.size:
+                return _UNANSWERED, []
+            first, last = learnt[[0, -1]]
+            parts.append([sample.tokens[:first], sample.tokens[first : last + 1]])
+        if self._one_prompt and is_pair:
+            parts[1][0] = parts[0][0]
+        self._cut(parts, is_pair)
+        if any(len(answer) <= (0 if len(prompt) else 1) for prompt, answer in parts):  # a first token is not learnt
+            return _CUT, []
+        return (_EQUAL if is_pair and np.array_equal(parts[0][1], parts[1][1]) else 0), parts
+
+    def _cut(self, parts: list[list[NDArray[np.int32]]], is_pair: bool) -> None:
+        """Cut both sequences to the most tokens that are allowed, a pair by its longer answer."""
+        if self._most is None:
+            return
+        longest = max(len(answer) for _, answer in parts)
+        for part in parts:
+            prompt, answer = kept_lengths(len(part[0]), longest if is_pair else len(part[1]), self._most)
+            part[:] = part[0][:prompt], part[1][:answer]
+
+
+@dataclass(frozen=True)
+class PairReading(Reading):
+    """How rows become pairs of tokens; ``longest`` of :class:`Reading` has no use here.
+
+    Args:
+        most: The most tokens of a sequence; longer ones are cut. None for no limit.
+        block: Rows of a block, in which KTO pairs prompts with the answers of other rows.
+    """
+
+    most: int | None = None
+    block: int = 1000
+
+    def reader(self, columns: Iterable[str]) -> Any:
+        """Return the reader of rows with these columns."""
+        return PreferenceReader(columns)
+
+    def encoder(self, tokenizer: Any) -> Any:
+        """Return the encoder of pairs."""
+        return PairEncoder(super().encoder(tokenizer), self.template is not None, self.most)
+
+    def with_partners(self, rows: Any) -> Any:
+        """Return the rows; for KTO, with the columns of the row whose answer is the KL example."""
+        if self.reader(rows.column_names).tag is None or not len(rows):
+            return rows
+        from datasets import concatenate_datasets
+
+        order = np.arange(len(rows))
+        starts = order // self.block * self.block
+        ends = np.minimum(starts + self.block, len(rows))
+        partners = rows.select(np.where(order == starts, ends - 1, order - 1).tolist())
+        renamed = partners.rename_columns({name: PARTNER + name for name in rows.column_names})
+        return concatenate_datasets([rows, renamed], axis=1)
+
+    def columns(self, sample: EncodedPair) -> dict[str, Any]:
+        """Return the columns of a pair: its sequences one after the other, and where the second one begins.
+
+        ``desirable`` is -1 without a tag, and ``left_out`` a place in :data:`LEFT_OUT`.
+        """
+        chosen, rejected = sample.samples
+        both = TokenSample(
+            np.concatenate([chosen.tokens, rejected.tokens]),
+            np.concatenate([np.asarray(chosen.loss_mask, np.bool_), np.asarray(rejected.loss_mask, np.bool_)]),
+        )
+        return {
+            **columns_of(both),
+            "length": chosen.length + rejected.length,
+            "second": len(chosen.tokens),
+            "desirable": -1 if sample.desirable is None else int(sample.desirable),
+            "left_out": sample.left_out,
+        }
+
+    def features(self) -> dict[str, str]:
+        """Return the types of the columns of a pair."""
+        return dict.fromkeys(("second", "desirable", "left_out"), "int64")
