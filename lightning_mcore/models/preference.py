@@ -382,6 +382,9 @@ class MCorePreference(MCoreGPT):
                 "packed rows hold different numbers of pairs, which calculate_per_token_loss=False would not weigh;"
                 " pad the pairs instead, or leave out calculate_per_token_loss and the losses of routers"
             )
+        rows = len(batch["tokens"])
+        if not is_packed(batch) and rows % 2:
+            raise ValueError(f"a microbatch has {rows} rows, which cuts a pair apart; choose an even micro_batch_size")
         if self.preference.loss == "reward":
             answers = self._scored(batch)
             each, values = self._rewards(answers)

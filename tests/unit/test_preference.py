@@ -186,6 +186,15 @@ def refuse_without_reference() -> None:
         make_trainer(MCoreStrategy()).fit(module(), loader(collate_padded_pairs([pair()])))
 
 
+def refuse_to_cut_a_pair() -> None:
+    with pytest.raises(
+        ValueError, match=r"a microbatch has 1 rows, which cuts a pair apart; choose an even micro_batch"
+    ):
+        make_trainer(MCoreStrategy(micro_batch_size=1)).fit(
+            module(preference=Preference("orpo")), loader(collate_padded_pairs([pair()]))
+        )
+
+
 def with_bco(folder: str, epochs: int, ckpt_path: str | None = None) -> tuple[float, float]:
     """Train with BCO's term; return the last loss and the mean reward of the run."""
     pl.seed_everything(2)
@@ -201,6 +210,7 @@ def with_bco(folder: str, epochs: int, ckpt_path: str | None = None) -> tuple[fl
 def runs(folder: str) -> tuple[list[dict[str, Tensor]], list[tuple[float, float]]]:
     """Learn under two strategies; be refused; and train, resume and train whole with BCO's term."""
     refuse_without_reference()
+    refuse_to_cut_a_pair()
     learnt = [learn(strategy) for strategy in ("auto", MCoreStrategy())]
     return learnt, [with_bco(folder, 1), with_bco(folder, 2, f"{folder}/1.ckpt"), with_bco(folder, 2)]
 
