@@ -120,9 +120,9 @@ TRAIN_LORA: dict[str, tuple[dict[str, Any], str | None]] = {
     "qwen3_lora_pretrain": (PRETRAIN, None),
     "qwen3_lora_sft_ds3": ({"deepspeed": ZERO3}, None),
     "qwen3_lora_sft_ray": ({"ray_num_workers": 4}, "ray_num_workers: 4 belongs to a launch on Ray"),
-    "qwen3_lora_dpo": ({"stage": "dpo", "pref_beta": 0.1, "pref_loss": "sigmoid"}, "stage: dpo is not supported"),
-    "qwen3_lora_kto": ({"stage": "kto", "pref_beta": 0.1}, "stage: kto is not supported"),
-    "qwen3_lora_reward": ({"stage": "rm"}, "stage: rm is not supported"),
+    "qwen3_lora_dpo": ({"stage": "dpo", "pref_beta": 0.1, "pref_loss": "sigmoid", "dataset": "dpo_en_demo"}, None),
+    "qwen3_lora_kto": ({"stage": "kto", "pref_beta": 0.1, "dataset": "kto_en_demo"}, None),
+    "qwen3_lora_reward": ({"stage": "rm", "dataset": "dpo_en_demo"}, None),
     "qwen3_preprocess": ({"tokenized_path": "tokens", "do_train": None}, "tokenized_path: 'tokens' is where"),
 }
 """The text files of examples/train_lora: what differs from ``QWEN3_LORA``, and why some are refused."""
@@ -149,6 +149,37 @@ def rows(count: int = 40) -> list[dict[str, str]]:
     ]
 
 
+PREFERENCES: dict[str, dict[str, Any]] = {  # data/dataset_info.json
+    "dpo_en_demo": {
+        "file_name": "dpo_en_demo.json",
+        "ranking": True,
+        "formatting": "sharegpt",
+        "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
+    },
+    "kto_en_demo": {
+        "file_name": "kto_en_demo.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages", "kto_tag": "label"},
+        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+    },
+}
+
+
+def preferences(name: str, count: int = 40) -> list[dict[str, Any]]:
+    """Return rows of a dataset of :data:`PREFERENCES`, of words that the tokenizer knows."""
+    found: list[dict[str, Any]] = []
+    for number in range(count):
+        asked, answers = f"w{number % WORDS} w{number // 7}", [f"w{number % 9} w1", f"w{number % 9} w2 w3"]
+        if name == "dpo_en_demo":
+            chosen, rejected = ({"from": "gpt", "value": answer} for answer in answers)
+            row = {"conversations": [{"from": "human", "value": asked}], "chosen": chosen, "rejected": rejected}
+        else:
+            messages = [("user", asked), ("assistant", answers[number % 2])]
+            row = {"messages": [{"role": role, "content": text} for role, text in messages], "label": number % 2 == 0}
+        found.append(row)
+    return found
+
+
 def write_run(
     folder: Path,
     keys: Mapping[str, Any],
@@ -168,7 +199,9 @@ def write_run(
     places = {"model_name_or_path": str(folder / "model"), "output_dir": str(folder / "out")}
     values = {key: places.get(key, value) for key, value in keys.items()} | {"dataset_dir": str(folder / "data")}
     (folder / "data").mkdir(parents=True, exist_ok=True)
-    whole = {"alpaca_en_demo": {"file_name": "alpaca_en_demo.json"}, **(info or {})}
+    whole = {"alpaca_en_demo": {"file_name": "alpaca_en_demo.json"}, **PREFERENCES, **(info or {})}
+    for name in PREFERENCES:
+        (folder / "data" / f"{name}.json").write_text(json.dumps(preferences(name)), encoding="utf-8")
     (folder / "data" / "dataset_info.json").write_text(json.dumps(whole), encoding="utf-8")
     lines = json.dumps(list(rows() if data is None else data))
     (folder / "data" / "alpaca_en_demo.json").write_text(lines, encoding="utf-8")

@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser("llamafactory", "Run a training file of LLaMA-Factory (stage pt or sft; full or lora).")
+    parser = CommandParser("llamafactory", "Run a training file of LLaMA-Factory (stage pt, sft, dpo, kto or rm).")
     parser.add_argument("file", metavar="FILE", help="the training file, YAML or JSON")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="keys that replace those of the file; values are YAML"
@@ -195,11 +195,12 @@ def batch_line(asked: "FactoryRun", trainer: "pl.Trainer") -> str:
     world = trainer.world_size
     copies = strategy.layout.data_parallel_size(world)
     rows, steps = asked.arguments.per_device_train_batch_size, asked.arguments.gradient_accumulation_steps
+    what = "pairs of rows" if asked.keys.learns_preferences else "rows"
     return (
         f"layout: {strategy.layout.describe(world)}\n"
         f"effective batch: per_device_train_batch_size {rows} * gradient_accumulation_steps {steps} * data-parallel"
-        f" size {copies} = {rows * steps * copies} rows of at most {asked.keys.cutoff_len} tokens (tensor, pipeline and"
-        " context parallel ranks share a row; expert parallel ranks do not, and so do not lower the batch)"
+        f" size {copies} = {rows * steps * copies} {what} of at most {asked.keys.cutoff_len} tokens (tensor, pipeline"
+        " and context parallel ranks share a row; expert parallel ranks do not, and so do not lower the batch)"
     )
 
 

@@ -2,6 +2,7 @@
 """``lightning-mcore llamafactory`` on ranks: the text models of LLaMA-Factory's Megatron examples, at tiny size."""
 
 import json
+import math
 import shutil
 import warnings
 from pathlib import Path
@@ -20,7 +21,7 @@ from lightning_mcore.cli.llamafactory import run
 from lightning_mcore.hf import export_checkpoint
 from lightning_mcore.models.recipe import Recipe
 from tests.distributed.test_cli import lightning_mcore
-from tests.factory_files import LLAMA3, MERGE_LORA, PRETRAIN, QWEN3_LORA, QWEN3_MOE, losses, rows, write_run
+from tests.factory_files import LLAMA3, MERGE_LORA, PRETRAIN, QWEN3_LORA, QWEN3_MOE, TRAIN_LORA, losses, rows, write_run
 from tests.hf_models import tiny_folder
 from tests.parity.hf_training import LENGTH, text
 from tests.ranks import run_ranks
@@ -108,6 +109,43 @@ def test_the_file_of_adapters_runs(tmp_path: Path, capfd: pytest.CaptureFixture[
     first, second = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "again"))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
+def test_the_files_of_preferences_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """At first nothing tells the answers apart, because the model is its own reference; a run resumes exactly."""
+    base = {**QWEN3_LORA, "bf16": False, "plot_loss": False, "max_steps": 3, "learning_rate": 1e-2, "save_steps": 2}
+
+    def losses_of(name: str, ranks: int, *words: str, model: str | None = None, **more: Any) -> list[float]:
+        keys = {**base, **TRAIN_LORA[f"qwen3_lora_{name.partition('-')[0]}"][0], **more}
+        if keys["finetuning_type"] == "full":
+            keys = {key: value for key, value in keys.items() if not key.startswith("lora_")}
+        file = write_run(tmp_path / name, keys, model)
+        assert run_all(ranks, file, f"model_name_or_path={tmp_path / 'dpo' / 'model'}", *words) == [0] * ranks, name
+        return [float(line.split()[1]) for line in losses(tmp_path / name)]
+
+    found = losses_of("dpo", 2, "tensor_model_parallel_size=2", "sequence_parallel=true", model="qwen3")
+    assert found[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert found[-1] < found[0]
+    said = capfd.readouterr().out
+    assert "stage: dpo never has a second model in memory; the reference comes from its adapters switched off" in said
+    assert "= 2 pairs of rows of at most 32 tokens" in said
+    assert (tmp_path / "dpo" / "out" / "adapter_config.json").is_file()
+    assert not list((tmp_path / "dpo" / "cache").rglob("reference-*.f64"))
+
+    full: dict[str, Any] = {"finetuning_type": "full", "pref_loss": "ipo", "learning_rate": 1e-3}
+    layout = ("pipeline_model_parallel_size=2", "eval_strategy=steps", "eval_steps=2", "val_size=4")
+    found = losses_of("dpo-full", 2, *layout, **full)
+    assert found[0] == pytest.approx(1 / (4 * 0.1**2), abs=1e-4)
+    assert len(losses(tmp_path / "dpo-full", "eval_loss")) == 2
+    assert len(list((tmp_path / "dpo-full" / "cache").rglob("reference-*.f64"))) == 2
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "dpo-full" / "out").config.model_type == "qwen3"
+    resumed = f"resume_from_checkpoint={tmp_path / 'dpo-full' / 'out' / 'checkpoint-2.ckpt'}"
+    assert losses_of("dpo-full", 2, *layout, resumed, **full) == [*found, found[-1]]
+
+    assert losses_of("kto", 2)[0] == pytest.approx(0.5, abs=1e-6)
+    found = losses_of("reward", 1)
+    assert found[-1] < found[0]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks

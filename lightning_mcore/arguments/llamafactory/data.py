@@ -83,13 +83,7 @@ class FactoryRows:
     """
 
     def __init__(self, entry: DatasetEntry, columns: Sequence[str]) -> None:
-        names = entry.columns
-        wanted: tuple[str | None, ...]
-        if entry.formatting == "alpaca":
-            wanted = (names.prompt, names.query, names.response, names.history, names.system, names.tools)
-        else:
-            wanted = (names.messages, names.system, names.tools)
-        self.needed = tuple(name for name in wanted if name is not None)
+        self.needed = tuple(name for name in self._wanted(entry) if name is not None)
         missing = [name for name in self.needed if name not in columns]
         if missing:
             raise ValueError(
@@ -98,12 +92,20 @@ class FactoryRows:
             )
         self._entry = entry
 
-    def messages(self, row: Row, name: str) -> list[Message]:
+    def _wanted(self, entry: DatasetEntry) -> tuple[str | None, ...]:
+        """Return the columns that each row must have; None for those that the entry does not name."""
+        names = entry.columns
+        if entry.formatting == "alpaca":
+            return (names.prompt, names.query, names.response, names.history, names.system, names.tools)
+        return (names.messages, names.system, names.tools)
+
+    def messages(self, row: Row, name: str, answer: str | None = None) -> list[Message]:
         """Return the conversation of a row; an empty list if the row is skipped.
 
         Args:
             row: Its values by column.
             name: The name of the row in errors.
+            answer: The column of the answer of an alpaca row; None for the one that the entry names.
 
         Raises:
             ValueError: The row calls tools, or a message lacks a field.
@@ -116,13 +118,13 @@ class FactoryRows:
             )
         system = _text(row, columns.system, name) if columns.system is not None else ""
         if self._entry.formatting == "alpaca":
-            turns = self._exchanges(row, name)
+            turns = self._exchanges(row, name, answer or columns.response)
         else:
             spoken, turns = self._spoken(row, name)
             system = spoken or system
         return [{"role": "system", "content": system}, *turns] if system and turns else turns
 
-    def _exchanges(self, row: Row, name: str) -> list[Message]:
+    def _exchanges(self, row: Row, name: str, response: str | None) -> list[Message]:
         """Return the exchanges of an alpaca row; the last answer is empty if the row has none."""
         columns = self._entry.columns
         turns: list[Message] = []
@@ -133,7 +135,7 @@ class FactoryRows:
             turns += _exchange(*pair)
         parts = [_text(row, column, name) for column in (columns.prompt, columns.query) if column is not None]
         prompt = "\n".join(part for part in parts if part)
-        answer = _text(row, columns.response, name) if columns.response is not None else ""
+        answer = _text(row, response, name) if response is not None else ""
         return [*turns, *_exchange(prompt, answer)]
 
     def _spoken(self, row: Row, name: str) -> tuple[str, list[Message]]:

@@ -29,9 +29,6 @@ _REFUSED_COLUMNS = {
     "images": "models here read text",
     "videos": "models here read text",
     "audios": "models here read text",
-    "chosen": "the stages here are pt and sft",
-    "rejected": "the stages here are pt and sft",
-    "kto_tag": "the stages here are pt and sft",
 }
 
 
@@ -46,6 +43,9 @@ class Columns:
     messages: str | None = "conversations"
     system: str | None = None
     tools: str | None = None
+    chosen: str | None = None
+    rejected: str | None = None
+    kto_tag: str | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class DatasetEntry:
         columns: Names of columns.
         tags: Names of roles and of their fields.
         num_samples: Number of rows to draw, with repetition if the dataset has fewer; None for all rows.
+        ranking: Whether a row has two answers, a better one and a worse one.
     """
 
     name: str
@@ -80,6 +81,7 @@ class DatasetEntry:
     columns: Columns = Columns()
     tags: Tags = Tags()
     num_samples: int | None = None
+    ranking: bool = False
 
 
 def read_datasets(names: str | Sequence[str], dataset_dir: str) -> list[DatasetEntry]:
@@ -130,13 +132,26 @@ def _entry(name: str, info: Any, path: Path) -> DatasetEntry:
         entry = replace(entry, columns=_named(Columns, says["columns"], f"column of {place}", _REFUSED_COLUMNS))
     if "tags" in says:
         entry = replace(entry, tags=_named(Tags, says["tags"], f"tag of {place}", {}))
-    return entry
+    return replace(entry, ranking=_ranks(says, entry.columns, place))
+
+
+def _ranks(says: Mapping[str, Any], columns: Columns, place: str) -> bool:
+    """Return whether the rows of a dataset have two answers."""
+    ranking = says.get("ranking", False)
+    if not isinstance(ranking, bool):
+        raise ValueError(f"{place} has ranking: {ranking!r}; choose true or false")
+    named = [name for name in ("chosen", "rejected") if getattr(columns, name) is not None]
+    if ranking and len(named) < 2:
+        raise ValueError(f"{place} has ranking: true, and lacks a column for each answer; name chosen and rejected")
+    if not ranking and named:
+        raise ValueError(f"{place} has the column {named[0]!r} without ranking: true; set it, or leave the column out")
+    if ranking and columns.kto_tag is not None:
+        raise ValueError(f"{place} has both ranking: true and a kto_tag, for two kinds of rows; leave one of them out")
+    return ranking
 
 
 def _refuse(says: Mapping[str, Any], place: str) -> None:
     """Refuse an entry that asks for something unsupported."""
-    if says.get("ranking"):
-        raise ValueError(f"{place} holds preferences (ranking: true), and the stages here are pt and sft")
     if says.get("formatting", "alpaca") not in _FORMATS:
         raise ValueError(f"{place} has formatting: {says['formatting']!r}; choose alpaca, sharegpt or openai")
     if says.get("split", "train") != "train" or says.get("subset") or says.get("folder"):

@@ -24,6 +24,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lightning_mcore.arguments.llamafactory.preference import PREFERENCE_STAGES, PreferenceKeys, notes_of_preferences
+
 Stage = Literal["pt", "sft", "rm", "ppo", "dpo", "kto"]
 FinetuningType = Literal["lora", "oft", "freeze", "full"]
 Attention = Literal["auto", "disabled", "sdpa", "fa2", "fa3"]
@@ -31,13 +33,14 @@ FP8Backend = Literal["auto", "te", "torchao", "msamp"]
 
 
 @dataclass(frozen=True)
-class FactoryKeys:
+class FactoryKeys(PreferenceKeys):
     """The keys of a training file beside those of training and Megatron; the defaults are LLaMA-Factory's.
 
     Args:
         model_name_or_path: A Hugging Face folder or name, or a checkpoint of ours.
         trust_remote_code: Has no effect: code of a model is never run.
-        stage: ``pt`` trains on text, ``sft`` on conversations; the others are refused.
+        stage: ``pt`` trains on text, ``sft`` on conversations, ``dpo`` on pairs of answers, ``kto`` on tagged answers,
+            ``rm`` a reward model; ``ppo`` is refused.
         finetuning_type: ``full``, ``freeze`` or ``lora``; ``oft`` is refused.
         freeze_trainable_layers: With ``freeze``: how many of the last layers are trained; of the first if negative.
         freeze_trainable_modules: With ``freeze``: ``all``, or modules of those layers, separated by commas.
@@ -74,7 +77,8 @@ class FactoryKeys:
         max_samples: Read only this many rows of each dataset, from the start.
         val_size: Evaluate on this share of the training samples; above 1, on this number of samples.
         preprocessing_num_workers: Number of processes that tokenise.
-        preprocessing_batch_size: Has no effect: each row is tokenised separately.
+        preprocessing_batch_size: In stage ``kto``, rows of a block in which examples are paired for the KL term;
+            otherwise without effect, because each row is tokenised separately.
         data_shared_file_system: Has no effect: one process of each machine tokenises, and the cache uses locks.
         default_system: The system message of rows that have none.
         enable_thinking: With a template that has thoughts: where empty ones are written; see ``ChatTemplate``.
@@ -205,6 +209,11 @@ class FactoryKeys:
         return self.adapters if self.create_new_adapter else self.adapters[:-1]
 
     @property
+    def learns_preferences(self) -> bool:
+        """Whether the stage learns from pairs of answers, or from tagged ones."""
+        return self.stage in PREFERENCE_STAGES
+
+    @property
     def packs(self) -> bool:
         """Whether a row holds several samples or texts."""
         if self.neat_packing or self.sequence_packing or self.use_packed_sequences:
@@ -238,7 +247,8 @@ _PISSA = (
     "belongs to PiSSA, which changes the weights of the base, and is not available; LLaMA-Factory's"
     " scripts/pissa_init.py makes a base and an adapter that can be named here"
 )
-_PREFERENCES = "belongs to learning from preferences or rewards, and the stages here are pt and sft"
+_PPO = "belongs to PPO, and the stages here are pt, sft, dpo, kto and rm"
+_REFERENCE = "changes the weights of the reference; merge or convert them first, and give that folder as ref_model"
 _VISION = "belongs to models of images, video or sound, and the models here read text"
 _QUANTIZED = "belongs to quantised weights; bf16, fp16 and fp8 choose the number format here"
 _OPTIMIZER = "belongs to an optimizer that is not available; choose optim: adamw_torch or sgd"
@@ -269,29 +279,18 @@ _GROUPS: dict[str, dict[str, Any]] = {
         "use_llama_pro": False,
     },
     _PISSA: {"pissa_init": False, "pissa_iter": 16, "pissa_convert": False},
-    _PREFERENCES: {
-        "pref_beta": 0.1,
-        "pref_ftx": 0.0,
-        "pref_bco_weight": 0.0,
-        "pref_loss": "sigmoid",
-        "dpo_label_smoothing": 0.0,
-        "kto_chosen_weight": 1.0,
-        "kto_rejected_weight": 1.0,
-        "simpo_gamma": 0.5,
+    _PPO: {
         "ppo_buffer_size": 1,
         "ppo_epochs": 4,
         "ppo_score_norm": False,
         "ppo_target": 6.0,
         "ppo_whiten_rewards": False,
-        "ref_model": None,
-        "ref_model_adapters": None,
-        "ref_model_quantization_bit": None,
         "reward_model": None,
         "reward_model_adapters": None,
         "reward_model_quantization_bit": None,
         "reward_model_type": "lora",
-        "ld_alpha": None,
     },
+    _REFERENCE: {"ref_model_adapters": None, "ref_model_quantization_bit": None},
     _VISION: {
         "media_dir": None,
         "image_max_pixels": 768 * 768,
@@ -510,7 +509,7 @@ def translated(keys: FactoryKeys, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def notes_of(keys: FactoryKeys) -> tuple[str, ...]:
     """Return a note for each key whose meaning differs slightly here."""
-    notes = []
+    notes = notes_of_preferences(keys, keys.stage, keys.lora is not None) if keys.learns_preferences else []
     if keys.deepspeed is not None:
         stage = _stage_of(_read(keys.deepspeed), _name(keys.deepspeed))
         notes.append(f"deepspeed: {_name(keys.deepspeed)} (ZeRO stage {stage}) becomes {_STAGES[stage]}")

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_mcore.arguments.fields import check_types
 from lightning_mcore.arguments.llamafactory.keys import FREEZE, LORA, OF_NEW_ADAPTERS, REFUSED, FactoryKeys
+from lightning_mcore.arguments.llamafactory.preference import check_preferences
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.text import unknown_name
 
@@ -97,8 +98,9 @@ def check_keys(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
 
 
 def _check_stage(keys: FactoryKeys) -> None:
-    if keys.stage not in ("pt", "sft"):
-        raise ValueError(f"stage: {keys.stage} is not supported; choose pt or sft")
+    if keys.stage == "ppo":
+        raise ValueError("stage: ppo is not supported; choose pt, sft, dpo, kto or rm")
+    check_preferences(keys, keys.stage)
     if keys.finetuning_type == "oft":
         raise ValueError("finetuning_type: oft is not supported; choose full, freeze or lora")
     if keys.use_mca and keys.use_megatron_bridge:
@@ -138,6 +140,8 @@ def _check_quantization(keys: FactoryKeys) -> None:
         return
     if bits != 4 or kind != "nf4":
         raise ValueError(f"quantization_bit: {bits} with quantization_type: {kind} is not supported; choose 4 and nf4")
+    if keys.learns_preferences:
+        raise ValueError(f"quantization_bit: 4 is not supported in stage: {keys.stage}; leave it out")
     if keys.finetuning_type != "lora" or keys.merged_adapters:
         raise ValueError(
             "quantization_bit: 4 is for one adapter, new or continued; choose finetuning_type: lora with at most one"
@@ -165,6 +169,13 @@ def _check_sizes(keys: FactoryKeys) -> None:
 
 
 def _check_packing(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
+    if keys.learns_preferences and keys.packs:
+        names = ("packing", "neat_packing", "sequence_packing", "use_packed_sequences")
+        name = next(name for name in names if getattr(keys, name))
+        raise ValueError(
+            f"{name}: True is for stages pt and sft; in stage: {keys.stage} each answer has its own row, and"
+            " MCorePreferenceData packs pairs in Python"
+        )
     for name in ("neat_packing", "sequence_packing", "use_packed_sequences"):
         if not getattr(keys, name):
             continue
@@ -180,9 +191,10 @@ def _check_learning(keys: FactoryKeys) -> None:
     if keys.train_on_prompt and keys.mask_history:
         raise ValueError("train_on_prompt: True contradicts mask_history: True; leave one of them out")
     for name in ("train_on_prompt", "mask_history"):
-        if keys.stage == "pt" and getattr(keys, name):
-            raise ValueError(f"{name}: True is for stage: sft; in stage: pt every token is trained on")
-    if keys.stage == "pt" and keys.use_dft_loss:
+        if keys.stage != "sft" and getattr(keys, name):
+            learnt = "every token is trained on" if keys.stage == "pt" else "the last answers are compared"
+            raise ValueError(f"{name}: True is for stage: sft; in stage: {keys.stage} {learnt}")
+    if keys.stage != "sft" and keys.use_dft_loss:
         raise ValueError("use_dft_loss: True is for stage: sft; leave it out")
     needs = {"default_system": None, "enable_thinking": True, "preserve_thinking": False}
     for name, default in needs.items():
@@ -224,8 +236,11 @@ def _check_evaluation(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
 def _check_streaming(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
     if not keys.streaming:
         return
-    if keys.stage == "pt":
-        raise ValueError("streaming: True is for stage: sft; in stage: pt texts are tokenised first; leave it out")
+    if keys.stage != "sft":
+        rows = "texts" if keys.stage == "pt" else "answers"
+        raise ValueError(
+            f"streaming: True is for stage: sft; in stage: {keys.stage} {rows} are tokenised first; leave it out"
+        )
     for name, off in {"max_samples": None, "val_size": 0}.items():
         if getattr(keys, name) != off:
             raise ValueError(

@@ -18,6 +18,7 @@ from lightning_mcore.arguments.llamafactory.datasets import DatasetEntry, read_d
 from lightning_mcore.arguments.llamafactory.fp8 import Fp8Arguments
 from lightning_mcore.arguments.llamafactory.freeze import trained_parts
 from lightning_mcore.arguments.llamafactory.keys import REFUSED, FactoryKeys, notes_of, translated
+from lightning_mcore.arguments.llamafactory.preference import preference_of
 from lightning_mcore.arguments.llamafactory.rules import OWN, check_keys, check_names, check_supported, own_keys
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.data.finetuning.chat import ChatTemplate, named_template
@@ -80,6 +81,8 @@ class FactoryRun:
             rates = {"loraplus_lr_ratio": ratio, "loraplus_lr_embedding": self.keys.loraplus_lr_embedding}
             model = {**model, "recipe": {**model.get("recipe", {}), **rates}}
         data = {**settings.data, **self.data_settings()}
+        if self.keys.learns_preferences:
+            data |= {name: 2 * data[name] for name in ("batch_size", "eval_batch_size")}  # rows, two for each pair
         return dataclasses.replace(settings, model=model, data=data, notes=self.notes)
 
     def model(self) -> "MCoreGPT":
@@ -92,8 +95,12 @@ class FactoryRun:
         from lightning_mcore.arguments.build import make_model
         from lightning_mcore.arguments.llamafactory.dft_loss import DFTModel
         from lightning_mcore.models.gpt import MCoreGPT
+        from lightning_mcore.models.preference import MCorePreference
 
-        return make_model(self.settings().model, {}, DFTModel if self.keys.use_dft_loss else MCoreGPT)
+        keys, settings = self.keys, self.settings().model
+        if keys.learns_preferences:
+            return make_model({**settings, "preference": preference_of(keys, keys.stage)}, {}, MCorePreference)
+        return make_model(settings, {}, DFTModel if keys.use_dft_loss else MCoreGPT)
 
     def data_settings(self) -> dict[str, Any]:
         """Return the arguments of the data module."""
@@ -129,6 +136,8 @@ class FactoryRun:
         if template is None and not documents and not isinstance(tokenizer.chat_template, str):
             template = named_template("empty")
         settings = self.data_settings()
+        if keys.learns_preferences:
+            return self._pairs(tokenizer, template, settings)
         readings = [
             FactoryReading(
                 loss_on="all" if keys.train_on_prompt else "last_assistant" if keys.mask_history else "assistant",
@@ -144,6 +153,24 @@ class FactoryRun:
         ]
         count = len(self.train)
         return FactoryData(readings[:count], tokenizer, evaluation=readings[count:], **settings)
+
+    def _pairs(self, tokenizer: Any, template: ChatTemplate | None, settings: dict[str, Any]) -> "FactoryData":
+        """Build the data module of a stage that learns from preferences."""
+        from lightning_mcore.arguments.llamafactory.pairs import FactoryPairReading, FactoryPairs
+
+        readings = [
+            FactoryPairReading(
+                loss_on="last_assistant",
+                template=template,
+                entry=entry,
+                max_samples=self.keys.max_samples,
+                seed=settings["seed"],
+                block=self.keys.preprocessing_batch_size,
+            )
+            for entry in self.train + self.evaluation
+        ]
+        count = len(self.train)
+        return FactoryPairs(readings[:count], tokenizer, evaluation=readings[count:], **settings)
 
 
 def read_run(path: str, overrides: Sequence[str] = ()) -> FactoryRun:
@@ -195,11 +222,26 @@ def _check_datasets(keys: FactoryKeys, train: list[DatasetEntry], evaluation: li
         raise ValueError(
             "streaming: True reads one whole dataset; name one without num_samples in dataset, or leave streaming out"
         )
+    for entry in train + evaluation:
+        _check_answers(keys.stage, entry)
     spoken = [e.name for e in train + evaluation if e.formatting != "alpaca" or not e.columns.prompt]
     if keys.stage == "pt" and spoken:
         raise ValueError(
             f"the dataset {spoken[0]!r} holds conversations, and stage: pt reads texts; give the column of the texts "
             "as prompt in dataset_info.json, or choose stage: sft"
+        )
+
+
+def _check_answers(stage: str, entry: DatasetEntry) -> None:
+    """Refuse a dataset whose rows have other answers than a stage learns from."""
+    has = "pairs" if entry.ranking else "tagged answers" if entry.columns.kto_tag is not None else "single answers"
+    needs = {"dpo": "pairs", "rm": "pairs", "kto": "tagged answers"}.get(stage, "single answers")
+    says = {"pairs": "ranking: true", "tagged answers": "a kto_tag", "single answers": "neither ranking nor kto_tag"}
+    fits = {"pairs": "dpo or rm", "tagged answers": "kto", "single answers": "sft"}
+    if has != needs:
+        raise ValueError(
+            f"the dataset {entry.name!r} holds {has} ({says[has]} in dataset_info.json), and stage: {stage} learns from"
+            f" {needs} ({says[needs]}); choose another dataset, or stage: {fits[has]}"
         )
 
 

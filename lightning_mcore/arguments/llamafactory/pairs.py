@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Datasets of ``stage: dpo``, ``kto`` and ``rm`` of a LLaMA-Factory file, as pairs.
+
+A dataset with ``ranking: true`` has two answers in each row,
+in the columns ``chosen`` and ``rejected``: texts in alpaca's form, and messages in sharegpt's. One with ``kto_tag`` has
+one answer, and a boolean that says whether it is desirable. ``data/preference`` makes pairs of tokens of them.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_mcore.arguments.llamafactory.data import FactoryData, FactoryReading, FactoryRows
+from lightning_mcore.arguments.llamafactory.datasets import DatasetEntry
+from lightning_mcore.data.finetuning.conversations import Message, Row
+from lightning_mcore.data.preference.datamodule import PairLoading
+from lightning_mcore.data.preference.rows import PairReading, PreferenceRow, partner_of, preference_row, require_tag
+
+
+@dataclass(frozen=True)
+class FactoryPairReading(PairReading, FactoryReading):
+    """How to read the pairs of one dataset."""
+
+    def reader(self, columns: Iterable[str]) -> Any:
+        """Return a reader for rows with these columns."""
+        return FactoryPairRows(self.entry, list(columns))
+
+
+class FactoryPairRows(FactoryRows):
+    """Turns the rows of a dataset into prompts with two answers.
+
+    Args:
+        entry: Its entry in ``dataset_info.json``.
+        columns: The names of the columns of its files.
+
+    Attributes:
+        tag: The column that tells desirable examples; None for pairs.
+
+    Raises:
+        ValueError: The files lack a column that the entry names.
+    """
+
+    def __init__(self, entry: DatasetEntry, columns: Sequence[str]) -> None:
+        self.tag = entry.columns.kto_tag
+        super().__init__(entry, columns)
+
+    def _wanted(self, entry: DatasetEntry) -> tuple[str | None, ...]:
+        names = entry.columns
+        wanted = super()._wanted(entry)
+        if self.tag is not None:
+            return (*wanted, self.tag)
+        return (*(name for name in wanted if name != names.response), names.chosen, names.rejected)
+
+    def messages(self, row: Row, name: str) -> PreferenceRow:  # type: ignore[override]  # read by PairEncoder
+        """Return the prompt and the answers of a row.
+
+        Args:
+            row: Its values by column, those of its partner too if there is a :attr:`tag`.
+            name: The name of the row in errors.
+
+        Raises:
+            ValueError: The row calls tools, or a message lacks a field.
+            TypeError: A value is not text, or the tag is not a boolean.
+        """
+        if self.tag is not None:
+            partner = super().messages(partner_of(row), name)
+            return preference_row(super().messages(row, name), partner, require_tag(row, self.tag, name))
+        columns = self._entry.columns
+        return preference_row(
+            self._answered(row, str(columns.chosen), name), self._answered(row, str(columns.rejected), name)
+        )
+
+    def _answered(self, row: Row, column: str, name: str) -> list[Message]:
+        """Return the conversation of a row with the answer in a column."""
+        if self._entry.formatting == "alpaca":
+            return super().messages(row, name, answer=column)
+        answer, key = row[column], str(self._entry.columns.messages)
+        if answer is not None and not isinstance(answer, Mapping):
+            raise TypeError(
+                f"{column!r} of {name} is of type {type(answer).__name__}; give one message, with a role and a text"
+            )
+        return super().messages({**row, key: [*(row[key] or []), *([answer] if answer else [])]}, name)
+
+
+class FactoryPairs(FactoryData, PairLoading):
+    """The datasets of a training file with ``stage: dpo``, ``kto`` or ``rm``; the arguments of :class:`FactoryData`."""

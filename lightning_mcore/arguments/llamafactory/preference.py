@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``stage: dpo``, ``kto`` and ``rm`` of a LLaMA-Factory file: their keys, as settings of ``config/preference.py``.
+
+``pairs.py`` reads their datasets.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from lightning_mcore.config.preference import Preference
+from lightning_mcore.config.value_checks import choices
+
+PREFERENCE_STAGES = ("dpo", "kto", "rm")
+PreferenceLossKey = Literal["sigmoid", "hinge", "ipo", "kto_pair", "orpo", "simpo"]
+
+_OF_STAGE: dict[str, dict[str, str]] = {
+    "dpo": {
+        "pref_loss": "loss",
+        "pref_beta": "beta",
+        "pref_ftx": "sft_weight",
+        "pref_bco_weight": "bco_weight",
+        "dpo_label_smoothing": "label_smoothing",
+        "simpo_gamma": "simpo_gamma",
+        "ld_alpha": "ld_alpha",
+        "ref_model": "reference",
+    },
+    "kto": {
+        "pref_beta": "beta",
+        "kto_chosen_weight": "desirable_weight",
+        "kto_rejected_weight": "undesirable_weight",
+        "ref_model": "reference",
+    },
+    "rm": {},
+}
+"""The keys of each stage, and the settings that they become."""
+_OF_LOSS = {
+    "dpo_label_smoothing": ("sigmoid",),
+    "simpo_gamma": ("simpo",),
+    "pref_bco_weight": ("sigmoid", "hinge", "ipo"),
+    "ref_model": ("sigmoid", "hinge", "ipo"),
+}
+"""The losses of ``stage: dpo`` for which a key has a meaning; all, if it is not here."""
+_LARGEST = {"dpo_label_smoothing": 0.5, "ld_alpha": 1.0}
+
+
+@dataclass(frozen=True)
+class PreferenceKeys:
+    """The keys of learning from preferences; the defaults are LLaMA-Factory's.
+
+    Args:
+        pref_beta: How strongly the loss holds the model to the reference.
+        pref_ftx: Weight of the loss of imitating the chosen answer.
+        pref_bco_weight: Weight of BCO's term.
+        pref_loss: The loss of ``stage: dpo``; ``kto_pair`` is refused.
+        dpo_label_smoothing: Probability that a pair has the wrong order, 0 to 0.5.
+        kto_chosen_weight: Weight of a desirable answer.
+        kto_rejected_weight: Weight of an undesirable answer.
+        simpo_gamma: The margin that SimPO asks for.
+        ld_alpha: Weight of the tokens of the longer answer beyond the length of the shorter one; None for 1.
+        ref_model: Folder or name of the reference model; None for the model as it is when training begins.
+    """
+
+    pref_beta: float = 0.1
+    pref_ftx: float = 0.0
+    pref_bco_weight: float = 0.0
+    pref_loss: PreferenceLossKey = "sigmoid"
+    dpo_label_smoothing: float = 0.0
+    kto_chosen_weight: float = 1.0
+    kto_rejected_weight: float = 1.0
+    simpo_gamma: float = 0.5
+    ld_alpha: float | None = None
+    ref_model: str | None = None
+
+
+def check_preferences(keys: PreferenceKeys, stage: str) -> None:
+    """Refuse keys that have no meaning for a stage or its loss, and values out of range.
+
+    Args:
+        keys: The keys.
+        stage: ``stage`` of the file.
+
+    Raises:
+        ValueError: A key is refused.
+    """
+    if stage == "dpo" and keys.pref_loss == "kto_pair":
+        raise ValueError(
+            "pref_loss: kto_pair is not supported; choose sigmoid, hinge, ipo, orpo or simpo, or stage: kto with tagged"
+            " answers"
+        )
+    for field in fields(PreferenceKeys):
+        name, value = field.name, getattr(keys, field.name)
+        if value == field.default:
+            continue
+        stages = [known for known, names in _OF_STAGE.items() if name in names]
+        if stage not in stages:
+            raise ValueError(f"{name}: {value!r} is for stage: {choices(stages)}; leave it out, or choose that")
+        losses = _OF_LOSS.get(name, (keys.pref_loss,))
+        if stage == "dpo" and keys.pref_loss not in losses:
+            raise ValueError(
+                f"{name}: {value!r} has no meaning for pref_loss: {keys.pref_loss}; leave it out, or choose"
+                f" {choices(losses)}"
+            )
+        if isinstance(value, int | float):
+            _check_number(name, value)
+
+
+def _check_number(name: str, value: float) -> None:
+    largest = _LARGEST.get(name, math.inf)
+    if not 0 <= value <= largest or not math.isfinite(value):
+        raise ValueError(
+            f"{name}: {value} is out of range; choose " + ("0 or more" if largest == math.inf else f"0 to {largest}")
+        )
+    if name == "pref_beta" and not value:
+        raise ValueError("pref_beta: 0 leaves nothing to learn; choose a number above 0")
+
+
+def preference_of(keys: PreferenceKeys, stage: str) -> dict[str, Any]:
+    """Return the settings of ``Preference`` that a file asks for.
+
+    Args:
+        keys: The keys, checked.
+        stage: ``dpo``, ``kto`` or ``rm``.
+    """
+    loss = {"dpo": keys.pref_loss, "kto": "kto", "rm": "reward"}[stage]
+    names: Mapping[str, str] = _OF_STAGE[stage]
+    given = {setting: getattr(keys, key) for key, setting in names.items() if key != "pref_loss"}
+    defaults = {field.name: field.default for field in fields(Preference)}
+    return {"loss": loss} | {name: value for name, value in given.items() if value != defaults[name]}
+
+
+def notes_of_preferences(keys: PreferenceKeys, stage: str, is_lora: bool) -> list[str]:
+    """Return notes about what differs from LLaMA-Factory.
+
+    Args:
+        keys: The keys, checked.
+        stage: ``stage`` of the file.
+        is_lora: Whether adapters are trained.
+    """
+    if stage == "rm":
+        return [
+            "stage: rm trains a score for each token, without the bias and the dropout of LLaMA-Factory's value head;"
+            " exports are *ForSequenceClassification"
+        ]
+    if stage == "kto" or keys.pref_loss not in ("orpo", "simpo"):
+        how = "its adapters switched off" if is_lora and keys.ref_model is None else "one pass before training"
+        return [f"stage: {stage} never has a second model in memory; the reference comes from {how}"]
+    return []
