@@ -274,25 +274,34 @@ def stage_plans(run: CheckedRun, settings: RunSettings, devices: int) -> list[St
     )
     plans = []
     for stage, chunks in enumerate(stage_layers(fields, layout)):
-        memory = rank_memory(
-            fields,
-            layout,
-            stage,
-            world_size=devices,
-            precision=run.rules.precision,
-            strategy={**run.rules.strategy, "ddp_config": run.rules.ddp, "optimizer_config": run.rules.optimizer},
-            optimizer=optimizer_of(run.model),
-            micro_batch_size=batch.micro_batch_size,
-            num_microbatches=batch.num_microbatches,
-            seq_length=batch.seq_length,
-            packed=bool(settings.data.get("packing")),
-            backend=run.backend,
-        )
+        memory = stage_memory(run, settings, devices, stage)
         volumes = communication_volume(fields, layout, devices, batch, traffic, stage)
         parameters = rank_parameters(fields, layout, stage, run.backend)
         first = stage * devices // layout.pipeline_model_parallel_size
         plans.append(StagePlan(stage, first, tuple(chunks), parameters, memory, tuple(volumes)))
     return plans
+
+
+def stage_memory(run: CheckedRun, settings: RunSettings, devices: int, stage: int) -> RankMemory:
+    """Compute what one rank of a pipeline stage holds; the arguments are those of :func:`stage_plans`."""
+    layout, fields, batch = run.rules.layout, run.fields, run.batch
+    assert layout is not None
+    assert fields is not None
+    assert batch is not None
+    return rank_memory(
+        fields,
+        layout,
+        stage,
+        world_size=devices,
+        precision=run.rules.precision,
+        strategy={**run.rules.strategy, "ddp_config": run.rules.ddp, "optimizer_config": run.rules.optimizer},
+        optimizer=optimizer_of(run.model),
+        micro_batch_size=batch.micro_batch_size,
+        num_microbatches=batch.num_microbatches,
+        seq_length=batch.seq_length,
+        packed=bool(settings.data.get("packing")),
+        backend=run.backend,
+    )
 
 
 GIB = 2**30

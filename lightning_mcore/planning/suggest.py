@@ -18,7 +18,7 @@ from lightning_mcore.config.value_checks import divisors
 from lightning_mcore.planning.machines import Machine
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.parameters import rank_tensors
-from lightning_mcore.planning.plan import Plan, make_plan
+from lightning_mcore.planning.plan import Plan, make_plan, stage_memory
 from lightning_mcore.planning.report import GIB, table_text
 from lightning_mcore.planning.rules import check_run
 from lightning_mcore.planning.schedule import PipelineTimeline
@@ -270,10 +270,14 @@ def _fitting(
     micro: int,
     count: int,
 ) -> tuple[Plan | None, dict[str, Any]]:
-    """Return the plan with the least recomputation that fits, or else the closest one."""
+    """Return the plan with the least recomputation that fits, or else the one with the most recomputation."""
     closest: tuple[Plan | None, dict[str, Any]] = (None, {})
-    for changes in _RECOMPUTE.values():
+    for name, changes in _RECOMPUTE.items():
         tried = _changed(settings, _strategy(layout, devices), changes, micro, count)
+        if name != "full":  # the first stage alone is quick to compute, and is often the fullest
+            run = check_run(tried, devices, backend, ask_others=False)
+            if run.is_computable and stage_memory(run, tried, devices, 0).total > limit:
+                continue
         plan = make_plan(tried, devices, devices_per_node, machine, None, backend, ask_others=False)
         if plan.errors or plan.fullest is None:
             continue
