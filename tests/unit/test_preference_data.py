@@ -3,12 +3,13 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lightning_mcore import MCorePreferenceData
+from lightning_mcore import MCoreGPT, MCorePreferenceData
 from lightning_mcore.data.finetuning.conversations import ConversationReader
 from lightning_mcore.data.preference.pairs import Pair, check_pairs
 from lightning_mcore.data.preference.rows import PARTNER, PreferenceReader
@@ -157,3 +158,11 @@ def test_the_partner_of_kto_has_the_answer_of_the_row_before(tmp_path: Path) -> 
     counts = module.pair_sources()["train"].counts()
     assert counts == "3 of 5 pairs; left out 1 without an answer; left out 1 whose partner has no answer"
     check_pairs(next(iter(module.train_dataloader())), is_kto=True)
+
+
+def test_a_module_that_learns_single_answers_is_refused(tmp_path: Path) -> None:
+    module = opened(tmp_path, ROWS[:1])
+    transformer = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+    module.trainer = SimpleNamespace(lightning_module=MCoreGPT(384, 16, transformer))  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="the data holds pairs of answers, and MCoreGPT learns single ones; train"):
+        module.setup("fit")
