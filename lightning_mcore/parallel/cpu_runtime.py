@@ -33,8 +33,8 @@ from lightning_mcore.te_cpu.patches import megatron_names
 
 _CPU = torch.device("cpu")
 _FACTORIES = """
-    arange as_tensor asarray empty empty_like empty_permuted empty_strided eye full full_like linspace logspace ones
-    ones_like rand rand_like randint randint_like randn randn_like randperm scalar_tensor tensor tril_indices
+    arange as_tensor asarray empty empty_like empty_permuted empty_strided eye full full_like linspace logspace normal
+    ones ones_like rand rand_like randint randint_like randn randn_like randperm scalar_tensor tensor tril_indices
     triu_indices zeros zeros_like
 """
 _METHODS = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros"

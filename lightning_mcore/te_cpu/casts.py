@@ -19,7 +19,7 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 """The values of FP4 without their sign, which is bit 3 of a code."""
 _BETWEEN = (E2M1[1:] + E2M1[:-1]) / 2
 _BETWEEN[1::2] = torch.nextafter(_BETWEEN[1::2], torch.zeros(()))  # a value in the middle takes the even code
-_LARGEST_NVFP4 = 6.0 * 448.0  # of FP4 times that of a scale in E4M3
+LARGEST_NVFP4 = 6.0 * 448.0  # of FP4 times that of a scale in E4M3
 
 
 def fp8_format(dtype: Any) -> tuple[torch.dtype, float]:
@@ -147,7 +147,7 @@ def quantize_nvfp4(matrix: Tensor, amax: Tensor, rows: int, stochastic: bool) ->
         Bytes [m, n / 2], and the scales of the blocks [m, n / 16] in E4M3, as uint8. A block of several rows has its
         scale in each of them. Values are recovered by :func:`nvfp4_values`.
     """
-    shared = (torch.full_like(amax, _LARGEST_NVFP4) / amax).clamp(max=LARGEST_FP32)
+    shared = (torch.full_like(amax, LARGEST_NVFP4) / amax).clamp(max=LARGEST_FP32)
     shared = torch.where((amax == 0) | (shared == 0), 1.0, shared)
     block = tiles(matrix, rows, 16).abs().amax(dim=(1, 3)) / 6.0
     scales = cast(block * shared, DType.kFloat8E4M3)
@@ -156,8 +156,8 @@ def quantize_nvfp4(matrix: Tensor, amax: Tensor, rows: int, stochastic: bool) ->
     return codes, spread(scales, (matrix.shape[0], scales.shape[1]), rows, 1)
 
 
-def nvfp4_values(data: Tensor, scales: Tensor, amax: Tensor) -> Tensor:
+def nvfp4_values(data: Tensor, scales: Tensor, amax: Tensor | float) -> Tensor:
     """Return the values [m, n], fp32, of bytes [m, n / 2] with scales [m or more, n / 16 or more] and amax [1]."""
     values = fp4_values(data)
-    factor = scales.view(torch.float8_e4m3fn).float() * (amax / _LARGEST_NVFP4)
+    factor = scales.view(torch.float8_e4m3fn).float() * (amax / LARGEST_NVFP4)
     return values * spread(factor, values.shape, 1, 16)

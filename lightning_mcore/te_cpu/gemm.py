@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products of tensors that may be quantized: computed in fp32 from the values that FP8 stands for.
 
-cuBLAS also sums in fp32 or wider; the order of the terms differs.
+cuBLAS also sums in fp32 or wider; the order of the terms differs. The scale that all blocks of ``nvfp4`` share is
+applied to the sum, as on a device: the terms before it have few bits, and their sum seldom has to be rounded.
 """
 
 from collections.abc import Sequence
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lightning_mcore.te_cpu.casts import LARGEST_NVFP4
 from lightning_mcore.te_cpu.enums import TORCH_DTYPES, DType
-from lightning_mcore.te_cpu.quantize import quantize, to_float
+from lightning_mcore.te_cpu.quantize import quantize, shared_amax, to_float
 
 
 def generic_gemm(
@@ -70,9 +72,10 @@ def generic_gemm(
     """
     if comm_overlap is not None:
         raise NotImplementedError("tp_comm_overlap=True needs a CUDA device; leave it out on the CPU")
-    left, right = to_float(b, columnwise=transpose_b), to_float(a, columnwise=not transpose_a)
+    left, right = to_float(b, transpose_b, shared_scale=False), to_float(a, not transpose_a, shared_scale=False)
     leading = left.shape[:-1]
     left, right = left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])
+    alpha = alpha * (shared_amax(b, transpose_b) * shared_amax(a, not transpose_a) / LARGEST_NVFP4**2)
     product = (left.t() if transpose_b else left) @ (right.t() if transpose_a else right) * alpha
     bias_gradient = None
     if bias is not None and grad:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_mcore.te_cpu.casts import (
     LARGEST_FP32,
+    LARGEST_NVFP4,
     cast,
     exponent_of,
     fp8_format,
@@ -294,12 +295,20 @@ def is_quantized(tensor: Any) -> bool:
     return hasattr(tensor, "_fp8_dtype") or hasattr(tensor, "_fp4_dtype")
 
 
-def to_float(tensor: Any, columnwise: bool = False) -> Any:
+def shared_amax(tensor: Any, columnwise: bool = False) -> Any:
+    """Return the amax [1] that gives the scale which all blocks of ``nvfp4`` share; elsewhere that of the scale 1."""
+    if not hasattr(tensor, "_fp4_dtype"):
+        return LARGEST_NVFP4
+    return tensor._amax_columnwise if _takes_columns(tensor, columnwise) else tensor._amax_rowwise
+
+
+def to_float(tensor: Any, columnwise: bool = False, shared_scale: bool = True) -> Any:
     """Return the values of a tensor, quantized or not, as fp32.
 
     Args:
         tensor: Any shape.
         columnwise: Take the values that were quantized along the other dimension, where the recipe keeps both.
+        shared_scale: With ``nvfp4``, apply the scale that all blocks share, and not only those of the blocks.
 
     Returns:
         fp32, in the shape of the tensor before it was quantized; columns of ``nvfp4`` as a matrix, transformed as they
@@ -308,7 +317,7 @@ def to_float(tensor: Any, columnwise: bool = False) -> Any:
     if not is_quantized(tensor):
         return tensor.detach().float()
     if hasattr(tensor, "_fp4_dtype"):
-        return _fp4_to_float(tensor, columnwise)
+        return _fp4_to_float(tensor, columnwise, shared_scale)
     kind = TORCH_DTYPES[DType(int(tensor._fp8_dtype))]
     if hasattr(tensor, "_scale_inv"):
         if tensor._data is not None:
@@ -326,13 +335,16 @@ def to_float(tensor: Any, columnwise: bool = False) -> Any:
     return (matrix * spread(factor, matrix.shape, rows, columns)).view_as(data)
 
 
-def _fp4_to_float(tensor: Any, columnwise: bool) -> Tensor:
-    if tensor._rowwise_data is None or (columnwise and tensor._columnwise_data is not None):
-        data = _matrix(tensor._columnwise_data)
-        return nvfp4_values(data, tensor._columnwise_scale_inv, tensor._amax_columnwise).t()
+def _takes_columns(tensor: Any, columnwise: bool) -> bool:
+    return tensor._rowwise_data is None or (columnwise and tensor._columnwise_data is not None)
+
+
+def _fp4_to_float(tensor: Any, columnwise: bool, shared_scale: bool) -> Tensor:
+    amax = shared_amax(tensor, columnwise) if shared_scale else LARGEST_NVFP4
+    if _takes_columns(tensor, columnwise):
+        return nvfp4_values(_matrix(tensor._columnwise_data), tensor._columnwise_scale_inv, amax).t()
     data = tensor._rowwise_data
-    values = nvfp4_values(_matrix(data), tensor._rowwise_scale_inv, tensor._amax_rowwise)
-    return values.view(*data.shape[:-1], -1)
+    return nvfp4_values(_matrix(data), tensor._rowwise_scale_inv, amax).view(*data.shape[:-1], -1)
 
 
 def _block_to_float(tensor: Any, data: Tensor, scales: Tensor, columnwise: bool) -> Tensor:

@@ -127,19 +127,22 @@ def test_a_block_has_a_scale_in_e4m3_and_the_tensor_one_in_fp32(square: bool) ->
     assert float(quantized._amax_rowwise) == float(quantized._amax_columnwise) == 300
 
 
-@pytest.mark.parametrize(("square", "transformed"), [(False, False), (False, True), (True, False)])
-def test_the_bits_are_those_of_transformer_engines_reference(square: bool, transformed: bool) -> None:
-    """Its reference quantizer in plain PyTorch, with which its own tests compare the kernels of a GPU."""
+def reference_quantizer(square: bool, transformed: bool) -> Any:
+    """TransformerEngine's own, in plain PyTorch, with which its tests compare the kernels of a GPU."""
     names = (
         ("quantization_nvfp4", "utils") if te.__version__.startswith("2.11") else ("reference_nvfp4", "reference_utils")
     )
     recipes, formats = (importlib.import_module(f"transformer_engine.pytorch.custom_recipes.{name}") for name in names)
+    shape = (16, 16) if square else (1, 16)
+    return recipes.NVFP4QuantizerRef(formats.Fp4Formats.E2M1, quant_tile_shape=shape, with_rht=transformed)
+
+
+@pytest.mark.parametrize(("square", "transformed"), [(False, False), (False, True), (True, False)])
+def test_the_bits_are_those_of_transformer_engines_reference(square: bool, transformed: bool) -> None:
     values = sample()
     quantizer = nvfp4(with_2d_quantization=square, with_rht=transformed, with_post_rht_amax=transformed)
     ours = quantized_by(quantizer, values)
-    shape = (16, 16) if square else (1, 16)
-    quantizer = recipes.NVFP4QuantizerRef(formats.Fp4Formats.E2M1, quant_tile_shape=shape, with_rht=transformed)
-    reference = quantizer.quantize(values)
+    reference = reference_quantizer(square, transformed).quantize(values)
     for data, scale, amax, codes, scales, largest in (
         (ours._rowwise_data, ours._rowwise_scale_inv, ours._amax_rowwise, reference.data, reference.scale,
          reference.global_amax_row),
@@ -149,6 +152,35 @@ def test_the_bits_are_those_of_transformer_engines_reference(square: bool, trans
         assert torch.equal(data, codes)
         assert torch.equal(scale[: scales.shape[0], : scales.shape[1]], scales.view(torch.uint8))
         assert torch.equal(amax, largest)
+
+
+@pytest.mark.parametrize("dtype", [DType.kFloat32, DType.kBFloat16])
+@pytest.mark.parametrize(("square", "transformed"), [(False, True), (True, False)])
+def test_products_have_the_bits_of_transformer_engines_reference(square: bool, transformed: bool, dtype: DType) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w, dy = (torch.randn(shape, generator=generator).bfloat16() for shape in ((512, 96), (64, 96), (512, 64)))
+    of_weight = nvfp4(with_2d_quantization=square), reference_quantizer(square, False)
+    of_others = nvfp4(with_rht=transformed, with_post_rht_amax=transformed), reference_quantizer(False, transformed)
+    ours, references = {}, {}
+    for name, values, (quantizer, reference) in (("x", x, of_others), ("w", w, of_weight), ("dy", dy, of_others)):
+        ours[name], references[name] = quantized_by(quantizer, values), reference.quantize(values)
+    kinds = importlib.import_module("transformer_engine.pytorch.custom_recipes.quantization").GEMMType
+    for a, transpose_a, b, transpose_b, kind in (
+        ("w", True, "x", False, kinds.FPROP),
+        ("w", False, "dy", False, kinds.DGRAD),
+        ("x", False, "dy", True, kinds.WGRAD),
+    ):
+        found = gemm.generic_gemm(
+            ours[a], transpose_a, ours[b], transpose_b, None, None, dtype, None, None, False, None, False, None, 0,
+            False, False,
+        )[0]  # fmt: skip
+        left, right = references[b], references[a]
+        data = (left.data_t, left.scale_t) if transpose_b else (left.data, left.scale)
+        others = (right.data, right.scale) if transpose_a else (right.data_t, right.scale_t)
+        expected = of_others[1].qgemm(
+            data[0], others[0], None, found.dtype, data[1], others[1], gemm_type=kind, qresult_x=left, qresult_w=right
+        )
+        assert torch.equal(found, expected)
 
 
 def test_the_transform_cancels_out_in_the_gradient_of_a_weight() -> None:
@@ -211,7 +243,7 @@ def test_nvfp4_trains_near_bf16_and_goes_on_bit_for_bit(layout: dict[str, Any], 
     found = run_ranks(ranks, train_all, str(tmp_path), layout, ranks, timeout=120)[0]
     (losses, norms), in_bf16 = found["nvfp4"], found["bf16"]
     assert losses != in_bf16[0]
-    assert losses == pytest.approx(in_bf16[0], rel=0.01)  # measured: 4.3e-3
-    assert norms == pytest.approx(in_bf16[1], rel=0.1)  # measured: 4.8e-2
+    assert losses == pytest.approx(in_bf16[0], rel=0.01)  # measured: 4.7e-3
+    assert norms == pytest.approx(in_bf16[1], rel=0.1)  # measured: 5.3e-2
     assert losses[-1] < losses[0]
     assert found["resumed"] == (losses[2:], norms[2:])
