@@ -218,7 +218,10 @@ def main() -> None:
     second.fit(module, datamodule=GreetingsData(data, options.batch_size, as_pairs=True))
     if second.is_global_zero:
         picture = options.output / "margins.png"
-        names = {"rewards/margins": "reward of the chosen less the rejected answer", "train_loss": "loss of DPO"}
+        names = {
+            "rewards/margins": "reward of the chosen less the rejected answer",
+            "train_loss": "loss: DPO + imitation of the chosen answer",
+        }
         draw_side_by_side(picture, {"DPO": options.output / "dpo" / "metrics.csv"}, names)
         print(f"\nanswers: {greets.file}\nmargins: {picture}\nmodel:   {options.output / 'tuned'}")
 
