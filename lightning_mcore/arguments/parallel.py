@@ -189,7 +189,10 @@ _ELSEWHERE = {
         ("params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype"), "it follows from bf16 and fp16"
     ),
     **dict.fromkeys(("bf16", "fp16"), "it is a separate argument beside additional_configs"),
-    **dict.fromkeys(("fp4", "fp4_recipe", "fp4_param"), "FP4 is not supported yet"),
+    **dict.fromkeys(
+        ("fp4", "fp4_recipe", "fp4_param"),
+        "FP4 is chosen by trainer(plugins=MCorePrecision('bf16-mixed', fp4_recipe='nvfp4'))",
+    ),
     **dict.fromkeys(
         ("timers", "finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
         "the strategy fills it in while it runs the model",

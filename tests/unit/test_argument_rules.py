@@ -91,6 +91,10 @@ CONTRADICTIONS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"additional_configs": {"params_dtype": "bf16"}}, "it follows from bf16 and fp16"),
     ({"additional_configs": {"timers": 1}}, "the strategy fills it in"),
     (
+        {"additional_configs": {"fp4": "e2m1"}},
+        r"fp4='e2m1', but FP4 is chosen by trainer\(plugins=MCorePrecision\('bf16-mixed', fp4_recipe='nvfp4'\)\)",
+    ),
+    (
         {"moe_router_dtype": "fp32", "additional_configs": {"moe_router_dtype": "fp64"}},
         "moe_router_dtype='fp32' contradicts moe_router_dtype='fp64' in additional_configs",
     ),

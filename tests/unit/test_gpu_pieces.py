@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``make gpu`` runs, as far as a machine without a GPU shows it."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -44,6 +45,12 @@ def test_a_piece_that_has_passed_is_not_run_again(tmp_path: Path, monkeypatch: p
     assert mark.read_text() == "xx"
     assert pieces.run("two", ["-c", "raise SystemExit(3)"], tmp_path, fresh=False) == "failed with exit code 3"
     assert pieces.run("two", ["-c", "pass"], tmp_path, fresh=False) == "passed"
+
+
+def test_measurements_may_use_transformer_engine_on_the_cpu() -> None:
+    """It is prepared when ``lightning_mcore`` is imported, which must come before megatron-core."""
+    code = "import sys, benchmarks; sys.exit('lightning_mcore' not in sys.modules or 'megatron.core' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=pieces.REPOSITORY, check=True)
 
 
 @pytest.mark.slow
