@@ -283,10 +283,12 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return the commit of the repository."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
+    """Return the commit of the repository, "unknown" without its history or without git."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        described = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "unknown"
     return described.stdout.strip() or "unknown"
 
 

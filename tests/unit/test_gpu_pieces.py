@@ -47,6 +47,11 @@ def test_a_piece_that_has_passed_is_not_run_again(tmp_path: Path, monkeypatch: p
     assert pieces.run("two", ["-c", "pass"], tmp_path, fresh=False) == "passed"
 
 
+def test_a_machine_may_be_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert pieces.commit() == "unknown"
+
+
 def test_measurements_may_use_transformer_engine_on_the_cpu() -> None:
     """It is prepared when ``lightning_mcore`` is imported, which must come before megatron-core."""
     code = "import sys, benchmarks; sys.exit('lightning_mcore' not in sys.modules or 'megatron.core' in sys.modules)"
