@@ -11,7 +11,7 @@ import yaml
 from lightning_mcore.cli import COMMANDS
 from tests.chats import characters, exchanges, write
 from tests.examples.test_examples import run_on_ranks
-from tests.hf_models import save_tiny
+from tests.hf_models import save_tiny, tiny_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -38,9 +38,14 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(
 
 
 @page
-def test_the_runs_of_a_page_are_accepted(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_runs_of_a_page_are_accepted(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page names its Hugging Face model ``base``."""
     from lightning_mcore.cli import main
 
+    monkeypatch.chdir(tmp_path)
+    tiny_config("llama").save_pretrained(tmp_path / "base")
     for text in blocks(path, "yaml"):
         assert yaml.safe_load(text)
         (tmp_path / "run.yaml").write_text(text)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of preferences: rows, tokens, cuts, batches, and what is left out or refused."""
 
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,7 +95,8 @@ def halves(module: MCorePreferenceData) -> list[tuple[str, str, str, str]]:
     return found
 
 
-def test_rows_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_are_left_out_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
     rows = [
         {"prompt": [USER], "chosen": [said("yes")], "rejected": [said("no")]},
         {"prompt": [USER, said("Ho")], "chosen": [said("yes")], "rejected": [said("no")]},  # an even number
@@ -104,11 +104,12 @@ def test_rows_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCapture
         {"prompt": [USER], "chosen": [said("yes")], "rejected": [said("yes")]},
         {"prompt": [USER], "chosen": [said("aaaaaaab")], "rejected": [said("aaaaaaac")]},  # equal once they are cut
     ]
-    with caplog.at_level(logging.INFO):
-        module = opened(tmp_path, rows, seq_length=12, overlong="cut")
-    assert "train data: 1 of 5 pairs, 2" in caplog.text
+    monkeypatch.setattr("lightning_mcore.data.finetuning.datamodule.rank_zero_info", lines.append)
+    module = opened(tmp_path, rows, seq_length=12, overlong="cut")
+    text = "\n".join(lines)
+    assert "train data: 1 of 5 pairs, 2" in text
     for reason in ("1 whose turns are not", "1 without an answer", "2 with equal answers"):
-        assert f"left out {reason}" in caplog.text
+        assert f"left out {reason}" in text
     assert len(pairs(module)) == 1
     with pytest.raises(ValueError, match=r"has no pair to learn from \(0 of 1 pairs; left out 1 without an answer\)"):
         opened(tmp_path / "none", rows[2:3])

@@ -89,6 +89,7 @@ def test_the_rank_that_raised_is_named_and_not_the_peers_that_lost_it() -> None:
 
 
 def _raise_before_and_after_a_consequence() -> None:
+    dist.barrier()  # both are connected: a rank that is not yet would fail by itself
     if dist.get_rank() == 0:
         raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
     time.sleep(0.5)
