@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_mcore import MCoreGPT, MCoreStrategy
+from lightning_mcore import MCoreGPT, MCorePreference, MCoreStrategy
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.optimizer.megatron import optimizer_parts
 from lightning_mcore.planning.adapters import with_adapters
@@ -88,6 +88,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row = {"tokens": self.text[index, :-1], "labels": self.text[index, 1:]}
+        row["lengths"] = torch.tensor(self.text.size(1) - 1)
         if self.offsets is not None:
             row |= {"cu_seqlens": self.offsets, "cu_seqlens_padded": self.offsets}
         return row
@@ -180,7 +181,7 @@ def _measure(run: LiveRun) -> dict[str, int]:
         accumulate_grad_batches=run.microbatches,
         callbacks=[measure],
     )
-    module = MCoreGPT(**run.model)
+    module = (MCorePreference if "preference" in run.model else MCoreGPT)(**run.model)
     count = run.world * run.rows * run.microbatches
     rows = Rows(count, run.model["seq_length"], run.model["vocab_size"], run.packed)
     data = DataLoader(rows, batch_size=run.rows)

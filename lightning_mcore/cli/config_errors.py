@@ -278,11 +278,12 @@ def _find(path: str, class_path: str) -> Any:
 def _subclasses() -> Iterator[type]:
     """Yield the classes that have short names."""
     from lightning.pytorch import Callback, LightningDataModule, LightningModule
+    from lightning.pytorch.loggers import Logger
     from lightning.pytorch.strategies import Strategy
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    left: list[type] = [Callback, LightningDataModule, LightningModule, LRScheduler, Optimizer, Strategy]
+    left: list[type] = [Callback, LightningDataModule, LightningModule, Logger, LRScheduler, Optimizer, Strategy]
     while left:
         kind = left.pop()
         left += kind.__subclasses__()

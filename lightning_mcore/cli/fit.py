@@ -25,9 +25,11 @@ from lightning_mcore.cli.command import refused
 from lightning_mcore.cli.config_errors import explain, on_one_line, overlooked_fault
 from lightning_mcore.cli.guard import Beginning, guarded
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
+from lightning_mcore.data.preference.datamodule import MCorePreferenceData
 from lightning_mcore.data.pretraining.datamodule import MCorePretrainingData
 from lightning_mcore.hf.callback import SaveHFModel
 from lightning_mcore.models.gpt import MCoreGPT
+from lightning_mcore.models.preference import MCorePreference
 from lightning_mcore.strategy.precision import MCorePrecision
 from lightning_mcore.strategy.preemption import PreemptionCheckpoint
 from lightning_mcore.strategy.progress import MCoreProgressBar
@@ -38,6 +40,8 @@ SHORT_NAMES = (
     MCoreFinetuningData,
     MCoreGPT,
     MCorePrecision,
+    MCorePreference,
+    MCorePreferenceData,
     MCorePretrainingData,
     MCoreProgressBar,
     MCoreStrategy,

@@ -9,7 +9,7 @@ from typing import Any, cast
 from lightning_mcore.cli.fit import TrainingCLI, parse, refuse_lone_scheduler
 from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.strategy import precision_faults
-from lightning_mcore.config.run import RunSettings, class_and_arguments
+from lightning_mcore.config.run import RunSettings, class_and_arguments, rows_of_pairs
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.planning.signatures import Arguments, fields_of, of_model, of_precision, of_strategy, of_trainer
@@ -92,12 +92,13 @@ def settings_of_lightning(
     values = _Reader(flat, [f"--{key}={text}" for key, text in overrides]).values
     trainer = _changed(values["trainer"], of_trainer())
     strategy, plugin = _strategy(trainer)
+    of_model = _with_optimizer(_model(values["model"], " and ".join(dict.fromkeys(paths))), values)
     return RunSettings(
         strategy=strategy,
         precision=_precision(trainer, plugin),
-        model=_with_optimizer(_model(values["model"], " and ".join(dict.fromkeys(paths))), values),
+        model=of_model,
         trainer={name: value for name, value in trainer.items() if name not in _NOT_OF_THE_RUN},
-        data=_data(values.get("data")) | elsewhere,
+        data=rows_of_pairs(of_model, _data(values.get("data")) | elsewhere),
     )
 
 

@@ -21,6 +21,13 @@ OF_MEANS = ("ipo", "orpo", "simpo")
 WITHOUT_REFERENCE = ("orpo", "simpo", "reward")
 """Losses without a reference model."""
 
+_OTHER_NAMES = {
+    "dpo": "'sigmoid'",
+    "cdpo": "'sigmoid' with label_smoothing",
+    "slic": "'hinge'",
+    "rm": "'reward'",
+    "reward_model": "'reward'",
+}
 _ALL = get_args(PreferenceLoss)
 _OF_REFERENCE = tuple(loss for loss in _ALL if loss not in WITHOUT_REFERENCE)
 _OF_LOGPS = tuple(loss for loss in _ALL if loss not in ("kto", "reward"))
@@ -85,6 +92,8 @@ class Preference:
     precompute_reference: bool | None = None
 
     def __post_init__(self) -> None:
+        if known := _OTHER_NAMES.get(str(self.loss)):
+            raise ValueError(f"loss={self.loss!r} is unknown; did you mean {known}?")
         require_choice("loss", self.loss, PreferenceLoss)
         require_flag("precompute_reference", self.precompute_reference, or_none=True)
         if self.reference is not None and not isinstance(self.reference, str):

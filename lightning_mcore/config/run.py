@@ -18,7 +18,8 @@ class RunSettings:
         strategy: Arguments of ``MCoreStrategy``; ``ddp_config``, ``optimizer_config`` and ``communication`` as dicts of
             their fields.
         precision: Arguments of ``MCorePrecision``; the name of the format under ``"precision"``.
-        model: Arguments of ``MCoreGPT``, or, with ``"path"``, those of ``MCoreGPT.from_pretrained``.
+        model: Arguments of ``MCoreGPT``, or, with ``"path"``, those of ``MCoreGPT.from_pretrained``; with
+            ``"preference"``, those of ``MCorePreference``.
         trainer: Arguments of ``Trainer`` except strategy, precision, callbacks and loggers: ``devices``, ``num_nodes``,
             ``accelerator``, ``accumulate_grad_batches``, ``max_steps``, ...
         data: ``batch_size`` (rows of a DataLoader batch on one data-parallel rank), ``seq_length`` (tokens), and other
@@ -48,3 +49,16 @@ def class_and_arguments(given: Any) -> tuple[str, dict[str, Any]]:
         return "", dict(given)
     arguments = {**(given.get("init_args") or {}), **(given.get("dict_kwargs") or {})}
     return str(given["class_path"]).rpartition(".")[2], arguments
+
+
+def rows_of_pairs(model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of data with batch sizes in rows: those of padded pairs count pairs, which have two rows each.
+
+    Args:
+        model: ``RunSettings.model``; with ``"preference"``, the data holds pairs.
+        data: Arguments of the data.
+    """
+    if "preference" not in model or data.get("packing"):
+        return dict(data)
+    sizes = {name: data[name] for name in ("batch_size", "eval_batch_size") if isinstance(data.get(name), int)}
+    return {**data, **{name: 2 * size for name, size in sizes.items()}}

@@ -11,7 +11,7 @@ tokens, which the tensor-parallel ranks compute from their parts of the vocabula
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -137,14 +137,12 @@ class MCorePreference(MCoreGPT):
         train_only: list[str] | None = None,
     ) -> None:
         setting = Preference.of(preference)
-        if lora is not None:
-            lora = replace(LoRA.of(lora), lora_dropout=0.0)
-            if setting.loss == "reward" and not lora.saves("score"):
-                lora = replace(lora, modules_to_save=[*(lora.modules_to_save or ()), "score"])
+        off = [f"{name}={transformer[name]}" for name in _OFF if transformer.get(name)]
+        if off:
+            rank_zero_info(f"training on preferences leaves out {' and '.join(off)}")
         super().__init__(
             vocab_size=vocab_size,
             seq_length=seq_length,
-            transformer=_without_noise(transformer),
             recipe=recipe,
             position_embedding_type=position_embedding_type,
             rotary_percent=rotary_percent,
@@ -153,12 +151,11 @@ class MCorePreference(MCoreGPT):
             rope_scaling_factor=rope_scaling_factor,
             seq_len_interpolation_factor=seq_len_interpolation_factor,
             yarn=yarn,
-            share_embeddings_and_output_weights=share_embeddings_and_output_weights and setting.loss != "reward",
             make_vocab_size_divisible_by=make_vocab_size_divisible_by,
             transformer_impl=transformer_impl,
             hf=hf,
-            lora=lora,
             train_only=train_only,
+            **arguments_of_base(setting, transformer, lora, share_embeddings_and_output_weights),
         )
         self.preference = setting
         if setting.loss == "reward":
@@ -203,7 +200,7 @@ class MCorePreference(MCoreGPT):
             ValueError: Its family is unknown, or its config asks for something that is not supported.
         """
         if Preference.of(preference).loss == "reward":
-            family = _scoring(path, family)
+            family = scoring_family(path, family)
         module = cls._of_pretrained(
             path,
             family,
@@ -528,8 +525,34 @@ def _reward_values(answers: _Answers, rewards: Tensor) -> Values:
     }
 
 
-def _scoring(path: str, family: str | None) -> str | None:
-    """Return the name of the family of a reward model that begins with the weights at ``path``."""
+def arguments_of_base(setting: Preference, transformer: Mapping[str, Any], lora: Any, is_tied: bool) -> dict[str, Any]:
+    """Return the arguments of ``MCoreGPT`` that training on preferences changes, by name.
+
+    Args:
+        setting: The loss.
+        transformer: Fields of ``TransformerConfig``.
+        lora: The adapters, as ``LoRA.of`` reads them; None for none.
+        is_tied: ``share_embeddings_and_output_weights``.
+    """
+    is_reward = setting.loss == "reward"
+    if lora is not None:
+        lora = replace(LoRA.of(lora), lora_dropout=0.0)
+        if is_reward and not lora.saves("score"):
+            lora = replace(lora, modules_to_save=[*(lora.modules_to_save or ()), "score"])
+    return {
+        "transformer": _without_noise(transformer),
+        "lora": lora,
+        "share_embeddings_and_output_weights": is_tied and not is_reward,
+    }
+
+
+def scoring_family(path: str, family: str | None) -> str | None:
+    """Return the name of the family of a reward model that begins with the weights at ``path``.
+
+    Args:
+        path: Folder, name on the hub or checkpoint.
+        family: The family that is given; None for the one in the config.
+    """
     from lightning_mcore.hf.family import SCORING
     from lightning_mcore.hf.source import is_own_checkpoint, local_folder, read_config
 
@@ -539,14 +562,11 @@ def _scoring(path: str, family: str | None) -> str | None:
     return name if name.endswith(SCORING) else name + SCORING
 
 
-def _without_noise(transformer: dict[str, Any]) -> dict[str, Any]:
+def _without_noise(transformer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a model without dropout and multi-token prediction.
 
     A loss of routers, which Megatron weighs by tokens, makes the loss a mean over microbatches.
     """
-    off = [f"{name}={transformer[name]}" for name in _OFF if transformer.get(name)]
-    if off:
-        rank_zero_info(f"training on preferences leaves out {' and '.join(off)}")
     fields = {**transformer, **{name: value for name, value in _OFF.items() if name in transformer}}
     if weighted_by_tokens(SimpleNamespace(**fields)):
         fields.setdefault("calculate_per_token_loss", False)

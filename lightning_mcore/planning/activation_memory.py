@@ -176,8 +176,12 @@ def embedding_rows(fields: GPTFields, form: NumberFormat) -> list[SavedTensor]:
 def output_rows(fields: GPTFields, form: NumberFormat) -> list[SavedTensor]:
     """Return the tensors that the final norm, the output layer and the loss keep; see :func:`layer_rows`."""
     output = "embedding.word_embeddings.weight" if fields.tied else "output_layer.weight"
+    norm = list(_norm(fields, "decoder.final_layernorm", fields.hidden_size, form, weights=(output,)))
+    if fields.scores:  # the score layer keeps a copy in fp32 of the norm's output, of whole sequences
+        of_score = SavedTensor("score layer input", fields.hidden_size, _FP32, "nobody", weights=(output,))
+        return _needed(fields, [*norm[:-1], of_score], "")
     rows = [
-        *_norm(fields, "decoder.final_layernorm", fields.hidden_size, form, weights=(output,)),
+        *norm,
         SavedTensor("probabilities", fields.padded_vocab_size, _FP32, "tensor"),
         SavedTensor("labels and their mask", 1, _INDEX + 1, "nobody"),
     ]
@@ -488,6 +492,8 @@ class _Meter:
     def _at_output(self) -> float:
         """Return the bytes that the loss needs briefly: its copy of the logits, then the output layer's gradient."""
         fields, element = self.fields, self.setting.form.element
+        if fields.scores:
+            return self._tokens * fields.hidden_size * _FP32  # the gradient of the score layer's input
         rows = fields.padded_vocab_size / self.layout.tensor_model_parallel_size
         halves = element < _FP32
         copied = halves or bool(fields.transformer.get("cross_entropy_loss_fusion"))

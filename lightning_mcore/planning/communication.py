@@ -223,6 +223,8 @@ def _of_ends(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, toke
     outputs = int(chunk.output) + chunk.mtp
     of_output = whole * (3 if layout.sequence_parallel else 2)
     of_loss = 3 * 2 * tokens * 4 * _ring(tp)  # largest logit, that of the target, the sum: each in fp32
+    if fields.scores:  # each rank has the whole layer; only parts of sequences are gathered
+        of_output, of_loss = 2 * whole * layout.sequence_parallel, 0
     return embeddings * 2 * whole + outputs * (of_output + of_loss)
 
 

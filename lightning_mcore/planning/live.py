@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_mcore.config.run import RunSettings
+from lightning_mcore.config.run import RunSettings, rows_of_pairs
 from lightning_mcore.planning.machines import Machine
 from lightning_mcore.planning.plan import Plan, make_plan
 
@@ -58,22 +58,22 @@ def settings_of(trainer: Any, module: Any, data: Any = None, batch_size: int | N
         raise TypeError(f"{type(strategy).__name__} is not MCoreStrategy; give Trainer(strategy=MCoreStrategy(...))")
     if not hasattr(module, "transformer") or "vocab_size" not in getattr(module, "hparams", {}):
         raise TypeError(f"{type(module).__name__} is not an MCoreGPT, the only module whose sizes plan knows; give one")
-    rows = batch_size if batch_size is not None else getattr(data, "batch_size", None)
+    model = _model(module)
+    names = ("batch_size", "seq_length", "packing")
+    of_data = {name: value for name in names if (value := getattr(data, name, None)) is not None}
+    of_data = rows_of_pairs(model, of_data) | ({} if batch_size is None else {"batch_size": batch_size})
+    of_data.pop("packing", None)
     return RunSettings(
         strategy=_strategy(strategy),
         precision=_precision(strategy.precision_plugin),
-        model=_model(module),
+        model=model,
         trainer={
             "devices": trainer.num_devices,
             "num_nodes": trainer.num_nodes,
             "accelerator": "cpu" if strategy.root_device.type == "cpu" else "gpu",
             **{name: value for name in _OF_TRAINER if (value := getattr(trainer, name, None)) is not None},
         },
-        data={
-            name: value
-            for name, value in (("batch_size", rows), ("seq_length", getattr(data, "seq_length", None)))
-            if value is not None
-        },
+        data=of_data,
     )
 
 

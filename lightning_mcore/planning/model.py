@@ -23,6 +23,7 @@ from typing import Any
 from lightning_mcore.config.flops import moe_layers
 from lightning_mcore.config.layout import ModelShape, ParallelLayout
 from lightning_mcore.config.lora import AdaptedModel
+from lightning_mcore.config.preference import Preference
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
@@ -116,6 +117,7 @@ class GPTFields:
         recompute: What backward recomputes.
         shape: The sizes that a layout must divide, for ``ParallelLayout.validate_model``.
         transformer: The given fields of ``TransformerConfig``.
+        scores: Whether the output layer gives each token one score, as in a reward model, instead of logits.
         adapters: What is trained beside frozen weights, as ``adapters.py`` fills it in; None where all weights are.
     """
 
@@ -147,7 +149,13 @@ class GPTFields:
     recompute: Recompute
     shape: ModelShape
     transformer: Mapping[str, Any]
+    scores: bool = False
     adapters: AdaptedModel | None = None
+
+    @property
+    def output_size(self) -> int:
+        """Rows of the output layer."""
+        return 1 if self.scores else self.padded_vocab_size
 
     @classmethod
     def of(cls, model: Mapping[str, Any]) -> "GPTFields":
@@ -204,6 +212,7 @@ class GPTFields:
             recompute=_recompute(given),
             shape=shape,
             transformer=given,
+            scores="preference" in model and Preference.of(model["preference"]).loss == "reward",
         )
 
 

@@ -159,7 +159,9 @@ def _of_chunk(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, bac
         yield prefix, _matrix("eh_proj.weight", (hidden, 2 * hidden), tp, 0)
         yield from ((f"{prefix}transformer_layer.", tensor) for tensor in kinds[fields.is_moe[-1]])
         yield from ((prefix, tensor) for tensor in _norm(fields, "final_layernorm.", hidden))
-    if chunk.output and not (fields.tied and chunk.embedding):
+    if chunk.output and fields.scores:
+        yield "", ParameterTensor("output_layer.weight", hidden, is_matrix=True, shape=(1, hidden))
+    elif chunk.output and not (fields.tied and chunk.embedding):
         name, shared = (
             "embedding.word_embeddings.weight" if fields.tied else "output_layer.weight",
             staged and fields.tied,

@@ -57,6 +57,12 @@ from lightning_mcore.parallel.pipeline import check_uniform_recompute
 from lightning_mcore.planning.adapters import check_adapters, with_adapters
 from lightning_mcore.planning.grid import GlobalBatch, global_batch
 from lightning_mcore.planning.model import GPTFields
+from lightning_mcore.planning.preference import (
+    arguments_in_use,
+    assumptions_of_preference,
+    family_to_read,
+    faults_of_pairs,
+)
 from lightning_mcore.planning.signatures import (
     Arguments,
     fields_of,
@@ -498,6 +504,8 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None, a
             "layers of TransformerEngine, as transformer_impl='auto' chooses on GPUs (or use --backend local)"
         )
     assumptions += _of_kernels(rules, fused)
+    assumptions += assumptions_of_preference(model)
+    book.collect(faults_of_pairs(settings, model, batch))
     return CheckedRun(
         tuple(book.errors), tuple(assumptions), rules, model, fields, batch, used, device_type, is_computable
     )
@@ -517,13 +525,14 @@ def arguments_of_gpt(book: RuleBook, model: Mapping[str, Any]) -> dict[str, Any]
     if not model:
         raise ValueError("the run has no model; give MCoreGPT's arguments, or --model with a Hugging Face model")
     if "path" not in model:
-        return dict(model)
+        return arguments_in_use(model)
     given = book.check_arguments("argument of MCoreGPT.from_pretrained", model, of_model(pretrained=True))
     from lightning_mcore.hf.source import planned_settings  # transformers takes two seconds
 
     names = ("path", "family", "seq_length", "transformer")
-    source = planned_settings(given["path"], given.get("family"), given.get("seq_length"), given.get("transformer"))
-    return {**{name: value for name, value in given.items() if name not in names}, **source}
+    family = family_to_read(given)
+    source = planned_settings(given["path"], family, given.get("seq_length"), given.get("transformer"))
+    return arguments_in_use({**{name: value for name, value in given.items() if name not in names}, **source})
 
 
 def _check_end(book: RuleBook, model: Mapping[str, Any]) -> None:

@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.value_checks import is_callable
 from lightning_mcore.models.gpt import MCoreGPT
+from lightning_mcore.models.preference import MCorePreference
 from lightning_mcore.strategy.precision import MCorePrecision
 from lightning_mcore.strategy.strategy import MCoreStrategy
 
@@ -84,8 +85,13 @@ def of_precision() -> Arguments:
 
 
 def of_model(pretrained: bool = False) -> Arguments:
-    """Return the arguments of ``MCoreGPT``, or of ``MCoreGPT.from_pretrained``."""
-    return arguments_of(MCoreGPT.from_pretrained if pretrained else MCoreGPT)
+    """Return the arguments of ``MCoreGPT`` and ``MCorePreference``, or of their ``from_pretrained``."""
+    kinds = (MCorePreference, MCoreGPT)
+    return {
+        name: argument
+        for kind in kinds
+        for name, argument in arguments_of(kind.from_pretrained if pretrained else kind).items()
+    }
 
 
 def of_transformer(latent: bool = False) -> Arguments:

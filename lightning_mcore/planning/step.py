@@ -63,7 +63,7 @@ def step_work(fields: GPTFields, layout: ParallelLayout, world_size: int, batch:
         batch: Rows and tokens of a step.
     """
     trained = None if fields.adapters is None else fields.adapters.multiplications(topk=_topk(fields))
-    per_token = training_flops_per_token(fields.transformer, fields.padded_vocab_size, fields.seq_length, trained)
+    per_token = training_flops_per_token(fields.transformer, fields.output_size, fields.seq_length, trained)
     ranks = world_size // layout.pipeline_model_parallel_size
     widths = _widths(fields, layout)
     of_stage, slowed = list[float](), list[float]()
@@ -77,7 +77,7 @@ def step_work(fields: GPTFields, layout: ParallelLayout, world_size: int, batch:
                     parts[part] += flops
             outputs = int(chunk.output) + chunk.mtp
             head = "embedding." if fields.tied else "output_layer."
-            parts["output"] += outputs * _matrix_flops(fields, 2 * fields.hidden_size * fields.padded_vocab_size, head)
+            parts["output"] += outputs * _matrix_flops(fields, 2 * fields.hidden_size * fields.output_size, head)
             if chunk.embedding and not fields.tied:
                 parts["output"] += _matrix_flops(fields, 0, "embedding.")
             parts["attention"] += chunk.mtp * _matrix_flops(fields, 4 * fields.hidden_size**2, "mtp.layers.0.eh_proj.")
@@ -96,7 +96,7 @@ def _widths(fields: GPTFields, layout: ParallelLayout) -> dict[str, float]:
     experts = fields.experts
     widths["moe"] = experts.width / etp if experts is not None else math.inf
     widths["shared_experts"] = experts.shared_width / tp if experts is not None and experts.shared_width else math.inf
-    return {**widths, "output": fields.padded_vocab_size / tp}
+    return {**widths, "output": fields.output_size / (1 if fields.scores else tp)}
 
 
 _DOWN = ("linear_proj.", "linear_qkv.", "linear_q_proj.", "linear_q_down_proj.", "linear_kv_down_proj.")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.config.run import RunSettings
+from lightning_mcore.config.run import RunSettings, rows_of_pairs
 from lightning_mcore.config.value_checks import divisors
 from lightning_mcore.planning.machines import Machine
 from lightning_mcore.planning.model import GPTFields
@@ -63,6 +63,7 @@ class Suggestion:
         strategy: Arguments of ``MCoreStrategy`` to set.
         recompute: Fields of ``transformer`` to set.
         micro_batch_size: Rows of a DataLoader batch, which is one microbatch.
+        batch_size: The same as files give it: half for padded pairs.
         num_microbatches: ``accumulate_grad_batches``.
         memory: Bytes of the fullest rank.
         bubble: Share of the step during which a stage waits.
@@ -73,6 +74,7 @@ class Suggestion:
     strategy: Mapping[str, Any]
     recompute: Mapping[str, Any]
     micro_batch_size: int
+    batch_size: int
     num_microbatches: int
     memory: int
     bubble: float
@@ -115,6 +117,7 @@ def suggest(
     limit = (memory or machine.memory) * USABLE
     fields, rows = _model_and_rows(settings, devices, backend)
     found: dict[tuple[Any, ...], Suggestion] = {}
+    each = rows_of_pairs(settings.model, {**settings.data, "batch_size": 1})["batch_size"]
     least = float("inf")
     tried = 0
     layouts = _layouts(fields, devices, devices_per_node)
@@ -141,7 +144,7 @@ def suggest(
             strategy = _resets(settings.strategy, chosen, of_strategy()) | chosen
             recompute = _resets(settings.model.get("transformer") or {}, recompute, of_transformer()) | recompute
             found_here = Suggestion(
-                strategy, recompute, micro, count, needed, plan.timeline.bubble, plan.time.total, rate
+                strategy, recompute, micro, micro // each, count, needed, plan.timeline.bubble, plan.time.total, rate
             )
             key = tuple(sorted((name, str(value)) for name, value in found_here.strategy.items()))
             if key not in found or found[key].seconds > found_here.seconds:
@@ -357,7 +360,7 @@ def suggestion_text(
 def _lines(one: Suggestion, kind: Kind) -> list[str]:
     """Return the settings of a layout as lines of a file of that kind."""
     if kind != "lightning":
-        flat = {**one.strategy, **one.recompute, "per_device_train_batch_size": one.micro_batch_size}
+        flat = {**one.strategy, **one.recompute, "per_device_train_batch_size": one.batch_size}
         flat.pop("micro_batch_size", None)  # these files do not have it
         flat["gradient_accumulation_steps"] = one.num_microbatches
         return [f"{name}: {_yaml(value)}" for name, value in flat.items()]
@@ -367,7 +370,7 @@ def _lines(one: Suggestion, kind: Kind) -> list[str]:
     if one.recompute:
         lines += ["model:", "  init_args:", "    transformer:  # beside its other fields"]
         lines += [f"      {name}: {_yaml(value)}" for name, value in one.recompute.items()]
-    return [*lines, "data:", "  init_args:", f"    batch_size: {one.micro_batch_size}"]
+    return [*lines, "data:", "  init_args:", f"    batch_size: {one.batch_size}"]
 
 
 def _yaml(value: Any) -> str:

@@ -219,6 +219,19 @@ def test_the_example_of_adapters_runs(tmp_path: Path, capsys: pytest.CaptureFixt
         torch.testing.assert_close(exported[name], weight, rtol=2**-7, atol=1e-4)  # the run is in bf16
 
 
+@pytest.mark.slow
+def test_the_file_of_preferences_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [text] = blocks(guide("preference"), "yaml")
+    (tmp_path / "dpo.yaml").write_text(text)
+    rows = [{"prompt": f"q{n}", "chosen": "a" * (n % 5 + 1), "rejected": "b" * (n % 3 + 1)} for n in range(12)]
+    write(tmp_path / "pairs.jsonl", rows)
+    _save_model(tmp_path / "base")
+    (tmp_path / "run.py").write_text("from lightning_mcore.cli import console\n\nassert console() == 0\n")
+    output = run_on_ranks(capsys, 2, str(tmp_path / "run.py"), "fit", "--config=dpo.yaml", folder=tmp_path)
+    assert "train data: 12 of 12 pairs" in output
+    assert "`max_steps=3` reached" in output
+
+
 def test_the_example_of_plan_gives_a_plan() -> None:
     names: dict[str, object] = {"__name__": "page"}
     exec(blocks(guide("plan"), "python")[0], names)

@@ -12,7 +12,6 @@ import pytest
 from lightning_mcore import Preference
 from lightning_mcore.arguments.llamafactory.datasets import read_datasets
 from lightning_mcore.arguments.llamafactory.pairs import FactoryPairReading, FactoryPairs
-from lightning_mcore.arguments.llamafactory.preference import preference_of
 from lightning_mcore.arguments.llamafactory.run import read_run
 from lightning_mcore.data.finetuning.chat import named_template
 from tests.chats import characters, write
@@ -43,7 +42,7 @@ SYSTEM = "Be brief."
 )
 def test_keys_become_settings(file: str, words: list[str], expected: Preference) -> None:
     asked = read_run(file, words)
-    assert Preference.of(preference_of(asked.keys, asked.keys.stage)) == expected
+    assert Preference.of(asked.settings().model["preference"]) == expected
     assert asked.settings().data["batch_size"] == 2 * asked.data_settings()["batch_size"]
 
 

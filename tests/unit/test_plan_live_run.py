@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from lightning_mcore import MCoreGPT, MCorePrecision, MCoreStrategy, Recipe
+from lightning_mcore import MCoreGPT, MCorePrecision, MCorePreference, MCoreStrategy, Recipe
 from lightning_mcore.planning.live import plan_of, settings_of
 from lightning_mcore.planning.plan import make_plan
 from tests.unit.test_plan_rules import DENSE, run_with
@@ -38,6 +38,24 @@ def test_a_plan_of_objects_is_that_of_the_settings() -> None:
     expected = make_plan(settings, 4, 4)
     assert plan.errors == ()
     assert plan.to_dict() == expected.to_dict()
+
+
+def test_a_preference_is_planned_with_two_rows_for_each_pair() -> None:
+    data = type("Data", (), {"batch_size": 3, "seq_length": 32, "packing": False})()
+    made = [
+        MCorePreference(256, 32, {**DENSE, "hidden_dropout": 0.5}, preference={"loss": loss})
+        for loss in ("sigmoid", "reward")
+    ]
+    plans = [plan_of(trainer_with(MCoreStrategy()), module, data) for module in made]
+    for plan in plans:
+        assert plan.errors == ()
+        assert plan.batch is not None
+        assert plan.batch.rows == 3 * 2 * 4 * 4
+    assert ["under the reference are not counted" in " ".join(plan.assumptions) for plan in plans] == [True, False]
+    language, reward = [plan.parameters for plan in plans]
+    assert language is not None
+    assert reward is not None
+    assert language.total - reward.total == (256 - 1) * DENSE["hidden_size"]
 
 
 def test_configs_precision_and_data_are_read() -> None:

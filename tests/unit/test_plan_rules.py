@@ -48,6 +48,11 @@ def moe(transformer: dict[str, Any] | None = None, strategy: dict[str, Any] | No
 
 
 WRONG: dict[str, tuple[RunSettings, str]] = {
+    "a pair cut apart": (
+        run_with(strategy={"micro_batch_size": 1}, model={"preference": {"loss": "sigmoid"}}),
+        "micro_batch_size=1 cuts a pair apart",
+    ),
+    "a loss of another name": (run_with(model={"preference": {"loss": "dpo"}}), "did you mean 'sigmoid'"),
     # layout
     "sp without tp": (run_with(strategy={"sequence_parallel": True}), "sequence_parallel"),
     "vp without pp": (run_with(strategy={"virtual_pipeline_model_parallel_size": 2}), "virtual_pipeline"),

@@ -20,7 +20,7 @@ from lightning_mcore.arguments.llamafactory.freeze import trained_parts
 from lightning_mcore.arguments.llamafactory.keys import REFUSED, FactoryKeys, notes_of, translated
 from lightning_mcore.arguments.llamafactory.preference import preference_of
 from lightning_mcore.arguments.llamafactory.rules import OWN, check_keys, check_names, check_supported, own_keys
-from lightning_mcore.config.run import RunSettings
+from lightning_mcore.config.run import RunSettings, rows_of_pairs
 from lightning_mcore.data.finetuning.chat import ChatTemplate, named_template
 from lightning_mcore.data.preprocess.tokenizer import auto_tokenizer
 from lightning_mcore.hf.source import family_of, read_config
@@ -82,7 +82,8 @@ class FactoryRun:
             model = {**model, "recipe": {**model.get("recipe", {}), **rates}}
         data = {**settings.data, **self.data_settings()}
         if self.keys.learns_preferences:
-            data |= {name: 2 * data[name] for name in ("batch_size", "eval_batch_size")}  # rows, two for each pair
+            model = {**model, "preference": preference_of(self.keys, self.keys.stage)}
+            data = rows_of_pairs(model, data)
         return dataclasses.replace(settings, model=model, data=data, notes=self.notes)
 
     def model(self) -> "MCoreGPT":
@@ -99,7 +100,7 @@ class FactoryRun:
 
         keys, settings = self.keys, self.settings().model
         if keys.learns_preferences:
-            return make_model({**settings, "preference": preference_of(keys, keys.stage)}, {}, MCorePreference)
+            return make_model(settings, {}, MCorePreference)
         return make_model(settings, {}, DFTModel if keys.use_dft_loss else MCoreGPT)
 
     def data_settings(self) -> dict[str, Any]:

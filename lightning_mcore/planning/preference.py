@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What training on preferences changes in a planned run, by the rules of ``models/preference.py``."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lightning_mcore.config.preference import Preference
+from lightning_mcore.config.run import RunSettings
+from lightning_mcore.models.preference import arguments_of_base, scoring_family
+from lightning_mcore.planning.grid import GlobalBatch
+
+
+def family_to_read(model: Mapping[str, Any]) -> str | None:
+    """Return the family by whose rules the weights at ``path`` are read; None for the one in its config.
+
+    Args:
+        model: Arguments of ``from_pretrained``.
+
+    Raises:
+        FileNotFoundError: There is no such model.
+        ValueError: ``preference`` is wrong.
+        TypeError: ``preference`` is wrong.
+    """
+    family = model.get("family")
+    is_reward = "preference" in model and Preference.of(model["preference"]).loss == "reward"
+    return scoring_family(model["path"], family) if is_reward else family
+
+
+def arguments_in_use(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``MCoreGPT``, with what ``MCorePreference`` changes in them.
+
+    Args:
+        model: The arguments; with ``preference``, those of ``MCorePreference``.
+
+    Raises:
+        ValueError: ``preference`` or ``lora`` is wrong.
+        TypeError: ``preference`` or ``lora`` is wrong.
+    """
+    if "preference" not in model or not isinstance(model.get("transformer"), Mapping):
+        return dict(model)
+    setting, is_tied = Preference.of(model["preference"]), bool(model.get("share_embeddings_and_output_weights"))
+    changed = arguments_of_base(setting, model["transformer"], model.get("lora"), is_tied)
+    return {**model, **{name: value for name, value in changed.items() if name in model}}
+
+
+def faults_of_pairs(settings: RunSettings, model: Mapping[str, Any], batch: GlobalBatch | None) -> Iterator[str]:
+    """Yield a sentence if microbatches cut pairs apart.
+
+    Args:
+        settings: The run.
+        model: Its model.
+        batch: Its batch; None if unknown.
+    """
+    if batch is None or "preference" not in model or settings.data.get("packing") or batch.micro_batch_size % 2 == 0:
+        return
+    yield f"micro_batch_size={batch.micro_batch_size} cuts a pair apart; choose an even number"
+
+
+def assumptions_of_preference(model: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is not counted, as part of a sentence.
+
+    Args:
+        model: Its model.
+    """
+    if "preference" in model and Preference.of(model["preference"]).needs_reference:
+        yield "the passes that compute log-probabilities under the reference are not counted"
