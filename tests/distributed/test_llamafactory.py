@@ -138,6 +138,9 @@ def test_the_files_of_preferences_run(tmp_path: Path, capfd: pytest.CaptureFixtu
     found = losses_of("dpo-full", 2, *layout, **full)
     assert found[0] == pytest.approx(1 / (4 * 0.1**2), abs=1e-4)
     assert len(losses(tmp_path / "dpo-full", "eval_loss")) == 2
+    for prefix in ("", "eval_"):
+        names = [f"{prefix}{name}" for name in ("rewards/chosen", "rewards/accuracies", "logps/rejected")]
+        assert [len(losses(tmp_path / "dpo-full", name)) for name in names] == [2 if prefix else 3] * 3
     assert len(list((tmp_path / "dpo-full" / "cache").rglob("reference-*.f64"))) == 2
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "dpo-full" / "out").config.model_type == "qwen3"
     resumed = f"resume_from_checkpoint={tmp_path / 'dpo-full' / 'out' / 'checkpoint-2.ckpt'}"

@@ -3,7 +3,8 @@
 
 :class:`LossRecord` writes ``trainer_log.jsonl``, where LLaMA-Factory's tools look for losses:
 ``{"step": 10, "loss": 1.25, "lr": 1e-05, "epoch": 0}`` for training, ``{"step": 10, "eval_loss": 1.5, "epoch": 0}`` for
-evaluation. Rank 0 writes it, and a resumed run appends to it.
+evaluation. In stages that learn from preferences, ``rewards/...``, ``logps/...`` and the other values that the module
+logs are added; in evaluation their names begin with ``eval_``. Rank 0 writes it, and a resumed run appends to it.
 
 Checkpoints (``checkpoint-<step>...``) are saved during the run. The model in Hugging Face form is added at the end, so
 that ``output_dir`` itself can be loaded. It is first written to a folder inside, and then moved; ``config.json``,
@@ -67,7 +68,9 @@ class LossRecord(Callback):
             return
         self.training.append((step, float(loss)))
         rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        self._write(trainer, {"step": step, "loss": float(loss), "lr": max(rates, default=0.0)})
+        self._write(
+            trainer, {"step": step, "loss": float(loss), "lr": max(rates, default=0.0), **_of_preferences(trainer)}
+        )
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record the loss of an evaluation, including the one before the first step (``eval_on_start``)."""
@@ -75,7 +78,10 @@ class LossRecord(Callback):
         if loss is None:
             return
         self.evaluation.append((trainer.global_step, float(loss)))
-        self._write(trainer, {"step": trainer.global_step, "eval_loss": float(loss)})
+        self._write(
+            trainer,
+            {"step": trainer.global_step, "eval_loss": float(loss), **_of_preferences(trainer, "val_", "eval_")},
+        )
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Plot the losses."""
@@ -100,6 +106,13 @@ class LossRecord(Callback):
         axes.set(xlabel="optimizer step", ylabel="loss")
         axes.legend()
         figure.savefig(os.path.join(self._folder, PICTURE), dpi=120)
+
+
+def _of_preferences(trainer: pl.Trainer, prefix: str = "", written: str = "") -> dict[str, float]:
+    """Return the values of a loss over pairs; names that begin with ``prefix`` are written with ``written``."""
+    names = tuple(prefix + name for name in ("rewards/", "logps/", "sft_loss", "odds_ratio_loss", "kl"))
+    logged = trainer.callback_metrics.items()
+    return {written + name.removeprefix(prefix): float(value) for name, value in logged if name.startswith(names)}
 
 
 def _require_matplotlib() -> None:
