@@ -281,6 +281,11 @@ def kind_of(document: Mapping[str, Any], path: str) -> Kind:
         return "lightning"
     if "stage" in keys or len(_OF_LLAMAFACTORY & keys) >= 2:
         return "llamafactory"
+    if "actor_train" in keys:
+        raise ValueError(
+            f"{path} is a pipeline file of ROLL, which is not read; write a LightningCLI file, or a LLaMA-Factory file"
+            " with stage: dpo, pref_beta and dpo_label_smoothing"
+        )
     known = argument_names()
     if keys & known:
         return "arguments"

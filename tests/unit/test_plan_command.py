@@ -370,3 +370,10 @@ def test_a_model_of_the_hub_is_planned_with_its_config(
         assert (code, sentence in error) == (2, True)
     code, _, error = printed(capsys, str(config), "--devices", "2")
     assert (code, "describes a model but no run; give the file of the run too" in error) == (2, True)
+
+
+def test_a_pipeline_file_of_roll_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "dpo.yaml"
+    file.write_text("pretrain: model\nbeta: 0.1\nmax_grad_norm: 1.0\nactor_train: {}\nreference: {}\n")
+    assert run([str(file)]) == 2
+    assert "is a pipeline file of ROLL, which is not read" in capsys.readouterr().err
