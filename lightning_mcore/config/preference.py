@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
-from lightning_mcore.config.text import unknown_name
-from lightning_mcore.config.value_checks import choices, require_choice, require_flag
+from lightning_mcore.config.value_checks import choices, from_fields, require_choice, require_flag
 
 PreferenceLoss: TypeAlias = Literal["sigmoid", "robust", "hinge", "ipo", "orpo", "simpo", "kto", "reward"]
 """The losses; all but ``kto`` are of a pair of answers. ``reward`` trains a reward model."""
@@ -134,15 +133,7 @@ class Preference:
             ValueError: The mapping has an unknown key, or a value is refused.
             TypeError: It is neither.
         """
-        if isinstance(given, Preference):
-            return given
-        if not isinstance(given, Mapping):
-            raise TypeError(f"preference={given!r} is not a Preference; give one, or a dict of its fields")
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in given:
-            if name not in known:
-                raise ValueError(unknown_name("field of Preference", str(name), known))
-        return cls(**given)
+        return from_fields(cls, "preference", given)
 
     def plain(self) -> dict[str, Any]:
         """Return all fields as plain data; :meth:`of` reads it back."""

@@ -6,11 +6,16 @@ all errors about sizes read alike. :func:`accepts` tells whether plain data fits
 configs, as YAML writes it: functions as import paths, enum members by name.
 """
 
+import dataclasses
 import enum
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, Union
+from typing import Any, Literal, TypeVar, Union
+
+from lightning_mcore.config.text import unknown_name
+
+T = TypeVar("T")
 
 
 def require_size(name: str, value: object, at_least: int = 1) -> None:
@@ -44,6 +49,29 @@ def require_choice(name: str, value: object, kind: Any) -> None:
     """
     if value not in typing.get_args(kind):
         raise ValueError(f"{name}={value!r} is unknown; choose {choices(map(repr, typing.get_args(kind)))}")
+
+
+def from_fields(kind: type[T], name: str, given: T | Mapping[str, Any]) -> T:
+    """Return settings as they are, or from a mapping of their fields, as in files and hyper-parameters.
+
+    Args:
+        kind: The dataclass of the settings.
+        name: What an argument that holds them is called.
+        given: Settings, or a mapping.
+
+    Raises:
+        TypeError: It is neither.
+        ValueError: A field is unknown, or a value is refused.
+    """
+    if isinstance(given, kind):
+        return given
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{name}={given!r} is not a {kind.__name__}; give one, or a dict of its fields")
+    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for key in given:
+        if key not in known:
+            raise ValueError(unknown_name(f"field of {kind.__name__}", str(key), known))
+    return kind(**given)
 
 
 def require_divides(name: str, size: int, of: str, whole: int | None) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from lightning_mcore.config.text import unknown_name
+from lightning_mcore.config.value_checks import from_fields
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -116,15 +116,7 @@ class Recipe:
             TypeError: It is neither a recipe nor a mapping.
             ValueError: A name is unknown, or a value is refused.
         """
-        if isinstance(given, Recipe):
-            return given
-        if not isinstance(given, Mapping):
-            raise TypeError(f"recipe={given!r} is not a Recipe; give one, or a dict of its fields")
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in given:
-            if name not in known:
-                raise ValueError(unknown_name("field of Recipe", str(name), known))
-        return cls(**given)
+        return from_fields(cls, "recipe", given)
 
     def plain(self) -> dict[str, Any]:
         """Return all fields as plain data for YAML; :meth:`of` reads it back."""

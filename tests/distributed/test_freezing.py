@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model that trains some of its weights: the steps of transformers, frozen weights bit for bit, no state for them."""
 
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn import functional
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreGPT, MCoreStrategy, Recipe
 from lightning_mcore.arguments.llamafactory.run import read_run
@@ -21,7 +19,7 @@ from lightning_mcore.planning.adapters import with_adapters
 from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.step import step_work
-from tests.distributed.test_lora import GLOBAL_BATCH, LENGTH, Course, Rows
+from tests.distributed.test_lora import GLOBAL_BATCH, LENGTH, Course, Rows, losses_of_steps
 from tests.factory_files import LLAMA3, write_run
 from tests.hf_models import read_tensors, tiny_folder
 from tests.layouts import Layout
@@ -105,14 +103,7 @@ def steps_of_transformers(folder: str, parts: list[str], steps: int) -> tuple[li
         {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.SGD(groups, lr=RATE, momentum=Recipe().sgd_momentum)
-    losses = []
-    shuffled = DistributedSampler(Rows(), num_replicas=1, rank=0)  # as Lightning does
-    for batch in islice(DataLoader(Rows(), batch_size=GLOBAL_BATCH, sampler=shuffled), steps):
-        loss = functional.cross_entropy(model(batch["tokens"]).logits.flatten(0, 1), batch["labels"].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = losses_of_steps(model, optimizer, steps)
     return losses, {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 

@@ -189,6 +189,19 @@ def test_lora_plus_is_that_of_peft_and_goes_on_where_it_was_saved(tmp_path: Path
     assert all(torch.equal(data, whole(run)[place]) for place, data in whole(resumed).items())
 
 
+def losses_of_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    """Train a model of transformers on the same rows as the runs, and return the loss of each step."""
+    losses = []
+    shuffled = DistributedSampler(Rows(), num_replicas=1, rank=0)  # as Lightning does
+    for batch in islice(DataLoader(Rows(), batch_size=GLOBAL_BATCH, sampler=shuffled), steps):
+        loss = functional.cross_entropy(model(batch["tokens"]).logits.flatten(0, 1), batch["labels"].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def steps_of_peft(base: str, adapter: str, ratio: float, steps: int) -> tuple[list[float], dict[str, Tensor]]:
     """Return the losses of PEFT with its own optimizer for LoRA+, and the adapter's weights at the end."""
     from peft import PeftModel, get_peft_model_state_dict
@@ -200,14 +213,7 @@ def steps_of_peft(base: str, adapter: str, ratio: float, steps: int) -> tuple[li
     own = {"betas": Recipe().betas, "eps": Recipe().eps, "loraplus_weight_decay": Recipe().weight_decay}
     own["loraplus_lr_embedding"] = RATE / 3
     optimizer = create_loraplus_optimizer(model, torch.optim.AdamW, lr=RATE, loraplus_lr_ratio=ratio, **own)
-    losses = []
-    shuffled = DistributedSampler(Rows(), num_replicas=1, rank=0)  # as Lightning does
-    for batch in islice(DataLoader(Rows(), batch_size=GLOBAL_BATCH, sampler=shuffled), steps):
-        loss = functional.cross_entropy(model(batch["tokens"]).logits.flatten(0, 1), batch["labels"].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = losses_of_steps(model, optimizer, steps)
     return losses, get_peft_model_state_dict(model, save_embedding_layers=False)
 
 

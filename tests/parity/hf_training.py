@@ -81,7 +81,7 @@ def reference(name: str) -> Reference:
         parameters |= extra.parameters()
     total.backward()
     kept = {key: tensor for key, tensor in read_tensors(folder) if key.endswith(ROUTER_BIAS)}
-    return Reference(output.logits.detach(), loss.item(), _on_disk(name, parameters) | kept)
+    return Reference(output.logits.detach(), loss.item(), on_disk(name, parameters) | kept)
 
 
 def _mean(logits: Tensor, labels: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class _MultiToken:
         return found
 
 
-def _on_disk(name: str, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+def on_disk(name: str, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the gradients with experts taken apart, under the names of the disk."""
     family = VARIANTS[name][0] if name in VARIANTS else name
     found: dict[str, Tensor] = {}
@@ -205,17 +205,17 @@ class Watched(MCoreGPT):
         return gather_sequence(logits, process_group("cp"))
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        gradients: dict[int, Tensor] = {}
-        for chunk in self.trainer.strategy._chunks.ddp:
-            gradients |= whole_gradients(chunk)
-        self.gradients = _parts(self, gradients)
+        self.gradients = finished_gradients(self)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def _parts(module: MCoreGPT, gradients: dict[int, Tensor]) -> list[Part]:
+def finished_gradients(module: MCoreGPT) -> list[Part]:
     """Return the gradients on this rank, which take the place of the weights for as long as it takes to look."""
+    gradients: dict[int, Tensor] = {}
+    for chunk in module.trainer.strategy._chunks.ddp:
+        gradients |= whole_gradients(chunk)
     parameters = [parameter.data for parameter in module.model.parameters()]
     kept = [data.clone() for data in parameters]
     for data in parameters:

@@ -38,8 +38,7 @@ from lightning_mcore.data.sampling import data_parallel_place
 from lightning_mcore.hf.export import export_checkpoint
 from tests.hf_models import VOCAB_SIZE, tiny_folder
 from tests.layouts import Layout
-from tests.parity.global_tensors import whole_gradients
-from tests.parity.hf_training import Part, _on_disk, _parts
+from tests.parity.hf_training import Part, finished_gradients, on_disk
 from tests.ranks import run_ranks
 from tests.toy import make_trainer
 
@@ -218,7 +217,7 @@ def plain_step(case: str, family: str) -> Wanted:
     values |= {"train_loss": loss}
     return Wanted(
         {name: float(torch.as_tensor(value).detach()) for name, value in values.items()},
-        _on_disk(family, dict(policy.named_parameters())),
+        on_disk(family, dict(policy.named_parameters())),
     )
 
 
@@ -320,10 +319,7 @@ class Watched(MCorePreference):
     gradients: list[Part]
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        gradients: dict[int, Tensor] = {}
-        for chunk in self.trainer.strategy._chunks.ddp:
-            gradients |= whole_gradients(chunk)
-        self.gradients = _parts(self, gradients)
+        self.gradients = finished_gradients(self)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
