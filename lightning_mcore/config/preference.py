@@ -30,7 +30,7 @@ _OTHER_NAMES = {
 _ALL = get_args(PreferenceLoss)
 _OF_REFERENCE = tuple(loss for loss in _ALL if loss not in WITHOUT_REFERENCE)
 _OF_LOGPS = tuple(loss for loss in _ALL if loss not in ("kto", "reward"))
-_ONLY_WITH: Mapping[str, tuple[str, ...]] = {
+USED_BY: Mapping[str, tuple[str, ...]] = {
     "beta": (*_OF_LOGPS, "kto"),
     "label_smoothing": ("sigmoid", "robust"),
     "simpo_gamma": ("simpo",),
@@ -43,7 +43,7 @@ _ONLY_WITH: Mapping[str, tuple[str, ...]] = {
     "reference": _OF_REFERENCE,
     "precompute_reference": _OF_REFERENCE,
 }
-"""The losses that a setting has a meaning for."""
+"""The losses that a setting has a meaning for; all, if it is not here."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Preference:
             value = getattr(self, field.name)
             if isinstance(field.default, float) or (field.name == "ld_alpha" and value is not None):
                 _check_number(field.name, value)
-            of = _ONLY_WITH.get(field.name)
+            of = USED_BY.get(field.name)
             if of is not None and value != field.default and self.loss not in of:
                 raise ValueError(
                     f"{field.name}={value!r} has no meaning for the loss {self.loss!r}; leave it out, or choose"

@@ -7,9 +7,9 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from lightning_mcore.config.preference import Preference
+from lightning_mcore.config.preference import USED_BY, Preference
 from lightning_mcore.config.value_checks import choices
 
 PREFERENCE_STAGES = ("dpo", "kto", "rm")
@@ -35,13 +35,6 @@ _OF_STAGE: dict[str, dict[str, str]] = {
     "rm": {},
 }
 """The keys of each stage, and the settings that they become."""
-_OF_LOSS = {
-    "dpo_label_smoothing": ("sigmoid",),
-    "simpo_gamma": ("simpo",),
-    "pref_bco_weight": ("sigmoid", "hinge", "ipo"),
-    "ref_model": ("sigmoid", "hinge", "ipo"),
-}
-"""The losses of ``stage: dpo`` for which a key has a meaning; all, if it is not here."""
 _LARGEST = {"dpo_label_smoothing": 0.5, "ld_alpha": 1.0}
 
 
@@ -96,7 +89,8 @@ def check_preferences(keys: PreferenceKeys, stage: str) -> None:
         stages = [known for known, names in _OF_STAGE.items() if name in names]
         if stage not in stages:
             raise ValueError(f"{name}: {value!r} is for stage: {choices(stages)}; leave it out, or choose that")
-        losses = _OF_LOSS.get(name, (keys.pref_loss,))
+        used_by = USED_BY.get(_OF_STAGE[stage][name], (keys.pref_loss,))
+        losses = [loss for loss in get_args(PreferenceLossKey) if loss in used_by]
         if stage == "dpo" and keys.pref_loss not in losses:
             raise ValueError(
                 f"{name}: {value!r} has no meaning for pref_loss: {keys.pref_loss}; leave it out, or choose"
