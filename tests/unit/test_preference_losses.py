@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each loss of preference training and its derivatives, in fp64, against the same formula written in another way."""
+"""Each loss of preference training and its derivatives, in fp64, against the same formula written in another way.
 
+And against what TRL's own functions gave: ``tests/trl_losses.py`` writes that file.
+"""
+
+import json
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from lightning_mcore import MCorePreference
 from lightning_mcore.models import preference_losses as losses
+from lightning_mcore.models.preference import _Answers
 
 BETA = 0.3
 
@@ -118,3 +127,28 @@ def test_the_odds_ratio_is_finite_for_answers_of_probability_near_1() -> None:
     (gradient,) = torch.autograd.grad(value.sum(), sure)
     assert value.isfinite().all()
     assert gradient.isfinite().all()
+
+
+OF_TRL: dict[str, Any] = json.loads(Path(__file__).with_name("trl_losses.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", OF_TRL["results"])
+def test_a_loss_its_derivatives_and_rewards_are_those_of_trl(name: str) -> None:
+    wanted = OF_TRL["results"][name]
+    transformer = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+    module = MCorePreference(32, 16, transformer, preference=wanted["preference"])
+    alone: Any = SimpleNamespace(strategy=SimpleNamespace(reduce=lambda values, **_: values))
+    module.trainer = alone
+    logps, reference, lengths = (torch.tensor(OF_TRL[key]).double() for key in ("logps", "reference", "lengths"))
+    has_reference = module.preference.needs_reference
+    answers = _Answers(
+        logps.requires_grad_(), lengths, reference if has_reference else None, torch.ones(len(logps)).bool()
+    )
+    if name == "kto":
+        each, values = module._kto(answers, torch.tensor(OF_TRL["desirable"]).repeat_interleave(2))
+    else:
+        each, values = (module._rewards if name == "reward" else module._pairs)(answers)
+    (derivatives,) = torch.autograd.grad(each.sum(), logps)
+    rewards = torch.stack([values[f"rewards/{kind}"][0].detach() for kind in ("chosen", "rejected")])
+    for found, key in ((each.detach(), "losses"), (derivatives, "derivatives"), (rewards, "rewards")):
+        torch.testing.assert_close(found, torch.tensor(wanted[key], dtype=torch.float64), rtol=1e-12, atol=1e-12)
