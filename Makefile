@@ -10,6 +10,7 @@
 #   LIGHTNING     a checkout of Lightning's repository, whose own tests "make test-lightning" runs
 #   SOURCE        a checkout of TransformerEngine, whose own tests "make test-te-suite" runs
 #   MIN_TESTS     fewer tests than this are a failure; not applied to a part chosen by PYTEST_ARGS
+#                 (MIN_TE_TESTS, MIN_THOROUGH_TESTS and MIN_THOROUGH_TE_TESTS likewise for the other sets)
 #   ARGS          arguments of the demo, the benchmark, Lightning's tests or the walk over random settings
 
 VENV := .venv
@@ -24,14 +25,17 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 MCORE_LATEST ?= 0.19.2
 TE_RELEASE ?= 2.11.0
-MIN_TESTS ?= $(if $(PYTEST_ARGS),0,6300)
-MIN_TE_TESTS ?= $(if $(PYTEST_ARGS),0,200)
+MARK := not thorough
+MIN_TESTS ?= $(if $(PYTEST_ARGS),0,6000)
+MIN_TE_TESTS ?= $(if $(PYTEST_ARGS),0,150)
+MIN_THOROUGH_TESTS ?= $(if $(PYTEST_ARGS),0,1)
+MIN_THOROUGH_TE_TESTS ?= $(if $(PYTEST_ARGS),0,0)
 ARGS ?=
 LIGHTNING ?=
 SOURCE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install check docs format test test-fast test-lightning test-mcore-latest test-te test-te-suite fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-fp8 bench bench-checkpoint \
+.PHONY: help install check docs format test test-fast test-thorough test-lightning test-mcore-latest test-te test-te-suite fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-fp8 bench bench-checkpoint \
 	bench-packing bench-preprocess bench-hf bench-lora bench-preference bench-startup gpu torture faults mutate clean
 
 help:  ## list the commands
@@ -64,12 +68,16 @@ format: $(INSTALLED)  ## fix what the linter can fix, and format
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-test: $(INSTALLED)  ## run all tests
-	MIN_TESTS=$(MIN_TESTS) $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
-	$(if $(PYTEST_ARGS),,@$(MAKE) --no-print-directory test-te)
+test: $(INSTALLED)  ## run the tests: each claim of the project, once
+	MIN_TESTS=$(MIN_TESTS) $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup -m "$(MARK)" $(PYTEST_ARGS)
+	$(if $(PYTEST_ARGS),,@$(MAKE) --no-print-directory test-te MARK="$(MARK)" MIN_TE_TESTS=$(MIN_TE_TESTS))
+
+test-thorough:  ## run the tests that make test leaves out: the same claims on more layouts, models and settings
+	@$(MAKE) --no-print-directory test MARK=thorough MIN_TESTS=$(MIN_THOROUGH_TESTS) MIN_TE_TESTS=$(MIN_THOROUGH_TE_TESTS)
 
 test-fast: $(INSTALLED)  ## run the quick tests of one process, before each commit
-	$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup -m "not slow and not distributed" $(PYTEST_ARGS) tests/unit
+	$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup \
+		-m "not slow and not distributed and not thorough" $(PYTEST_ARGS) tests/unit
 
 # Python 3.11 installs megatron-core 0.16.1; later releases ask for 3.12, yet all that is used of them runs on 3.11.
 # So their wheel is unpacked beside .venv and comes first on the path, and its one compiled file is made for this Python.
@@ -94,7 +102,8 @@ $(LATEST)/.unpacked: $(INSTALLED)
 	@touch $@
 
 test-mcore-latest: $(LATEST)/.unpacked  ## run all tests on the newest megatron-core that is supported
-	PYTHONPATH=$(CURDIR)/$(LATEST)/site MEGATRON_CORE_VERSION=$(MCORE_LATEST) MIN_TESTS=$(MIN_TESTS) \
+	PYTHONPATH=$(CURDIR)/$(LATEST)/site MEGATRON_CORE_VERSION=$(MCORE_LATEST) \
+		MIN_TESTS=$$(($(MIN_TESTS) + $(MIN_THOROUGH_TESTS))) \
 		$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 # TransformerEngine's Python code alone, without the CUDA library, is not installed into .venv but unpacked beside it: all
@@ -110,7 +119,7 @@ $(TE)/.unpacked: $(INSTALLED)
 
 test-te: $(TE)/.unpacked  ## run the tests of TransformerEngine on the CPU
 	PYTHONPATH=$(CURDIR)/$(TE)/site MIN_TESTS=$(MIN_TE_TESTS) \
-		$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup $(PYTEST_ARGS) tests/te
+		$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup -m "$(MARK)" $(PYTEST_ARGS) tests/te
 
 test-te-suite: $(TE)/.unpacked  ## run TransformerEngine's own tests as they are, on the CPU
 	@test -d "$(SOURCE)/tests/pytorch" || { \

@@ -5,6 +5,7 @@ Measured over these runs: weights, gradients and optimizer state agree to 0.2 % 
 planned of activations is between 9 % less and 8 % more than what is there.
 """
 
+import functools
 from typing import Any
 
 import pytest
@@ -191,22 +192,40 @@ RUNS: dict[str, LiveRun] = {
     "tp2-sp-pp2-vp2-dp2-do": run(world=8, strategy=SP | VP | OVERLAPPED, microbatches=4),
 }
 
-_found: dict[int, list[dict[str, dict[str, int]]]] = {}
+THOROUGH = (
+    *("wide-and-long", "large-vocabulary", "biased-bf16", "fusions", "moe-capacity", "latent-bf16", "pp4-vp2"),
+    *("latent-without-norms", "recompute-each-layer-bf16", "recompute-two-layers", "recompute-shared-experts"),
+    *("tp2-recompute", "tp2-sp-moe", "cp2-packed", "pp2-one-microbatch", "pp2-recompute", "pp2-vp2-group4"),
+    *("pp2-split", "tp2-sp-cp2", "tp2-sp-pp2-vp2-dp2-do", "reward-bf16", "adapters-bf16-query-and-value"),
+    *("adapters-dropout", "adapters-latent", "adapters-tp2", "adapters-pp2", "adapters-ep2-moe"),
+    "adapters-dp2-do-bf16",
+)
+"""Runs that differ from one that stays in what another run that stays differs in."""
 
 
-def found(world: int) -> list[dict[str, dict[str, int]]]:
-    """Return what each rank measured in the runs of that many ranks, which are trained once."""
-    if world not in _found:
-        runs = {name: run for name, run in RUNS.items() if run.world == world}
-        _found[world] = run_ranks(world, measured, runs, timeout=300)
-    return _found[world]
+def _chosen(name: str) -> Any:
+    """Return the parameter of a run; runs of as many ranks are trained together, in one process."""
+    kind = [pytest.mark.thorough] if name in THOROUGH else []
+    return pytest.param(name, marks=[pytest.mark.xdist_group(f"plan_memory-{RUNS[name].world}"), *kind])
 
 
-@pytest.mark.parametrize("name", RUNS)
+@functools.cache
+def found(world: int, thorough: bool) -> list[dict[str, dict[str, int]]]:
+    """Return what each rank measured in the runs of that many ranks, those of one mark, which are trained once."""
+    runs = {name: run for name, run in RUNS.items() if run.world == world and (name in THOROUGH) == thorough}
+    ranks: list[dict[str, dict[str, int]]] = run_ranks(world, measured, runs, timeout=300)
+    return ranks
+
+
+def test_runs_are_known() -> None:
+    assert set(THOROUGH) <= set(RUNS)
+
+
+@pytest.mark.parametrize("name", [_chosen(name) for name in RUNS])
 def test_memory_is_as_planned(name: str) -> None:
     run = RUNS[name]
 
-    for rank, kinds in enumerate(found(run.world)):
+    for rank, kinds in enumerate(found(run.world, name in THOROUGH)):
         planned = run.planned(rank)
         for kind in ("weights", "gradients", "optimizer"):
             assert getattr(planned, kind) == pytest.approx(kinds[name][kind], rel=STATE), (rank, kind)
