@@ -36,7 +36,7 @@ SOURCE ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help install check docs format test test-fast test-thorough test-lightning test-mcore-latest test-te test-te-suite fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-fp8 bench bench-checkpoint \
-	bench-packing bench-preprocess bench-hf bench-lora bench-preference bench-startup gpu torture faults mutate clean
+	bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-startup gpu torture faults mutate clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -185,6 +185,9 @@ bench-hf: $(INSTALLED)  ## time Hugging Face models in and out against a copy
 
 bench-lora: $(INSTALLED)  ## time adapters beside full training and beside peft
 	$(RUN) -m benchmarks.lora $(ARGS)
+
+bench-peers: $(INSTALLED)  ## time a step beside Lightning's DDP and FSDP2, transformers' Trainer and bare Megatron
+	$(RUN) -m benchmarks.peers $(ARGS)
 
 bench-preference: $(INSTALLED)  ## time a step of DPO beside trl (if installed), and its memory beside whole logits
 	$(RUN) -m benchmarks.preference $(ARGS)

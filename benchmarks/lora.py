@@ -21,6 +21,7 @@ import resource
 import statistics
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +45,24 @@ FORMS = (FULL, ADAPTERS, PEFT)
 
 
 class Clock(pl.Callback):
-    """Records the seconds from the end of one step to the end of the next."""
+    """Records the seconds from the end of one optimizer step to the end of the next."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.ends.append(time.perf_counter())
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step > len(self.ends):
+            self.ends.append(time.perf_counter())
 
     @property
     def median(self) -> float:
-        steps = [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)]
-        return statistics.median(steps[WARM_UP:])
+        """Seconds of a step, without those of the warm-up."""
+        return median_step(self.ends)
+
+
+def median_step(ends: list[float]) -> float:
+    """Return the median of the seconds between these ends of all steps, without the first ``WARM_UP`` steps."""
+    return statistics.median([b - a for a, b in pairwise(ends)][WARM_UP - 1 :])
 
 
 class PeftModule(pl.LightningModule):

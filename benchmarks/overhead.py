@@ -149,11 +149,29 @@ class BareLoop:
 
 def bare_loop(options: argparse.Namespace, parallel: dict[str, Any]) -> BareLoop:
     """Return the loop of a model as ours, on a layout."""
+    return megatron_loop(transformer_fields(options), VOCAB_SIZE, parallel, data(options), options)
+
+
+def megatron_loop(
+    fields: dict[str, Any],
+    vocab_size: int,
+    parallel: dict[str, Any],
+    batches: Iterable[dict[str, torch.Tensor]],
+    sizes: Any,
+) -> BareLoop:
+    """Return a bare loop on open process groups.
+
+    Args:
+        fields: The model's fields of ``TransformerConfig``.
+        vocab_size: Rows of the embedding.
+        parallel: The arguments of ``MCoreStrategy`` that the groups were opened with.
+        batches: As :class:`BareLoop` takes them.
+        sizes: As :class:`BareLoop` takes them.
+    """
     sharded = parallel.get("use_distributed_optimizer", False)
-    sizes = {name: value for name, value in parallel.items() if name != "use_distributed_optimizer"}
     config = TransformerConfig(
-        **transformer_fields(options),
-        **sizes,
+        **fields,
+        **{name: value for name, value in parallel.items() if name != "use_distributed_optimizer"},
         hidden_dropout=0.0,
         attention_dropout=0.0,
         calculate_per_token_loss=True,
@@ -163,8 +181,8 @@ def bare_loop(options: argparse.Namespace, parallel: dict[str, Any]) -> BareLoop
     model = GPTModel(
         config,
         gpt_block_spec(config, "local"),
-        vocab_size=VOCAB_SIZE,
-        max_sequence_length=options.seq_length,
+        vocab_size=vocab_size,
+        max_sequence_length=sizes.seq_length,
         pre_process=first,
         post_process=last,
         position_embedding_type="rope",
@@ -178,7 +196,7 @@ def bare_loop(options: argparse.Namespace, parallel: dict[str, Any]) -> BareLoop
         [wrapped],
         use_gloo_process_groups=False,
     )
-    return BareLoop(wrapped, optimizer, data(options), options)
+    return BareLoop(wrapped, optimizer, batches, sizes)
 
 
 class PairedSteps(pl.Callback):

@@ -22,7 +22,6 @@ import os
 import statistics
 import tempfile
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.lora import WARM_UP, Clock, _peak
+from benchmarks.lora import WARM_UP, Clock, _peak, median_step
 from benchmarks.overhead import REPOSITORY, circumstances, write_results
 from lightning_mcore import MCorePreference, MCoreStrategy, Preference, Recipe
 from lightning_mcore.data.packing.best_fit import TokenSample
@@ -119,8 +118,7 @@ def _train_with_trl(folder: str, given: list[tuple[list[int], list[int], list[in
         model=model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, callbacks=[Ends()]
     )
     trainer.train()
-    steps = [b - a for a, b in pairwise(ends)]
-    return statistics.median(steps[WARM_UP:])
+    return median_step(ends)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
