@@ -105,9 +105,45 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
     },
 }
-"""A config of each family, by ``model_type``."""
+"""A config of each of the first nine families, by ``model_type``."""
 
 FAMILIES = tuple(CONFIGS)
+
+_SIGMOID = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+_LAYERS = ["full_attention", "sliding_attention"] * 2
+
+MORE_CONFIGS: dict[str, dict[str, Any]] = {
+    "kimi_k2": {
+        **_SIZES,
+        **_GROUPED,
+        **_LATENT,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+        "routed_scaling_factor": 2.827,
+    },
+    "ministral": {**_SIZES, "head_dim": 16, "sliding_window": 8, "layer_types": _LAYERS},
+    "smollm3": {**_SIZES, "no_rope_layers": [1, 0, 1, 0], "tie_word_embeddings": True},
+    "seed_oss": {**_SIZES, "head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    "phi3": {**_SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    "glm": {**_SIZES, "head_dim": 16},
+    "ernie4_5": {**_SIZES, "head_dim": 16},
+    "dots1": {
+        **_SIZES,
+        **_SIGMOID,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "sliding_window": 8,
+        "layer_types": _LAYERS,
+    },
+}
+"""The same of the families after them."""
+
+MORE_FAMILIES = tuple(MORE_CONFIGS)
+CONFIGS |= MORE_CONFIGS
+
+UNKNOWN_TO_TRANSFORMERS = {"kimi_k2": "deepseek_v3"}
+"""Families that transformers reads as another one."""
 
 MULTI_TOKEN = ("deepseek_v3", "glm4_moe")
 """Families that may have layers for multi-token prediction: ``save_tiny(..., num_nextn_predict_layers=1)``."""
@@ -163,7 +199,7 @@ def tiny_config(family: str, **overrides: Any) -> "PreTrainedConfig":
     from transformers import AutoConfig
 
     return AutoConfig.for_model(
-        family, **copy.deepcopy({**CONFIGS[family], **overrides})
+        UNKNOWN_TO_TRANSFORMERS.get(family, family), **copy.deepcopy({**CONFIGS[family], **overrides})
     )  # it changes what it is given
 
 
@@ -202,6 +238,9 @@ def save_tiny(
         content = json.loads((where / "config.json").read_text())
         content["num_hidden_layers"] -= extra
         (where / "config.json").write_text(json.dumps(content, indent=2))
+    if family in UNKNOWN_TO_TRANSFORMERS:
+        content = json.loads((where / "config.json").read_text())
+        (where / "config.json").write_text(json.dumps({**content, "model_type": family}, indent=2))
     (where / "model.safetensors").unlink()
     save_torch_state_dict(tensors, where, max_shard_size=max_shard_size)
     if tokenizer:

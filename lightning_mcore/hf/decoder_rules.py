@@ -25,7 +25,7 @@ from lightning_mcore.hf.config_rules import (
     refuse_outside,
     refuse_unless,
 )
-from lightning_mcore.hf.weight_rules import QueryKeyValue, Rename, Rows, Vocabulary, WeightRule
+from lightning_mcore.hf.weight_rules import JoinedQueryKeyValue, QueryKeyValue, Rename, Rows, Vocabulary, WeightRule
 
 # ---- rotary positions
 
@@ -240,13 +240,27 @@ HEAD_SIZE = Same("head_dim", "kv_channels", at_least=1)
 DECODER: tuple[ConfigRule, ...] = (*WITHOUT_POSITIONS, ROPE, HEAD_SIZE)
 """The same, with rotary positions of whole heads."""
 
-_ALL_OR_NONE = (
+ALL_OR_NONE = (
     "Megatron has biases in all projections of attention and MLP, in queries, keys and values only, or in none"
 )
 
-NO_ATTENTION_BIAS = Only("attention_bias", False, _ALL_OR_NONE)
+NO_ATTENTION_BIAS = Only("attention_bias", False, ALL_OR_NONE)
 
-NO_MLP_BIAS = Only("mlp_bias", False, _ALL_OR_NONE)
+NO_MLP_BIAS = Only("mlp_bias", False, ALL_OR_NONE)
+
+
+def _read_dropout(config: Config) -> dict[str, Any]:
+    share = config.get("resid_pdrop", 0.0)
+    refuse_unless("embd_pdrop", config.get("embd_pdrop", share), (share,), "Megatron has one dropout for both")
+    return {"hidden_dropout": share}
+
+
+ONE_DROPOUT = Derived(
+    ("resid_pdrop", "embd_pdrop"),
+    _read_dropout,
+    lambda fields: dict.fromkeys(("resid_pdrop", "embd_pdrop"), fields["hidden_dropout"]),
+)
+"""Dropout of the embedding and of what each layer adds."""
 
 PRETRAINING_TP = Unused(("pretraining_tp",))
 
@@ -322,6 +336,37 @@ WINDOWS = Derived(
 """The kind of a layer decides whether it has a window; without kinds, transformers derives them from
 ``max_window_layers``."""
 
+
+def _read_layer_windows(config: Config) -> dict[str, Any]:
+    return _read_windows({**config, "use_sliding_window": True})
+
+
+def _write_layer_windows(fields: Fields) -> dict[str, Any]:
+    keys = _write_windows(fields)
+    return {key: keys[key] for key in ("sliding_window", "layer_types")}
+
+
+LAYER_WINDOWS = Derived(
+    ("sliding_window", "layer_types", "max_window_layers"), _read_layer_windows, _write_layer_windows
+)
+"""The same without a switch."""
+
+# ---- layers without positions
+
+
+def _read_unrotated(config: Config) -> dict[str, Any]:
+    unrotated = [int(not rotated) for rotated in config.get("no_rope_layers") or ()]
+    return {"no_rope_freq": unrotated[: config["num_hidden_layers"]]} if any(unrotated) else {}
+
+
+def _write_unrotated(fields: Fields) -> dict[str, Any]:
+    unrotated = fields["no_rope_freq"] or [False] * fields["num_layers"]
+    return {"no_rope_layers": [int(not flag) for flag in unrotated]}
+
+
+UNROTATED_LAYERS = Derived(("no_rope_layers", "no_rope_layer_interval"), _read_unrotated, _write_unrotated)
+"""Some layers have no positions; transformers makes the list from the interval."""
+
 # ---- layers for multi-token prediction
 
 
@@ -375,6 +420,20 @@ QK_NORM: tuple[WeightRule, ...] = (
     Rename("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
     Rename("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
 )
+
+JOINED_ATTENTION: tuple[WeightRule, ...] = (
+    Rename("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+    JoinedQueryKeyValue("self_attention.linear_qkv.weight", "self_attn.qkv_proj.weight"),
+    Rename("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+)
+"""Queries, keys and values in one tensor."""
+
+JOINED_MLP: tuple[WeightRule, ...] = (
+    Rename("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight"),
+    Rename("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight"),
+    Rename("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
+)
+"""Gate and up projection in one tensor."""
 
 MLP: tuple[WeightRule, ...] = (
     Rename("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight"),

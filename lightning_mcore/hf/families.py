@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model families of this package, each a table; ``family.py`` explains the entries."""
 
+from dataclasses import replace
 from typing import Any
 
 from lightning_mcore.hf.config_rules import Config, Constants, Derived, Only, Same, Unused, refuse_unless
 from lightning_mcore.hf.decoder_rules import (
+    ALL_OR_NONE,
     ATTENTION,
     DECODER,
     HEAD_SIZE,
+    JOINED_ATTENTION,
+    JOINED_MLP,
     LATENT_ROPE,
+    LAYER_WINDOWS,
     MLP,
     MULTI_TOKEN,
     MULTI_TOKEN_LAYERS,
     NO_ATTENTION_BIAS,
     NO_MLP_BIAS,
+    ONE_DROPOUT,
     OPTIONAL_WINDOW,
     OUTSIDE,
     PARTIAL_ROPE,
@@ -21,6 +27,7 @@ from lightning_mcore.hf.decoder_rules import (
     QK_NORM,
     QKV_BIAS,
     REPEATED,
+    UNROTATED_LAYERS,
     WINDOW,
     WINDOWS,
     WITHOUT_POSITIONS,
@@ -239,8 +246,97 @@ GLM4_MOE = Family(
 )
 """GLM-4-MoE (GLM-4.5 and 4.6): a part of each head rotated, experts as in DeepSeek-V3, multi-token prediction."""
 
+KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2", config_class="deepseek_v3")
+"""Kimi K2: DeepSeek-V3 under another name, which transformers does not know."""
+
+MINISTRAL = Family(
+    model_type="ministral",
+    architecture="MinistralForCausalLM",
+    config=(*DECODER, LAYER_WINDOWS),
+    layer=(*ATTENTION, *MLP),
+    outside=OUTSIDE,
+)
+"""Ministral: Mistral with windows in some layers."""
+
+SMOLLM3 = Family(
+    model_type="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    config=(*DECODER, WINDOWS, UNROTATED_LAYERS, NO_ATTENTION_BIAS, NO_MLP_BIAS, PRETRAINING_TP),
+    layer=(*ATTENTION, *MLP),
+    outside=OUTSIDE,
+)
+"""SmolLM3: Llama with layers that have no positions."""
+
+SEED_OSS = Family(
+    model_type="seed_oss",
+    architecture="SeedOssForCausalLM",
+    config=(
+        *DECODER,
+        Same("attention_bias", "add_qkv_bias"),
+        Only("attention_out_bias", False, ALL_OR_NONE),
+        Same("residual_dropout", "hidden_dropout"),
+        NO_MLP_BIAS,
+        PRETRAINING_TP,
+    ),
+    layer=(*ATTENTION, QKV_BIAS, *MLP),
+    outside=OUTSIDE,
+)
+"""Seed-OSS: biases in queries, keys and values; its dropout also acts on the embedding here."""
+
+PHI3 = Family(
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    config=(
+        *WITHOUT_POSITIONS,
+        PARTIAL_ROPE,
+        HEAD_SIZE,
+        WINDOW,
+        ONE_DROPOUT,
+        Unused(("original_max_position_embeddings",)),
+    ),
+    layer=(*JOINED_ATTENTION, *JOINED_MLP),
+    outside=OUTSIDE,
+)
+"""Phi-3, Phi-4 and Phi-4-mini: joined projections; Phi-4-mini rotates a part of each head."""
+
+GLM = Family(
+    model_type="glm",
+    architecture="GlmForCausalLM",
+    config=(
+        *WITHOUT_POSITIONS,
+        PARTIAL_ROPE,
+        HEAD_SIZE,
+        Constants({"rotary_interleaved": True}),
+        Same("attention_bias", "add_qkv_bias"),
+    ),
+    layer=(*ATTENTION, QKV_BIAS, *JOINED_MLP),
+    outside=OUTSIDE,
+)
+"""GLM-4 of 2024 and GLM-Edge: neighbouring channels of a part of each head rotated."""
+
+ERNIE4_5 = Family(
+    model_type="ernie4_5",
+    architecture="Ernie4_5ForCausalLM",
+    config=(*DECODER, Constants({"rotary_interleaved": True}), Only("use_bias", False)),
+    layer=(*ATTENTION, *MLP),
+    outside=OUTSIDE,
+)
+"""ERNIE 4.5, dense: Llama with neighbouring channels rotated."""
+
+DOTS1 = Family(
+    model_type="dots1",
+    architecture="Dots1ForCausalLM",
+    config=(*DECODER, LAYER_WINDOWS, NO_ATTENTION_BIAS, Constants({"qk_layernorm": True}), *SIGMOID_EXPERTS),
+    layer=(*ATTENTION, *QK_NORM, *MLP, *SIGMOID_EXPERT_WEIGHTS),
+    outside=OUTSIDE,
+)
+"""dots.llm1: Qwen3's attention with experts as in DeepSeek-V3."""
+
 FAMILIES = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, DEEPSEEK_V3, GLM4_MOE)
+    for family in (
+        *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, DEEPSEEK_V3, GLM4_MOE),
+        *(KIMI_K2, MINISTRAL, SMOLLM3, SEED_OSS, PHI3, GLM, ERNIE4_5, DOTS1),
+    )
 }
 """All of them, by the ``model_type`` of their ``config.json``."""

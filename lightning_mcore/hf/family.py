@@ -66,6 +66,8 @@ class Family:
         layer_prefix: Prefix of Hugging Face's names of a layer's weights; ``{layer}`` is its number.
         optional: Tensors that a folder may lack; the model then keeps the values that it begins with.
         more_config: Keys that a written config gets besides those of the rules.
+        config_class: The ``model_type`` whose config class in transformers has the defaults of this one's, where
+            transformers does not know ``model_type``.
     """
 
     model_type: str
@@ -79,6 +81,7 @@ class Family:
     layer_prefix: str = "model.layers.{layer}."
     optional: tuple[str, ...] = ()
     more_config: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    config_class: str | None = None
 
     def scoring(self) -> "Family":
         """Return the rules of reward models of this family, transformers' ``*ForSequenceClassification``.
@@ -227,6 +230,10 @@ def _normal_form(whole: Mapping[str, Any]) -> dict[str, Any]:
         said["moe_router_topk_scaling_factor"] = None
     if whole["moe_router_load_balancing_type"] != "sinkhorn":  # only sinkhorn changes how tokens are routed
         said["moe_router_load_balancing_type"] = "aux_loss"
+    unrotated = whole["no_rope_freq"]
+    if isinstance(unrotated, int):
+        unrotated = tuple((layer + 1) % unrotated == 0 for layer in range(whole["num_layers"]))
+    said["no_rope_freq"] = tuple(map(bool, unrotated)) if any(unrotated or ()) else None
     return said | _normal_windows(whole) | _normal_experts(whole)
 
 
@@ -346,7 +353,7 @@ def registered_family(name: str) -> Family:
         return _own()[name]
     raise ValueError(
         f"models of type {name!r} are not supported; choose {', '.join(family_names())}, or give your own family, "
-        "family='package.module:FAMILY'"
+        "family='package.module:FAMILY', which the guide \"Add a family\" shows how to write"
     )
 
 

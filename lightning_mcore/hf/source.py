@@ -133,7 +133,12 @@ def complete_config(family: Family, content: Mapping[str, Any]) -> dict[str, Any
         refuse_unless(key, content.get(key), (None, *_DTYPES), "weights are trained in one of these")
     if content.get("num_labels") is not None:
         refuse_outside("num_labels", content["num_labels"], 0, _MOST_LABELS)
-    return copy.deepcopy(_completed(json.dumps(dict(content))))
+    known = (
+        {"model_type": family.config_class}
+        if family.config_class and family.model_type == content["model_type"]
+        else {}
+    )
+    return copy.deepcopy(_completed(json.dumps({**content, **known})) | dict.fromkeys(known, family.model_type))
 
 
 @functools.lru_cache(maxsize=16)  # a run calls this several times, and transformers would warn each time

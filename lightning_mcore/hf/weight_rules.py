@@ -12,7 +12,7 @@ Megatron's names are those in checkpoints. Names of weights of a layer are given
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 Shape = tuple[int, ...]
@@ -186,6 +186,29 @@ class QueryKeyValue:
                 found.append(Block(name, (group * rows, *zeros), (row, *zeros), (rows, *rest)))
                 row += rows
         return found
+
+
+@dataclass(frozen=True)
+class JoinedQueryKeyValue:
+    """The same for a Hugging Face model that stores them as one, first all queries, then all keys, then all values.
+
+    Args:
+        megatron: Megatron's name.
+        hf: Hugging Face's name.
+    """
+
+    megatron: str
+    hf: str
+    in_fp32: bool = False
+
+    def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
+        """Return three blocks for each group of heads."""
+        keys = fields["num_attention_heads"] * fields["kv_channels"]
+        starts = {"query": 0, "key": keys, "value": keys + fields["num_query_groups"] * fields["kv_channels"]}
+        return [
+            replace(block, hf=self.hf, hf_start=(starts[block.hf] + block.hf_start[0], *block.hf_start[1:]))
+            for block in QueryKeyValue(self.megatron, "query", "key", "value").blocks(shape, fields)
+        ]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ a gradient that it holds where it lies in a Hugging Face tensor, by the rules th
 """
 
 import functools
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +26,13 @@ from lightning_mcore.hf.pretrained import pieces_of_module
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.layers.sampling import gather_sequence
 from lightning_mcore.parallel.groups import process_group
-from tests.hf_models import VARIANTS, VOCAB_SIZE, read_tensors, tiny_folder
+from tests.hf_models import UNKNOWN_TO_TRANSFORMERS, VARIANTS, VOCAB_SIZE, read_tensors, tiny_folder
 from tests.layouts import Layout
 from tests.parity.global_tensors import whole_gradients
 from tests.toy import make_trainer
 
 ROWS, LENGTH = 2, 32
+LOGITS, LOSS, GRADIENT = 1e-4, 1e-5, 1e-4  # the first two absolute, the third of the greatest value of a tensor
 MULTI_TOKEN_SCALE = 0.5
 ROUTER_BIAS = "e_score_correction_bias"
 
@@ -67,10 +69,8 @@ class Reference:
 @functools.cache
 def reference(name: str) -> Reference:
     """Run a step of a tiny model, or of one of its variants, with transformers in fp32."""
-    from transformers import AutoModelForCausalLM
-
     folder = tiny_folder(name)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
+    model = reference_model(name)
     batch = text()
     output = model(batch["tokens"], output_hidden_states=True)
     loss = _mean(output.logits, batch["labels"])
@@ -82,6 +82,19 @@ def reference(name: str) -> Reference:
     total.backward()
     kept = {key: tensor for key, tensor in read_tensors(folder) if key.endswith(ROUTER_BIAS)}
     return Reference(output.logits.detach(), loss.item(), on_disk(name, parameters) | kept)
+
+
+@functools.cache
+def reference_model(name: str) -> Any:
+    """Load a tiny model, or one of its variants, with transformers in fp32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tiny_folder(name)
+    family = VARIANTS.get(name, (name,))[0]
+    content = json.loads((folder / "config.json").read_text())
+    config = AutoConfig.for_model(**{**content, "model_type": UNKNOWN_TO_TRANSFORMERS.get(family, family)})
+    keys: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, **keys).train()
 
 
 def _mean(logits: Tensor, labels: Tensor) -> Tensor:
@@ -259,3 +272,20 @@ def predict_and_step(module: Watched, layout: Layout) -> Seen:
     trainer.fit(module)
     loss = float(trainer.callback_metrics["train_loss"])
     return Seen(module.rows, torch.cat(list(predicted)), loss, module.gradients)
+
+
+def differences(name: str, ranks: list[Seen]) -> dict[str, float]:
+    """Return what differs by more than it may between a model and transformers; nothing may be missing."""
+    wanted = reference(name)
+    worst = {"logits": 0.0, "loss": 0.0}
+    for seen in ranks:
+        worst["logits"] = max(worst["logits"], (seen.logits - wanted.logits[seen.rows]).abs().max().item())
+        worst["loss"] = max(worst["loss"], abs(seen.loss - wanted.loss))
+        for part in seen.gradients:
+            whole = wanted.gradients[part.name]
+            difference = (part.values - part.of(whole)).abs().max().item() / whole.abs().max().item()
+            worst[part.name] = max(worst.get(part.name, 0.0), difference)
+    assert {row for seen in ranks for row in seen.rows} == set(range(ROWS))
+    assert wanted.gradients.keys() == worst.keys() - {"logits", "loss"}
+    allowed = {"logits": LOGITS, "loss": LOSS}
+    return {key: value for key, value in worst.items() if not value <= allowed.get(key, GRADIENT)}

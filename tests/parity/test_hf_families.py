@@ -12,12 +12,10 @@ import pytest
 
 from tests.hf_models import FAMILIES, VARIANTS, tiny_folder
 from tests.layouts import Layout
-from tests.parity.hf_training import ROWS, Seen, reference, train
+from tests.parity.hf_training import differences, train
 from tests.ranks import RanksFailedError, run_ranks
 
 pytestmark = pytest.mark.distributed
-
-LOGITS, LOSS, GRADIENT = 1e-4, 1e-5, 1e-4  # the first two absolute, the third of the greatest value of a tensor
 
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe")
 DENSE = tuple(name for name in FAMILIES if name not in EXPERTS)
@@ -71,22 +69,5 @@ def test_variants_that_differ_by_layer_are_split_too(layout: Layout) -> None:
 def _compare(layout: Layout, names: Iterable[str]) -> None:
     folders = {name: str(tiny_folder(name)) for name in names}
     ranks = run_ranks(layout.world_size, train, folders, layout, timeout=120)
-    wrong = {name: found for name in folders if (found := _differences(name, [seen[name] for seen in ranks]))}
+    wrong = {name: found for name in folders if (found := differences(name, [seen[name] for seen in ranks]))}
     assert wrong == {}
-
-
-def _differences(name: str, ranks: list[Seen]) -> dict[str, float]:
-    """Return what differs by more than it may; nothing may be missing."""
-    wanted = reference(name)
-    worst = {"logits": 0.0, "loss": 0.0}
-    for seen in ranks:
-        worst["logits"] = max(worst["logits"], (seen.logits - wanted.logits[seen.rows]).abs().max().item())
-        worst["loss"] = max(worst["loss"], abs(seen.loss - wanted.loss))
-        for part in seen.gradients:
-            whole = wanted.gradients[part.name]
-            difference = (part.values - part.of(whole)).abs().max().item() / whole.abs().max().item()
-            worst[part.name] = max(worst.get(part.name, 0.0), difference)
-    assert {row for seen in ranks for row in seen.rows} == set(range(ROWS))
-    assert wanted.gradients.keys() == worst.keys() - {"logits", "loss"}
-    allowed = {"logits": LOGITS, "loss": LOSS}
-    return {key: value for key, value in worst.items() if not value <= allowed.get(key, GRADIENT)}

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every family after the first nine equals transformers on every layout, and comes back bit for bit.
+
+One start of the ranks of a layout proves of each family that it allows: logits, the loss and each gradient of a step in
+fp32 as in ``test_hf_families.py``, the tokens of a greedy continuation, every bit of the exported weights, and that
+``plan`` counts exactly the parameters of each rank.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from lightning_mcore.hf.export import export_model
+from lightning_mcore.planning.model import GPTFields
+from lightning_mcore.planning.parameters import rank_parameters
+from tests.hf_models import MORE_FAMILIES, read_tensors, tiny_folder
+from tests.layouts import Layout
+from tests.parity.hf_training import LENGTH, Seen, Watched, differences, predict_and_step, reference_model
+from tests.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore"),  # in this process warnings are errors, and Megatron has many
+]
+
+EXPERTS = ("kimi_k2", "dots1")
+DENSE = tuple(name for name in MORE_FAMILIES if name not in EXPERTS)
+PROMPT, CONTINUED = [5, 17, 3], 6
+
+LAYOUTS: dict[Layout, tuple[str, ...]] = {
+    Layout(tp=2): DENSE,
+    Layout(moe=True, tp=2, sp=True, ep=2, etp=1): EXPERTS,
+}
+MORE_LAYOUTS: dict[Layout, tuple[str, ...]] = {
+    Layout(): MORE_FAMILIES,
+    Layout(tp=2, sp=True): MORE_FAMILIES,
+    Layout(pp=2): MORE_FAMILIES,
+    Layout(cp=2): MORE_FAMILIES,
+    Layout(tp=2, pp=2, sp=True): MORE_FAMILIES,
+    Layout(pp=2, vp=2): MORE_FAMILIES,
+    Layout(tp=2, cp=2, sp=True): MORE_FAMILIES,
+    Layout(moe=True, dp=2, ep=2): EXPERTS,
+}
+
+
+class Proven(Watched):
+    """Also continues a prompt and writes itself, before it is trained."""
+
+    out: str
+    continued: list[int]
+
+    def on_predict_end(self) -> None:
+        self.continued = self.generate(PROMPT, CONTINUED, temperature=0)
+        export_model(self, self.out)
+
+
+def prove(jobs: dict[str, tuple[str, str]], layout: Layout) -> dict[str, tuple[Seen, list[int]]]:
+    """Predict, continue a prompt, export and train for one step with each model, on this rank of a layout."""
+    found = {}
+    for name, (folder, out) in jobs.items():
+        try:
+            module = Proven.from_pretrained(folder, seq_length=LENGTH)
+            module.out = out
+            found[name] = predict_and_step(module, layout), module.continued
+            here = rank_parameters(GPTFields.of(module.hparams), module.trainer.strategy.layout, _stage())
+            assert here.total == sum(parameter.numel() for parameter in module.model.parameters())
+        except Exception as error:
+            raise RuntimeError(f"{name}: {error}") from error
+    return found
+
+
+def _stage() -> int:
+    stage: int = parallel_state.get_pipeline_model_parallel_rank()
+    return stage
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.id)
+def test_a_step_the_weights_and_the_words_are_those_of_transformers(layout: Layout, tmp_path: Path) -> None:
+    _compare(layout, LAYOUTS[layout], tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", MORE_LAYOUTS, ids=lambda layout: layout.id)
+def test_they_are_on_every_other_layout(layout: Layout, tmp_path: Path) -> None:
+    _compare(layout, MORE_LAYOUTS[layout], tmp_path)
+
+
+def _compare(layout: Layout, names: Iterable[str], out: Path) -> None:
+    jobs = {name: (str(tiny_folder(name)), str(out / name)) for name in names}
+    ranks = run_ranks(layout.world_size, prove, jobs, layout, timeout=300)
+    wrong = {name: found for name in jobs if (found := differences(name, [seen[name][0] for seen in ranks]))}
+    assert wrong == {}
+    for name, (folder, written) in jobs.items():
+        before, after = dict(read_tensors(folder)), dict(read_tensors(written))
+        assert before.keys() == after.keys(), name
+        different = [key for key, tensor in before.items() if not _identical(tensor, after[key])]
+        assert not different, name
+        assert all(seen[name][1] == _continued(name) for seen in ranks), name
+
+
+def _identical(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _continued(name: str) -> list[int]:
+    model = reference_model(name).eval()
+    tokens = model.generate(
+        torch.tensor([PROMPT]), max_new_tokens=CONTINUED, do_sample=False, eos_token_id=None, use_cache=False
+    )
+    found: list[int] = tokens[0].tolist()
+    return found
