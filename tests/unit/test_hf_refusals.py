@@ -110,8 +110,8 @@ REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
         change_config(model_type="gpt_neox"),
         ValueError,
         r"models of type 'gpt_neox' are not supported; choose llama, mistral, mixtral, qwen2, qwen2_moe, qwen3,"
-        r" qwen3_moe, deepseek_v3, glm4_moe, kimi_k2, .*, or give your own family, family='package\.module:FAMILY', which the"
-        r' guide "Add a family" shows how to write',
+        r" qwen3_moe, deepseek_v3, glm4_moe, kimi_k2, .*, or give your own family, family='package\.module:FAMILY',"
+        r' which the guide "Add a family" shows how to write',
     ),
     "no model type": (change_config(model_type=None), ValueError, r"config\.json has no model_type; give the folder"),
     "a key that changes the numbers": (
