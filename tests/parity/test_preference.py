@@ -85,13 +85,13 @@ LAYOUTS: dict[int, dict[Layout, tuple[Run, ...]]] = {
         Layout(pp=2, vp=2): DENSE,
         Layout(cp=2): (*DENSE, ("ipo", "qwen2", True), ("kto", "qwen2", False), *SCORED),
         Layout(dp=2): (*DENSE, ("kto", "qwen2", False), ("kto", "qwen2", True), ("robust", "qwen2", False)),
-        Layout(dp=2, distributed_optimizer=True): (*DENSE[:1], SCORED[1]),
+        Layout(dp=2, distributed_optimizer=True): (*DENSE, ("kto", "qwen2", True), SCORED[1]),
         Layout(moe=True, dp=2, ep=2): (("dpo", "qwen2_moe", False), ("dpo", "qwen2_moe", True)),
     },
     4: {
-        Layout(tp=2, cp=2, sp=True): DENSE[1:],
-        Layout(tp=2, pp=2, sp=True): DENSE[:1],
-        Layout(dp=2, cp=2): DENSE[1:],
+        Layout(tp=2, cp=2, sp=True): (*DENSE[1:], ("kto", "qwen2", False), ("orpo", "qwen2", True), SCORED[1]),
+        Layout(tp=2, pp=2, sp=True): (*DENSE[:1], ("kto", "qwen2", True), ("orpo", "qwen2", True), SCORED[1]),
+        Layout(dp=2, cp=2): (*DENSE[1:], ("kto", "qwen2", True), ("orpo", "qwen2", False), SCORED[0]),
     },
 }
 
