@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_mcore.arguments.documents import parse_arguments
+    from lightning_mcore.arguments.dpo import DPOConfig
     from lightning_mcore.arguments.llamafactory.fp8 import Fp8Arguments
     from lightning_mcore.arguments.lora import LoraArguments
     from lightning_mcore.arguments.megatron import MegatronArguments
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_mcore.arguments.training import Seq2SeqTrainingArguments, TrainingArguments
 
 _HOMES = {
+    "DPOConfig": "dpo",
     "DistributingParallelArguments": "parallel",
     "Fp8Arguments": "llamafactory.fp8",
     "LoraArguments": "lora",
@@ -37,6 +39,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "DPOConfig",
     "DistributingParallelArguments",
     "Fp8Arguments",
     "LoraArguments",

@@ -36,6 +36,7 @@ from lightning_mcore.config.text import unknown_name
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.hf.callback import SaveHFModel
 from lightning_mcore.models.gpt import MCoreGPT
+from lightning_mcore.models.preference import MCorePreference
 from lightning_mcore.optimizer.rules import refused_by_megatron
 from lightning_mcore.strategy.precision import MCorePrecision
 from lightning_mcore.strategy.preemption import PreemptionCheckpoint
@@ -161,7 +162,7 @@ def make_precision(settings: Mapping[str, Any]) -> MCorePrecision:
 def make_model(
     settings: Mapping[str, Any], transformer: Mapping[str, Any], kind: type[MCoreGPT] = MCoreGPT
 ) -> MCoreGPT:
-    """Build the model from a Hugging Face model.
+    """Build the model from a Hugging Face model; with ``preference`` an ``MCorePreference``.
 
     Args:
         settings: ``RunSettings.model``, with ``path``.
@@ -172,17 +173,20 @@ def make_model(
         FileNotFoundError: There is no such model.
         ValueError: It is not supported, or a field does not fit it.
     """
+    if "preference" in settings:
+        kind = MCorePreference
     return kind.from_pretrained(**{**settings, "transformer": {**transformer, **settings.get("transformer", {})}})
 
 
-def make_data(settings: Mapping[str, Any]) -> MCoreFinetuningData:
+def make_data(settings: Mapping[str, Any], kind: type[MCoreFinetuningData]) -> MCoreFinetuningData:
     """Build the data module.
 
     Args:
         settings: ``RunSettings.data``, with files and tokenizer.
+        kind: The class of the data module.
     """
-    _check_names("argument of MCoreFinetuningData", settings, MCoreFinetuningData)
-    return MCoreFinetuningData(**settings)
+    _check_names(f"argument of {kind.__name__}", settings, kind)
+    return kind(**settings)
 
 
 def make_trainer(arguments: Any, settings: RunSettings, overrides: Mapping[str, Any]) -> pl.Trainer:

@@ -174,6 +174,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         transformer: Mapping[str, Any] | None = None,
         lora: Any = None,
         adapters: list[str] | None = None,
+        preference: Any = None,
     ) -> "MCoreGPT":
         """Build the model from a Hugging Face model, with the optimizer and fields of these arguments.
 
@@ -183,6 +184,8 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
             transformer: More fields of ``TransformerConfig``; the arguments override them.
             lora: Adapters to train, as ``MCoreGPT.from_pretrained`` takes them; ``LoraArguments`` makes them.
             adapters: PEFT adapters to merge first, as ``MCoreGPT.from_pretrained`` takes them.
+            preference: A ``Preference``, for an ``MCorePreference`` that learns from pairs of answers; ``DPOConfig``
+                makes one.
 
         Raises:
             FileNotFoundError: There is no such model.
@@ -190,7 +193,8 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         """
         from lightning_mcore.arguments.build import make_model
 
-        more = {name: value for name, value in (("lora", lora), ("adapters", adapters)) if value}
+        given = {"lora": lora, "adapters": adapters, "preference": preference}
+        more = {name: value for name, value in given.items() if value}
         return make_model({**self.settings(path, seq_length=seq_length).model, **more}, transformer or {})
 
     def data(
@@ -199,6 +203,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         tokenizer: Any,
         seq_length: int,
         *,
+        pairs: bool = False,
         overrides: Mapping[str, Any] | None = None,
     ) -> "MCoreFinetuningData":
         """Build the data module for fine-tuning on files.
@@ -207,16 +212,20 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
             train_files: Files, as ``MCoreFinetuningData`` takes them.
             tokenizer: A tokenizer, as ``MCoreFinetuningData`` takes it.
             seq_length: Tokens of a row.
+            pairs: Read pairs of answers with ``MCorePreferenceData``; ``per_device_train_batch_size`` counts pairs.
             overrides: Other arguments of ``MCoreFinetuningData``, such as ``validation_files``.
 
         Raises:
             ValueError: A setting is not allowed.
         """
         from lightning_mcore.arguments.build import make_data
+        from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
+        from lightning_mcore.data.preference.datamodule import MCorePreferenceData
 
         settings, given = self.settings(seq_length=seq_length).data, overrides or {}
         check_validation(self, given)
-        return make_data({"train_files": train_files, "tokenizer": tokenizer, **settings, **given})
+        kind = MCorePreferenceData if pairs else MCoreFinetuningData
+        return make_data({"train_files": train_files, "tokenizer": tokenizer, **settings, **given}, kind)
 
     def seed_everything(self) -> None:
         """Seed all random number generators with ``seed``, including those of loader workers, as ``trainer`` does."""

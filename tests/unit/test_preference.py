@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings, pairs and batches of preference training: what is refused, and what a module makes of them."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_mcore import LoRA, MCorePreference, MCoreStrategy, Preference
+from lightning_mcore import LoRA, MCorePreference, MCorePreferenceData, MCoreStrategy, Preference
+from lightning_mcore.arguments import DPOConfig, TrainingArguments, parse_arguments
 from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.preference.pairs import (
     Pair,
@@ -21,6 +23,8 @@ from lightning_mcore.data.preference.pairs import (
     collate_pair_rows,
 )
 from lightning_mcore.strategy.logs.evaluation import num_new_samples
+from tests.chats import characters, write
+from tests.hf_models import save_tiny
 from tests.ranks import run_ranks
 from tests.toy import make_trainer
 
@@ -122,6 +126,20 @@ def test_a_live_reference_needs_adapters_that_can_be_off() -> None:
     assert not module(preference=Preference("orpo")).precomputes_reference
 
 
+@pytest.mark.parametrize(
+    ("given", "error", "sentence"),
+    [
+        ({"pref_loss": "ipo"}, ValueError, "pref_loss='ipo' is not available; choose 'sigmoid' or 'orpo'"),
+        ({"pref_loss": "orpo", "label_smoothing": 0.1}, ValueError, "label_smoothing=0.1 has no meaning for pref_loss"),
+        ({"label_smoothing": 0.7}, ValueError, "label_smoothing=0.7 is too large; choose 0 to 0.5"),
+        ({"beta": "0.1"}, TypeError, "beta='0.1' is of type str; write it without quotes; give a number"),
+    ],
+)
+def test_what_roll_cannot_train_is_refused(given: dict[str, Any], error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        DPOConfig(**given)
+
+
 # ---- pairs
 
 
@@ -208,17 +226,38 @@ def with_bco(folder: str, epochs: int, ckpt_path: str | None = None) -> tuple[fl
     return float(trainer.callback_metrics["train_loss"]), float(model.baseline.mean)
 
 
-def runs(folder: str) -> tuple[list[dict[str, Tensor]], list[tuple[float, float]]]:
-    """Learn under two strategies; be refused; and train, resume and train whole with BCO's term."""
+def of_roll(folder: str, base: str) -> float:
+    """Train as ROLL's arguments say; return the loss of the only step."""
+    words = f"--output_dir {folder}/roll --report_to none --use_cpu --max_steps 1 --per_device_train_batch_size 2"
+    args, dpo = parse_arguments(
+        [*words.split(), "--beta", "0.3", "--label_smoothing", "0.1"], TrainingArguments, DPOConfig
+    )
+    model = args.model(base, seq_length=64, **dpo.model_settings())
+    assert isinstance(model, MCorePreference)
+    assert model.preference == Preference(beta=0.3, label_smoothing=0.1)
+    rows = [{"prompt": "Hi", "chosen": "yes", "rejected": answer} for answer in ("no", "maybe")]
+    more = {"template": "default", "cache_dir": f"{folder}/cache"}
+    data = args.data(write(Path(folder) / "rows.jsonl", rows), characters(), 64, pairs=True, overrides=more)
+    assert isinstance(data, MCorePreferenceData)
+    trainer = args.trainer(devices=1, enable_progress_bar=False)
+    trainer.fit(model, data)
+    return float(trainer.callback_metrics["train_loss"])
+
+
+def runs(folder: str, base: str) -> tuple[list[dict[str, Tensor]], list[tuple[float, float]], float]:
+    """Learn under two strategies; be refused; train, resume and train whole with BCO's term; train as ROLL says."""
     refuse_without_reference()
     refuse_to_cut_a_pair()
     learnt = [learn(strategy) for strategy in ("auto", MCoreStrategy())]
-    return learnt, [with_bco(folder, 1), with_bco(folder, 2, f"{folder}/1.ckpt"), with_bco(folder, 2)]
+    bco = [with_bco(folder, 1), with_bco(folder, 2, f"{folder}/1.ckpt"), with_bco(folder, 2)]
+    return learnt, bco, of_roll(folder, base)
 
 
 @pytest.mark.distributed
 def test_a_preference_is_learnt_under_any_strategy_and_the_mean_reward_of_bco_goes_on(tmp_path: Path) -> None:
-    [(learnt, (first, resumed, whole))] = run_ranks(1, runs, str(tmp_path))
+    base = str(save_tiny("llama", tmp_path / "base", vocab_size=384))
+    [(learnt, (first, resumed, whole), of_roll)] = run_ranks(1, runs, str(tmp_path), base)
+    assert of_roll == pytest.approx(math.log(2), abs=1e-6)
     for values in learnt:
         assert values["rewards/accuracies"] == 1
         assert values["rewards/margins"] > 0.5

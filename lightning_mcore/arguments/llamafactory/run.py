@@ -96,12 +96,8 @@ class FactoryRun:
         from lightning_mcore.arguments.build import make_model
         from lightning_mcore.arguments.llamafactory.dft_loss import DFTModel
         from lightning_mcore.models.gpt import MCoreGPT
-        from lightning_mcore.models.preference import MCorePreference
 
-        keys, settings = self.keys, self.settings().model
-        if keys.learns_preferences:
-            return make_model(settings, {}, MCorePreference)
-        return make_model(settings, {}, DFTModel if keys.use_dft_loss else MCoreGPT)
+        return make_model(self.settings().model, {}, DFTModel if self.keys.use_dft_loss else MCoreGPT)
 
     def data_settings(self) -> dict[str, Any]:
         """Return the arguments of the data module."""

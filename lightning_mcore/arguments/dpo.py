@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``DPOConfig``: the loss over pairs of answers with the names that ROLL has for it."""
+
+import dataclasses
+from typing import Any, Literal
+
+from lightning_mcore.arguments.fields import check_types
+from lightning_mcore.config.preference import Preference
+
+
+@dataclasses.dataclass
+class DPOConfig:
+    """How a model learns from pairs of answers; :meth:`model_settings` are arguments of ``TrainingArguments.model``.
+
+    The reference is the model as training begins. ``Preference`` has more losses and another model as the reference;
+    ``TrainingArguments.model`` takes it too.
+
+    Args:
+        beta: How strongly the loss holds the model to the reference; for ORPO the weight of the odds ratio.
+        pref_loss: ``sigmoid`` for DPO, or ``orpo``.
+        label_smoothing: Probability that a pair has the wrong order, 0 to 0.5; for ``sigmoid``.
+
+    Raises:
+        TypeError: A value has another type.
+        ValueError: A value is not allowed, or ORPO has no use for it.
+    """
+
+    beta: float = 0.1
+    pref_loss: Literal["sigmoid", "orpo"] = "sigmoid"
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        check_types(self)
+        if self.label_smoothing and self.pref_loss == "orpo":
+            raise ValueError(
+                f"label_smoothing={self.label_smoothing} has no meaning for pref_loss='orpo'; leave it out, or choose"
+                " 'sigmoid'"
+            )
+        self.model_settings()
+
+    def model_settings(self) -> dict[str, Any]:
+        """Return arguments of ``TrainingArguments.model``."""
+        return {"preference": Preference(self.pref_loss, beta=self.beta, label_smoothing=self.label_smoothing)}
