@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 
 from lightning_mcore.config.flops import training_flops_per_token
 from lightning_mcore.layers.inputs import num_tokens
+from lightning_mcore.strategy.logs.pipeline import PipelineLogs
 from lightning_mcore.strategy.module import MCoreModule
 from lightning_mcore.strategy.progress import StepClock, model_copies
+from lightning_mcore.strategy.strategy import MCoreStrategy
 
 
 class SpeedLogs(MCoreModule):
@@ -47,6 +49,8 @@ class SpeedLogs(MCoreModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Continue measuring after validation."""
         self._clock.start()
+        if self._counter is not None:
+            self._counter.count_tokens(num_tokens(batch))
 
     def on_validation_start(self) -> None:
         """Leave validation out of the measurement."""
@@ -60,17 +64,26 @@ class SpeedLogs(MCoreModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the gradient norm and the speed, once for each optimizer step."""
-        self._clock.add(num_tokens(batch))
+        if self._counter is None:
+            self._clock.add(num_tokens(batch))
         if self.trainer.global_step == self._stepped:
             return
         self._stepped = self.trainer.global_step
-        tokens_per_second = self._clock.step(self._over_copies)
+        if self._counter is not None:
+            self._clock.add(self._counter.tokens)
+        tokens_per_second = self._clock.step(float if self._counter is not None else self._over_copies)
         flops = tokens_per_second * self._flops_per_token / self.trainer.world_size
         self.log("tokens_per_second", tokens_per_second, prog_bar=True)
         self.log("model_tflops", flops / 1e12)
         grad_norm = getattr(self.trainer.optimizers[0], "grad_norm", self._local_grad_norm)  # Megatron's own, or ours
         if grad_norm is not None:
             self.log("grad_norm", grad_norm)
+
+    @property
+    def _counter(self) -> PipelineLogs | None:
+        """What sums the tokens of a step over the model copies, with its logs."""
+        strategy = self.trainer.strategy
+        return strategy.logs.counter if isinstance(strategy, MCoreStrategy) else None
 
     def _over_copies(self, tokens: Any) -> Tensor:
         """Return the tokens of all model copies, which may differ between copies, a scalar ``[]``; collective."""

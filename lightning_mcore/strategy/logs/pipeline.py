@@ -5,10 +5,11 @@ Under a schedule, the part of ``training_step`` that logs runs only on the last 
 microbatch. Calling Lightning's ``log`` there would leave rank 0 without values, and ``sync_dist`` would hang. So while
 the schedule runs, ``log`` is replaced by a recorder. Afterwards
 
-1. the ranks that recorded agree on the names, because a step may log a name on some batches only;
-2. the values of one name are merged over the microbatches of the step, weighted by ``batch_size``;
-3. then over the context-parallel ranks, each of which has seen a part of every sequence, and in training, where the
+1. the values of one name are merged over the microbatches of the step, weighted by ``batch_size``;
+2. then over the context-parallel ranks, each of which has seen a part of every sequence, and in training, where the
    name has ``sync_dist=True``, over the model copies too;
+3. the same collective says whether any rank has logged a new name, because a step may log a name on some batches only;
+   then the ranks agree on the names and merge again;
 4. the last stage sends them to the other stages in one small tensor (names and options travel only when they change);
 5. every rank replays them through Lightning's own ``log``.
 
@@ -41,6 +42,7 @@ from lightning_mcore.strategy.logs.evaluation import metrics_unchanged, reductio
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
 _LOSS = "loss that the step returns"
+_TOKENS = "tokens that the step reads"
 _COUNTERS = ("_update_count", "_forward_cache", "_computed")  # a metric's attributes besides its state
 _Place = tuple[str, int | None]  # a step and, if there are several, the index of the evaluation dataloader
 ALREADY_MERGED = "merged by PipelineLogs"
@@ -88,6 +90,13 @@ class PipelineLogs:
         self._changed: set[str] = set()
         self._known: dict[_Place, list[_Name]] = {}
         self._error: str | None = None
+        self._counted: Any = None
+        self.tokens = 0.0
+        """The tokens that :meth:`count_tokens` counted for the last training step, on all model copies."""
+
+    def count_tokens(self, tokens: Tensor | int) -> None:
+        """Count tokens that the next training step reads: those of whole sequences, an integer or a scalar ``[]``."""
+        self._counted = tokens if self._counted is None else self._counted + tokens
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -146,9 +155,12 @@ class PipelineLogs:
         place = (step, self._dataloader_index())
         num_known = len(self._known.get(place, []))
         packed = None
+        if over_copies and self._counted is not None:
+            share = self._counted / process_group("cp").size()  # every rank has counted whole sequences
+            self._add(_Name(_TOKENS, {"sync_dist": True}, "sum", torch.float64), share, 1.0)
+            self._counted = None
         if stages.rank() == stages.size() - 1:
-            self._agree_on_names(place, group)
-            packed = self._merge(self._known.get(place, []), group)
+            packed = self._merged(place, group)
         self._entries = {}
         if stages.size() > 1:
             packed, are_metrics_changed = self._send(place, packed, num_known)
@@ -158,12 +170,16 @@ class PipelineLogs:
             self._send_metrics(are_metrics_changed)
         assert packed is not None
         loss = None
-        was_logged = (packed[:, 2] > 0).tolist()
-        for name, (value, weight, _), is_here in zip(self._known.get(place, []), packed, was_logged, strict=True):
-            if not is_here:
+        on_host = packed.tolist()  # the only time that the host waits
+        for name, (value, weight, _), (number, _, count) in zip(
+            self._known.get(place, []), packed, on_host, strict=True
+        ):
+            if not count:
                 continue
             if name.name == _LOSS:
                 loss = value.float()
+            elif name.name == _TOKENS:
+                self.tokens = number
             else:
                 self._replay(name, value, weight, is_merged=over_copies)
         return loss
@@ -237,17 +253,18 @@ class PipelineLogs:
             )
         return tensor.reshape(())
 
-    def _agree_on_names(self, place: _Place, group: dist.ProcessGroup) -> None:
-        """Exchange the names that a rank of ``group`` logs for the first time, and any errors."""
+    def _merged(self, place: _Place, group: dist.ProcessGroup) -> Tensor:
+        """Return [names, 3]: the merged value of each name, its weight, and how often it was logged.
+
+        Collective over ``group``. If a rank logs a name for the first time, or failed, all exchange names and errors.
+        """
         known = {name.name: name for name in self._known.get(place, [])}
         new = [entry.name for entry in self._entries.values() if not _is_known(entry.name, known)]
-        found: list[tuple[list[_Name], str | None]] = [(new, self._error)]
+        packed, is_news = self._merge(list(known.values()), group, bool(new) or self._error is not None)
+        if not is_news:
+            return packed
+        found: list[tuple[list[_Name], str | None]] = [(new, self._error)] * group.size()
         if group.size() > 1:
-            is_news = torch.full((), float(bool(new) or self._error is not None), device=self._device)
-            dist.all_reduce(is_news, op=dist.ReduceOp.MAX, group=group)
-            if is_news == 0:
-                return
-            found = found * group.size()
             dist.all_gather_object(found, (new, self._error), group=group)
         self._error = next((error for _, error in found if error is not None), None)
         for name in (name for names, _ in found for name in names):
@@ -256,20 +273,22 @@ class PipelineLogs:
             except ValueError as error:
                 self._error = self._error or str(error)
         self._known[place] = list(known.values())
+        packed, _ = self._merge(self._known[place], group, False)
+        return packed
 
-    def _merge(self, names: list[_Name], group: dist.ProcessGroup) -> Tensor:
-        """Return [names, 3]: the merged value of each name, its weight, and how often it was logged."""
-        if not names:
-            return torch.zeros(0, 3, dtype=torch.float64, device=self._device)
-        packed = torch.stack([self._packed(name) for name in names])
-        synced = [row for row, name in enumerate(names) if name.is_synced]
-        apart = [row for row, name in enumerate(names) if not name.is_synced]
+    def _merge(self, names: list[_Name], group: dist.ProcessGroup, is_news: bool) -> tuple[Tensor, bool]:
+        """Return the merged rows of these names, [names, 3], and whether any rank of ``group`` has news."""
+        news = torch.full((1, 3), float(is_news), dtype=torch.float64, device=self._device)
+        packed = torch.cat([news, *(self._packed(name)[None] for name in names)])
+        reductions = ["sum", *(name.reduction for name in names)]
+        synced = [0, *(row for row, name in enumerate(names, 1) if name.is_synced)]
+        apart = [row for row, name in enumerate(names, 1) if not name.is_synced]
         for rows, ranks in ((synced, group), (apart, process_group("cp"))):
             if rows and ranks.size() > 1:
-                packed[rows] = _reduced(packed[rows], [names[row].reduction for row in rows], ranks)
-        means = [row for row, name in enumerate(names) if name.reduction == "mean"]
+                packed[rows] = _reduced(packed[rows], [reductions[row] for row in rows], ranks)
+        means = [row for row, reduction in enumerate(reductions) if reduction == "mean"]
         packed[means, 0] /= packed[means, 1].clamp(min=torch.finfo(torch.float64).tiny)
-        return packed
+        return packed[1:], is_news if group.size() == 1 else bool(packed[0, 0] > 0)
 
     def _packed(self, name: _Name) -> Tensor:
         entry = self._entries.get(name.name)

@@ -91,6 +91,11 @@ class StepLogger:
         return self._pipeline
 
     @property
+    def counter(self) -> PipelineLogs | None:
+        """What counts the tokens of a step with its logs; None for a plain module."""
+        return self._pipeline
+
+    @property
     def _module(self) -> pl.LightningModule:
         module = self._strategy.lightning_module
         assert module is not None
