@@ -4,6 +4,7 @@
 The expected numbers are computed here from the samples that each step read.
 """
 
+import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from lightning.pytorch.callbacks import (
 )
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
 from torchmetrics import MetricCollection
 from torchmetrics.aggregation import CatMetric, MaxMetric, MeanMetric, SumMetric
 
 import lightning_mcore
+from lightning_mcore import MCoreGPT
 from tests.ranks import run_ranks
 from tests.toy import Batch, Memory, Samples, StagedNet, Watch, loader, make_trainer, run_fit
 
@@ -449,3 +452,35 @@ def train_and_note_copies() -> list[str]:
 def test_numbers_of_the_host_reach_the_device_without_a_copy() -> None:
     for places in run_ranks(2, train_and_note_copies):
         assert places == []
+
+
+def train_and_note_collectives(strategy: dict[str, Any]) -> list[list[str]]:
+    """Train a language model; return the collectives of each step that neither Megatron nor a sampler asked for."""
+    steps: list[list[str]] = [[]]
+
+    def noting(collective: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            asked_by = sys._getframe(1).f_globals["__name__"]
+            if not asked_by.startswith("megatron"):
+                steps[-1].append(f"{collective.__name__} of {asked_by}")
+            return collective(*args, **kwargs)
+
+        return call
+
+    for name in ("all_reduce", "broadcast", "barrier", "all_gather", "all_gather_object", "broadcast_object_list"):
+        setattr(dist, name, noting(getattr(dist, name)))
+    fields = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+    tokens = [{"tokens": torch.arange(8) + row, "labels": torch.arange(8) + row + 1} for row in range(12)]
+    end_step = LambdaCallback(on_train_batch_end=lambda *_: steps.append([]))
+    make_trainer(strategy, callbacks=[end_step]).fit(MCoreGPT(32, 8, fields), DataLoader(tokens, batch_size=2))
+    return steps
+
+
+@pytest.mark.parametrize(("strategy", "asked_for"), [({}, "all_reduce"), (PP2, "broadcast")], ids=["dp2", "pp2"])
+def test_the_logs_of_a_step_cost_one_collective_once_its_names_are_known(
+    strategy: dict[str, Any], asked_for: str
+) -> None:
+    for steps in run_ranks(2, train_and_note_collectives, strategy):
+        first, second, third, *_ = steps
+        assert len(first) > 1  # the names are exchanged
+        assert second == third == [f"{asked_for} of lightning_mcore.strategy.logs.pipeline"]
