@@ -21,6 +21,7 @@ from lightning_mcore import MCoreGPT, Recipe, build_from_checkpoint
 from lightning_mcore.checkpoint.commands import verify
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from tests.ranks import run_ranks
+from tests.thorough import thorough_but
 from tests.toy import ADAMW, Batch, MakeOptimizer, PlainNet, Seen, StagedNet, loader, make_trainer, run_fit, weights
 
 pytestmark = pytest.mark.distributed
@@ -351,7 +352,14 @@ class Watched(pl.Callback):
         self.epochs.append(trainer.current_epoch)
 
 
-@pytest.mark.parametrize("strategy", [PP2, OVERLAPPED, {}], ids=["pp2", "dp2-overlapped", "dp2"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(PP2, id="pp2"),
+        pytest.param(OVERLAPPED, marks=pytest.mark.thorough, id="dp2-overlapped"),
+        pytest.param({}, id="dp2"),
+    ],
+)
 def test_what_a_user_knows_of_checkpoints_works(strategy: dict[str, Any], tmp_path: Path) -> None:
     for rank in run_ranks(2, use_checkpoints, strategy, str(tmp_path), timeout=120):
         kept = rank.pop("kept")
@@ -478,8 +486,12 @@ class Losses(pl.Callback):
 
 @pytest.mark.parametrize(
     ("strategy", "precision"),
-    [(TP2, "32-true"), (TP2, "bf16-mixed"), (PP2, "bf16-mixed"), (EP2, "32-true")],
-    ids=["tp2", "tp2-bf16", "pp2-bf16", "ep2-sharded"],
+    [
+        pytest.param(TP2, "32-true", marks=pytest.mark.thorough, id="tp2"),
+        pytest.param(TP2, "bf16-mixed", id="tp2-bf16"),
+        pytest.param(PP2, "bf16-mixed", marks=pytest.mark.thorough, id="pp2-bf16"),
+        pytest.param(EP2, "32-true", id="ep2-sharded"),
+    ],
 )
 def test_a_gpt_resumes_bit_for_bit(strategy: dict[str, Any], precision: str, tmp_path: Path) -> None:
     for whole, second in run_ranks(2, resume_gpt, strategy, precision, str(tmp_path), timeout=120):
@@ -503,7 +515,7 @@ def go_on(run: Run, folder: str) -> Trained:
 WAYS = {"file-to-shards": ({}, SHARDED), "shards-to-file": (SHARDED, {}), "ddp-to-shards": ("ddp", OVERLAPPED)}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", thorough_but(WAYS, "file-to-shards", "shards-to-file"))
 def test_a_plain_module_goes_between_files_and_shards(way: str, tmp_path: Path) -> None:
     first, second = WAYS[way]
     run_ranks(2, start, Run(module=Plain, strategy=first), str(tmp_path), timeout=120)
@@ -520,7 +532,7 @@ def load_only(run: Run, folder: str) -> Trained:
     return fit(run, 1, resume=f"{folder}/last.ckpt")
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
+@pytest.mark.parametrize(("before", "after"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.thorough)])
 def test_a_plain_module_goes_to_another_number_of_ranks(before: int, after: int, tmp_path: Path) -> None:
     saved = run_ranks(before, start, Run(module=Plain, strategy=SHARDED, world_size=before), str(tmp_path), timeout=120)
     then = Run(module=Plain, strategy=OVERLAPPED, world_size=after)

@@ -26,7 +26,7 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.distributed
 
 PAIRS = [
-    (Layout(tp=2, sp=True), Layout(pp=2)),
+    pytest.param(Layout(tp=2, sp=True), Layout(pp=2), marks=pytest.mark.thorough),
     (Layout(pp=2, vp=2, dp=2, distributed_optimizer=True), Layout(tp=2)),
     (Layout(moe=True, dp=2, ep=2), Layout(moe=True, pp=2)),
 ]

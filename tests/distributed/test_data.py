@@ -54,7 +54,10 @@ def read_two_epochs(strategy: dict[str, Any], size: int) -> dict[str, list[list[
     }
 
 
-@pytest.mark.parametrize("strategy", [PP2, TP2, CP2], ids=["pp2", "tp2", "cp2"])
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(PP2, id="pp2"), pytest.param(TP2, id="tp2"), pytest.param(CP2, marks=pytest.mark.thorough, id="cp2")],
+)
 def test_a_model_copy_reads_as_one_and_two_copies_share_the_samples(strategy: dict[str, Any]) -> None:
     ranks = run_ranks(4, read_two_epochs, strategy, 16)
     for kind in ("shuffled", "ordered"):
@@ -206,9 +209,19 @@ def draw(strategy: dict[str, Any], num_workers: int, seeded: bool) -> list[Any]:
     return watch.seen.batches
 
 
-@pytest.mark.parametrize("num_workers", [0, 2], ids=["main-process", "workers"])
-@pytest.mark.parametrize("seeded", [False, True], ids=["unseeded", "seeded"])
-@pytest.mark.parametrize("strategy", [PP2, TP2], ids=["pp2", "tp2"])
+@pytest.mark.parametrize(
+    ("strategy", "num_workers", "seeded"),
+    [
+        pytest.param(PP2, 2, False, id="pp2-workers-unseeded"),
+        pytest.param(PP2, 0, True, id="pp2-main-process-seeded"),
+        pytest.param(TP2, 2, True, id="tp2-workers-seeded"),
+        pytest.param(TP2, 0, False, id="tp2-main-process-unseeded"),
+        pytest.param(PP2, 2, True, marks=pytest.mark.thorough, id="pp2-workers-seeded"),
+        pytest.param(PP2, 0, False, marks=pytest.mark.thorough, id="pp2-main-process-unseeded"),
+        pytest.param(TP2, 2, False, marks=pytest.mark.thorough, id="tp2-workers-unseeded"),
+        pytest.param(TP2, 0, True, marks=pytest.mark.thorough, id="tp2-main-process-seeded"),
+    ],
+)
 def test_a_dataset_draws_the_same_on_every_rank_of_a_model_copy(
     strategy: dict[str, Any], num_workers: int, seeded: bool
 ) -> None:

@@ -86,8 +86,14 @@ def evaluate_every_size(staged: bool, strategy: Any) -> dict[tuple[str, int, int
 
 @pytest.mark.parametrize(
     ("staged", "world_size", "strategy"),
-    [(False, 2, {}), (True, 2, {}), (True, 2, PP2), (True, 4, PP2), (True, 4, VP2), (True, 4, CP2)],
-    ids=["plain-dp2", "staged-dp2", "pp2", "pp2-dp2", "pp2-vp2-dp2", "cp2-dp2"],
+    [
+        pytest.param(False, 2, {}, id="plain-dp2"),
+        pytest.param(True, 2, {}, marks=pytest.mark.thorough, id="staged-dp2"),
+        pytest.param(True, 2, PP2, marks=pytest.mark.thorough, id="pp2"),
+        pytest.param(True, 4, PP2, marks=pytest.mark.thorough, id="pp2-dp2"),
+        pytest.param(True, 4, VP2, id="pp2-vp2-dp2"),
+        pytest.param(True, 4, CP2, id="cp2-dp2"),
+    ],
 )
 def test_every_sample_counts_once_whatever_the_size(staged: bool, world_size: int, strategy: dict[str, Any]) -> None:
     errors = errors_by_hand(staged)
@@ -150,7 +156,10 @@ def validate_own_loaders(strategy: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("world_size", "strategy"), [(2, {}), (4, PP2)], ids=["dp2", "pp2-dp2"])
+@pytest.mark.parametrize(
+    ("world_size", "strategy"),
+    [pytest.param(2, {}, marks=pytest.mark.thorough, id="dp2"), pytest.param(4, PP2, id="pp2-dp2")],
+)
 def test_loaders_of_the_user(world_size: int, strategy: dict[str, Any]) -> None:
     errors = errors_by_hand(staged=True)
     for rank in run_ranks(world_size, validate_own_loaders, strategy, timeout=120):

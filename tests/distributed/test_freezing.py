@@ -138,11 +138,11 @@ def test_what_is_not_frozen_is_trained_as_by_transformers(
 def test_a_run_with_frozen_weights_goes_on_on_any_layout_and_is_planned(tmp_path: Path) -> None:
     """Also with experts; the checkpoint is a whole model."""
     folder, parts = str(tiny_folder("qwen3_moe")), ["layers.3.", "lm_head"]
-    layout = Layout(moe=True, tp=2, dp=2, sp=True, ep=2, etp=1, distributed_optimizer=True)
+    layout = Layout(moe=True, dp=2, ep=2, distributed_optimizer=True)
     saved, out = str(tmp_path / "saved.ckpt"), str(tmp_path / "out")
-    undisturbed = run_ranks(4, train, folder, layout, parts, 4, optimizer="adamw")
-    run_ranks(4, train, folder, layout, parts, 2, save=saved, optimizer="adamw")
-    resumed = run_ranks(4, train, folder, layout, parts, 4, start=saved, optimizer="adamw")
+    undisturbed = run_ranks(2, train, folder, layout, parts, 4, optimizer="adamw")
+    run_ranks(2, train, folder, layout, parts, 2, save=saved, optimizer="adamw")
+    resumed = run_ranks(2, train, folder, layout, parts, 4, start=saved, optimizer="adamw")
     for before, after in zip(undisturbed, resumed, strict=True):
         assert all(map(torch.equal, before["weights"], after["weights"]))
         assert before["losses"][2:] == after["losses"]

@@ -46,11 +46,16 @@ def run_all(world_size: int, *words: str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_the_file_of_the_model_with_experts_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_the_file_of_the_model_with_experts_runs(
+    stages: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The file has four stages."""
     file = write_run(tmp_path, QWEN3_MOE, "qwen3_moe")
-    assert run_all(8, file, *WITHOUT_KERNELS) == [0] * 8
+    words = [] if stages == 4 else [f"pipeline_model_parallel_size={stages}"]
+    assert run_all(2 * stages, file, *WITHOUT_KERNELS, *words) == [0] * 2 * stages
     said = capfd.readouterr().out
-    assert "layout: tp1 pp4 cp1 dp2 ep2 etp1 edp1" in said
+    assert f"layout: tp1 pp{stages} cp1 dp2 ep2 etp1 edp1" in said
     assert "per_device_train_batch_size 1 * gradient_accumulation_steps 8 * data-parallel size 2 = 16 rows" in said
     found = [float(line.split()[1]) for line in losses(tmp_path)]
     assert len(found) == 4
@@ -294,8 +299,10 @@ def test_a_file_with_deepspeed_and_dft_runs_and_says_how(tmp_path: Path, capfd: 
     assert 0 < first < 0.5 * second
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_command_starts_its_own_ranks(tmp_path: Path) -> None:
+    """As ``fit`` does in ``test_cli.py``."""
     file = write_run(tmp_path, LLAMA3)
     words = [file, "tensor_model_parallel_size=2", "max_steps=2", "disable_tqdm=true", "--accelerator", "cpu"]
     code, output, errors = lightning_mcore(tmp_path, "llamafactory", *words)  # the second rank is a program

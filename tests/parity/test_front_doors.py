@@ -154,7 +154,7 @@ def train(folder: str, layout: dict[str, int], devices: int) -> None:
         door(folder, layout, devices)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [2, pytest.param(1, marks=pytest.mark.thorough)])
 def test_four_doors_lead_to_the_same_run(tmp_path: Path, devices: int) -> None:
     write_run(tmp_path, FACTORY, data=rows(60))
     run_ranks(devices, train, str(tmp_path), {"tensor_model_parallel_size": devices}, devices, timeout=240)

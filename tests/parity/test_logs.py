@@ -80,6 +80,7 @@ LAYOUTS = (
     Layout(moe=True, pp=2),
     Layout(moe=True, tp=2, sp=True, cp=2),
 )
+THOROUGH = ("dp2-cp2", "pp2-cp2", "moe-tp2-sp-cp2")  # two axes that have rows of their own
 PADDED = ("tokens", "balanced", "biased")  # these also with each document in a row of its own, on these layouts
 PADDED_LAYOUTS = (
     Layout(),
@@ -209,9 +210,11 @@ def _in_one_process(moe: bool) -> pytest.MarkDecorator:
     return pytest.mark.xdist_group("logs of experts" if moe else "logs of dense models")
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=_in_one_process(layout.moe), id=layout.id) for layout in LAYOUTS]
-)
+def _marks(layout: Layout) -> list[pytest.MarkDecorator]:
+    return [_in_one_process(layout.moe), *([pytest.mark.thorough] if layout.id in THOROUGH else [])]
+
+
+@pytest.mark.parametrize("layout", [pytest.param(layout, marks=_marks(layout), id=layout.id) for layout in LAYOUTS])
 def test_logged_values_are_those_of_one_rank_on_every_layout(layout: Layout) -> None:
     cases = _cases(layout)
     every = _cases(Layout(moe=layout.moe))

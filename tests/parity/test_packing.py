@@ -32,6 +32,7 @@ from tests.parity.packed import (
     train_packed,
 )
 from tests.ranks import run_ranks
+from tests.thorough import thorough_but
 from tests.tiny import Recipe
 
 pytestmark = pytest.mark.distributed
@@ -54,6 +55,7 @@ LAYOUTS = (
     Layout(moe=True, cp=2, ep=2),
     Layout(moe=True, tp=2, sp=True, pp=2),
 )
+STAY = ("tp2-sp", "cp4", "dp2-cp2-do", "pp2-vp2", "moe-cp2-ep2", "moe-tp2-sp-pp2")
 WIDE = replace(RECIPE, micro_batch_size=2)
 
 
@@ -63,17 +65,19 @@ def _reference(one_rank: Layout, recipe: Recipe, rows: Rows) -> dict[Mean, Resul
     return results
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.id)
+@pytest.mark.parametrize("layout", thorough_but(LAYOUTS, *STAY))
 def test_packed_rows_train_as_their_documents_do_one_by_one(layout: Layout) -> None:
     _compare(layout, RECIPE, ROWS, ALL)
 
 
-@pytest.mark.parametrize("layout", [Layout(cp=2), Layout(pp=2)], ids=lambda layout: layout.id)
+@pytest.mark.parametrize("layout", thorough_but([Layout(cp=2), Layout(pp=2)], "cp2"))
 def test_a_microbatch_may_have_several_packed_rows(layout: Layout) -> None:
     _compare(layout, WIDE, ROWS, ALL)
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=2, vp=2), Layout(pp=2, cp=2)], ids=lambda layout: layout.id)
+@pytest.mark.parametrize(
+    "layout", thorough_but([Layout(pp=2), Layout(pp=2, vp=2), Layout(pp=2, cp=2)], "pp2-vp2", "pp2-cp2")
+)
 def test_rows_of_a_step_may_differ_in_length_in_a_pipeline(layout: Layout) -> None:
     _compare(layout, RECIPE, LONGER_ROWS, ("tokens",))
 
@@ -98,13 +102,15 @@ def test_what_stands_in_padding_has_no_say(layout: Layout) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        Layout(moe=True, dp=2, ep=2),
-        Layout(moe=True, cp=2, ep=2),
-        Layout(moe=True, tp=2, sp=True),
-        Layout(moe=True, tp=2, sp=True, pp=2),
-    ],
-    ids=lambda layout: layout.id,
+    thorough_but(
+        (
+            Layout(moe=True, dp=2, ep=2),
+            Layout(moe=True, cp=2, ep=2),
+            Layout(moe=True, tp=2, sp=True),
+            Layout(moe=True, tp=2, sp=True, pp=2),
+        ),
+        *("moe-cp2-ep2", "moe-tp2-sp"),
+    ),
 )
 def test_losses_of_routers_weigh_the_same_on_packed_rows_of_every_layout(layout: Layout) -> None:
     z_loss = (("moe_z_loss_coeff", 0.01),)
@@ -122,7 +128,7 @@ def test_losses_of_routers_weigh_the_same_on_packed_rows_of_every_layout(layout:
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(), Layout(cp=2), Layout(cp=4), Layout(dp=2, cp=2)], ids=lambda layout: layout.id
+    "layout", thorough_but([Layout(), Layout(cp=2), Layout(cp=4), Layout(dp=2, cp=2)], "one", "cp4")
 )
 def test_the_gradient_of_packed_rows_has_the_scale_of_the_formula(layout: Layout) -> None:
     for gradients in run_ranks(layout.world_size, linear_gradients, layout, ALL, timeout=120):
@@ -132,7 +138,7 @@ def test_the_gradient_of_packed_rows_has_the_scale_of_the_formula(layout: Layout
             torch.testing.assert_close(gradients[mean], wanted, rtol=0, atol=1e-6 * wanted.abs().max().item())
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(cp=2), Layout(tp=2, sp=True)], ids=lambda layout: layout.id)
+@pytest.mark.parametrize("layout", thorough_but([Layout(), Layout(cp=2), Layout(tp=2, sp=True)], "one", "cp2"))
 def test_a_document_that_changes_changes_not_one_bit_of_its_neighbours(layout: Layout) -> None:
     rows = ROWS[:1]
     before = run_ranks(layout.world_size, token_losses, layout, rows, None, timeout=120)
@@ -148,7 +154,7 @@ MTP = replace(RECIPE, options=(*TWO_LAYERS, ("mtp_num_layers", 1), ("mtp_loss_sc
 MTP_LAYOUTS = (Layout(tp=2, sp=True), Layout(pp=2), *(() if COUNTS_OWN_TOKENS else (Layout(cp=2),)))
 
 
-@pytest.mark.parametrize("layout", MTP_LAYOUTS, ids=lambda layout: layout.id)
+@pytest.mark.parametrize("layout", thorough_but(MTP_LAYOUTS, *(row.id for row in MTP_LAYOUTS if row.pp == 1)))
 def test_multi_token_prediction_guesses_within_documents_alone_on_every_layout(layout: Layout) -> None:
     (dense,) = run_ranks(1, train_one_by_one, layout.one_rank, MTP, ROWS, timeout=120)
     (whole,) = run_ranks(1, train_packed, layout.one_rank, MTP, ROWS, ("tokens",), timeout=120)

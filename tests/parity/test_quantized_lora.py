@@ -22,6 +22,7 @@ from tests.layouts import Layout
 from tests.parity.hf_training import LENGTH, Seen, _mean, predict_and_step, text
 from tests.parity.test_lora import ATTENTION, Adapted, WatchedAdapters, _differences, _generator
 from tests.ranks import RanksFailedError, run_ranks
+from tests.thorough import thorough_but
 
 pytestmark = [
     pytest.mark.distributed,
@@ -83,7 +84,7 @@ def train_step(folder: str, adapter: str, layout: Layout) -> Seen:
     return predict_and_step(module, layout)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.id)
+@pytest.mark.parametrize("layout", thorough_but(LAYOUTS, "one", "tp2-sp"))
 def test_a_step_on_4_bits_is_that_of_peft_over_bitsandbytes(layout: Layout) -> None:
     wanted = reference()
     ranks = run_ranks(layout.world_size, train_step, base(), wanted.folder, layout, timeout=120)

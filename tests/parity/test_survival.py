@@ -20,6 +20,7 @@ from tests.parity import bare_loop, lightning_loop, linear
 from tests.parity.global_tensors import Slice, assemble, spread, weight_slices
 from tests.parity.lightning_loop import TinyGPT, make_trainer
 from tests.ranks import RanksFailedError, run_ranks
+from tests.thorough import thorough_but
 from tests.tiny import Batch, Recipe
 
 pytestmark = pytest.mark.distributed
@@ -165,7 +166,9 @@ def _fit(
 # ---- the last window of an epoch, when accumulate_grad_batches does not divide it
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2), Layout(pp=2, vp=2), Layout(cp=2)], ids=lambda x: x.id)
+@pytest.mark.parametrize(
+    "layout", thorough_but([Layout(), Layout(pp=2), Layout(pp=2, vp=2), Layout(cp=2)], "one", "pp2-vp2")
+)
 def test_a_short_last_window_weighs_what_it_weighs_in_lightning(layout: Layout) -> None:
     accumulate, limit = 4, 7  # windows of 4 and 3 batches
     recipe = Recipe(eps=1e-4, steps=1, clip=0.0)  # clipping would hide a wrong weight
@@ -192,7 +195,7 @@ class _Mortal(TinyGPT):
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(dp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2)], ids=lambda layout: layout.id
+    "layout", thorough_but([Layout(dp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2)], "dp2", "pp2")
 )
 def test_a_rank_that_dies_takes_the_others_down_with_a_message(layout: Layout) -> None:
     started = time.monotonic()
