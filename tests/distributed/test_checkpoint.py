@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lightning's own checkpointing of sharded models: written as directories, resumed bit for bit."""
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -156,24 +157,33 @@ ONE_FILE: dict[str, Run] = {
     "plain-bf16": Run(module=Plain, strategy={}, precision="bf16-mixed"),
     "plain-bf16-true": Run(module=Plain, strategy={}, precision="bf16-true"),
 }
+STAY = (
+    *("pp2", "pp2-momentum-bf16", "pp2-nadam", "pp2-rmsprop-bf16", "pp2-vp2-bf16", "plain-overlapped-bf16-true"),
+    *("cp2", "dp2-pp2-overlapped-bf16", "plain", "plain-rmsprop", "plain-bf16"),
+)
+of_every_run = pytest.mark.parametrize("name", thorough_but(RUNS | ONE_FILE, *STAY))
 
 
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[tuple[Trained, Trained]]]]:
-    """Interrupt and resume every run; one launch for each number of ranks."""
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[tuple[Trained, Trained]]]]:
+    """Return what looks up an interrupted run; runs of a mark and a number of ranks start at once."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    results: dict[str, list[tuple[Trained, Trained]]] = {}
-    runs = RUNS | ONE_FILE
-    for world_size in (2, 4):
-        chosen = {name: run for name, run in runs.items() if run.world_size == world_size}
-        ranks = run_ranks(world_size, interrupt_and_resume, chosen, str(folder), timeout=240)
-        results |= {name: [rank[name] for rank in ranks] for name in chosen}
-    return folder, results
+
+    @functools.cache
+    def launched(world_size: int, stays: bool) -> list[dict[str, tuple[Trained, Trained]]]:
+        runs = {n: r for n, r in (RUNS | ONE_FILE).items() if r.world_size == world_size and (n in STAY) == stays}
+        return run_ranks(world_size, interrupt_and_resume, runs, str(folder), timeout=240)
+
+    def look_up(name: str) -> tuple[Path, list[tuple[Trained, Trained]]]:
+        ranks = launched((RUNS | ONE_FILE)[name].world_size, name in STAY)
+        return folder / name, [rank[name] for rank in ranks]
+
+    return look_up
 
 
-@pytest.mark.parametrize("name", RUNS | ONE_FILE)
+@of_every_run
 def test_a_resumed_run_continues_bit_for_bit(resumed: Any, name: str) -> None:
-    for whole, second in resumed[1][name]:
+    for whole, second in resumed(name)[1]:
         steps = len(second.seen.losses)
         assert 0 < steps == len(whole.seen.losses) // 2
         for kind in ("losses", "logged", "grad_norms"):
@@ -190,9 +200,9 @@ def test_a_resumed_run_continues_bit_for_bit(resumed: Any, name: str) -> None:
         assert second.payload["numbers"].tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("name", RUNS | ONE_FILE)
+@of_every_run
 def test_a_model_of_chunks_is_a_directory_and_a_plain_one_a_file(resumed: Any, name: str) -> None:
-    paths = sorted((resumed[0] / name).iterdir())
+    paths = sorted(resumed(name)[0].iterdir())
     assert [path.name for path in paths] == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]  # and nothing unfinished
     for path in paths:
         assert path.is_dir() == (name in RUNS)

@@ -6,6 +6,7 @@ The largest difference that was measured over the table is 1.2e-7 in a weight; t
 ``test_pipelined_module.py``.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -288,6 +289,13 @@ RUNS: dict[str, Run] = {
 }
 
 
+THOROUGH = (  # what they combine is in runs that stay
+    *("tp2-one-cycle", "tp2-rmsprop", "tp2-adagrad", "pp2-one-cycle", "pp2-adagrad", "vp2-muon-by-norm"),
+    *("pp2-by-value-sgd", "pp2-frozen-stage-sharded", "dp2-do-decoupled", "dp2-overlapped-by-value"),
+    *("vp2-groups-of-4", "dp2-overlapped-after-fp32-sum", "dp4-two-instances", "pp2-dp2-reduced-together"),
+)
+
+
 def fit(run: Run, ours: bool) -> dict[str, Any]:
     """Train on this rank."""
     module = run.module(run.configure)
@@ -306,19 +314,25 @@ def fit(run: Run, ours: bool) -> dict[str, Any]:
     return {"weights": weights(module), "loss": float(trainer.callback_metrics["train_loss"])}
 
 
-def fit_all(ours: bool, world: int) -> dict[str, dict[str, Any]]:
-    """Train every run for a number of ranks on this rank."""
-    return {name: fit(run, ours) for name, run in RUNS.items() if run.world == world or not ours}
+def fit_all(ours: bool, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Train some runs on this rank."""
+    return {name: fit(RUNS[name], ours) for name in names}
 
 
-@pytest.fixture(scope="module")
-def one_rank() -> dict[str, dict[str, Any]]:
-    return run_ranks(1, fit_all, False, 1, timeout=240, open_group=False)[0]
+@functools.cache
+def ranks_of(world: int, ours: bool, thorough: bool) -> list[dict[str, dict[str, Any]]]:
+    """Return what each rank made of the runs of that many ranks, those of one mark, which are trained once."""
+    names = [name for name, run in RUNS.items() if run.world == world and (name in THOROUGH) == thorough]
+    ranks: list[dict[str, dict[str, Any]]] = run_ranks(
+        world if ours else 1, fit_all, ours, names, timeout=240, open_group=ours
+    )
+    return ranks
 
 
-@pytest.fixture(scope="module")
-def several_ranks() -> dict[int, list[dict[str, dict[str, Any]]]]:
-    return {world: run_ranks(world, fit_all, True, world, timeout=240) for world in (2, 4)}
+def _chosen(name: str) -> Any:
+    """Return the parameter of a run; runs of as many ranks are trained together, in one process."""
+    kind = [pytest.mark.thorough] if name in THOROUGH else []
+    return pytest.param(name, marks=[pytest.mark.xdist_group(f"optimizers-{RUNS[name].world}"), *kind])
 
 
 def whole(ranks: list[dict[str, Tensor]], run: Run) -> dict[str, Tensor]:
@@ -329,10 +343,11 @@ def whole(ranks: list[dict[str, Tensor]], run: Run) -> dict[str, Tensor]:
     return {n: torch.cat([v, second[n]], CUT_ALONG[n]) if n in CUT_ALONG else v for n, v in first.items()}
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_trains_as_torchs_optimizer_on_one_rank(one_rank: Any, several_ranks: Any, name: str) -> None:
-    run, expected = RUNS[name], one_rank[name]
-    ranks = [rank[name] for rank in several_ranks[run.world]]
+@pytest.mark.parametrize("name", [_chosen(name) for name in RUNS])
+def test_trains_as_torchs_optimizer_on_one_rank(name: str) -> None:
+    run, thorough = RUNS[name], name in THOROUGH
+    [expected] = [rank[name] for rank in ranks_of(run.world, False, thorough)]
+    ranks = [rank[name] for rank in ranks_of(run.world, True, thorough)]
     ours = whole([rank["weights"] for rank in ranks], run)
     assert ours.keys() == expected["weights"].keys()
     for parameter, value in ours.items():
@@ -343,9 +358,11 @@ def test_trains_as_torchs_optimizer_on_one_rank(one_rank: Any, several_ranks: An
             assert run.module is SplitNet or torch.equal(value, ours[parameter]), parameter
 
 
-def test_the_runs_are_not_all_alike(one_rank: Any) -> None:
-    heads = {name: run["weights"].get("head.weight", torch.zeros(1)) for name, run in one_rank.items()}
-    different = ("pp2-decoupled", "pp2-one-cycle", "pp2-layerwise", "pp2-by-value", "pp2-frozen", "pp2-frozen-stage")
+@pytest.mark.xdist_group("optimizers-2")
+def test_the_runs_are_not_all_alike() -> None:
+    [alone] = ranks_of(2, False, False)
+    heads = {name: run["weights"].get("head.weight", torch.zeros(1)) for name, run in alone.items()}
+    different = ("pp2-decoupled", "pp2-layerwise", "pp2-by-value", "pp2-frozen", "pp2-frozen-stage")
     assert all(not torch.equal(heads["pp2-batched"], heads[name]) for name in different)
 
 

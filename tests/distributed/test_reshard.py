@@ -206,7 +206,20 @@ def save_on(layout: Layout, path: str, precision: Any = "32-true") -> Whole:
     return Whole(path, weights, optimizer, ranks[0].steps)
 
 
-@pytest.fixture(scope="module", params=[DENSE, EXPERTS], ids=["dense", "experts"])
+def table(*ids: str) -> tuple[Layout, ...]:
+    """Return some of the layouts."""
+    return tuple(layout for layout in (*DENSE, *EXPERTS) if layout.id in ids)
+
+
+TABLES = (
+    pytest.param(table("one", "dp2-do", "tp2-sp", "pp2-vp2", "cp2-do"), id="dense"),
+    pytest.param(table("moe", "moe-tp2-sp-ep2-etp1", "moe-dp2-pp2-ep2-do"), id="experts"),
+    pytest.param(DENSE, marks=pytest.mark.thorough, id="dense-all"),
+    pytest.param(EXPERTS, marks=pytest.mark.thorough, id="experts-all"),
+)
+
+
+@pytest.fixture(scope="module", params=TABLES)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Save once on every layout of a table."""
     folder = tmp_path_factory.mktemp("layouts")
@@ -249,7 +262,6 @@ def check_state(state: State, whole: Whole, what: str) -> None:
 
 
 HALF = (
-    Layout(dp=2),
     Layout(dp=2, distributed_optimizer=True),
     Layout(pp=2, vp=2, dp=2, distributed_optimizer=True, overlap=True),
     Layout(tp=2, sp=True),
@@ -329,16 +341,14 @@ def test_a_frozen_layer_among_trained_ones_goes_from_layout_to_layout(tmp_path: 
     [(grad_norm, weights, frozen)] = run_ranks(1, load_frozen, Layout(), None, timeout=120)
     whole = assemble(weights)
     assert frozen
-    for saving in layouts:
-        path = str(tmp_path / f"{saving.id}.ckpt")
+    for saving, loading in zip(layouts, layouts[1:] + layouts[:1], strict=True):
+        path, what = str(tmp_path / f"{saving.id}.ckpt"), f"{saving.id} on {loading.id}"
         run_ranks(saving.world_size, save_frozen, saving, path, timeout=120)
-        for loading in [layout for layout in layouts if layout != saving]:
-            for norm, slices, kept in run_ranks(loading.world_size, load_frozen, loading, path, timeout=120):
-                what = f"{saving.id} on {loading.id}"
-                assert norm == pytest.approx(grad_norm, rel=TOLERANCE), what
-                assert all(torch.equal(part.data, part.of(whole[part.key])) for part in kept), what
-                held = {part.key: whole[part.key] for part in slices}  # a stage has not all of the tensors
-                assert max(spread(slices, held).values()) <= TOLERANCE, what
+        for norm, slices, kept in run_ranks(loading.world_size, load_frozen, loading, path, timeout=120):
+            assert norm == pytest.approx(grad_norm, rel=TOLERANCE), what
+            assert all(torch.equal(part.data, part.of(whole[part.key])) for part in kept), what
+            held = {part.key: whole[part.key] for part in slices}  # a stage has not all of the tensors
+            assert max(spread(slices, held).values()) <= TOLERANCE, what
 
 
 def test_a_frozen_layer_goes_from_layout_to_layout_in_bf16(tmp_path: Path) -> None:

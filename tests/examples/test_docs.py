@@ -127,7 +127,7 @@ def test_the_readme_has_the_model_of_the_guide() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["mcore", "ddp", "auto"])
+@pytest.mark.parametrize("strategy", ["mcore", "ddp", pytest.param("auto", marks=pytest.mark.thorough)])
 def test_the_users_own_model_runs_under_every_strategy(
     strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,9 +152,9 @@ if __name__ == "__main__":
 def test_the_example_of_packed_fine_tuning_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "finetune.py"
     script.write_text(blocks(guide("data"), "python")[0] + _FINETUNE)
-    write(tmp_path / "chats.jsonl", exchanges(60))
+    write(tmp_path / "chats.jsonl", exchanges(30))
     output = run_on_ranks(capsys, 4, str(script), folder=tmp_path)
-    assert "train data: packed 54 of 54 samples" in output
+    assert "train data: packed 27 of 27 samples" in output
     assert "`max_epochs=1` reached" in output
 
 
@@ -192,7 +192,7 @@ def test_the_example_of_a_hugging_face_model_runs(tmp_path: Path, capsys: pytest
     script = tmp_path / "finetune.py"
     run = 'finetune_hf("model", "chats.jsonl", seq_length=64, accelerator="cpu")'
     script.write_text(blocks(guide("hugging-face"), "python")[0] + f'\n\nif __name__ == "__main__":\n    {run}\n')
-    write(tmp_path / "chats.jsonl", exchanges(60))
+    write(tmp_path / "chats.jsonl", exchanges(24))
     _save_model(tmp_path / "model")
     output = run_on_ranks(capsys, 4, str(script), folder=tmp_path)
     assert "`max_epochs=1` reached" in output
@@ -208,7 +208,7 @@ def test_the_example_of_adapters_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     script = tmp_path / "finetune.py"
     run = 'finetune_adapters("model", "chats.jsonl", seq_length=64, accelerator="cpu")'
     script.write_text(blocks(guide("adapters"), "python")[0] + f'\n\nif __name__ == "__main__":\n    {run}\n')
-    write(tmp_path / "chats.jsonl", exchanges(60))
+    write(tmp_path / "chats.jsonl", exchanges(24))
     _save_model(tmp_path / "model")
     output = run_on_ranks(capsys, 2, str(script), folder=tmp_path)
     assert "`max_epochs=1` reached" in output

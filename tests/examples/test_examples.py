@@ -109,9 +109,10 @@ def test_pretrain_gpt_shows_its_layout_learns_and_leaves_its_files(
     assert "most probable tokens: 16 of 16 are the same in transformers and here" in output
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_pretrain_gpt_is_a_program(tmp_path: Path) -> None:
-    """``tests/distributed/test_checkpoint_io.py`` sees that Lightning starts the other ranks of a script."""
+    """As the scripts of ``test_launch.py``; ``tests/distributed/test_checkpoint_io.py`` starts the other ranks."""
     one_rank = ("--devices=1", "--tp=1", "--pp=1", "--max-steps=2")
     output = run_example("pretrain_gpt.py", *one_rank, *SMALL, folder=tmp_path)
     assert "layout: 1 rank, " in output, output

@@ -15,6 +15,7 @@ from tests.parity import bare_loop, lightning_loop
 from tests.parity.bare_loop import Trace
 from tests.parity.test_loop import compare
 from tests.ranks import run_ranks
+from tests.thorough import thorough_but
 from tests.tiny import Precision, Recipe
 
 pytestmark = pytest.mark.distributed
@@ -38,7 +39,7 @@ LAYOUTS = (
 EXPERTS = Layout(moe=True, dp=2, pp=2, ep=2, distributed_optimizer=True)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.id)
+@pytest.mark.parametrize("layout", thorough_but(LAYOUTS, "one", "pp2-vp2", "dp2-do-overlap", "moe-tp2-sp"))
 def test_fp16_equals_the_bare_loop_through_overflows(layout: Layout) -> None:
     results = run_ranks(layout.world_size, _both, layout, OVERFLOWING, timeout=180)
     for bare, ours in results:
@@ -48,7 +49,7 @@ def test_fp16_equals_the_bare_loop_through_overflows(layout: Layout) -> None:
         assert (ours.grad_norms, ours.loss_scales) == (results[0][1].grad_norms, results[0][1].loss_scales)
 
 
-@pytest.mark.parametrize("precision", ["16-true", "16-mixed"])
+@pytest.mark.parametrize("precision", thorough_but(["16-true", "16-mixed"], "16-true"))
 def test_fp16_weighted_by_tokens_equals_the_bare_loop(precision: Precision) -> None:
     layout = Layout(dp=2, tp=2, sp=True, distributed_optimizer=True)
     recipe = replace(OVERFLOWING, precision=precision, token_weighted=True, steps=4)
