@@ -6,6 +6,7 @@ while a strategy is at work. A name that stays replaced changes every later test
 ``conftest.py`` compares a snapshot before and after each test. A rank function may do the same around a ``fit``.
 """
 
+import functools
 import sys
 from collections.abc import Iterator, Mapping
 from operator import is_
@@ -53,8 +54,14 @@ def changes(before: Mapping[str, dict[str, Any]], after: Mapping[str, dict[str, 
 def _owners() -> Iterator[ModuleType | type]:
     yield from (torch, torch.cuda, torch.cuda.random, torch.distributed, torch.nn.functional)
     yield from (torch.Tensor, torch.nn.Module)
-    names = [name for name in list(sys.modules) if name.startswith("megatron.core")]
-    yield from (module for name in names if (module := sys.modules[name]) is not None)
+    names = _of_megatron(len(sys.modules))
+    yield from (module for name in names if (module := sys.modules.get(name)) is not None)
+
+
+@functools.lru_cache(maxsize=1)
+def _of_megatron(num_modules: int) -> list[str]:
+    """Return the names of megatron-core's modules, among ten thousand, until their number changes."""
+    return [name for name in list(sys.modules) if name.startswith("megatron.core")]
 
 
 def _names(owner: ModuleType | type) -> dict[str, Any]:

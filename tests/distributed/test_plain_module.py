@@ -7,6 +7,7 @@ beside the tolerance.
 """
 
 import copy
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.ranks import run_ranks
+from tests.thorough import thorough_but
 from tests.toy import (
     ADAMW,
     Batch,
@@ -198,20 +200,31 @@ def fit(run: Run, strategy: Any) -> tuple[Seen, dict[str, Tensor]]:
     return seen, weights(module)
 
 
-def fit_both() -> dict[str, Any]:
-    """Train every run under Lightning's strategy and under ours, in one process."""
-    return {name: (fit(run, run.reference), fit(run, run.strategy)) for name, run in RUNS.items()}
+THOROUGH = (  # what they combine is in runs that stay
+    *("nesterov", "adam", "at-once", "by-value-sgd", "by-norm-sgd", "by-norm-rmsprop", "mixed-sgd", "sharded-adam"),
+    *("sharded-groups", "sharded-scheduled", "sharded-by-value", "sharded-mixed", "overlap-of-gradients"),
+)
+in_one_process = pytest.mark.xdist_group("plain_module-pairs")
 
 
-@pytest.fixture(scope="module")
-def pairs() -> list[dict[str, Any]]:
-    return run_ranks(2, fit_both, timeout=180)
+def fit_both(names: list[str]) -> dict[str, Any]:
+    """Train some runs under Lightning's strategy and under ours, in one process."""
+    return {name: (fit(RUNS[name], RUNS[name].reference), fit(RUNS[name], RUNS[name].strategy)) for name in names}
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_trains_as_under_ddp(pairs: Any, name: str) -> None:
-    run = RUNS[name]
-    for rank in pairs:
+@functools.cache
+def pairs(thorough: bool) -> list[dict[str, Any]]:
+    """Return what each rank saw of the runs of a mark, which are trained once."""
+    names = [name for name in RUNS if (name in THOROUGH) == thorough]
+    ranks: list[dict[str, Any]] = run_ranks(2, fit_both, names, timeout=180)
+    return ranks
+
+
+@in_one_process
+@pytest.mark.parametrize("name", thorough_but(RUNS, *RUNS.keys() - {*THOROUGH}))
+def test_trains_as_under_ddp(name: str) -> None:
+    run, ranks = RUNS[name], pairs(name in THOROUGH)
+    for rank in ranks:
         (expected, expected_weights), (seen, ours) = rank[name]
         assert seen.batches == expected.batches
         if not run.trainer:
@@ -228,16 +241,18 @@ def test_trains_as_under_ddp(pairs: Any, name: str) -> None:
         assert ours.keys() == expected_weights.keys()
         for parameter, value in ours.items():
             assert largest_difference(value, expected_weights[parameter]) <= run.spread, parameter
-            assert torch.equal(value, pairs[0][name][1][1][parameter]), f"{parameter} differs between the ranks"
+            assert torch.equal(value, ranks[0][name][1][1][parameter]), f"{parameter} differs between the ranks"
 
 
 def largest_difference(first: Tensor, second: Tensor) -> float:
     return (first - second).abs().max().item() if first.numel() else 0.0
 
 
-@pytest.mark.parametrize("name", [name for name, run in RUNS.items() if run.trainer is BY_NORM])
-def test_clipping_by_norm_is_exercised_and_the_norm_is_shown(pairs: Any, name: str) -> None:
-    seen = pairs[0][name][1][0]
+@in_one_process
+@pytest.mark.parametrize("name", ["by-norm-adamw", "mixed-by-norm", "sharded-by-norm"])
+def test_clipping_by_norm_is_exercised_and_the_norm_is_shown(name: str) -> None:
+    assert RUNS[name].trainer is BY_NORM
+    seen = pairs(False)[0][name][1][0]
     assert min(seen.grad_norms) > BY_NORM["gradient_clip_val"]
     if seen.gradients[0].numel():
         shown = [gradient.norm().item() for gradient in seen.gradients]

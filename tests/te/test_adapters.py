@@ -48,7 +48,10 @@ def train(runs: dict[str, Run], ranks: int) -> dict[str, tuple[list[float], list
     return found
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [({}, 1), (TP2, 2)])
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [pytest.param({}, 1, marks=pytest.mark.thorough, id="one-rank"), pytest.param(TP2, 2, id="tp2-sp")],
+)
 def test_adapters_are_those_of_the_torch_backend(layout: dict[str, Any], ranks: int) -> None:
     runs = {name: replace(run, layout=layout) for name, run in RUNS.items()}
     local = {f"{name} local": replace(run, impl="local") for name, run in runs.items()}

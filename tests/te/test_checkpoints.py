@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints and Hugging Face folders of runs on TransformerEngine's layers, in fp32, with each recipe, and in FP8."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from tests.distributed.test_hf_export import check_same
 from tests.hf_models import VOCAB_SIZE, read_tensors, save_tiny
 from tests.ranks import run_ranks
 from tests.te.runs import Counting, Numbers, Run, make_model, make_trainer
+from tests.thorough import thorough_but
 
 pytestmark = pytest.mark.distributed
 
@@ -90,15 +93,26 @@ def go_on(folder: str, layout: dict[str, Any], runs: dict[str, Run], ranks: int)
     return found
 
 
+THOROUGH = ("blockwise", "mxfp8", "blockwise-weights")  # with weights and gathered late they stay
+Trained = Callable[[bool], tuple[str, dict[str, Any]]]
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Return what gives the folder of the runs of a mark, and their numbers; they are trained once."""
     folder = str(tmp_path_factory.mktemp("runs"))
-    return folder, run_ranks(2, save_and_resume, folder, TP2, RUNS, timeout=400)[0]
+
+    @functools.cache
+    def of_mark(thorough: bool) -> tuple[str, dict[str, Any]]:
+        runs = {name: run for name, run in RUNS.items() if (name in THOROUGH) == thorough}
+        return folder, run_ranks(2, save_and_resume, folder, TP2, runs, timeout=400)[0]
+
+    return of_mark
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_resumed_run_goes_on_bit_for_bit(name: str, trained: tuple[str, dict[str, Any]]) -> None:
-    (losses, norms), rest = trained[1][name]
+@pytest.mark.parametrize("name", thorough_but(RUNS, *RUNS.keys() - {*THOROUGH}))
+def test_a_resumed_run_goes_on_bit_for_bit(name: str, trained: Trained) -> None:
+    (losses, norms), rest = trained(name in THOROUGH)[1][name]
     assert rest == (losses[2:], norms[2:])
 
 
@@ -127,12 +141,21 @@ OTHERS = {
 TOLERANCES = {"fp32": 1e-6, "local": 1e-6}
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [({}, 1), (PP2, 2)], ids=["one-rank", "pp2"])
+@pytest.mark.parametrize(
+    ("layout", "ranks", "thorough"),
+    [
+        pytest.param({}, 1, False, id="one-rank"),
+        pytest.param(PP2, 2, False, id="pp2"),
+        pytest.param({}, 1, True, marks=pytest.mark.thorough, id="one-rank-more"),
+        pytest.param(PP2, 2, True, marks=pytest.mark.thorough, id="pp2-more"),
+    ],
+)
 def test_other_layouts_recipes_and_layers_go_on(
-    layout: dict[str, Any], ranks: int, trained: tuple[str, dict[str, Any]]
+    layout: dict[str, Any], ranks: int, thorough: bool, trained: Trained
 ) -> None:
-    folder, numbers = trained
-    runs = RESHARDED | (OTHERS if ranks == 1 else {})
+    folder, numbers = trained(thorough)
+    runs = {name: run for name, run in RESHARDED.items() if (name in THOROUGH) == thorough}
+    runs |= OTHERS if ranks == 1 and not thorough else {}
     found = run_ranks(ranks, go_on, folder, layout, runs, ranks, timeout=400)[0]
     for name, (losses, _) in found.items():
         origin = name.split(" ")[0]
@@ -206,11 +229,10 @@ STARTS = {
 TEXT = torch.randint(VOCAB_SIZE, (16, 33), generator=torch.Generator().manual_seed(1))
 
 
-def test_weights_that_are_read_reach_the_copies_bit_for_bit(
-    tmp_path: Path, trained: tuple[str, dict[str, Any]]
-) -> None:
+def test_weights_that_are_read_reach_the_copies_bit_for_bit(tmp_path: Path, trained: Trained) -> None:
+    folder = trained(False)[0]
     llama = str(save_tiny("llama", tmp_path / "llama", dtype=torch.bfloat16, hidden_size=64, intermediate_size=64))
-    ranks = run_ranks(2, start_and_write, trained[0], llama, timeout=400)
+    ranks = run_ranks(2, start_and_write, folder, llama, timeout=400)
     _, losses, norms = ranks[0]["local folder"]
     for name in STARTS:
         _, of_run, norms_of_run = ranks[0][f"{name} folder"]
@@ -219,9 +241,9 @@ def test_weights_that_are_read_reach_the_copies_bit_for_bit(
         for kind in ("folder", "weights", "alone"):
             assert torch.equal(values_of(ranks, f"{name} {kind}"), values_of(ranks, f"local {kind}")), (name, kind)
     for name in ("local", "te"):
-        check_same(llama, f"{trained[0]}/{name} written")
+        check_same(llama, f"{folder}/{name} written")
     for name in ("delayed", "tensorwise"):  # values that FP8 has rounded
-        written = dict(read_tensors(f"{trained[0]}/{name} written"))
+        written = dict(read_tensors(f"{folder}/{name} written"))
         for tensor_name, values in read_tensors(llama):
             worst = (written[tensor_name].float() - values.float()).abs().max()
             assert worst <= values.float().abs().max() / 16, tensor_name

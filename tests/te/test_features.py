@@ -61,6 +61,8 @@ TRAINS = {  # with a recipe, and the number of ranks
     "pp2": (Run(layout={"pipeline_model_parallel_size": 2}), 2),
 }
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
+WITH_DELAYED = ("experts-grouped", "recompute", "pp2")
+"""Trained with delayed scaling in ``make test``, where the others are with tensorwise."""
 
 
 def with_fp8(run: Run, recipe: str, **fp8: Any) -> Run:
@@ -96,18 +98,27 @@ def runs_of(ranks: int) -> dict[str, Run]:
     return runs
 
 
+def is_thorough(name: str, ranks: int) -> bool:
+    """Whether a run is for ``make test-thorough`` alone: a case with its other recipe, FP8 weights on one rank."""
+    case, _, kind = name.rpartition(" ")
+    if case in TRAINS:
+        return (kind == "delayed") != (case in WITH_DELAYED)
+    return ranks == 1 and kind in ("sharded", "weights")
+
+
 Trained = dict[str, tuple[list[float], list[float]]]
 
 
-def train_each(ranks: int) -> Trained:
-    """Train all runs, one after the other; return losses and gradient norms."""
-    return {name: train(run, ranks) for name, run in runs_of(ranks).items()}
+def train_each(ranks: int, thorough: bool) -> Trained:
+    """Train the runs of a mark, one after the other; return losses and gradient norms."""
+    runs = runs_of(ranks).items()
+    return {name: train(run, ranks) for name, run in runs if name in TRAINS or is_thorough(name, ranks) == thorough}
 
 
 @functools.cache
-def trained(ranks: int) -> Trained:
-    """Return the losses and gradient norms of all runs on so many ranks."""
-    return run_ranks(ranks, train_each, ranks, timeout=300)[0]
+def trained(ranks: int, thorough: bool = False) -> Trained:
+    """Return the losses and gradient norms of the runs of a mark on so many ranks."""
+    return run_ranks(ranks, train_each, ranks, thorough, timeout=300)[0]
 
 
 @pytest.mark.parametrize("kind", ["", " all_gather", " a2a"])
@@ -149,20 +160,30 @@ def test_fused_permutation_moves_tokens_as_the_plain_one_does() -> None:
     assert trained(1)["fp32 experts permuted"][0] == pytest.approx(trained(1)["fp32 experts"][0], rel=1e-6)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
-@pytest.mark.parametrize("case", TRAINS)
+def marked(name: str, ranks: int, *values: Any) -> Any:
+    """Return the parameters of a test that looks at a run."""
+    return pytest.param(*values, marks=[pytest.mark.thorough] if is_thorough(name, ranks) else [])
+
+
+@pytest.mark.parametrize(
+    ("case", "recipe"),
+    [marked(f"{case} {kind}", ranks, case, kind) for case, (_, ranks) in TRAINS.items() for kind in RECIPES[:2]],
+)
 def test_a_recipe_trains_close_to_bf16(case: str, recipe: str) -> None:
-    found = trained(TRAINS[case][1])
+    ranks = TRAINS[case][1]
+    found = trained(ranks, is_thorough(f"{case} {recipe}", ranks))
     losses, in_bf16 = found[f"{case} {recipe}"][0], found[case][0]
     assert losses != in_bf16
     assert losses == pytest.approx(in_bf16, rel=0.01)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "recipe"), [marked(f"{kind} weights", ranks, ranks, kind) for ranks in (1, 2) for kind in RECIPES]
+)
 def test_fp8_weights_are_gathered(recipe: str, ranks: int) -> None:
     """The layers get the FP8 numbers that they get from bf16 weights, so that nothing changes but for ``delayed``."""
-    losses, plain = trained(ranks)[f"{recipe} weights"][0], trained(ranks)[f"{recipe} sharded"][0]
+    found = trained(ranks, is_thorough(f"{recipe} weights", ranks))
+    losses, plain = found[f"{recipe} weights"][0], found[f"{recipe} sharded"][0]
     assert losses == pytest.approx(plain, rel=0.01 if recipe == "delayed" else 1e-3)
 
 
