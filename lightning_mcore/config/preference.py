@@ -6,10 +6,12 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
+from lightning_mcore.config.lora import LoRA
+from lightning_mcore.config.rules.model import weighted_by_tokens
 from lightning_mcore.config.value_checks import choices, from_fields, require_choice, require_flag
 
 PreferenceLoss: TypeAlias = Literal["sigmoid", "robust", "hinge", "ipo", "orpo", "simpo", "kto", "reward"]
@@ -138,6 +140,49 @@ class Preference:
     def plain(self) -> dict[str, Any]:
         """Return all fields as plain data; :meth:`of` reads it back."""
         return dataclasses.asdict(self)
+
+
+def can_be_off(lora: LoRA | None) -> bool:
+    """Return whether a model without its adapters is the one that training began with.
+
+    Args:
+        lora: Its adapters; None for none.
+    """
+    return lora is not None and not lora.modules_to_save
+
+
+def faults_with_model(preference: Preference, lora: LoRA | None, config: Any) -> Iterator[str]:
+    """Yield a sentence for each setting that a model does not allow.
+
+    Args:
+        preference: The settings.
+        lora: The adapters of the model; None for none.
+        config: As for ``weighted_by_tokens``, with ``calculate_per_token_loss``.
+    """
+    weighted = weighted_by_tokens(config)
+    if config.calculate_per_token_loss and weighted:
+        yield (
+            f"calculate_per_token_loss=True with {weighted[0]}={getattr(config, weighted[0])}: the loss is a mean"
+            " over pairs, and Megatron weights that one by tokens; leave calculate_per_token_loss out"
+        )
+    if preference.precompute_reference is False and not can_be_off(lora):
+        given = "no LoRA adapters" if lora is None else "LoRA with modules_to_save, which stay as trained"
+        yield (
+            f"precompute_reference=False with {given}: switching adapters off would not give the reference; leave"
+            " it out"
+        )
+    if lora is None or lora.quantization is None or not preference.needs_reference:
+        return
+    if preference.reference is not None:
+        yield (
+            f"reference={preference.reference!r} with quantization='nf4': weights in 4 bits cannot make room for those"
+            " of another model; leave reference out, and the model without its adapters is the reference"
+        )
+    if lora.modules_to_save:
+        yield (
+            f"modules_to_save={lora.modules_to_save} with quantization='nf4': the reference is the model without its"
+            " adapters, and these modules stay as trained; leave modules_to_save out"
+        )
 
 
 def _check_number(name: str, value: object) -> None:

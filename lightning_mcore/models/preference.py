@@ -23,7 +23,8 @@ from torch import Tensor
 
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.positions import PositionEmbedding
-from lightning_mcore.config.preference import OF_MEANS, Preference
+from lightning_mcore.config.preference import OF_MEANS, Preference, can_be_off, faults_with_model
+from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.model import weighted_by_tokens
 from lightning_mcore.data.preference.pairs import check_pairs
 from lightning_mcore.layers.inputs import ModelInputs, is_packed
@@ -228,22 +229,10 @@ class MCorePreference(MCoreGPT):
         """Refuse settings as ``MCoreGPT`` does, and those that contradict a loss over pairs.
 
         Raises:
-            ValueError: Router losses would have wrong weights, or no adapters can be switched off for the reference.
+            ValueError: Router losses would have wrong weights, or the model cannot become the reference.
         """
         super().check_settings()
-        config = self._build_config()
-        weighted = weighted_by_tokens(config)
-        if config.calculate_per_token_loss and weighted:
-            raise ValueError(
-                f"calculate_per_token_loss=True with {weighted[0]}={getattr(config, weighted[0])}: the loss is a mean"
-                " over pairs, and Megatron weights that one by tokens; leave calculate_per_token_loss out"
-            )
-        if self.preference.precompute_reference is False and not self.adapters_can_be_off:
-            given = "no LoRA adapters" if self.lora is None else "LoRA with modules_to_save, which stay as trained"
-            raise ValueError(
-                f"precompute_reference=False with {given}: switching adapters off would not give the reference; leave"
-                " it out"
-            )
+        raise_first(faults_with_model(self.preference, self.lora, self._build_config()))
 
     def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
         """Build one chunk; that of a reward model with a score layer as its output layer."""
@@ -265,7 +254,12 @@ class MCorePreference(MCoreGPT):
     @property
     def adapters_can_be_off(self) -> bool:
         """Whether the model without its adapters is the one that training began with."""
-        return self.lora is not None and not self.lora.modules_to_save
+        return can_be_off(self.lora)
+
+    @property
+    def output_size(self) -> int:
+        """Columns of the output layer: one in a reward model, else the padded vocabulary."""
+        return 1 if self.preference.loss == "reward" else super().output_size
 
     def on_fit_start(self) -> None:
         """Compute the reference's log-probabilities of all pairs that the data module offers; collective."""

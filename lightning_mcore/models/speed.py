@@ -41,6 +41,11 @@ class SpeedLogs(MCoreModule):
         self._stepped = 0
         self._local_grad_norm: Tensor | None = None
 
+    @property
+    def output_size(self) -> int:
+        """Columns of the output layer."""
+        return self.padded_vocab_size
+
     def on_train_start(self) -> None:
         """Start measuring."""
         self._clock = StepClock()
@@ -93,5 +98,5 @@ class SpeedLogs(MCoreModule):
 
     @functools.cached_property
     def _flops_per_token(self) -> float:
-        sizes = (self.padded_vocab_size, self.seq_length)
+        sizes = (self.output_size, self.seq_length)
         return training_flops_per_token(self.transformer, *sizes, self.trained_products)

@@ -505,7 +505,8 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None, a
         )
     assumptions += _of_kernels(rules, fused)
     assumptions += assumptions_of_preference(model)
-    book.collect(faults_of_pairs(settings, model, batch))
+    if fields is not None:
+        book.collect(faults_of_pairs(settings, model, batch))
     return CheckedRun(
         tuple(book.errors), tuple(assumptions), rules, model, fields, batch, used, device_type, is_computable
     )

@@ -3,6 +3,7 @@
 
 import functools
 import importlib.util
+import math
 import tempfile
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-from lightning_mcore import MCoreGPT, single_process
+from lightning_mcore import LoRA, MCoreGPT, MCorePreference, MCoreStrategy, Preference, Recipe, single_process
 from lightning_mcore.hf.peft_folder import save_adapter
 from lightning_mcore.layers.lora import Projection, Rows
 from lightning_mcore.layers.quantized import NF4Weight, check_blocks
@@ -21,8 +22,10 @@ from tests.hf_models import save_tiny
 from tests.layouts import Layout
 from tests.parity.hf_training import LENGTH, Seen, _mean, predict_and_step, text
 from tests.parity.test_lora import ATTENTION, Adapted, WatchedAdapters, _differences, _generator
+from tests.parity.test_preference import Data, Losses
 from tests.ranks import RanksFailedError, run_ranks
 from tests.thorough import thorough_but
+from tests.toy import make_trainer
 
 pytestmark = [
     pytest.mark.distributed,
@@ -151,6 +154,41 @@ def test_a_base_in_4_bits_trains_in_bf16() -> None:
     }
     assert runs["bf16-mixed"]["losses"] == pytest.approx(runs["32-true"]["losses"], rel=5e-3)
     assert runs["bf16-mixed"]["losses"] != runs["32-true"]["losses"]
+
+
+def prefer(folder: str, cache: str) -> dict[str, list[float]]:
+    """Return the losses of steps on pairs, on tagged answers and of a reward model over weights in 4 bits."""
+    lora, recipe = LoRA(r=4, quantization="nf4"), Recipe(learning_rate=0.01, min_learning_rate=0.01)
+    settings = {
+        "dpo": Preference(),
+        "computed before": Preference(precompute_reference=True),
+        "kto": Preference("kto"),
+        "reward": Preference("reward"),
+    }
+    found = {}
+    for case, setting in settings.items():
+        module = MCorePreference.from_pretrained(
+            folder, seq_length=LENGTH, preference=setting, lora=lora, recipe=recipe
+        )
+        course, data = Losses(), Data(f"{cache}/{case}", packed=False, case=case)
+        data.batches = 2
+        make_trainer(
+            MCoreStrategy(tensor_model_parallel_size=2, sequence_parallel=True),
+            use_distributed_sampler=False,
+            limit_val_batches=0,
+            callbacks=[course],
+        ).fit(module, data)
+        assert any(isinstance(child, NF4Weight) for child in module.modules())
+        found[case] = course.losses
+    return found
+
+
+def test_preferences_are_learnt_over_4_bits_which_are_the_reference(tmp_path: Path) -> None:
+    for losses in run_ranks(2, prefer, base(), str(tmp_path), timeout=120):
+        assert losses["dpo"][0] == pytest.approx(math.log(2), abs=1e-7)
+        assert losses["computed before"] == pytest.approx(losses["dpo"], abs=1e-6)
+        assert losses["kto"][0] == 0.5
+        assert all(abs(first - second) > 0.01 for first, second in losses.values())
 
 
 def test_a_weight_in_4_bits_is_that_of_bitsandbytes() -> None:

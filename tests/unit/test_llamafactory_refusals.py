@@ -102,8 +102,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["stage=dpo", "streaming=true"], "streaming: True is for stage: sft; in stage: dpo answers are tokenised"),
         (["stage=dpo", "use_dft_loss=true"], "use_dft_loss: True is for stage: sft"),
         (
-            ["stage=dpo", "finetuning_type=lora", "quantization_bit=4"],
-            "quantization_bit: 4 is not supported in stage: dpo; leave it out",
+            ["stage=dpo", "finetuning_type=lora", "quantization_bit=4", "ref_model=b"],
+            "ref_model: b contradicts quantization_bit: 4, because weights in 4 bits cannot make room for those",
         ),
         (["stage=dpo", "ref_model_adapters=a"], "ref_model_adapters: 'a' changes the weights of the reference; merge"),
         (["stage=sfd"], "stage='sfd' is not available; choose 'pt', 'sft', 'rm', 'ppo', 'dpo' or 'kto'"),

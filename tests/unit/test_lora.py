@@ -20,6 +20,7 @@ from lightning_mcore.hf.peft_folder import given_lora, read_lora
 from lightning_mcore.hf.peft_tensors import require_stackable
 from lightning_mcore.layers.lora import merging
 from lightning_mcore.layers.quantized import check_quantization
+from lightning_mcore.planning.preference import arguments_in_use
 from tests.hf_models import tiny_folder
 
 FIELDS = {"num_layers": 2, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 8, "num_moe_experts": 4}
@@ -298,6 +299,8 @@ def test_settings_beside_a_folder_are_those_that_it_does_not_have(tmp_path: Path
     save_file({"base_model.model.x.lora_A.weight": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
     lora, path = given_lora({"path": str(tmp_path), "quantization": "nf4"})
     assert (lora.r, lora.quantization, path) == (4, "nf4", str(tmp_path))
+    planned = arguments_in_use({"preference": {}, "transformer": {}, "lora": str(tmp_path)})["lora"]
+    assert (planned.r, planned.lora_dropout) == (4, 0.0)
     with pytest.raises(ValueError, match=r"r=8 contradicts path=.*, whose adapter_config.json has the settings; leave"):
         given_lora({"path": str(tmp_path), "r": 8})
 

@@ -52,6 +52,18 @@ WRONG: dict[str, tuple[RunSettings, str]] = {
         run_with(strategy={"micro_batch_size": 1}, model={"preference": {"loss": "sigmoid"}}),
         "micro_batch_size=1 cuts a pair apart",
     ),
+    "a live reference without adapters": (
+        run_with(model={"preference": {"precompute_reference": False}}),
+        "precompute_reference=False with no LoRA adapters: switching adapters off would not give the reference",
+    ),
+    "pairs weighted by tokens": (
+        run_with(
+            {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1, "calculate_per_token_loss": True},
+            model={"preference": {"loss": "orpo"}},
+            base=MOE,
+        ),
+        "calculate_per_token_loss=True with moe_aux_loss_coeff=0.1: the loss is a mean over pairs",
+    ),
     "a loss of another name": (run_with(model={"preference": {"loss": "dpo"}}), "did you mean 'sigmoid'"),
     # layout
     "sp without tp": (run_with(strategy={"sequence_parallel": True}), "sequence_parallel"),

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore import LoRA, MCorePreference, MCorePreferenceData, MCoreStrategy, Preference
 from lightning_mcore.arguments import DPOConfig, TrainingArguments, parse_arguments
+from lightning_mcore.config.preference import faults_with_model
+from lightning_mcore.config.rules import raise_first
 from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.preference.pairs import (
     Pair,
@@ -105,6 +107,12 @@ def test_dropout_and_multi_token_prediction_are_off() -> None:
     assert found.lora.lora_dropout == 0
 
 
+def test_the_work_of_a_reward_model_counts_a_score_and_no_vocabulary() -> None:
+    language, reward = module(), module(preference=Preference("reward"))
+    matrix = 6 * 16 * (language.padded_vocab_size - 1)  # forward, and two products backward
+    assert language._flops_per_token - reward._flops_per_token == matrix
+
+
 def test_losses_of_routers_make_the_loss_a_mean_over_microbatches() -> None:
     experts = {**TRANSFORMER, "num_moe_experts": 2, "moe_ffn_hidden_size": 16, "moe_aux_loss_coeff": 0.01}
     assert module().config.calculate_per_token_loss
@@ -121,6 +129,17 @@ def test_a_live_reference_needs_adapters_that_can_be_off() -> None:
     with pytest.raises(ValueError, match=r"precompute_reference=False with no LoRA adapters: switching adapters off"):
         module(preference=live).check_settings()
     assert not module(preference=live, lora=LoRA()).precomputes_reference
+    in_4_bits = {"quantization": "nf4"}
+    for given, sentence in (
+        (
+            {"preference": Preference(reference="b"), "lora": in_4_bits},
+            r"reference='b' with quantization='nf4': weights",
+        ),
+        ({"lora": {**in_4_bits, "modules_to_save": ["norm"]}}, r"modules_to_save=\['norm'\] with quantization='nf4'"),
+    ):
+        of = module(**given)
+        with pytest.raises(ValueError, match=sentence):
+            raise_first(faults_with_model(of.preference, of.lora, of.config))
     assert module(lora=LoRA(modules_to_save=["lm_head"])).precomputes_reference
     assert module(train_only=["layers.0."]).precomputes_reference
     assert not module(preference=Preference("orpo")).precomputes_reference

@@ -140,8 +140,11 @@ def _check_quantization(keys: FactoryKeys) -> None:
         return
     if bits != 4 or kind != "nf4":
         raise ValueError(f"quantization_bit: {bits} with quantization_type: {kind} is not supported; choose 4 and nf4")
-    if keys.learns_preferences:
-        raise ValueError(f"quantization_bit: 4 is not supported in stage: {keys.stage}; leave it out")
+    if keys.ref_model is not None:
+        raise ValueError(
+            f"ref_model: {keys.ref_model} contradicts quantization_bit: 4, because weights in 4 bits cannot make room"
+            " for those of another model; leave one of them out"
+        )
     if keys.finetuning_type != "lora" or keys.merged_adapters:
         raise ValueError(
             "quantization_bit: 4 is for one adapter, new or continued; choose finetuning_type: lora with at most one"
