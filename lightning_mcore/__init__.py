@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lightning_mcore.data.packing.rows import collate_padded, collate_rows, pack
     from lightning_mcore.data.preference.datamodule import MCorePreferenceData
     from lightning_mcore.data.pretraining.datamodule import MCorePretrainingData
+    from lightning_mcore.hf.auto_model import hf_model
     from lightning_mcore.hf.callback import SaveHFModel
     from lightning_mcore.layers.lora import adapters_off
     from lightning_mcore.layers.metrics import (
@@ -92,6 +93,7 @@ __all__ = [
     "build_from_checkpoint",
     "collate_padded",
     "collate_rows",
+    "hf_model",
     "loraplus_groups",
     "pack",
     "single_process",
@@ -131,6 +133,7 @@ _HOMES = {
     "build_from_checkpoint": "checkpoint.weights",
     "collate_padded": "data.packing.rows",
     "collate_rows": "data.packing.rows",
+    "hf_model": "hf.auto_model",
     "loraplus_groups": "models.recipe",
     "pack": "data.packing.rows",
     "single_process": "layers.session",

@@ -25,6 +25,7 @@ from lightning_mcore.hf.weight_rules import (
 from lightning_mcore.parallel.megatron_import import import_megatron
 
 if TYPE_CHECKING:
+    from lightning_mcore.hf.auto_model import HFModel, hf_model
     from lightning_mcore.hf.callback import SaveHFModel
     from lightning_mcore.hf.export import export_checkpoint, export_model
     from lightning_mcore.hf.import_checkpoint import import_checkpoint
@@ -38,6 +39,7 @@ __all__ = [
     "Derived",
     "Experts",
     "Family",
+    "HFModel",
     "Only",
     "Preset",
     "QueryKeyValue",
@@ -53,15 +55,18 @@ __all__ = [
     "export_model",
     "family_names",
     "find_family",
+    "hf_model",
     "import_checkpoint",
     "load_pretrained",
     "pretrained_settings",
 ]
 
 _LATER = {
+    "HFModel": "auto_model",
     "SaveHFModel": "callback",
     "export_checkpoint": "export",
     "export_model": "export",
+    "hf_model": "auto_model",
     "import_checkpoint": "import_checkpoint",
     "load_pretrained": "pretrained",
     "pretrained_settings": "source",

@@ -75,10 +75,20 @@ def sample_sums(values: Tensor, inputs: ModelInputs, cp_group: dist.ProcessGroup
     """
     zeros = torch.zeros(inputs.num_samples, dtype=torch.float64, device=values.device)
     sums = zeros.index_add(0, inputs.samples.reshape(-1), values.double().reshape(-1))
-    if cp_group is None or cp_group.size() == 1:
-        return sums
-    total: Tensor = _SumOverRanks.apply(sums, cp_group)  # type: ignore[no-untyped-call]
-    return total
+    return sums if cp_group is None else sum_over(sums, cp_group)
+
+
+def sum_over(total: Tensor, cp_group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of a tensor over ranks that then all compute the same loss, with gradients as in `sample_sums`.
+
+    Args:
+        total: Any shape, any float dtype, this rank's part.
+        cp_group: The ranks that share the sequences.
+    """
+    if cp_group.size() == 1:
+        return total
+    whole: Tensor = _SumOverRanks.apply(total, cp_group)  # type: ignore[no-untyped-call]
+    return whole
 
 
 class _SumOverRanks(torch.autograd.Function):

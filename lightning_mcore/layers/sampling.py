@@ -2,15 +2,23 @@
 """Tokens and logits from logits that are spread over ranks.
 
 Under tensor parallelism a rank holds the logits of a slice of the vocabulary, under context parallelism those of some
-of the positions. Whole logits are gathered for at most one position; for all positions only the best value and its
-index are sent. The vocabulary is padded, and padding is never chosen.
+of the positions. To choose tokens, whole logits are gathered for at most one position; for all positions only the best
+value and its index are sent. :func:`whole_logits` gathers all of them, for losses of the user's own. The vocabulary is
+padded, and padding is never chosen.
 """
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import tensor_parallel
 from torch import Tensor
 
-from lightning_mcore.parallel.context import packed_positions, unsplit_from_context_parallel
+from lightning_mcore.parallel.context import (
+    packed_positions,
+    split_for_context_parallel,
+    unsplit_from_context_parallel,
+)
 
 
 def vocab_parallel_argmax(logits: Tensor, vocab_size: int, tp_group: dist.ProcessGroup) -> Tensor:
@@ -79,6 +87,48 @@ def gather_sequence(shares: Tensor, cp_group: dist.ProcessGroup, cu_seqlens_padd
     places = [packed_positions(cu_seqlens_padded, shares.size(1) * size, rank, size) for rank in range(size)]
     joined = torch.cat(gathered, dim=1)
     return torch.empty_like(joined).scatter_(1, torch.cat(places, dim=1), joined)
+
+
+def whole_logits(logits: Tensor, vocab_size: int, tp_group: dist.ProcessGroup, cp_group: dist.ProcessGroup) -> Tensor:
+    """Return the logits of all tokens and positions, with gradients.
+
+    Args:
+        logits: [b, s / cp, v / tp], any float dtype, this rank's share.
+        vocab_size: Size of the vocabulary without padding.
+        tp_group: The tensor-parallel ranks.
+        cp_group: The context-parallel ranks.
+
+    Returns:
+        [b, s, vocab_size] in the same dtype, the same on every rank of both groups. All ranks must compute the same
+        loss from it; the gradient is then that of the mean of this loss over the context-parallel ranks.
+    """
+    sequence = whole_sequence(logits, cp_group)
+    if tp_group.size() > 1:
+        sequence = tensor_parallel.gather_from_tensor_model_parallel_region(sequence, group=tp_group)
+    return sequence[..., :vocab_size]
+
+
+def whole_sequence(shares: Tensor, cp_group: dist.ProcessGroup) -> Tensor:
+    """Return :func:`gather_sequence` of floats, [b, s / cp, ...], with gradients as in :func:`whole_logits`."""
+    if cp_group.size() == 1:
+        return shares
+    whole: Tensor = _WholeSequence.apply(shares, cp_group)  # type: ignore[no-untyped-call]
+    return whole
+
+
+class _WholeSequence(torch.autograd.Function):
+    """Gathers sequences on ranks which then all compute the same loss; its gradient is therefore known on each."""
+
+    @staticmethod
+    def forward(ctx: Any, shares: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gather_sequence(shares, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Return the part of this rank, multiplied by the number of ranks, over which gradients are averaged."""
+        group = ctx.group
+        return split_for_context_parallel(gradients[0], group.rank(), group.size()) * group.size(), None
 
 
 def _gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

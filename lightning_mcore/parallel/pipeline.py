@@ -68,7 +68,14 @@ class Pipeline(nn.Module):
 
     Attributes:
         boundaries_on_host: Whether the layers take the boundaries of packed sequences in tensors on the host.
+        takes_whole_batches: Whether its caller gives context-parallel ranks their shares, so that steps see whole
+            batches. Such a model may be called anywhere, and several times in a step, except in training as a pipeline.
+        run_stages: Runs all stages outside a schedule, during a run of a model that takes whole batches; returns the
+            output on the last stage, and None on the others.
     """
+
+    takes_whole_batches = False
+    run_stages: Callable[..., Any] | None = None
 
     def __init__(
         self,
@@ -84,6 +91,7 @@ class Pipeline(nn.Module):
         self.layout = layout
         self._active: tuple[nn.Module, bool] | None = None
         self.num_calls = 0
+        self._was_called = False  # since the chunk became active
         layers = (layer for chunk in chunks for layer in chunk.modules())
         self.boundaries_on_host = any(getattr(layer, "boundaries_on_host", False) for layer in layers)
 
@@ -92,12 +100,15 @@ class Pipeline(nn.Module):
 
         Raises:
             StageOutput: On every other stage; the schedule catches it.
-            RuntimeError: A part of a model is called outside the schedule.
+            RuntimeError: A part of a model is called outside the schedule, or twice in a step of training.
         """
         self.num_calls += 1
         if self._active is None:
-            return self._whole_model()(*args, **kwargs)
+            run = self._whole_model() if self.run_stages is None else self.run_stages
+            return run(*args, **kwargs)
         chunk, is_last = self._active
+        if self.takes_whole_batches and self.is_staged:
+            self._refuse_second_call()
         output = chunk(*args, **kwargs)
         if not is_last:
             raise StageOutput(output)
@@ -107,10 +118,30 @@ class Pipeline(nn.Module):
     def activate(self, chunk: nn.Module, is_last: bool) -> Iterator[None]:
         """Make calls run ``chunk``, in the strategy's wrappers, inside the ``with`` block."""
         object.__setattr__(self, "_active", (chunk, is_last))  # not a submodule: the wrapped chunk contains ours
+        self._was_called = False
         try:
             yield
         finally:
             self._active = None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the schedule runs a chunk."""
+        return self._active is not None
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether several pipeline stages share the model."""
+        return self.layout.pipeline_model_parallel_size > 1
+
+    def _refuse_second_call(self) -> None:
+        if self._was_called:
+            raise RuntimeError(
+                "self.model(...) was called twice in training_step under pipeline_model_parallel_size="
+                f"{self.layout.pipeline_model_parallel_size}, where all stages but the last leave the step at the first"
+                " call; join the batches with torch.cat and call it once, or set pipeline_model_parallel_size=1"
+            )
+        self._was_called = True
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the chunks when pickled for another process, such as a worker of a DataLoader.
@@ -120,7 +151,14 @@ class Pipeline(nn.Module):
         """
         if get_spawning_popen() is None:
             return vars(self)
-        return {**vars(self), "_modules": {"chunks": nn.ModuleList()}, "is_last": [], "_prepare": None, "_active": None}
+        return {
+            **vars(self),
+            "_modules": {"chunks": nn.ModuleList()},
+            "is_last": [],
+            "_prepare": None,
+            "_active": None,
+            "run_stages": None,
+        }
 
     def _whole_model(self) -> nn.Module:
         if not self.chunks:

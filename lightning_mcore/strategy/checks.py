@@ -87,7 +87,7 @@ def check_meeting(strategy: "MCoreStrategy", module: pl.LightningModule) -> None
 
     Raises:
         ModuleNotFoundError: A setting needs a package.
-        TypeError: A module that is not an ``MCoreModule`` cannot be split.
+        TypeError: A module that is not an ``MCoreModule`` and has no ``configure_model`` cannot be split.
         ValueError: Settings contradict each other, the module or the machine.
     """
     layout, precision = strategy.layout, strategy.precision_plugin
@@ -119,9 +119,9 @@ def check_meeting(strategy: "MCoreStrategy", module: pl.LightningModule) -> None
 
 
 def _check_module(module: pl.LightningModule, layout: ParallelLayout) -> None:
-    """Refuse to split a module that is not an ``MCoreModule``."""
+    """Refuse to split a module that cannot build a split model: not an ``MCoreModule``, without ``configure_model``."""
     sizes = _sizes_that_split(layout)
-    if sizes and not isinstance(module, MCoreModule):
+    if sizes and not isinstance(module, MCoreModule) and not is_overridden("configure_model", module):
         raise TypeError(
             f"{sizes} cannot split {type(module).__name__}: derive it from MCoreModule and build its model with"
             " self.pipeline(...) in configure_model, or set every model-parallel size to 1"

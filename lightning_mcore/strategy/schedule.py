@@ -24,6 +24,7 @@ The differentiated value is always this rank's own part; only detached copies ar
 """
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -127,7 +128,9 @@ class Schedule:
         self._layout = strategy.layout
         self._device = self.root_device = strategy.root_device
         self._logs = strategy.logs
-        self._logs.setup_pipeline(chunks.config)
+        self._logs.setup_pipeline(chunks.config, chunks.pipeline.takes_whole_batches)
+        if self._pipeline.takes_whole_batches:
+            self._pipeline.run_stages = self.run_stages
         self._last_output: dict[str, Any] = {}
         self._last_loss: Tensor | None = None
         self._window: list[Microbatch] = []
@@ -256,14 +259,61 @@ class Schedule:
             The output of the step, on every rank of the pipeline; on the last stage only, and None elsewhere, if no
             rank reads it.
         """
+        if self._pipeline.takes_whole_batches:
+            return self._evaluate_everywhere(step, args)
         outputs, _ = self._run(step, [self._microbatch(args[0], args[1:], 1.0)], forward_only=True, num_batches=1)
         output = outputs[0] if outputs else None
         return self._send_output(output) if shares_output else output
 
+    def _evaluate_everywhere(self, step: str, args: tuple[Any, ...]) -> Any:
+        """Run a step on every stage, where each call of the model runs all stages and gives each of them the result."""
+        group, logs = process_group("pp"), self._logs.pipeline
+        with logs.recording(), logs.microbatch(args[0], muted=group.rank() < group.size() - 1):
+            output = getattr(self._module, step)(*args)
+        logs.finish(step, over_copies=False)
+        return output
+
+    def run_stages(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the whole model outside a schedule; without gradients if it has several stages.
+
+        Args:
+            args: The arguments of every chunk.
+            kwargs: Arguments by name.
+
+        Returns:
+            Its output on the last stage; None on the others.
+        """
+        wrapped = self._chunks.wrapped
+        if not self._pipeline.is_staged:
+            return wrapped[0](*args, **kwargs)
+
+        def forward_step(iterator: Iterator[None], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any] | None]:
+            next(iterator)
+            output = chunk(*args, **kwargs)
+            if self._chunks.is_last[wrapped.index(chunk)]:
+                return torch.zeros((), device=self._device), lambda tensor: (tensor.clone(), output)
+            return make_viewless_tensor(output, requires_grad=False, keep_graph=False), None
+
+        interleaved = self._layout.virtual_pipeline_model_parallel_size is not None
+        count = self._layout.pipeline_model_parallel_size if interleaved else 1  # a whole group
+        self._chunks.config.variable_seq_lengths = True
+        iterators = [iter([None] * count) for _ in wrapped]
+        with torch.no_grad(), self._groups_of(count):
+            outputs = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iterators if interleaved else iterators[0],
+                model=wrapped if interleaved else wrapped[0],
+                num_microbatches=count,
+                seq_length=1,
+                micro_batch_size=1,
+                forward_only=True,
+            )
+        return outputs[0] if outputs else None
+
     def _microbatch(self, batch: Any, arguments: tuple[Any, ...], weight: float) -> Microbatch:
         module = self._module
         shape = None
-        if isinstance(module, MCoreModule):
+        if isinstance(module, MCoreModule) and not self._pipeline.takes_whole_batches:
             shape = module.microbatch_shape(batch)
             if self._layout.context_parallel_size > 1:
                 batch = module.shard_context(batch)
@@ -377,8 +427,10 @@ class Schedule:
         calls = self._pipeline.num_calls
         muted = microbatch.filler or not is_last
         with self._logs.pipeline.microbatch(microbatch.batch, muted), self._pipeline.activate(chunk, is_last):
-            output = getattr(self._module, step)(microbatch.batch, *microbatch.arguments)
-        if self._pipeline.num_calls != calls + 1:
+            batch = copy.copy(microbatch.batch)  # a step may take entries out of it, and runs for every chunk
+            output = getattr(self._module, step)(batch, *microbatch.arguments)
+        may_repeat = self._pipeline.takes_whole_batches and not self._pipeline.is_staged
+        if self._pipeline.num_calls != calls + 1 and not may_repeat:
             raise RuntimeError(
                 f"{type(self._module).__name__}.{step} called the model built with pipeline() "
                 f"{self._pipeline.num_calls - calls} times; a step must call it exactly once"

@@ -78,11 +78,13 @@ class PipelineLogs:
     Args:
         module: The LightningModule whose ``log`` is recorded.
         device: The device on which the values are merged.
+        takes_whole_batches: Whether context-parallel ranks log the same values, not each those of its tokens.
     """
 
-    def __init__(self, module: pl.LightningModule, device: torch.device) -> None:
+    def __init__(self, module: pl.LightningModule, device: torch.device, takes_whole_batches: bool = False) -> None:
         self._module = module
         self._device = device
+        self._takes_whole_batches = takes_whole_batches
         self._entries: dict[str, _Entry] = {}
         self._batch: Any = None
         self._muted = False
@@ -299,6 +301,8 @@ class PipelineLogs:
             return row
         values = torch.stack(entry.values)
         merged = {"min": values.amin, "max": values.amax}.get(name.reduction, values.sum)()
+        if name.reduction == "sum" and self._takes_whole_batches:
+            merged = merged / process_group("cp").size()
         return torch.stack([merged, torch.stack(entry.weights).sum(), torch.full_like(merged, len(values))])
 
     def _send(self, place: _Place, packed: Tensor | None, num_known: int) -> tuple[Tensor, bool]:

@@ -9,9 +9,10 @@ The strategy owns one :class:`StepLogger`; its parts are
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_mcore.parallel.chunks import find_pipeline
 from lightning_mcore.parallel.consensus import all_true
 from lightning_mcore.parallel.groups import process_group, process_groups_are_open
 from lightning_mcore.strategy.logs.evaluation import (
@@ -40,6 +42,8 @@ from lightning_mcore.config.flops import moe_layers
 from lightning_mcore.layers.multi_token import mtp_tracker, recorded_mtp_losses
 from lightning_mcore.layers.router import recorded_values, router_tracker
 
+_Axis = Literal["dp", "dp_cp"]
+
 
 class StepLogger:
     """The calls of the strategy and the schedule around each step.
@@ -58,7 +62,7 @@ class StepLogger:
         """Whether any rank of the pipeline reads the output of a validation or test step; the same on all of them."""
 
     def setup(self, restores: contextlib.ExitStack) -> None:
-        """Start a run; metrics reduce their state over the data- and context-parallel ranks.
+        """Start a run; metrics reduce their state over the ranks that see different tokens.
 
         They still do so after the run, through a function that can be pickled, unlike a group.
 
@@ -68,17 +72,20 @@ class StepLogger:
         self._rows, self._names = RepeatedRows(), EvaluationNames()
         self._pipeline = self._auxiliary = None
         self.shares_outputs = True
-        group = process_group("dp_cp")
+        pipeline = find_pipeline(self._module)
+        axis: _Axis = "dp" if pipeline is not None and pipeline.takes_whole_batches else "dp_cp"
+        group = process_group(axis)
         if group.size() < dist.get_world_size():  # otherwise it is the default group
             for metric in self._module.modules():
                 if isinstance(metric, Metric):
-                    restores.callback(_give_back, metric, metric.process_group)
+                    restores.callback(_give_back, metric, metric.process_group, partial(gather_over_data, axis=axis))
                     metric.process_group = group
 
-    def setup_pipeline(self, config: TransformerConfig) -> None:
+    def setup_pipeline(self, config: TransformerConfig, takes_whole_batches: bool) -> None:
         """Log for a model built with ``pipeline()``, which has this config."""
         module, device = self._module, self._strategy.root_device
-        self._pipeline, self._auxiliary = PipelineLogs(module, device), AuxiliaryLogs(module, config, device)
+        self._pipeline = PipelineLogs(module, device, takes_whole_batches)
+        self._auxiliary = AuxiliaryLogs(module, config, device)
 
     def teardown(self) -> None:
         """Release the module's metrics."""
@@ -146,26 +153,27 @@ class StepLogger:
         self._rows.start()
 
 
-def _give_back(metric: Metric, group: dist.ProcessGroup | None) -> None:
+def _give_back(metric: Metric, group: dist.ProcessGroup | None, gather: Callable[..., list[Tensor]]) -> None:
     metric.process_group = group
     if group is None and metric.dist_sync_fn is None:
-        metric.dist_sync_fn = gather_over_data
+        metric.dist_sync_fn = gather
 
 
-def gather_over_data(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Gather a metric's state as torchmetrics does, without a group over the data- and context-parallel ranks.
+def gather_over_data(tensor: Tensor, group: dist.ProcessGroup | None = None, axis: _Axis = "dp_cp") -> list[Tensor]:
+    """Gather a metric's state as torchmetrics does, without a group over the ranks that see different tokens.
 
     Over the world, the ranks of one model copy would count the same samples several times.
 
     Args:
         tensor: A state of the metric, of any shape and dtype.
         group: The group that the metric was given.
+        axis: The axis of the ranks that see different tokens.
 
     Returns:
         The tensors of all ranks of the group, each with its own shape.
     """
     if group is None and process_groups_are_open():
-        group = process_group("dp_cp")
+        group = process_group(axis)
     gathered: list[Tensor] = gather_all_tensors(tensor, group)
     return gathered
 

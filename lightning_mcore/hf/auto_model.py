@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model in Hugging Face's shape, on every layout.
+
+A LightningModule that wraps ``AutoModelForCausalLM`` leaves DDP by one line of ``configure_model``::
+
+    self.model = hf_model(self, path)
+
+:class:`HFModel` is then called like the model of transformers, with whole batches on every rank, and its ``loss`` and
+``logits`` are those of transformers. Inside, an ``MCoreGPT`` builds the chunks of this rank and reads the weights;
+``layers/padded_rows.py`` brings padded rows into the form of the layers, and ``layers/sampling.py`` gathers logits that
+are spread over ranks. How a step becomes a pipeline stage says ``parallel/pipeline.py``. Outside training the model
+runs all stages at each call, and every stage gets the result.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_mcore.layers.inputs import IGNORED_LABEL, ModelInputs, check_vocabulary
+from lightning_mcore.layers.losses import sum_over
+from lightning_mcore.layers.padded_rows import PaddedRows
+from lightning_mcore.layers.sampling import whole_logits
+from lightning_mcore.layers.spec import TransformerImpl
+from lightning_mcore.models.gpt import MCoreGPT
+from lightning_mcore.parallel.groups import from_last_stage, process_group
+from lightning_mcore.parallel.pipeline import Pipeline
+
+_BUILT = "_hf_model"  # attribute of the user's module
+_DEFAULTS = {
+    "mtp_num_layers": None,  # transformers does not run these layers
+    "moe_token_dispatcher_type": "alltoall",  # the other needs batches of one shape on all data-parallel ranks
+}
+_WITHOUT_EFFECT = ("use_cache", "return_dict")
+
+
+def hf_model(
+    module: pl.LightningModule,
+    path: str,
+    *,
+    family: str | None = None,
+    transformer: Mapping[str, Any] | None = None,
+    transformer_impl: TransformerImpl = "auto",
+) -> "HFModel":
+    """Build this rank's part of a Hugging Face model, and read its weights; call it in ``configure_model``.
+
+    A second call (``fit`` and then ``validate``) returns the existing model with its trained weights. A run that
+    resumes from a checkpoint takes the weights from there. Works under ``MCoreStrategy``, ``"auto"`` and ``"ddp"``.
+
+    Args:
+        module: The LightningModule that will hold the model; it need not be an ``MCoreModule``.
+        path: Folder of the model, in safetensors, or its name on the Hugging Face hub.
+        family: The kind of model, as in ``MCoreGPT.from_pretrained``; None for the family in its config.
+        transformer: Fields of Megatron's ``TransformerConfig`` that replace those from the model's config.
+        transformer_impl: ``"local"``, ``"transformer_engine"`` or ``"auto"``, as in ``MCoreGPT``.
+
+    Raises:
+        FileNotFoundError: There is no such model.
+        RuntimeError: No trainer is attached, or the model was built for another layout.
+        ValueError: Its family is unknown, its config asks for something that is not supported, or the layout does not
+            divide its sizes.
+    """
+    built: HFModel | None = module.__dict__.get(_BUILT)
+    if built is None:
+        builder = MCoreGPT.from_pretrained(
+            path,
+            family=family,
+            transformer={**_DEFAULTS, **(transformer or {}), "calculate_per_token_loss": False},
+            transformer_impl=transformer_impl,
+        )
+        built = HFModel(builder)
+        object.__setattr__(module, _BUILT, built)  # the user's attribute registers it as a submodule
+    built.build(module._trainer)
+    return built
+
+
+class HFModel(nn.Module):
+    """A causal language model of Hugging Face, called like transformers' own; :func:`hf_model` makes it.
+
+    Args:
+        builder: The module that builds the chunks and describes the model.
+
+    Attributes:
+        pipeline: The chunks of this rank.
+    """
+
+    pipeline: Pipeline
+
+    def __init__(self, builder: MCoreGPT) -> None:
+        super().__init__()
+        object.__setattr__(self, "_builder", builder)  # not a submodule: it holds the same chunks
+
+    def build(self, trainer: "pl.Trainer | None") -> None:
+        """Build the chunks for a run, unless an earlier run has built them.
+
+        Args:
+            trainer: The trainer of the user's module.
+        """
+        builder = self._own_builder
+        builder._trainer = trainer
+        host = builder._host()
+        if host is not None:
+            host.layout.validate_model(builder.model_shape())
+        builder.check_settings()
+        with _fp32_by_default():  # Lightning may have chosen another dtype, for layers of torch
+            builder.configure_model()
+        self.pipeline = builder.model
+        self.pipeline.takes_whole_batches = True
+
+    @property
+    def config(self) -> Any:
+        """The model's config, as transformers reads it."""
+        return self._config
+
+    @cached_property
+    def _config(self) -> Any:
+        from transformers import AutoConfig
+
+        content = dict(self._own_builder.hparams["hf"]["config"])
+        return AutoConfig.for_model(content.pop("model_type"), **content)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return next(self.parameters()).dtype
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **others: Any,
+    ) -> "HFOutput":
+        """Run the model as transformers does.
+
+        Rows may be padded on the left or on the right. The logits at padding have no meaning, and labels there must be
+        -100; with padding on the left, the first token of a row is not predicted from the padding before it.
+
+        Args:
+            input_ids: [b, s] int64, whole rows, the same on all ranks of a model copy.
+            attention_mask: [b, s], 1 for a token and 0 for padding; None if there is no padding.
+            position_ids: [b, s] int64, which must count up by one along the tokens of a row; None for the usual ones.
+            labels: [b, s] int64, not shifted, -100 without a target.
+            num_items_in_batch: Divides the sum of the losses; None for the number of targets in this batch.
+            others: Arguments of transformers' models that are not supported; they may be None or False.
+
+        Returns:
+            An object with ``loss``, a scalar fp32 mean over the targets of this batch, None without labels; and
+            ``logits``, [b, s, v], which are gathered from the ranks when they are first read. Read them on all ranks
+            or on none.
+
+        Raises:
+            ValueError: An argument is not supported, or the mask is not a padding mask.
+            RuntimeError: The second call in a step of training as a pipeline.
+        """
+        _refuse_others(others)
+        check_vocabulary({"tokens": input_ids, **({} if labels is None else {"labels": labels})}, self._vocab_size)
+        rows = PaddedRows.of(input_ids, attention_mask, position_ids, self.pipeline.layout.sequence_multiple)
+        targets = None if labels is None else rows.targets(labels)
+        staged = self.pipeline.is_staged and not self.pipeline.is_active
+        local = self._run(rows, input_ids)
+        result = partial(_on_all_stages if staged else _here, local, device=input_ids.device)
+        loss = None
+        if targets is not None:
+            loss = result(partial(self._mean_loss, rows=rows, targets=targets, num_items=num_items_in_batch))
+        return HFOutput(loss, partial(result, partial(self._whole_logits, rows=rows)))
+
+    def _run(self, rows: PaddedRows, input_ids: Tensor) -> Tensor | None:
+        """Return the logits of this rank, [b, length / cp, v / tp]; None on a stage that has none."""
+        group = process_group("cp")
+        batch = {"tokens": rows.share(input_ids, 0, group.rank(), group.size())}
+        if rows.lengths is not None:
+            batch["lengths"] = rows.lengths
+        inputs = ModelInputs.of(batch, group.rank(), group.size())
+        more = inputs.arguments(self._megatron_config, self.pipeline.boundaries_on_host)
+        logits: Tensor | None = self.pipeline(inputs.tokens, inputs.position_ids, None, **more)
+        return logits
+
+    def _mean_loss(self, logits: Tensor, rows: PaddedRows, targets: Tensor, num_items: Tensor | int | None) -> Tensor:
+        group = process_group("cp")
+        own = rows.share(targets, IGNORED_LABEL, group.rank(), group.size())
+        counts = own != IGNORED_LABEL
+        turned = logits.float().transpose(0, 1).contiguous()
+        if turned.data_ptr() == logits.data_ptr():
+            turned = turned.clone()  # Megatron's loss writes over it
+        chunk: Any = self.pipeline.chunks[-1]
+        losses = chunk.compute_language_model_loss(own.masked_fill(~counts, 0), turned)
+        total = sum_over(torch.where(counts, losses, 0.0).sum(), group)
+        return total / ((targets != IGNORED_LABEL).sum() if num_items is None else num_items)
+
+    def _whole_logits(self, logits: Tensor, rows: PaddedRows) -> Tensor:
+        return rows.restore(whole_logits(logits, self._vocab_size, process_group("tp"), process_group("cp")))
+
+    def save_pretrained(self, save_directory: str) -> None:
+        """Write the model as transformers does, with config and tokenizer; collective over all ranks.
+
+        Args:
+            save_directory: The folder to write, on a disk that all ranks see; a model that is there is replaced.
+
+        Raises:
+            RuntimeError: No trainer is running and there are no process groups.
+        """
+        from lightning_mcore.hf.export import export_model
+
+        export_model(self._own_builder, save_directory, replace=True)
+
+    @property
+    def _own_builder(self) -> MCoreGPT:
+        builder: MCoreGPT = self.__dict__["_builder"]
+        return builder
+
+    @property
+    def _vocab_size(self) -> int:
+        size: int = self._own_builder.vocab_size
+        return size
+
+    @property
+    def _megatron_config(self) -> Any:
+        return self.pipeline.chunks[0].config
+
+
+class HFOutput:
+    """What a call of :class:`HFModel` returns: attributes, or by name or index as in transformers.
+
+    Args:
+        loss: A scalar; None without labels.
+        logits: Gathers the logits, [b, s, v]; called once, when they are first read.
+
+    Attributes:
+        loss: The same.
+    """
+
+    def __init__(self, loss: Tensor | None, logits: Callable[[], Tensor]) -> None:
+        self.loss = loss
+        self._gather = logits
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """The logits of all tokens, [b, s, v], in the dtype of the model's output; collective over the model copy."""
+        return self._gather()
+
+    def __getitem__(self, key: str | int) -> Tensor:
+        """Return ``loss`` or ``logits`` by its name, or by its index among those that there are."""
+        names = ["logits"] if self.loss is None else ["loss", "logits"]
+        if isinstance(key, str) and key not in names:
+            raise KeyError(key)
+        value: Tensor = getattr(self, key if isinstance(key, str) else names[key])
+        return value
+
+
+def _refuse_others(others: Mapping[str, Any]) -> None:
+    """Refuse arguments that would change the result."""
+    for name, value in others.items():
+        if value is None or value is False or name in _WITHOUT_EFFECT:
+            continue
+        raise ValueError(
+            f"{name} is not supported by the model of hf_model(); give input_ids, attention_mask, position_ids, labels"
+            " and num_items_in_batch only"
+        )
+
+
+def _here(local: Tensor | None, compute: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
+    """Return what this stage computes from its own logits."""
+    assert local is not None
+    return compute(local)
+
+
+def _on_all_stages(local: Tensor | None, compute: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
+    """Return on every pipeline stage what the last one computes from its logits; collective over the pipeline."""
+    own = None if local is None else compute(local)
+    sent: Tensor = from_last_stage(own, device)
+    return sent.to(device) if own is None else own
+
+
+@contextlib.contextmanager
+def _fp32_by_default() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows with padding on either side, as Hugging Face's collators write them, and as the layers compute them.
+
+A causal model never looks ahead. So rows whose padding follows the tokens need no attention mask: real tokens do not
+see the padding. :class:`PaddedRows` moves the tokens of each row to its beginning, makes the rows as long as the layout
+needs, gives each context-parallel rank its share, and puts results back in their places. Rotary positions are relative,
+so the move changes no number.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_mcore.layers.inputs import IGNORED_LABEL
+from lightning_mcore.parallel.context import split_for_context_parallel
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """Where the tokens of each row lie.
+
+    Args:
+        shape: Rows and columns as given, (b, s).
+        starts: [b] int64, the column of the first token of each row; None if all rows begin with a token.
+        lengths: [b] int64, the number of tokens of each row; None if no row has padding.
+        length: Columns as computed: ``s``, rounded up to a multiple that the layout needs.
+    """
+
+    shape: tuple[int, int]
+    starts: Tensor | None
+    lengths: Tensor | None
+    length: int
+
+    @classmethod
+    def of(
+        cls, tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, multiple: int
+    ) -> "PaddedRows":
+        """Read the padding of a batch; waits for the device if there is a mask or if positions are given.
+
+        Args:
+            tokens: [b, s] int64.
+            attention_mask: [b, s], any dtype, 1 for a token, 0 for padding; None if there is no padding.
+            position_ids: [b, s] or [1, s] int64; None for the usual ones.
+            multiple: The number of columns must be a multiple of this.
+
+        Raises:
+            ValueError: The mask or the positions are not those of padded rows.
+        """
+        if tokens.dim() != 2:
+            raise ValueError(f"input_ids has the shape {list(tokens.shape)}; give [rows, tokens]")
+        shape = (tokens.size(0), tokens.size(1))
+        rows = cls(shape, None, None, -(-shape[1] // multiple) * multiple)
+        if attention_mask is not None:
+            rows = rows._masked(attention_mask)
+        if position_ids is not None:
+            rows._check_positions(position_ids)
+        return rows
+
+    def _masked(self, attention_mask: Tensor) -> "PaddedRows":
+        if attention_mask.shape != self.shape:
+            raise ValueError(
+                f"attention_mask has the shape {list(attention_mask.shape)}, but only a padding mask of the shape of"
+                f" input_ids, {list(self.shape)}, is supported; give 1 for a token and 0 for padding"
+            )
+        seen = attention_mask != 0
+        lengths = seen.sum(dim=1)
+        starts = seen.int().argmax(dim=1)
+        columns = torch.arange(self.shape[1], device=seen.device)
+        expected = (columns >= starts[:, None]) & (columns < (starts + lengths)[:, None])
+        wrong = (seen != expected).any() | ((attention_mask != 0) & (attention_mask != 1)).any()
+        is_wrong, is_moved, is_padded = torch.stack(
+            [wrong, (starts > 0).any(), (lengths < self.shape[1]).any()]
+        ).tolist()
+        if is_wrong:
+            raise ValueError(
+                "attention_mask is not a padding mask: a row has a 0 between tokens, or a value besides 0 and 1; pad"
+                " rows on the left or on the right only"
+            )
+        return replace(self, starts=starts if is_moved else None, lengths=lengths if is_padded else None)
+
+    def _check_positions(self, position_ids: Tensor) -> None:
+        positions = position_ids.expand(self.shape)
+        steps = positions.diff(dim=1) == 1
+        if self.tokens is not None:
+            steps = steps | ~(self.tokens[:, 1:] & self.tokens[:, :-1])
+        if not bool(steps.all()):
+            raise ValueError(
+                "position_ids do not count up by one along the tokens of a row, and other positions are not supported;"
+                " leave position_ids out"
+            )
+
+    @cached_property
+    def tokens(self) -> Tensor | None:
+        """[b, s] bool, True for a token, False for padding; None if no row has padding."""
+        if self.lengths is None:
+            return None
+        starts = self.lengths.new_zeros(self.shape[0]) if self.starts is None else self.starts
+        columns = torch.arange(self.shape[1], device=starts.device)
+        return (columns >= starts[:, None]) & (columns < (starts + self.lengths)[:, None])
+
+    def share(self, values: Tensor, filler: int, rank: int, size: int) -> Tensor:
+        """Return a context-parallel rank's share of values, moved to the beginning of their rows.
+
+        Args:
+            values: [b, s], any dtype.
+            filler: The value in the columns that are added.
+            rank: Rank in the context-parallel group.
+            size: Number of ranks in that group.
+
+        Returns:
+            [b, length / size] in the same dtype.
+        """
+        if self.starts is not None:
+            values = values.gather(1, self._turned(self.starts))
+        if self.length > self.shape[1]:
+            values = functional.pad(values, (0, self.length - self.shape[1]), value=filler)
+        return split_for_context_parallel(values, rank, size)
+
+    def restore(self, values: Tensor) -> Tensor:
+        """Put whole rows back in their places.
+
+        Args:
+            values: [b, length, ...], any dtype.
+
+        Returns:
+            [b, s, ...] in the same dtype; differentiable.
+        """
+        values = values[:, : self.shape[1]]
+        if self.starts is None:
+            return values
+        index = self._turned(-self.starts)
+        return values.gather(1, index.view(*index.shape, *(1,) * (values.dim() - 2)).expand(values.shape))
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """Return the target of each token: the label of the next one.
+
+        The first token of a row has no token before it to predict it, wherever its padding is.
+
+        Args:
+            labels: [b, s] int64, -100 without a target.
+
+        Returns:
+            [b, s] int64, -100 without a target.
+
+        Raises:
+            ValueError: The shape differs from that of the tokens, or padding has a label.
+        """
+        if labels.shape != self.shape:
+            raise ValueError(
+                f"labels have the shape {list(labels.shape)} and input_ids {list(self.shape)}; give one for each token"
+            )
+        targets = functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+        if self.tokens is None:
+            return targets
+        if bool(((labels != IGNORED_LABEL) & ~self.tokens).any()):
+            raise ValueError(
+                "labels has targets where attention_mask is 0, which would train on padding; set them to"
+                f" {IGNORED_LABEL}"
+            )
+        return targets.masked_fill(~self.tokens, IGNORED_LABEL)
+
+    def _turned(self, by: Tensor) -> Tensor:
+        """Return [b, s] int64: for each column, the column ``by`` [b] further on, around the end of the row."""
+        return (torch.arange(self.shape[1], device=by.device) + by[:, None]) % self.shape[1]

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LightningModules written for DDP in the shape of public tutorials; one line decides whose model they wrap.
+
+Each of them runs with a model of transformers under Lightning's ``ddp``, and with ``hf_model`` on every layout.
+:func:`train` is the function of a rank: it fits one of them for ten steps and returns what was logged.
+"""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_mcore.hf import hf_model
+from tests.hf_models import VOCAB_SIZE
+from tests.toy import make_trainer
+
+STEPS, ROWS = 10, 4
+Batch = dict[str, Tensor]
+
+
+class Texts(Dataset[Batch]):
+    """Rows of different lengths, with a class for each row."""
+
+    def __init__(self, size: int = 128) -> None:
+        generator = torch.Generator().manual_seed(3)
+        lengths = torch.randint(5, 20, (size,), generator=generator).tolist()
+        self.rows = [torch.randint(3, VOCAB_SIZE, (length,), generator=generator) for length in lengths]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Batch:
+        row = self.rows[index]
+        return {"input_ids": row, "classes": row.sum() % 3}
+
+
+def collate(samples: list[Batch]) -> Batch:
+    """Pad rows on the right, as tokenizers do."""
+    length = max(len(sample["input_ids"]) for sample in samples)
+    batch = {}
+    for name, filler in (("input_ids", 0), ("labels", -100), ("attention_mask", 0)):
+        batch[name] = torch.full((len(samples), length), filler)
+        for row, sample in enumerate(samples):
+            values = torch.ones_like(sample["input_ids"]) if name == "attention_mask" else sample["input_ids"]
+            batch[name][row, : len(values)] = values
+    return {**batch, "classes": torch.stack([sample["classes"] for sample in samples])}
+
+
+class FineTuning(pl.LightningModule):
+    """Plain fine-tuning of a language model.
+
+    Args:
+        path: The model.
+        ours: Whether the model is ours or that of transformers.
+    """
+
+    def __init__(self, path: str, ours: bool) -> None:
+        super().__init__()
+        self.path, self.ours = path, ours
+        self.seen: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.ours:
+            self.model = hf_model(self, self.path)
+        elif not hasattr(self, "model"):
+            self.model = _of_transformers("AutoModelForCausalLM", self.path)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        batch.pop("classes")
+        loss = self.model(**batch).loss
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        batch.pop("classes")
+        first, second = self.model(**batch), self.model(batch["input_ids"], batch["attention_mask"])
+        self.log("val_loss", first.loss, sync_dist=True)
+        hits = (second.logits[:, :-1].argmax(-1) == batch["labels"][:, 1:]).sum()
+        self.log("val_hits", hits.float(), reduce_fx="sum", sync_dist=True)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.accumulate_grad_batches == 1:  # or it is the mean of the window, where ddp logs each batch
+            self.seen.append(float(self.trainer.callback_metrics["train_loss"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class Distillation(FineTuning):
+    """The student learns the logits of a frozen teacher, with a z-loss that keeps its own logits small."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if not hasattr(self, "teacher"):
+            self.teacher = _of_transformers("AutoModelForCausalLM", self.path).requires_grad_(False).eval()
+            for parameter in self.teacher.parameters():
+                parameter.mul_(1.1)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        mask = batch["attention_mask"].bool()
+        with torch.no_grad():
+            taught = self.teacher(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[mask]
+        logits = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])[0][mask]
+        divergence = functional.kl_div(logits.log_softmax(-1), taught.log_softmax(-1), log_target=True, reduction="sum")
+        z_loss = logits.logsumexp(-1).square().mean()
+        loss = divergence / len(logits) + 1e-2 * z_loss
+        self.log_dict({"train_loss": loss, "z_loss": z_loss}, sync_dist=True)
+        return loss
+
+
+def _of_transformers(name: str, path: str, **arguments: Any) -> Any:
+    import transformers
+
+    return getattr(transformers, name).from_pretrained(path, dtype=torch.float32, **arguments)
+
+
+KINDS = {"fine-tuning": FineTuning, "distillation": Distillation}
+
+
+def train(kind: str, path: str, strategy: Any, **arguments: Any) -> dict[str, Any]:
+    """Train for ten batches on this rank, validate, and return the values that were logged.
+
+    Args:
+        kind: Name of a module in ``KINDS``.
+        path: The model.
+        strategy: Arguments of ``MCoreStrategy``; a name for Lightning's strategies with the model of transformers.
+        arguments: More arguments of the Trainer.
+    """
+    pl.seed_everything(1, verbose=False)
+    module = KINDS[kind](path, ours=isinstance(strategy, dict))
+    loader = DataLoader(Texts(), ROWS, collate_fn=collate)
+    trainer = make_trainer(strategy, limit_train_batches=STEPS, limit_val_batches=2, **arguments)
+    trainer.fit(module, loader, loader)
+    values = trainer.callback_metrics.items()
+    found = {name: float(value) for name, value in values if name.startswith("val") or module.seen}
+    return found | {f"loss {step}": loss for step, loss in enumerate(module.seen)}
+
+
+def train_each(runs: dict[str, tuple[str, str, Any, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Run :func:`train` with the arguments of each entry, one after another on the same ranks."""
+    return {name: train(*run, **arguments) for name, (*run, arguments) in runs.items()}

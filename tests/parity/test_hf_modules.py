@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LightningModules written for DDP give DDP's numbers on every layout once ``hf_model`` is their model."""
+
+from typing import Any
+
+import pytest
+
+from tests.hf_models import tiny_folder
+from tests.parity.hf_modules import KINDS, train_each
+from tests.ranks import run_ranks
+
+TOLERANCE = 1e-5  # of losses around 5; measured at most 2e-6
+
+PP = "pipeline_model_parallel_size"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "cp2": {"context_parallel_size": 2},
+    "pp2": {PP: 2},
+    "pp2-vp2": {PP: 2, "virtual_pipeline_model_parallel_size": 2},
+    "dp2": {},
+    "ep2": {"expert_model_parallel_size": 2},
+}
+MODELS = {"ep2": "mixtral"}
+
+
+def _run(kind: str, layout: str) -> tuple[str, str, Any, dict[str, Any]]:
+    gathered = {"accumulate_grad_batches": 2} if layout == "pp2-vp2" else {}
+    return kind, str(tiny_folder(MODELS.get(layout, "llama"))), LAYOUTS[layout], gathered
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_module_written_for_ddp_gives_its_numbers_on_every_layout(kind: str) -> None:
+    runs = {layout: _run(kind, layout) for layout in LAYOUTS}
+    of_ddp = {layout: (kind, path, "ddp", arguments) for layout, (kind, path, _, arguments) in runs.items()}
+    copies = {"dp2", "ep2"}
+    one = run_ranks(1, train_each, {name: of_ddp[name] for name in ("tp2", "pp2-vp2")})[0]
+    expected = {name: one["pp2-vp2" if name == "pp2-vp2" else "tp2"] for name in runs.keys() - copies}
+    ranks = run_ranks(2, train_each, runs | {f"{name} of ddp": of_ddp[name] for name in copies}, timeout=120)
+    for found in ranks:
+        expected |= {name: found[f"{name} of ddp"] for name in copies}
+        for name in runs:
+            assert found[name] == pytest.approx(expected[name], abs=TOLERANCE), name

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model in Hugging Face's shape: padding on either side, transformers' loss, and what it refuses."""
+
+import functools
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_mcore import single_process
+from lightning_mcore.hf import HFModel, hf_model
+from lightning_mcore.layers.padded_rows import PaddedRows
+from tests.hf_models import VOCAB_SIZE, tiny_folder
+from tests.unit.test_optimizer_options import is_one_sentence
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")  # where the layers run in this process
+LENGTHS = (7, 4, 1)
+
+
+@pytest.fixture
+def model() -> Any:
+    with single_process():
+        yield hf_model(pl.LightningModule(), str(tiny_folder("llama")))
+
+
+@functools.cache
+def of_transformers() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_folder("llama"), dtype=torch.float32)
+
+
+def padded(on_the_left: bool) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    width = max(LENGTHS)
+    batch = {"input_ids": torch.zeros(len(LENGTHS), width).long(), "labels": torch.full((len(LENGTHS), width), -100)}
+    batch["attention_mask"] = torch.zeros(len(LENGTHS), width).long()
+    for row, length in enumerate(LENGTHS):
+        place = slice(width - length, width) if on_the_left else slice(0, length)
+        batch["input_ids"][row, place] = torch.randint(3, VOCAB_SIZE, (length,), generator=generator)
+        batch["labels"][row, place] = batch["input_ids"][row, place]
+        batch["attention_mask"][row, place] = 1
+    return batch
+
+
+def test_padding_on_the_left_gives_the_bits_of_padding_on_the_right(model: HFModel) -> None:
+    left, right = padded(on_the_left=True), padded(on_the_left=False)
+    ours, moved = model(**right), model(**left)
+    assert torch.equal(ours.loss, moved.loss)
+    real = [batch["attention_mask"].bool() for batch in (right, left)]
+    assert torch.equal(ours.logits[real[0]], moved.logits[real[1]])
+    expected = of_transformers()(**right)
+    torch.testing.assert_close(ours.loss, expected.loss, atol=1e-5, rtol=0)
+    torch.testing.assert_close(ours.logits[real[0]], expected.logits[real[0]], atol=1e-5, rtol=0)
+    torch.testing.assert_close(moved.logits[real[1]], of_transformers()(**left).logits[real[1]], atol=1e-5, rtol=0)
+
+
+def test_gradients_go_through_logits_and_loss_of_rows_with_padding_on_the_left(model: HFModel) -> None:
+    found = {}
+    for on_the_left in (True, False):
+        batch = padded(on_the_left)
+        output = model(**batch)
+        mask = batch["attention_mask"].bool()
+        (output.loss + output["logits"][mask].square().mean()).backward()
+        weight = model.pipeline.chunks[0].decoder.layers[0].self_attention.linear_qkv.weight
+        found[on_the_left], weight.grad = weight.grad, None
+        model.zero_grad()
+    torch.testing.assert_close(found[True], found[False], atol=1e-7, rtol=0)
+
+
+def test_the_number_of_targets_may_be_given(model: HFModel) -> None:
+    batch = padded(on_the_left=False)
+    expected = of_transformers()(**batch, num_items_in_batch=20).loss
+    torch.testing.assert_close(model(**batch, num_items_in_batch=20)[0], expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(model(**batch, num_items_in_batch=torch.tensor(20)).loss, expected, atol=1e-5, rtol=0)
+
+
+def test_usual_position_ids_change_nothing(model: HFModel) -> None:
+    batch = padded(on_the_left=True)
+    places = (batch["attention_mask"].cumsum(1) - 1).masked_fill(batch["attention_mask"] == 0, 1)
+    assert torch.equal(model(**batch, position_ids=places, use_cache=False).loss, model(**batch).loss)
+
+
+def test_config_and_attributes_are_those_of_transformers(model: HFModel) -> None:
+    assert model.config.to_dict()["hidden_size"] == of_transformers().config.hidden_size
+    assert model.config.pad_token_id == 0
+    assert (model.device.type, model.dtype) == ("cpu", torch.float32)
+    output = model(padded(on_the_left=False)["input_ids"])
+    assert output.loss is None
+    assert output[0] is output.logits is output["logits"]
+    with pytest.raises(KeyError):
+        output["loss"]
+
+
+def test_it_writes_itself_as_transformers_does(model: HFModel, tmp_path: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model.save_pretrained(str(tmp_path / "out"))
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    expected = of_transformers().state_dict()
+    assert all(torch.equal(written[name], value) for name, value in expected.items())
+
+
+IDS = torch.tensor([[5, 6, 7, 8]])
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"inputs_embeds": torch.zeros(1)}, "inputs_embeds is not supported by the model of hf_model"),
+    ({"token_type_ids": torch.zeros(1, 4)}, "token_type_ids is not supported"),
+    ({"output_attentions": True}, "output_attentions is not supported"),
+    ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "attention_mask is not a padding mask: a row has a 0 between"),
+    ({"attention_mask": torch.tensor([[1, 2, 1, 1]])}, "a value besides 0 and 1"),
+    ({"attention_mask": torch.ones(1, 1, 4, 4)}, r"has the shape \[1, 1, 4, 4\], but only a padding mask"),
+    ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "position_ids do not count up by one"),
+    ({"labels": torch.ones(1, 3).long()}, r"labels have the shape \[1, 3\] and input_ids \[1, 4\]"),
+    ({"labels": IDS, "attention_mask": torch.tensor([[1, 1, 1, 0]])}, "targets where attention_mask is 0"),
+    ({"labels": IDS + VOCAB_SIZE}, "labels hold .* outside the vocabulary"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED)
+def test_what_it_does_not_support_is_refused_by_name(model: HFModel, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refusal:
+        model(IDS, **given)
+    assert is_one_sentence(str(refusal.value))
+
+
+def test_a_row_of_padding_alone_is_allowed() -> None:
+    rows = PaddedRows.of(IDS, torch.zeros(1, 4), None, 8)
+    assert rows.share(IDS, 0, 0, 1).shape == (1, 8)
+    assert (rows.targets(torch.full((1, 4), -100)) == -100).all()
+
+
+def test_an_unknown_family_says_which_are_known(tmp_path: Any) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "abacus"}')
+    with single_process(), pytest.raises(ValueError, match=r"abacus.*llama, "):
+        hf_model(pl.LightningModule(), str(tmp_path))
