@@ -121,7 +121,8 @@ def check_meeting(strategy: "MCoreStrategy", module: pl.LightningModule) -> None
 def _check_module(module: pl.LightningModule, layout: ParallelLayout) -> None:
     """Refuse to split a module that cannot build a split model: not an ``MCoreModule``, without ``configure_model``."""
     sizes = _sizes_that_split(layout)
-    if sizes and not isinstance(module, MCoreModule) and not is_overridden("configure_model", module):
+    builds = isinstance(module, MCoreModule) or type(module).configure_model is not pl.LightningModule.configure_model
+    if sizes and not builds:
         raise TypeError(
             f"{sizes} cannot split {type(module).__name__}: derive it from MCoreModule and build its model with"
             " self.pipeline(...) in configure_model, or set every model-parallel size to 1"

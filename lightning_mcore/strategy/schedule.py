@@ -130,7 +130,7 @@ class Schedule:
         self._logs = strategy.logs
         self._logs.setup_pipeline(chunks.config, chunks.pipeline.takes_whole_batches)
         if self._pipeline.takes_whole_batches:
-            self._pipeline.run_stages = self.run_stages
+            self._pipeline.run_stages = self._run_stages
         self._last_output: dict[str, Any] = {}
         self._last_loss: Tensor | None = None
         self._window: list[Microbatch] = []
@@ -273,7 +273,7 @@ class Schedule:
         logs.finish(step, over_copies=False)
         return output
 
-    def run_stages(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_stages(self, *args: Any, **kwargs: Any) -> Any:
         """Run the whole model outside a schedule; without gradients if it has several stages.
 
         Args:
