@@ -21,6 +21,7 @@ from lightning_mcore.arguments.training_rules import (
     check_course,
     check_foreign,
     check_loggers,
+    check_metric,
     check_training,
     check_validation,
 )
@@ -192,7 +193,10 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
             ValueError: It is not supported, or a field does not fit it.
         """
         from lightning_mcore.arguments.build import make_model
+        from lightning_mcore.config.preference import Preference
 
+        loss = None if preference is None else Preference.of(preference).loss
+        check_metric(self.metric_for_best_model, loss)
         given = {"lora": lora, "adapters": adapters, "preference": preference}
         more = {name: value for name, value in given.items() if value}
         return make_model({**self.settings(path, seq_length=seq_length).model, **more}, transformer or {})

@@ -8,7 +8,7 @@ from a default. A field of a newer transformers that is in none of these tables 
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning_mcore.arguments.megatron_rules import fp8_settings
@@ -17,7 +17,10 @@ METRICS = {
     "loss": "val_loss",
     "perplexity": "val_perplexity",
     "accuracy": "val_accuracy",
+    "rewards/accuracies": "val_rewards/accuracies",
+    "rewards/margins": "val_rewards/margins",
 }
+"""Names of metrics in arguments, and those under which a module logs them."""
 LOGGERS = ("tensorboard", "wandb", "mlflow", "csv")
 _OPTIMIZERS = {"adamw_torch": "adam", "adamw_torch_fused": "adam", "sgd": "sgd"}
 _REFUSED_SCHEDULES = {
@@ -272,8 +275,7 @@ def _check_saving(arguments: Any) -> None:
         for name in ("save_hf_model", "save_total_limit", "save_only_model", "ckpt_d2h_non_blocking"):
             if value := getattr(arguments, name):
                 raise ValueError(f"{name}={value!r} contradicts save_strategy='no'; choose another, or leave it out")
-    if metric is not None and metric.removeprefix("eval_") not in METRICS:
-        raise ValueError(f"metric_for_best_model={metric!r} is not logged; choose {', '.join(map(repr, METRICS))}")
+    _require_metric(metric, METRICS)
     if strategy == "best" and (metric is None or text_of(arguments.eval_strategy) == "no"):
         missing = "metric_for_best_model" if metric is None else "eval_strategy='steps' or 'epoch'"
         raise ValueError(f"save_strategy='best' needs {missing}; set it")
@@ -286,6 +288,25 @@ def _check_saving(arguments: Any) -> None:
         raise ValueError(
             f"greater_is_better={arguments.greater_is_better} does nothing without metric_for_best_model; set both"
         )
+
+
+def check_metric(metric: str | None, loss: str | None) -> None:
+    """Refuse a metric that a module does not log.
+
+    Args:
+        metric: ``metric_for_best_model``.
+        loss: The loss of ``Preference``; None for a module that learns single answers.
+
+    Raises:
+        ValueError: The metric is not logged.
+    """
+    pairs = [name for name in METRICS if name.startswith("rewards/") and (loss, name) != ("kto", "rewards/accuracies")]
+    _require_metric(metric, ["loss", "perplexity", "accuracy"] if loss is None else ["loss", *pairs])
+
+
+def _require_metric(metric: str | None, known: Iterable[str]) -> None:
+    if metric is not None and metric.removeprefix("eval_") not in known:
+        raise ValueError(f"metric_for_best_model={metric!r} is not logged; choose {', '.join(map(repr, known))}")
 
 
 def check_steps(arguments: Any, name: str, used: bool) -> None:

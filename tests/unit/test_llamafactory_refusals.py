@@ -99,6 +99,18 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["stage=dpo", "pref_beta=0"], "pref_beta: 0 leaves nothing to learn; choose a number above 0"),
         (["stage=dpo", "neat_packing=true"], "neat_packing: True is for stages pt and sft; in stage: dpo each answer"),
         (["stage=dpo", "mask_history=true"], "mask_history: True is for stage: sft; in stage: dpo the last answers"),
+        (
+            ["stage=dpo", "metric_for_best_model=eval_accuracy"],
+            "metric_for_best_model='eval_accuracy' is not logged; choose 'loss', 'rewards/accuracies', 'rewards/margin",
+        ),
+        (
+            ["stage=kto", "metric_for_best_model=rewards/accuracies"],
+            "metric_for_best_model='rewards/accuracies' is not logged; choose 'loss', 'rewards/margins'",
+        ),
+        (
+            ["metric_for_best_model=rewards/margins"],
+            "metric_for_best_model='rewards/margins' is not logged; choose 'loss', 'perplexity', 'accuracy'",
+        ),
         (["stage=dpo", "streaming=true"], "streaming: True is for stage: sft; in stage: dpo answers are tokenised"),
         (["stage=dpo", "use_dft_loss=true"], "use_dft_loss: True is for stage: sft"),
         (

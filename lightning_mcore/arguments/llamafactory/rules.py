@@ -10,7 +10,8 @@ from typing import Any
 
 from lightning_mcore.arguments.fields import check_types
 from lightning_mcore.arguments.llamafactory.keys import FREEZE, LORA, OF_NEW_ADAPTERS, REFUSED, FactoryKeys
-from lightning_mcore.arguments.llamafactory.preference import check_preferences
+from lightning_mcore.arguments.llamafactory.preference import check_preferences, preference_of
+from lightning_mcore.arguments.training_rules import check_metric
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.text import unknown_name
 
@@ -87,7 +88,7 @@ def check_keys(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
     Raises:
         ValueError: A value is not supported, or two keys contradict each other.
     """
-    _check_stage(keys)
+    _check_stage(keys, given)
     _check_adapters(keys, given)
     _check_sizes(keys)
     _check_packing(keys, given)
@@ -97,10 +98,13 @@ def check_keys(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
     _check_training(keys, given)
 
 
-def _check_stage(keys: FactoryKeys) -> None:
+def _check_stage(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
     if keys.stage == "ppo":
         raise ValueError("stage: ppo is not supported; choose pt, sft, dpo, kto or rm")
     check_preferences(keys, keys.stage)
+    loss = preference_of(keys, keys.stage)["loss"] if keys.learns_preferences else None
+    metric = given.get("metric_for_best_model")
+    check_metric(metric if isinstance(metric, str) else None, loss)
     if keys.finetuning_type == "oft":
         raise ValueError("finetuning_type: oft is not supported; choose full, freeze or lora")
     if keys.use_mca and keys.use_megatron_bridge:
