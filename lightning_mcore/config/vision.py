@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that also see images and videos, as plain data: a row for each family, and the settings of one model.
+
+A family is a tower and a projector, which transformers has in one class, a rule of where their outputs take the place
+of token embeddings, and a rule of positions. The four families of this table place them at the tokens whose id is that
+of an image or a video, in the order of appearance. They differ in the classes of transformers, and in how the channels
+of a head are shared out over the three positions of a token: time, height and width.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Self
+
+IMAGE, VIDEO = 1, 2
+"""Kinds of tokens, as in transformers' ``mm_token_type_ids``; text is 0."""
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """What the models of a family have in common.
+
+    Args:
+        package: The module of transformers with its classes.
+        tower: The class of its tower, projector included.
+        model: The class of its model, whose ``get_rope_index`` gives positions.
+        interleaved: Whether the three positions take turns in the channels, or have sections one after another.
+        projector: The beginnings of the names of the projector's weights within the tower.
+    """
+
+    package: str
+    tower: str
+    model: str
+    interleaved: bool = False
+    projector: tuple[str, ...] = ("merger.",)
+
+
+VISION_FAMILIES: Mapping[str, VisionFamily] = {
+    "qwen2_vl": VisionFamily(
+        "transformers.models.qwen2_vl.modeling_qwen2_vl", "Qwen2VisionTransformerPretrainedModel", "Qwen2VLModel"
+    ),
+    "qwen2_5_vl": VisionFamily(
+        "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+        "Qwen2_5_VisionTransformerPretrainedModel",
+        "Qwen2_5_VLModel",
+    ),
+    "qwen3_vl": VisionFamily(
+        "transformers.models.qwen3_vl.modeling_qwen3_vl",
+        "Qwen3VLVisionModel",
+        "Qwen3VLModel",
+        interleaved=True,
+        projector=("merger.", "deepstack_merger_list."),
+    ),
+    "qwen3_vl_moe": VisionFamily(
+        "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
+        "Qwen3VLMoeVisionModel",
+        "Qwen3VLMoeModel",
+        interleaved=True,
+        projector=("merger.", "deepstack_merger_list."),
+    ),
+}
+"""The families, by their ``model_type``."""
+
+
+@dataclass(frozen=True)
+class Vision:
+    """The part of one model that sees.
+
+    Args:
+        model_type: The family.
+        config: The ``vision_config`` of its Hugging Face config.
+        image_token_id: The token in whose place an image's outputs of the tower are put.
+        video_token_id: The same for videos.
+        sections: How many pairs of channels of a head turn with time, height and width; they add up to half a head.
+
+    Raises:
+        ValueError: The family is not in the table.
+    """
+
+    model_type: str
+    config: dict[str, Any] = field(repr=False)
+    image_token_id: int
+    video_token_id: int
+    sections: tuple[int, int, int]
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown family."""
+        if self.model_type not in VISION_FAMILIES:
+            raise ValueError(f"vision has model_type={self.model_type!r}; choose one of {', '.join(VISION_FAMILIES)}")
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self:
+        """Return the settings from plain data, as :meth:`plain` gives them."""
+        return cls(**{**settings, "sections": tuple(settings["sections"])})
+
+    def plain(self) -> dict[str, Any]:
+        """Return the settings as plain data, for a checkpoint."""
+        return {**vars(self), "sections": list(self.sections)}
+
+    @property
+    def family(self) -> VisionFamily:
+        """The row of its family."""
+        return VISION_FAMILIES[self.model_type]
+
+    @property
+    def deepstack(self) -> int:
+        """How many of the language model's first layers are followed by outputs from inside the tower."""
+        return len(self.config.get("deepstack_visual_indexes") or ())
+
+    def tokens_of(self, grid: tuple[int, int, int]) -> int:
+        """Return how many tokens an image or a video takes.
+
+        Args:
+            grid: Its size in patches: time, height, width.
+        """
+        return prod(grid) // int(self.config["spatial_merge_size"]) ** 2

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From tokens and sizes of images to the positions of tokens, and to where the tower's outputs go.
+
+A batch with images or videos has, beside its tokens, what a processor of transformers returns: ``pixel_values``
+[patches, values of a patch] and ``image_grid_thw`` [images, 3], and for videos ``pixel_values_videos`` and
+``video_grid_thw``, both in the order in which they appear, row by row. :func:`with_vision` turns it into what a model
+takes, on the host and before the batch is cut for context parallelism:
+
+* ``rope_positions`` [b, s, 3] int64: time, height and width of each token, from transformers' own ``get_rope_index``;
+* ``vision_rows`` [b, s] int64: the row of the tower's outputs that replaces the token's embedding; -1 for text;
+* ``patches`` [n, values of a patch] and ``vision_grids`` [images and videos, 3] int64: images, then videos.
+"""
+
+import importlib
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from lightning_mcore.config.vision import IMAGE, VIDEO, Vision
+from lightning_mcore.layers.inputs import is_packed
+
+_INPUTS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+_NAMES = {IMAGE: "image", VIDEO: "video"}
+
+
+def with_vision(batch: dict[str, Tensor], vision: Vision) -> dict[str, Tensor]:
+    """Return a batch with positions and with the places of the tower's outputs; one that has them is returned as it is.
+
+    Args:
+        batch: ``tokens`` [b, s] int64 and other entries of a batch, dense or packed, with those of a processor.
+        vision: The settings of the model.
+
+    Raises:
+        ValueError: Images or videos and the tokens that stand for them do not belong together.
+    """
+    if "rope_positions" in batch:
+        return batch
+    tokens = batch["tokens"]
+    kinds = IMAGE * (tokens == vision.image_token_id).long() + VIDEO * (tokens == vision.video_token_id).long()
+    images, videos = batch.get("image_grid_thw"), batch.get("video_grid_thw")
+    samples = list(_samples(batch))
+    _check_runs(vision, [kinds[row, start:end].tolist() for row, start, end in samples], images, videos)
+    found = {name: value for name, value in batch.items() if name not in _INPUTS}
+    found["rope_positions"] = _positions(vision, kinds, samples, images, videos, batch.get("second_per_grid_ts"))
+    found["vision_rows"] = _rows(kinds)
+    grids = [grid for grid in (images, videos) if grid is not None]
+    if grids:
+        found["vision_grids"] = torch.cat(grids)
+        pixels = (batch[name] for name in ("pixel_values", "pixel_values_videos") if name in batch)
+        found["patches"] = torch.cat(list(pixels))
+    return found
+
+
+def _samples(batch: dict[str, Tensor]) -> Iterator[tuple[int, int, int]]:
+    """Yield row, start and end of each sequence of a batch."""
+    rows, length = batch["tokens"].shape
+    for row in range(rows):
+        ends = batch["cu_seqlens_padded"][row].tolist() if is_packed(batch) else [0, length]
+        yield from ((row, start, end) for start, end in itertools.pairwise(ends) if end > start)
+
+
+def _check_runs(vision: Vision, samples: list[list[int]], images: Tensor | None, videos: Tensor | None) -> None:
+    """Refuse tokens that do not stand for these images and videos."""
+    runs = [(kind, len(list(run))) for sample in samples for kind, run in itertools.groupby(sample)]
+    for kind, grids in ((IMAGE, images), (VIDEO, videos)):
+        sizes = [] if grids is None else grids.tolist()
+        if kind == VIDEO and vision.family.interleaved:  # each frame stands for itself, behind its time as text
+            sizes = [[1, *size] for frames, *size in sizes for _ in range(frames)]
+        wanted = [vision.tokens_of(size) for size in sizes]
+        found = [length for each, length in runs if each == kind]
+        if found != wanted:
+            name = _NAMES[kind]
+            raise ValueError(
+                f"the tokens of a batch have {len(found)} runs of {name} tokens, {found} long, and its {name}s need"
+                f" {len(wanted)}, {wanted} long; give each {name} its tokens, and do not cut a sequence inside one"
+            )
+
+
+def _positions(
+    vision: Vision,
+    kinds: Tensor,
+    samples: list[tuple[int, int, int]],
+    images: Tensor | None,
+    videos: Tensor | None,
+    seconds: Tensor | None,
+) -> Tensor:
+    """Return the positions of all tokens, [b, s, 3] int64; each sequence counts from 0."""
+    parts = [kinds[row, start:end] for row, start, end in samples]
+    padded = pad_sequence(parts, batch_first=True)
+    is_there = pad_sequence([torch.ones_like(part) for part in parts], batch_first=True)
+    model: Any = getattr(importlib.import_module(vision.family.package), vision.family.model)
+    bare = model.__new__(model)  # get_rope_index reads nothing but the config
+    bare.__dict__["config"] = SimpleNamespace(vision_config=SimpleNamespace(**vision.config))
+    more = {} if seconds is None else {"second_per_grid_ts": seconds}
+    found, _ = bare.get_rope_index(padded, padded, images, videos, attention_mask=is_there, **more)
+    positions = kinds.new_zeros(*kinds.shape, 3)
+    for index, (row, start, end) in enumerate(samples):
+        positions[row, start:end] = found[:, index, : end - start].t()
+    return positions
+
+
+def _rows(kinds: Tensor) -> Tensor:
+    """Return the row of the tower's outputs for each token, [b, s] int64, images before videos; -1 for text."""
+    rows, first = torch.full_like(kinds, -1), 0
+    for kind in (IMAGE, VIDEO):
+        places = kinds == kind
+        count = int(places.sum())
+        rows[places] = torch.arange(first, first + count)
+        first += count
+    return rows

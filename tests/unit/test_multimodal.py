@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Three positions of a token against transformers bit for bit, and where the tower's outputs go; no ranks."""
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_mcore.config.vision import VISION_FAMILIES, Vision
+from lightning_mcore.data.multimodal import with_vision
+from lightning_mcore.layers.multimodal_rotary import MultimodalRotary, positions_in_row
+from lightning_mcore.layers.packed_sequences import packed_sequences, split_packed_rows
+from tests.vision_models import IMAGE_TOKEN, VIDEO_TOKEN, vision_batch, vision_config
+
+FAMILIES = tuple(VISION_FAMILIES)
+
+
+def settings(family: str) -> Vision:
+    config = vision_config(family)
+    sections = config.text_config.rope_parameters["mrope_section"]
+    return Vision(family, config.vision_config.to_dict(), IMAGE_TOKEN, VIDEO_TOKEN, tuple(sections))
+
+
+def model_of(family: str) -> Any:
+    """Return transformers' model without weights."""
+    row = VISION_FAMILIES[family]
+    with torch.device("meta"):
+        return getattr(importlib.import_module(row.package), row.model)(vision_config(family))
+
+
+def kinds_of(tokens: Tensor) -> Tensor:
+    return (tokens == IMAGE_TOKEN).int() + 2 * (tokens == VIDEO_TOKEN).int()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_positions_are_those_of_transformers(family: str) -> None:
+    batch = vision_batch(family)
+    grids = {name: batch[name] for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts") if name in batch}
+    wanted, _ = model_of(family).get_rope_index(batch["tokens"], kinds_of(batch["tokens"]), **grids)
+    found = with_vision(batch, settings(family))
+    assert torch.equal(found["rope_positions"].permute(2, 0, 1), wanted)
+    assert found["rope_positions"].max() < batch["tokens"].size(1) - 1  # or there would be no image in it
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_positions_of_packed_sequences_start_again(family: str) -> None:
+    """A row of two sequences, of which the first is padded, has the positions of the two alone."""
+    vision, dense = settings(family), vision_batch(family)
+    alone = with_vision(dense, vision)["rope_positions"]
+    padding = torch.zeros(1, 4, dtype=torch.long)
+    tokens = torch.cat([dense["tokens"][:1], padding, dense["tokens"][1:]], dim=1)
+    boundaries = {"cu_seqlens": torch.tensor([[0, 48, 96]]), "cu_seqlens_padded": torch.tensor([[0, 52, 100]])}
+    found = with_vision({**dense, "tokens": tokens, **boundaries}, vision)
+    assert torch.equal(found["rope_positions"][0, :48], alone[0])
+    assert torch.equal(found["rope_positions"][0, 52:], alone[1])
+    with_an_image = tokens[0] == IMAGE_TOKEN
+    assert found["vision_rows"][0][with_an_image].tolist() == list(range(int(with_an_image.sum())))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_angles_are_those_of_transformers(family: str) -> None:
+    """Bit for bit; cosine and sine are taken of the same numbers."""
+    vision, config = settings(family), vision_config(family).text_config
+    positions = with_vision(vision_batch(family), vision)["rope_positions"].permute(2, 0, 1)
+    row = VISION_FAMILIES[family]
+    package = importlib.import_module(row.package)
+    name = next(name for name in dir(package) if name.endswith("RotaryEmbedding") and "Vision" not in name)
+    cos, sin = getattr(package, name)(config)(torch.zeros(1), positions)
+    rotary = MultimodalRotary(16, config.rope_parameters["rope_theta"], vision.sections, row.interleaved)
+    rotary.positions = positions
+    angles = rotary(0)[:, :, 0].transpose(0, 1)
+    assert torch.equal(angles.cos(), cos)
+    assert torch.equal(angles.sin(), sin)
+
+
+def test_positions_of_a_rank_lie_where_megatron_cuts_them_out() -> None:
+    """Two sequences of a row, the slices of rank 1 of 2: its positions come back at its places, and zeros elsewhere."""
+    boundaries = torch.tensor([[0, 8, 16]])
+    packed = packed_sequences(boundaries, boundaries, 16, context_parallel_size=2)
+    whole = torch.arange(1, 49).view(1, 16, 3)
+    local = split_packed_rows(whole, boundaries, 1, 2)
+    found = positions_in_row(local.permute(2, 0, 1), packed, 1, 2)[:, 0].t()
+    mine = [2, 3, 4, 5, 10, 11, 12, 13]
+    assert torch.equal(found[mine], whole[0, mine])
+    assert found.count_nonzero() == 3 * len(mine)
+
+
+def test_rows_of_the_tower_follow_images_and_then_videos() -> None:
+    found = with_vision(vision_batch("qwen2_vl"), settings("qwen2_vl"))
+    tokens, rows = found["tokens"], found["vision_rows"]
+    assert rows[tokens == IMAGE_TOKEN].tolist() == list(range(13))
+    assert rows[tokens == VIDEO_TOKEN].tolist() == list(range(13, 19))
+    assert (rows >= 0).sum() == 19
+    assert found["vision_grids"].tolist() == [[1, 4, 6], [1, 2, 2], [1, 6, 4], [3, 4, 2]]
+    assert len(found["patches"]) == 24 + 4 + 24 + 24
+    assert with_vision(found, settings("qwen2_vl")) is found
+
+
+def test_text_alone_counts_on() -> None:
+    found = with_vision(vision_batch("qwen3_vl", images=[[], []], videos=[[], []]), settings("qwen3_vl"))
+    assert torch.equal(found["rope_positions"], torch.arange(48)[None, :, None].expand(2, -1, 3))
+    assert "patches" not in found
+    assert found["vision_rows"].max() == -1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2]])}, "3 runs of image tokens, .6, 1, 6. long, and its"),
+        ({"image_grid_thw": torch.tensor([[1, 4, 6], [1, 4, 2], [1, 6, 4]])}, "images need 3, .6, 2, 6. long"),
+        ({"video_grid_thw": torch.tensor([[3, 4, 2]] * 2)}, "1 runs of video tokens, .6. long"),
+        ({"video_grid_thw": None}, "videos need 0, .. long"),
+    ],
+)
+def test_images_without_their_tokens_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        with_vision({**vision_batch("qwen2_vl"), **change}, settings("qwen2_vl"))
+
+
+def test_settings_that_fit_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="model_type='qwen4_vl'; choose one of qwen2_vl, qwen2_5_vl"):
+        Vision("qwen4_vl", {}, 1, 2, (1, 1, 1))
+    with pytest.raises(ValueError, match=r"mrope_section=\[2, 3, 3\] adds up to 8, and a head of 32 channels has 16"):
+        MultimodalRotary(32, 1e4, (2, 3, 3), interleaved=False)
