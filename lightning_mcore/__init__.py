@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from lightning_mcore.models.gpt import MCoreGPT
     from lightning_mcore.models.preference import MCorePreference
     from lightning_mcore.models.recipe import Recipe, loraplus_groups
+    from lightning_mcore.models.vision import MCoreVisionGPT
     from lightning_mcore.optimizer.muon import MuonWithAdamW
     from lightning_mcore.strategy.fp8_monitor import FP8Monitor
     from lightning_mcore.strategy.module import MCoreModule
@@ -72,6 +73,7 @@ __all__ = [
     "MCorePretrainingData",
     "MCoreProgressBar",
     "MCoreStrategy",
+    "MCoreVisionGPT",
     "ModelShape",
     "MuonWithAdamW",
     "OnlinePacker",
@@ -113,6 +115,7 @@ _HOMES = {
     "MCorePretrainingData": "data.pretraining.datamodule",
     "MCoreProgressBar": "strategy.progress",
     "MCoreStrategy": "strategy.strategy",
+    "MCoreVisionGPT": "models.vision",
     "ModelShape": "config.layout",
     "MuonWithAdamW": "optimizer.muon",
     "OnlinePacker": "data.packing.online",

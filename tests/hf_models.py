@@ -232,7 +232,7 @@ def save_tiny(
     config.num_hidden_layers += extra
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(where)
-    tensors = {name: _draw(name, tensor) for name, tensor in read_tensors(where)}
+    tensors = {name: draw_tensor(name, tensor) for name, tensor in read_tensors(where)}
     if extra:
         tensors |= _multi_token_tensors(tensors, config.num_hidden_layers - extra, extra)
         content = json.loads((where / "config.json").read_text())
@@ -272,7 +272,7 @@ def _root() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="hf_models_")  # removed when this process ends
 
 
-def _draw(name: str, like: Tensor) -> Tensor:
+def draw_tensor(name: str, like: Tensor) -> Tensor:
     """Return values that depend on the name alone: around 1 for norms, such that nothing grows for matrices."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
     noise = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed))
@@ -293,7 +293,7 @@ def _multi_token_tensors(tensors: dict[str, Tensor], first: int, count: int) -> 
     for layer in range(first, first + count):
         prefix = f"model.layers.{layer}."
         for name, like in {"enorm": hidden, "hnorm": hidden, "shared_head.norm": hidden, "eh_proj": wide}.items():
-            found[f"{prefix}{name}.weight"] = _draw(f"{prefix}{name}.weight", like)
+            found[f"{prefix}{name}.weight"] = draw_tensor(f"{prefix}{name}.weight", like)
         found[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         found[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     return found

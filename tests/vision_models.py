@@ -5,10 +5,16 @@ They are drawn as ``tests/hf_models.py`` draws those of text. An image is noise 
 it over: rows of patches, and its size in patches.
 """
 
+import copy
+import functools
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.hf_models import draw_tensor, read_tensors
 
 VISION_START, VISION_END, IMAGE_TOKEN, VIDEO_TOKEN = 97, 98, 99, 100
 VOCAB_SIZE = 101
@@ -139,8 +145,42 @@ def _words(draw: torch.Generator, count: int) -> list[int]:
 
 def vision_config(family: str, **overrides: Any) -> Any:
     """Return the config of a tiny model, as transformers has it."""
-    import copy
-
     from transformers import AutoConfig
 
     return AutoConfig.for_model(family, **copy.deepcopy({**CONFIGS[family], **overrides}))
+
+
+def save_vision(family: str, folder: Path, **overrides: Any) -> Path:
+    """Write a tiny model as transformers would, with a file of a processor, and return its folder.
+
+    Args:
+        family: Its ``model_type``.
+        folder: Where; made if it is not there.
+        overrides: Keys to have instead of those in ``CONFIGS``.
+    """
+    from huggingface_hub import save_torch_state_dict
+    from transformers import AutoModelForImageTextToText
+
+    AutoModelForImageTextToText.from_config(vision_config(family, **overrides)).save_pretrained(folder)
+    tensors = {name: draw_tensor(name, tensor) for name, tensor in read_tensors(folder)}
+    (folder / "model.safetensors").unlink()
+    save_torch_state_dict(tensors, folder)
+    (folder / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessor"}')
+    return folder
+
+
+@functools.cache
+def vision_folder(family: str) -> Path:
+    """Return the folder of a tiny model of a family, made once for all tests."""
+    return save_vision(family, Path(_root().name) / family)
+
+
+@functools.cache
+def _root() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="vision_models_")  # removed when this process ends
+
+
+def joined(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return batches as one: rows, images and videos of each follow those of the one before."""
+    names = {name for batch in batches for name in batch}
+    return {name: torch.cat([batch[name] for batch in batches if name in batch]) for name in names}

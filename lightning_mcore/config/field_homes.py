@@ -70,6 +70,7 @@ OF_THE_MODULE = {
     "seq_length",
     "share_embeddings_and_output_weights",
     "make_vocab_size_divisible_by",
+    "vision",
 }
 
 OF_TORCH_OPTIMIZER = "the torch optimizer that configure_optimizers returns"

@@ -15,6 +15,9 @@ from typing import Any, Self
 IMAGE, VIDEO = 1, 2
 """Kinds of tokens, as in transformers' ``mm_token_type_ids``; text is 0."""
 
+TOWER, PROJECTOR, LANGUAGE_MODEL = PARTS = ("vision_tower", "multi_modal_projector", "language_model")
+"""The parts of a model that can be frozen."""
+
 
 @dataclass(frozen=True)
 class VisionFamily:
@@ -101,6 +104,10 @@ class Vision:
     def family(self) -> VisionFamily:
         """The row of its family."""
         return VISION_FAMILIES[self.model_type]
+
+    def part_of(self, name: str) -> str:
+        """Return the part that a weight of the tower belongs to, by its name in transformers' class."""
+        return PROJECTOR if name.startswith(self.family.projector) else TOWER
 
     @property
     def deepstack(self) -> int:

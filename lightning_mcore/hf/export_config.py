@@ -33,6 +33,7 @@ from lightning_mcore.hf.source import (
     GENERATION_FILE,
     HFSource,
     complete_config,
+    flat,
     is_hub_name,
     read_generation_config,
 )
@@ -47,9 +48,15 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "chat_template*",
     "*.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 _CODE_FILES = ("*.py",)  # copied for a config with auto_map
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_OUTER = {"architectures", "dtype", "model_type", "tie_word_embeddings", "torch_dtype", "transformers_version"} | {
+    "vision_config"
+}
 _NOT_OF_THE_MODEL = {"transformer_impl", "seq_length", "make_vocab_size_divisible_by"}
 
 
@@ -112,7 +119,7 @@ def describe(
         )
     _check_layers(what, fields, shapes)  # the code below iterates over all of them
     fields = complete_fields({**fields, "mtp_num_layers": _count_layers("mtp", shapes) or None})
-    name = family or origin.get("family") or _guess(what, fields)
+    name = family or origin.get("family") or (fields["vision"] or {}).get("model_type") or _guess(what, fields)
     known = find_family(name) if family else recorded_family(name)
     config = _config(known, fields, origin.get("config"), settings.get("seq_length"))
     return Description(name, fields, config, origin.get("generation_config"), _folder_of(origin.get("path")))
@@ -180,7 +187,7 @@ def _config(
     else:
         ids = {name: (given or {}).get(name) for name in _TOKENS}
         length = {} if seq_length is None else {"max_position_embeddings": seq_length}
-        content = {"model_type": family.model_type, **ids, **length, **family.write_config(fields)}
+        content = {"model_type": family.model_type, **_nested({**ids, **length, **family.write_config(fields)})}
         content["transformers_version"] = version("transformers")
     content |= {"architectures": [family.architecture], **family.more_config}
     family.check_same(_read(family, content), fields)
@@ -194,8 +201,17 @@ def _adapted(family: Family, fields: Mapping[str, Any], given: Mapping[str, Any]
         return dict(given)
     told = family.write_config(before)
     changed = {key: value for key, value in family.write_config(fields).items() if told.get(key, value) != value}
-    base = dict(given) if changed.keys() <= given.keys() else complete_config(family, given)
-    return {**base, **changed}
+    base = dict(given) if changed.keys() <= flat(given).keys() else complete_config(family, given)
+    return _nested({**flat(base), **changed}) if "vision_config" in given else {**base, **changed}
+
+
+def _nested(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with the keys of the language model in ``text_config``, if the model sees."""
+    if "vision_config" not in config:
+        return dict(config)
+    outer = {key: value for key, value in config.items() if key in _OUTER or key.endswith("_token_id")}
+    text = {key: value for key, value in config.items() if key not in outer or key in _TOKENS}
+    return {**outer, "text_config": text}
 
 
 def _read(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:

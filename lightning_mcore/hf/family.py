@@ -68,6 +68,7 @@ class Family:
         more_config: Keys that a written config gets besides those of the rules.
         config_class: The ``model_type`` whose config class in transformers has the defaults of this one's, where
             transformers does not know ``model_type``.
+        tower: Prefix of Hugging Face's names of the weights of a vision tower; None without one.
     """
 
     model_type: str
@@ -82,6 +83,7 @@ class Family:
     optional: tuple[str, ...] = ()
     more_config: Mapping[str, Any] = field(default_factory=dict, repr=False)
     config_class: str | None = None
+    tower: str | None = None
 
     def scoring(self) -> "Family":
         """Return the rules of reward models of this family, transformers' ``*ForSequenceClassification``.
@@ -284,6 +286,7 @@ MODULE_DEFAULTS: dict[str, Any] = {
     "seq_len_interpolation_factor": None,
     "yarn": None,
     "share_embeddings_and_output_weights": False,
+    "vision": None,
 }
 """Settings of ``MCoreGPT`` that affect what a model computes, with their defaults."""
 
@@ -298,7 +301,7 @@ ENTRY_POINTS = "lightning_mcore.families"
 
 
 def family_names() -> list[str]:
-    """Return the names of all families: the ``model_type`` of their ``config.json``."""
+    """Return the names of all families of text models: the ``model_type`` of their ``config.json``."""
     return [*_own(), *sorted(entry.name for entry in entry_points(group=ENTRY_POINTS))]
 
 
@@ -349,8 +352,9 @@ def registered_family(name: str) -> Family:
     registered = next((entry.value for entry in entry_points(group=ENTRY_POINTS) if entry.name == name), None)
     if registered is not None:
         return _import(registered)
-    if name in _own():
-        return _own()[name]
+    for families in (_own(), _that_see()):
+        if name in families:
+            return families[name]
     raise ValueError(
         f"models of type {name!r} are not supported; choose {', '.join(family_names())}, or give your own family, "
         "family='package.module:FAMILY', which the guide \"Add a family\" shows how to write"
@@ -361,6 +365,12 @@ def _own() -> dict[str, Family]:
     from lightning_mcore.hf.families import FAMILIES  # which imports this file
 
     return FAMILIES
+
+
+def _that_see() -> dict[str, Family]:
+    from lightning_mcore.hf.vision_families import OF_VISION  # which imports this file
+
+    return OF_VISION
 
 
 def _import(path: str) -> Family:

@@ -82,6 +82,8 @@ def import_checkpoint(
     folder = source.open_tensors()
     settings = settings_of_source(source, folder.shapes, path, family)
     kept = _type_of_most(folder) if given is None else given
+    if "vision" in settings:
+        raise ValueError(f"{path} also sees images, and only text models are imported; give it to MCoreVisionGPT")
     with single_process():
         module = MCoreGPT(**settings)
         _build_without_memory(module, kept)

@@ -128,7 +128,7 @@ def complete_config(family: Family, content: Mapping[str, Any]) -> dict[str, Any
     Raises:
         ValueError: A value is out of range, or transformers refuses it.
     """
-    family.check_sizes(content)
+    family.check_sizes(flat(content))
     for key in ("dtype", "torch_dtype"):
         refuse_unless(key, content.get(key), (None, *_DTYPES), "weights are trained in one of these")
     if content.get("num_labels") is not None:
@@ -138,7 +138,14 @@ def complete_config(family: Family, content: Mapping[str, Any]) -> dict[str, Any
         if family.config_class and family.model_type == content["model_type"]
         else {}
     )
-    return copy.deepcopy(_completed(json.dumps({**content, **known})) | dict.fromkeys(known, family.model_type))
+    whole = _completed(json.dumps({**content, **known})) | dict.fromkeys(known, family.model_type)
+    return flat(copy.deepcopy(whole))
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with the keys of its ``text_config``, if it has one, beside its own, which come first."""
+    text = config.get("text_config")
+    return {**(text if isinstance(text, dict) else {}), **{key: config[key] for key in config if key != "text_config"}}
 
 
 @functools.lru_cache(maxsize=16)  # a run calls this several times, and transformers would warn each time
@@ -299,10 +306,15 @@ def planned_settings(
         ValueError: As in :func:`pretrained_settings`.
     """
     if is_own_checkpoint(path):
-        return pretrained_settings(path, family, seq_length, transformer)
-    refuse_megatron_checkpoint(path)
-    source = HFSource.open(path, family, weights=False)
-    return _with_choices(settings_of_source(source, _names_there(source), path, family), seq_length, transformer)
+        settings = pretrained_settings(path, family, seq_length, transformer)
+    else:
+        refuse_megatron_checkpoint(path)
+        source = HFSource.open(path, family, weights=False)
+        settings = settings_of_source(source, _names_there(source), path, family)
+        settings = _with_choices(settings, seq_length, transformer)
+    if "vision" in settings:
+        raise ValueError(f"{path} also sees images, and vision towers are not planned yet; give a model of text")
+    return settings
 
 
 def _names_there(source: HFSource) -> Collection[str] | None:

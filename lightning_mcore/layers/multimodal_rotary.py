@@ -80,7 +80,7 @@ def channel_axes(sections: tuple[int, int, int], interleaved: bool) -> list[int]
 
 
 def positions_in_row(positions: Tensor, packed: PackedSequences, rank: int, size: int) -> Tensor:
-    """Return positions of packed sequences as Megatron's rotation takes them: of the whole row, of which it cuts a part.
+    """Return positions of packed sequences as Megatron's rotation takes them: of a whole row, of which it cuts a part.
 
     The part that it cuts is this rank's. The places of other ranks' tokens hold zeros.
 

@@ -224,6 +224,7 @@ class MCoreGPT(SpeedLogs):
         from lightning_mcore.hf.pretrained import absolute, pretrained_settings
 
         own = pretrained_settings(path, family, seq_length, transformer)
+        cls._check_family(path, own)
         merged = [absolute(adapter) for adapter in adapters or []]
         stored = own.get("lora") is not None  # a checkpoint of adapters, which knows its base
         if stored and (lora is not None or merged):
@@ -244,6 +245,12 @@ class MCoreGPT(SpeedLogs):
         module._merged = merged
         module._adapter = None if continued is None else absolute(continued)
         return module
+
+    @classmethod
+    def _check_family(cls, path: str, settings: dict[str, Any]) -> None:
+        """Refuse the settings of a Hugging Face model of another kind."""
+        if "vision" in settings:
+            raise ValueError(f"{path} also sees images, which {cls.__name__} does not; take MCoreVisionGPT")
 
     @property
     def config(self) -> TransformerConfig:

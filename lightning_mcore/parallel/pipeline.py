@@ -195,6 +195,15 @@ def check_uniform_recompute(config: TransformerConfig) -> None:
         )
 
 
+def layers_of_first_chunk(config: TransformerConfig) -> int:
+    """Return the number of layers in the chunk with the embedding."""
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        return int(layout.layout[0][0].count(LayerType.decoder))
+    interleaved = config.virtual_pipeline_model_parallel_size is not None
+    return int(get_num_layers_to_build(config, vp_stage=0 if interleaved else None, pp_rank=0))
+
+
 def _layers_of_chunks(config: TransformerConfig) -> set[int]:
     """Return the different numbers of layers of the chunks on all stages."""
     layout = config.pipeline_model_parallel_layout

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A language model that sees: transformers' own tower on the first pipeline stage, in front of Megatron's layers.
+
+The tower and its projector are whole on every rank of the first stage, and compute all images of a microbatch. Their
+outputs take the places of the embeddings of image and video tokens (``vision_rows``). Each rank puts in those of its
+own tokens, so neither context nor sequence parallelism needs communication here. What differs is the gradient:
+
+* Under context parallelism each rank has the gradient of its own tokens, which the data-parallel reduction adds up, as
+  for all other weights.
+* Under sequence parallelism too; ``sequence_parallel`` on a weight makes Megatron add it up over the tensor-parallel
+  ranks (``finalize_model_grads``). Without it these ranks have the same tokens and the same gradient.
+
+A microbatch without images gives the tower zero gradients, so that reductions that overlap with backward wait for
+nothing. In some families outputs from inside the tower are added after the first layers of the language model
+(*deepstack*); they have to be on the first stage.
+"""
+
+import importlib
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+import torch
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from lightning_mcore.config.vision import Vision
+from lightning_mcore.layers.inputs import ModelInputs
+from lightning_mcore.layers.multi_token import MultiTokenGPT
+from lightning_mcore.layers.multimodal_rotary import MultimodalRotary, positions_in_row
+from lightning_mcore.parallel.groups import process_group
+
+
+@dataclass(frozen=True)
+class VisionInputs(ModelInputs):
+    """A rank's share of a batch with images.
+
+    Attributes:
+        rope_positions: [3, b, s / cp] int64: time, height and width of each token.
+        vision_rows: [b, s / cp] int64: the row of the tower's outputs in the place of the token; -1 for text.
+        patches: [n, values of a patch], any float dtype; None without images, and on stages without the tower.
+        vision_grids: [images and videos, 3] int64; None where there are no patches.
+        cp: Rank and size of the context-parallel group.
+    """
+
+    rope_positions: Tensor
+    vision_rows: Tensor
+    patches: Tensor | None
+    vision_grids: Tensor | None
+    cp: tuple[int, int]
+
+    @classmethod
+    def of_batch(cls, inputs: ModelInputs, batch: dict[str, Tensor], cp_rank: int, cp_size: int) -> "VisionInputs":
+        """Add what ``data/multimodal.py`` has put into a batch to the other inputs; without it, all tokens are text.
+
+        Args:
+            inputs: The other inputs, of the same batch.
+            batch: The batch, split for this context-parallel rank.
+            cp_rank: Rank in the context-parallel group.
+            cp_size: Number of ranks in that group.
+        """
+        shape = inputs.tokens.shape
+        positions, rows = batch.get("rope_positions"), batch.get("vision_rows")
+        if positions is None:
+            positions = inputs.position_ids[..., None].expand(-1, -1, 3)
+        return cls(
+            **{each.name: getattr(inputs, each.name) for each in fields(inputs)},
+            rope_positions=positions.reshape(*shape, 3).permute(2, 0, 1),
+            vision_rows=torch.full_like(inputs.tokens, -1) if rows is None else rows.reshape(shape),
+            patches=batch.get("patches"),
+            vision_grids=batch.get("vision_grids"),
+            cp=(cp_rank, cp_size),
+        )
+
+    def arguments(self, config: TransformerConfig, boundaries_on_host: bool = False) -> dict[str, Any]:
+        """Return the arguments of :class:`VisionGPT` besides tokens, positions, mask and labels.
+
+        Args:
+            config: The config of the model.
+            boundaries_on_host: As in :meth:`ModelInputs.arguments`.
+
+        Raises:
+            ValueError: Megatron's fused rotary embedding would give several rows the positions of the first.
+        """
+        if config.apply_rope_fusion and (self.packed is not None or len(self.tokens) > 1):
+            rows = "packed rows" if self.packed is not None else f"{len(self.tokens)} rows"
+            raise ValueError(
+                f"apply_rope_fusion=True with {rows} would ignore positions in images; set apply_rope_fusion=False, or"
+                " give one row that is not packed"
+            )
+        positions = self.rope_positions
+        if self.packed is not None:
+            positions = positions_in_row(positions, self.packed, *self.cp)
+        seen = {"patches": self.patches, "vision_grids": self.vision_grids} if self.patches is not None else {}
+        of_text = super().arguments(config, boundaries_on_host)
+        return {**of_text, "rope_positions": positions, "vision_rows": self.vision_rows, **seen}
+
+
+class VisionTower(nn.Module):
+    """Transformers' tower with its projector, as it is.
+
+    Rotary tables of the tower stay fp32, whatever dtype the model is cast to.
+
+    Args:
+        vision: Its settings.
+        config: The config of the language model; its ``params_dtype`` is that of the weights.
+    """
+
+    def __init__(self, vision: Vision, config: TransformerConfig) -> None:
+        super().__init__()
+        package = importlib.import_module(vision.family.package)
+        tower: Any = getattr(package, vision.family.tower)
+        settings = tower.config_class(**vision.config)
+        self.tower: nn.Module = tower._from_config(settings, dtype=config.params_dtype, attn_implementation="sdpa")
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, patches: Tensor, grids: Tensor) -> list[Tensor]:
+        """Return what the language model sees of images.
+
+        Args:
+            patches: [n, values of a patch], any float dtype.
+            grids: [images and videos, 3] int64, their sizes in patches: time, height and width.
+
+        Returns:
+            The projector's outputs, [n / merged patches, h] in the dtype of the weights, and those from inside the
+            tower that are added after the first layers.
+        """
+        trains = any(parameter.requires_grad for parameter in self.parameters())
+        with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
+            output = self.tower(patches, grid_thw=grids, return_dict=True)
+        return [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+
+    def takes_part(self, hidden: Tensor) -> Tensor:
+        """Return a tensor unchanged, and give each trained weight a gradient of zero in backward."""
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        if not trained or not torch.is_grad_enabled():
+            return hidden
+        return cast(Tensor, _TakesPart.apply(hidden, *trained))  # type: ignore[no-untyped-call]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "VisionTower":
+        tables = {name: table.clone() for name, table in self.named_buffers()}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, table in self.named_buffers():
+            table.data = tables[name].to(table.device)
+        return self
+
+
+class _TakesPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, *weights: Tensor) -> Tensor:
+        ctx.like = [(weight.shape, weight.dtype) for weight in weights]
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        [gradient] = gradients
+        zeros = (gradient.new_zeros((), dtype=dtype).expand(shape) for shape, dtype in ctx.like)
+        return (gradient, *zeros)
+
+
+class VisionGPT(MultiTokenGPT):
+    """One chunk of a language model that sees; ``GPTModel`` with the tower in front if it has the embedding.
+
+    Args:
+        config: Its config.
+        spec: Its layers.
+        vision: What it sees with.
+        rotary_base: Base of the rotary wavelengths.
+        pre_process: Whether it has the embedding and the tower.
+        arguments: Other arguments of ``GPTModel``.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        spec: TransformerBlockSubmodules | ModuleSpec,
+        *,
+        vision: Vision,
+        rotary_base: int,
+        pre_process: bool,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(config, spec, pre_process=pre_process, rotary_base=rotary_base, **arguments)
+        interleaved = vision.family.interleaved
+        self.rotary_pos_emb = MultimodalRotary(config.kv_channels, rotary_base, vision.sections, interleaved)
+        self._rows = torch.empty(0)  # of the microbatch that runs: [s / cp / tp, b]
+        self._seen: list[Tensor] = []
+        if not pre_process:
+            return
+        self.vision = VisionTower(vision, config)
+        self.embedding.register_forward_hook(self._see)
+        for number in range(vision.deepstack):
+            self.decoder.layers[number].register_forward_hook(self._add_after(number + 1))
+
+    def forward(
+        self,
+        *args: Any,
+        rope_positions: Tensor,
+        vision_rows: Tensor,
+        patches: Tensor | None = None,
+        vision_grids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Run the chunk.
+
+        Args:
+            args: As ``GPTModel``.
+            rope_positions: [3, b, s / cp] int64; of packed rows [3, 1, b * s], whole.
+            vision_rows: [b, s / cp] int64, the row of the tower's outputs in the place of a token; -1 for text.
+            patches: [n, values of a patch], any float dtype; None without images.
+            vision_grids: [images and videos, 3] int64.
+            kwargs: As ``GPTModel``.
+
+        Returns:
+            As ``GPTModel``.
+        """
+        self.rotary_pos_emb.positions = rope_positions
+        if self.pre_process:
+            self._rows = self._own_rows(vision_rows)
+            self._seen = [] if patches is None else self.vision(patches, vision_grids)
+        output: Tensor = super().forward(*args, **kwargs)
+        return output
+
+    def _own_rows(self, rows: Tensor) -> Tensor:
+        """Return the rows of this rank's tokens as its hidden states have them, [s / cp / tp, b]."""
+        rows = rows.t().contiguous()  # or the hidden states would not be contiguous
+        if not self.config.sequence_parallel:
+            return rows
+        group = process_group("tp")
+        return rows.chunk(group.size())[group.rank()]
+
+    def _see(self, module: nn.Module, inputs: Any, embeddings: Tensor) -> Tensor:
+        """Put the projector's outputs in the place of embeddings, [s / cp / tp, b, h]."""
+        if not self._seen:
+            return self.vision.takes_part(embeddings)
+        seen = self._at_tokens(self._seen[0], embeddings)
+        return torch.where(self._rows[..., None] >= 0, seen, embeddings)
+
+    def _add_after(self, number: int) -> Any:
+        """Return a hook that adds outputs from inside the tower to those of a layer."""
+
+        def add(module: nn.Module, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+            if not self._seen:
+                return output
+            hidden, context = output
+            seen = self._at_tokens(self._seen[number], hidden)
+            return hidden + torch.where(self._rows[..., None] >= 0, seen, 0), context
+
+        return add
+
+    def _at_tokens(self, seen: Tensor, like: Tensor) -> Tensor:
+        """Return the tower's outputs at the places of tokens, [s / cp / tp, b, h] in the dtype of ``like``."""
+        return seen.to(like.dtype)[self._rows.clamp(min=0)]

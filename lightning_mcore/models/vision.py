@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``MCoreVisionGPT``: a language model that sees images and videos, ready to train on every layout.
+
+An :class:`~lightning_mcore.MCoreGPT` with the vision tower of transformers in front (``layers/vision.py``). A batch has
+what that class takes, and what the processor of a Hugging Face model returns for its images and videos:
+``pixel_values`` and ``image_grid_thw``, ``pixel_values_videos`` and ``video_grid_thw`` (``data/multimodal.py``).
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_mcore.config.rules.model import LossNormalization
+from lightning_mcore.config.vision import LANGUAGE_MODEL, PARTS, Vision
+from lightning_mcore.data.multimodal import with_vision
+from lightning_mcore.layers.inputs import ModelInputs
+from lightning_mcore.layers.spec import TransformerImpl, gpt_block_spec, resolve_transformer_impl
+from lightning_mcore.layers.vision import VisionGPT, VisionInputs
+from lightning_mcore.models.gpt import Batch, MCoreGPT
+from lightning_mcore.models.recipe import Recipe
+from lightning_mcore.parallel.groups import process_group
+from lightning_mcore.parallel.pipeline import layers_of_first_chunk
+
+_OF_THE_TOWER = ("patches", "vision_grids")  # entries of a batch that do not belong to tokens
+
+
+class MCoreVisionGPT(MCoreGPT):
+    """A language model that sees images and videos: Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE.
+
+    :meth:`from_pretrained` makes it from a Hugging Face model, and exports have the names of the hub. It logs what
+    ``MCoreGPT`` logs; ``model_tflops`` leaves the tower out.
+
+    Args:
+        vocab_size: As in :class:`~lightning_mcore.MCoreGPT`, like all arguments besides ``vision`` and ``freeze``.
+        seq_length: Tokens of a sequence, those of images included.
+        transformer: Fields of Megatron's ``TransformerConfig`` for the language model.
+        vision: What it sees with, as plain data; filled in by :meth:`from_pretrained`.
+        recipe: Optimizer and learning rate.
+        rotary_base: Base of the rotary wavelengths.
+        share_embeddings_and_output_weights: Whether the output layer is the embedding's transpose.
+        make_vocab_size_divisible_by: The embedding has a multiple of this many rows.
+        transformer_impl: The layers of the language model to use.
+        loss_normalization: The unit of the mean of the loss.
+        freeze: Parts that are not trained: ``"vision_tower"``, ``"multi_modal_projector"``, ``"language_model"``.
+        hf: The Hugging Face model that it was made from; filled in by :meth:`from_pretrained`.
+
+    Raises:
+        ValueError: A value is not allowed.
+        TypeError: A size is not an int.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        seq_length: int,
+        transformer: dict[str, Any],
+        vision: dict[str, Any],
+        recipe: Recipe = Recipe(),
+        rotary_base: int = 10000,
+        share_embeddings_and_output_weights: bool = False,
+        make_vocab_size_divisible_by: int = 128,
+        transformer_impl: TransformerImpl = "auto",
+        loss_normalization: LossNormalization = "tokens",
+        freeze: Sequence[str] = (),
+        hf: dict[str, Any] | None = None,
+    ) -> None:
+        self.vision = Vision.of(vision)
+        self.freeze_parts = tuple(freeze)
+        for part in self.freeze_parts:
+            if part not in PARTS:
+                raise ValueError(f"freeze has {part!r}; choose from {', '.join(PARTS)}")
+        super().__init__(
+            vocab_size=vocab_size,
+            seq_length=seq_length,
+            transformer=transformer,
+            recipe=recipe,
+            rotary_base=rotary_base,
+            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
+            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+            transformer_impl=transformer_impl,
+            loss_normalization=loss_normalization,
+            hf=hf,
+        )
+        for name in ("multi_latent_attention", "mtp_num_layers"):
+            if transformer.get(name):
+                raise ValueError(f"{name}={transformer[name]} is not available for a model that sees; leave it out")
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]  # neither adapters nor train_only yet
+        cls,
+        path: str,
+        seq_length: int | None = None,
+        transformer: dict[str, Any] | None = None,
+        recipe: Recipe = Recipe(),
+        make_vocab_size_divisible_by: int = 128,
+        transformer_impl: TransformerImpl = "auto",
+        loss_normalization: LossNormalization = "tokens",
+        family: str | None = None,
+        freeze: Sequence[str] = (),
+    ) -> "MCoreVisionGPT":
+        """Make a module from a Hugging Face model that sees, and start from its weights on any layout.
+
+        Args:
+            path: As in :meth:`MCoreGPT.from_pretrained`, like all arguments besides ``freeze``.
+            seq_length: Tokens of a sequence, those of images included; None for the longest that the model supports.
+            transformer: Fields of ``TransformerConfig`` that replace those from the model's config.
+            recipe: Optimizer and learning rate, as in the constructor.
+            make_vocab_size_divisible_by: The embedding has a multiple of this many rows, whatever the layout.
+            transformer_impl: ``"local"``, ``"transformer_engine"`` or ``"auto"``, as in the constructor.
+            loss_normalization: Mean of the loss over ``"tokens"`` or ``"samples"``, as in the constructor.
+            family: The kind of model; None for the family in its config.
+            freeze: Parts that are not trained, as in the constructor.
+
+        Raises:
+            FileNotFoundError: There is no such model.
+            ValueError: Its family is unknown or does not see, or its config asks for something that is not supported.
+        """
+        return cls._of_pretrained(
+            path,
+            family,
+            seq_length,
+            transformer,
+            None,
+            None,
+            recipe=recipe,
+            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+            transformer_impl=transformer_impl,
+            loss_normalization=loss_normalization,
+            freeze=freeze,
+        )
+
+    @classmethod
+    def _check_family(cls, path: str, settings: dict[str, Any]) -> None:
+        if "vision" not in settings:
+            raise ValueError(f"{path} does not see images; take MCoreGPT")
+        for name in settings.keys() - inspect.signature(cls).parameters.keys():
+            del settings[name]  # recorded in a checkpoint with its default, which is the only value
+
+    def check_settings(self) -> None:
+        """Refuse settings that Megatron, the machine or the tower does not support.
+
+        Raises:
+            ValueError: As :meth:`MCoreGPT.check_settings`; the first stage has too few layers for outputs from inside
+                the tower, or a batch would be cut into rows without its images.
+            ModuleNotFoundError: TransformerEngine is asked for but not installed.
+        """
+        super().check_settings()
+        host: Any = self._host()
+        if host is not None and getattr(host, "micro_batch_size", None) is not None:
+            raise ValueError(
+                f"micro_batch_size={host.micro_batch_size} would cut a batch of images into rows, which is not"
+                " supported; leave it out, and let the DataLoader hand out one microbatch at a time"
+            )
+        config, stacked = self._build_config(), self.vision.deepstack
+        there = layers_of_first_chunk(config)
+        if there < stacked:
+            raise ValueError(
+                f"the first pipeline stage has {there} layers, and outputs of the vision tower are added after the"
+                f" first {stacked}; give it more, for example with num_layers_in_first_pipeline_stage"
+            )
+        if stacked and config.recompute_granularity == "full":
+            raise ValueError(
+                "recompute_granularity='full' would run the vision tower's backward pass several times, because its"
+                f" outputs are added after the first {stacked} layers; choose recompute_granularity='selective'"
+            )
+
+    def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> VisionGPT:
+        """Build one chunk, with tower and embedding if ``pre_process``, with the output layer if ``post_process``."""
+        impl = resolve_transformer_impl(self.hparams["transformer_impl"], self._device_type())
+        chunk = VisionGPT(
+            self.config,
+            gpt_block_spec(self.config, impl, vp_stage),
+            vision=self.vision,
+            vocab_size=self.padded_vocab_size,
+            max_sequence_length=self.seq_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            parallel_output=True,
+            share_embeddings_and_output_weights=self.hparams["share_embeddings_and_output_weights"],
+            position_embedding_type="rope",
+            rotary_base=self.hparams["rotary_base"],
+            vp_stage=vp_stage,
+        )
+        chunk.existing_tokens = self.vocab_size
+        for name, parameter in chunk.named_parameters():
+            sees = name.startswith("vision.tower.")
+            part = self.vision.part_of(name.removeprefix("vision.tower.")) if sees else LANGUAGE_MODEL
+            if part in self.freeze_parts:
+                parameter.requires_grad_(False)
+        return chunk
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Add positions and the places of images to a batch, and drop patches on stages without the tower.
+
+        Raises:
+            ValueError: As :meth:`MCoreGPT.on_before_batch_transfer`; or images and the tokens that stand for them do
+                not belong together.
+        """
+        batch = with_vision(super().on_before_batch_transfer(batch, dataloader_idx), self.vision)
+        if any(chunk.pre_process for chunk in self.model.chunks):
+            return batch
+        return {name: value for name, value in batch.items() if name not in _OF_THE_TOWER}
+
+    def shard_context(self, batch: Batch) -> Batch:
+        """Return this context-parallel rank's share of the tokens of a batch, and all of its images."""
+        of_tokens = {name: value for name, value in batch.items() if name not in _OF_THE_TOWER}
+        seen = {name: batch[name] for name in _OF_THE_TOWER if name in batch}
+        return {**super().shard_context(of_tokens), **seen}
+
+    def model_inputs(self, batch: Batch) -> ModelInputs:
+        """Return the model's inputs for a batch, or for this context-parallel rank's share of one.
+
+        Args:
+            batch: As :meth:`on_before_batch_transfer` returns it; without images, tokens are enough.
+        """
+        group = process_group("cp") if self._host() is not None else None
+        rank, size = (0, 1) if group is None else (group.rank(), group.size())
+        return VisionInputs.of_batch(super().model_inputs(batch), batch, rank, size)
+
+    def generate(
+        self, prompt: list[int], max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
+    ) -> list[int]:
+        """Continue a prompt of text, as :meth:`MCoreGPT.generate`.
+
+        Args:
+            prompt: Tokens to continue, at least one, none of an image or a video.
+            max_new_tokens: Tokens to add.
+            temperature: Divides the logits; 0 takes the most probable token each time.
+            top_k: Draw among this many of the most probable tokens only.
+            seed: Seed of the draws.
+
+        Returns:
+            The prompt and the new tokens, the same on every rank.
+
+        Raises:
+            ValueError: As :meth:`MCoreGPT.generate`, or the prompt has a token of an image or a video.
+        """
+        if {self.vision.image_token_id, self.vision.video_token_id} & set(prompt):
+            raise ValueError("the prompt has tokens of images or videos, which generate() does not see; give text")
+        return super().generate(prompt, max_new_tokens, temperature, top_k, seed)
+
+    def _fusions(self) -> dict[str, bool]:
+        return {**super()._fusions(), "apply_rope_fusion": False}
