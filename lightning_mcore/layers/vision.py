@@ -109,10 +109,9 @@ class VisionTower(nn.Module):
 
     def __init__(self, vision: Vision, config: TransformerConfig) -> None:
         super().__init__()
-        package = importlib.import_module(vision.family.package)
-        tower: Any = getattr(package, vision.family.tower)
-        settings = tower.config_class(**vision.config)
-        self.tower: nn.Module = tower._from_config(settings, dtype=config.params_dtype, attn_implementation="sdpa")
+        tower: Any = getattr(importlib.import_module(vision.family.package), vision.family.tower)
+        self.tower: nn.Module = tower(tower.config_class(**vision.config))
+        self.to(config.params_dtype)
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
