@@ -116,9 +116,13 @@ def train_each(ranks: int, thorough: bool) -> Trained:
 
 
 @functools.cache
-def trained(ranks: int, thorough: bool = False) -> Trained:
-    """Return the losses and gradient norms of the runs of a mark on so many ranks."""
+def _trained(ranks: int, thorough: bool) -> Trained:
     return run_ranks(ranks, train_each, ranks, thorough, timeout=300)[0]
+
+
+def trained(ranks: int, thorough: bool = False) -> Trained:
+    """Return the losses and gradient norms of the runs of a mark on so many ranks, which are trained once."""
+    return _trained(ranks, thorough)
 
 
 @pytest.mark.parametrize("kind", ["", " all_gather", " a2a"])
