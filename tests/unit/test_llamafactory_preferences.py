@@ -83,11 +83,13 @@ def cut(prompt: list[int], answers: list[list[int]], room: int) -> list[tuple[li
     return [(prompt[: room - most], answer[:most]) for answer in answers]
 
 
-def data(folder: Path, rows: list[dict[str, Any]], says: dict[str, Any], **more: Any) -> FactoryPairs:
+def data(
+    folder: Path, rows: list[dict[str, Any]], says: dict[str, Any], name: str = "vicuna", **more: Any
+) -> FactoryPairs:
     write(folder / "rows.jsonl", rows)
     (folder / "dataset_info.json").write_text(json.dumps({"d": {"file_name": "rows.jsonl", **says}}))
     [entry] = read_datasets("d", str(folder))
-    template = named_template("vicuna")
+    template = named_template(name)
     reading = FactoryPairReading(loss_on="last_assistant", template=template, entry=entry, **more)
     module = FactoryPairs([reading], characters(), CUTOFF, cache_dir=str(folder / "cache"))
     module.prepare_data()
@@ -146,6 +148,22 @@ def test_rows_of_pairs_are_cut_as_llamafactory_cuts_them(tmp_path: Path) -> None
     )
     with pytest.raises(TypeError, match=r"'c' of row 0 of .* is of type str; give one message"):
         data(tmp_path / "3", [{**row, "c": "text"} for row in shared], says)
+
+
+def test_a_template_with_one_eos_writes_it_behind_the_answers_of_a_long_conversation(tmp_path: Path) -> None:
+    row = {"q": "a", "c": "bc", "r": "d", "h": [["e", "f"], ["g", ""]]}
+    columns = {"prompt": "q", "chosen": "c", "rejected": "r", "history": "h"}
+    module = data(tmp_path, [row], {"ranking": True, "columns": columns}, "glm4")
+    before = (
+        "[gMASK]<sop>",
+        "<|user|>\ne<|assistant|>",
+        "\nf",
+        "<|user|>\ng<|assistant|>",
+        "\n",
+        "<|user|>\na<|assistant|>",
+    )
+    prompt = [token for piece in before for token in tokens(piece)]
+    check(module, [cut(prompt, [[*tokens("\nbc"), END], [*tokens("\nd"), END]], CUTOFF + 1)])
 
 
 def test_rows_of_tagged_answers_have_partners_in_blocks(tmp_path: Path) -> None:

@@ -410,7 +410,7 @@ class TemplateEncoder:
         taught = answers[-1:] if self.loss_on == "last_assistant" else answers
         if not any(text.strip() for text in taught + (prompts if self.loss_on == "all" else [])):
             return TokenSample(np.zeros(0, np.int32), np.zeros(0, np.bool_), sample_id)
-        if self.template.one_eos and len(answers) > 1:
+        if self.template.one_eos and len(answers) > 1 and self.loss_on != "last_assistant":
             raise ValueError(
                 f"{name} has {len(answers)} exchanges, but the template {self.template.name!r} ends only the last one;"
                 " give conversations of one exchange, or leave template out to use the tokenizer's own"
