@@ -51,9 +51,25 @@ def test_rows_of_all_forms_are_the_same_pair() -> None:
         assert PreferenceReader(row).messages(both, "row 0") == ([USER], "yes", "yes", True)
 
 
+def test_rows_of_alpaca_have_a_system_text_and_earlier_exchanges() -> None:
+    before = {"system": "Be brief.", "history": [["One?", "1"], ["Two?", "2"]]}
+    system = {"role": "system", "content": "Be brief."}
+    talk = [{"role": "user", "content": "One?"}, said("1"), {"role": "user", "content": "Two?"}, said("2"), USER]
+    for row in (ROWS[-1], TAGGED[-1]):
+        partner = {PARTNER + name: value for name, value in row.items()}
+        found = PreferenceReader([*row, *before]).messages(row | before | partner, "row 0")
+        assert found.prompt == [system, *talk]
+        assert found.chosen == "yes"
+        none = {"system": "", "history": None}
+        assert PreferenceReader([*row, *none]).messages(row | none | partner, "row 0").prompt == [USER]
+
+
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
+        ({**ROWS[-1], "system": 3}, r"'system' of row 0 is of type int; give text"),
+        ({**ROWS[-1], "history": "One?"}, r"'history' of row 0 is of type str; give a list of pairs of texts"),
+        ({**ROWS[-1], "history": [["One?"]]}, r"exchange 0 in 'history' of row 0 is not a pair of texts"),
         ({"prompt": "Hi", "answer": "x"}, r"the columns 'prompt', 'answer' hold no preferences; rename them to one of"),
         ({**TAGGED[0], "label": 1}, r"'label' of row 0 is 1; give true for a desirable answer, or false"),
         ({**ROWS[0], "chosen": 3}, r"'chosen' of row 0 is of type int; give text, or a list of"),

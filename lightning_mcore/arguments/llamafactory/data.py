@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from lightning_mcore.arguments.llamafactory.datasets import DatasetEntry
 from lightning_mcore.data.finetuning.chat import DocumentEncoder
-from lightning_mcore.data.finetuning.conversations import Message, Row
+from lightning_mcore.data.finetuning.conversations import Message, Row, earlier_exchanges
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.data.finetuning.files import with_rows
 from lightning_mcore.data.finetuning.tokenized import Encoder, Reading
@@ -127,12 +127,8 @@ class FactoryRows:
     def _exchanges(self, row: Row, name: str, response: str | None) -> list[Message]:
         """Return the exchanges of an alpaca row; the last answer is empty if the row has none."""
         columns = self._entry.columns
-        turns: list[Message] = []
         history = row[columns.history] if columns.history is not None else None
-        for number, pair in enumerate(history if isinstance(history, list) else []):
-            if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-                raise TypeError(f"exchange {number} in {columns.history!r} of {name} is not a pair of texts")
-            turns += _exchange(*pair)
+        turns = earlier_exchanges(history if isinstance(history, list) else None, str(columns.history), name)
         parts = [_text(row, column, name) for column in (columns.prompt, columns.query) if column is not None]
         prompt = "\n".join(part for part in parts if part)
         answer = _text(row, response, name) if response is not None else ""

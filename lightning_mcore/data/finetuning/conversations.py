@@ -13,7 +13,7 @@ fields of a message, are ignored. A message that calls tools is refused, because
 else. ``chat.py`` tokenises the messages.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal
 
@@ -140,6 +140,27 @@ def require_tokenizer(tokenizer: Any) -> None:
             f"the tokenizer's unk_token {tokenizer.unk_token!r:.100} is not one of its tokens; set one of them, or"
             " null, in its tokenizer_config.json"
         ) from None
+
+
+def earlier_exchanges(history: Any, column: str, name: str) -> list[Message]:
+    """Return the messages of the exchanges before the last one, in Alpaca's form.
+
+    Args:
+        history: Pairs of texts, a prompt and its answer; None for none.
+        column: Its column.
+        name: What to call the row in an error.
+
+    Raises:
+        TypeError: It is not a list of pairs of texts.
+    """
+    if history is not None and not isinstance(history, list):
+        raise TypeError(f"{column!r} of {name} is of type {type(history).__name__}; give a list of pairs of texts")
+    turns: list[Message] = []
+    for number, pair in enumerate(history or []):
+        if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise TypeError(f"exchange {number} in {column!r} of {name} is not a pair of texts")
+        turns += _exchange(*pair)
+    return turns
 
 
 def _exchange(prompt: str, response: str) -> list[Message]:

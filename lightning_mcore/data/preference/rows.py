@@ -7,7 +7,8 @@ The columns tell the form of a row:
   the prompt is what both answers begin with.
 * ``prompt``, ``completion``, ``label``: one answer, and whether it is desirable (KTO); texts or messages.
 * ``conversations``, ``chosen``, ``rejected``: ShareGPT's form; the answers are messages with ``from`` and ``value``.
-* ``instruction``, ``input``, ``chosen``, ``rejected``: Alpaca's form, with texts.
+* ``instruction``, ``input``, ``chosen``, ``rejected``: Alpaca's form, with texts; optionally ``system``, a text, and
+  ``history``, a list of pairs of texts: earlier prompts and their answers.
 * ``conversations`` or ``instruction``, ``input`` and ``output``, with ``kto_tag``: the same forms for KTO.
 
 A plain prompt is a user's turn, as in ``finetuning/conversations.py``. ``arguments/llamafactory`` reads forms
@@ -28,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_mcore.data.finetuning.chat import kept_lengths
-from lightning_mcore.data.finetuning.conversations import ConversationReader, Message, Row
+from lightning_mcore.data.finetuning.conversations import ConversationReader, Message, Row, earlier_exchanges
 from lightning_mcore.data.finetuning.tokenized import Encoder, Reading, columns_of
 from lightning_mcore.data.packing.best_fit import TokenSample
 
@@ -145,10 +146,11 @@ class PreferenceReader:
 
     def _answered(self, row: Row, answer: str | None, name: str) -> list[Message]:
         """Return the whole conversation with one of the answers."""
+        if self._kind == "alpaca":
+            last = self._single.messages(row if answer is None else {**row, "output": row[answer]}, name)
+            return [*_system(row, name), *earlier_exchanges(row.get("history"), "history", name), *last]
         if answer is None:  # the answer is among the messages
             return self._single.messages(row, name)
-        if self._kind == "alpaca":
-            return self._single.messages({**row, "output": row[answer]}, name)
         if self._kind == "sharegpt":
             turns = [*_turns(row, "conversations", "", name), *_turns(row, answer, "", name)]
             return self._single.messages({"conversations": turns}, name)
@@ -169,6 +171,14 @@ def _turns(row: Row, column: str, role: str, name: str) -> list[Any]:
     if not isinstance(value, list):
         raise TypeError(f"{column!r} of {name} is of type {type(value).__name__}; give text, or a list of messages")
     return value
+
+
+def _system(row: Row, name: str) -> list[Message]:
+    """Return the system message of a row in Alpaca's form, if it has one."""
+    text = row.get("system")
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"'system' of {name} is of type {type(text).__name__}; give text")
+    return [{"role": "system", "content": text}] if text else []
 
 
 def _shared_beginning(first: str, second: str) -> str:
