@@ -111,17 +111,27 @@ class HFModel(nn.Module):
         self.pipeline = builder.model
         self.pipeline.takes_whole_batches = True
 
-    @property
+    @cached_property
     def config(self) -> Any:
         """The model's config, as transformers reads it."""
-        return self._config
-
-    @cached_property
-    def _config(self) -> Any:
         from transformers import AutoConfig
 
         content = dict(self._own_builder.hparams["hf"]["config"])
         return AutoConfig.for_model(content.pop("model_type"), **content)
+
+    @cached_property
+    def generation_config(self) -> Any:
+        """The defaults of :meth:`generate`, as transformers reads them; you may change them."""
+        from transformers import GenerationConfig
+
+        settings = self._own_builder.hparams["hf"]["generation_config"]
+        made: Any = GenerationConfig
+        return made(**settings) if settings else made.from_model_config(self.config)
+
+    @property
+    def vocab_size(self) -> int:
+        """The size of the vocabulary, without padding."""
+        return self._own_builder.vocab_size
 
     @property
     def device(self) -> torch.device:
@@ -165,7 +175,7 @@ class HFModel(nn.Module):
             RuntimeError: The second call in a step of training as a pipeline.
         """
         _refuse_others(others)
-        check_vocabulary({"tokens": input_ids, **({} if labels is None else {"labels": labels})}, self._vocab_size)
+        check_vocabulary({"tokens": input_ids, **({} if labels is None else {"labels": labels})}, self.vocab_size)
         rows = PaddedRows.of(input_ids, attention_mask, position_ids, self.pipeline.layout.sequence_multiple)
         targets = None if labels is None else rows.targets(labels)
         staged = self.pipeline.is_staged and not self.pipeline.is_active
@@ -200,7 +210,40 @@ class HFModel(nn.Module):
         return total / ((targets != IGNORED_LABEL).sum() if num_items is None else num_items)
 
     def _whole_logits(self, logits: Tensor, rows: PaddedRows) -> Tensor:
-        return rows.restore(whole_logits(logits, self._vocab_size, process_group("tp"), process_group("cp")))
+        return rows.restore(whole_logits(logits, self.vocab_size, process_group("tp"), process_group("cp")))
+
+    def generate(self, inputs: Tensor | None = None, *, use_cache: bool = True, **arguments: Any) -> Any:
+        """Continue prompts with transformers' own ``generate``; collective over all ranks that share the model.
+
+        Keys and values are kept, so that a token costs one token and not the whole sequence, except under context
+        parallelism. Prompts of different lengths are padded on the left.
+
+        Args:
+            inputs: [b, s] int64, the prompts; the same on all ranks of a model copy.
+            use_cache: Whether to keep keys and values.
+            arguments: Other arguments of transformers' ``generate``: ``attention_mask``, ``max_new_tokens``,
+                ``do_sample``, ``num_beams`` and so on.
+
+        Returns:
+            What transformers returns: by default the prompts with the new tokens, [b, s + new] int64.
+
+        Raises:
+            RuntimeError: It is called in ``training_step`` under pipeline parallelism.
+            ValueError: Prompts are padded on the right, or transformers refuses an argument.
+        """
+        if self.pipeline.is_active and self.pipeline.is_staged:
+            raise RuntimeError(
+                "self.model.generate() was called in training_step under pipeline_model_parallel_size="
+                f"{self.pipeline.layout.pipeline_model_parallel_size}, where a stage runs its own layers only; call it"
+                " in validation_step or in a hook such as on_train_batch_end"
+            )
+        from lightning_mcore.hf.generate import Generator, ready_to_generate
+
+        if self.pipeline.layout.expert_model_parallel_size > 1:  # ranks with other prompts need each other's experts
+            arguments.setdefault("synced_gpus", True)
+        with ready_to_generate(self):
+            generator: Any = Generator(self, use_cache)
+            return generator.generate(inputs, use_cache=False, **arguments)
 
     def save_pretrained(self, save_directory: str) -> None:
         """Write the model as transformers does, with config and tokenizer; collective over all ranks.
@@ -219,11 +262,6 @@ class HFModel(nn.Module):
     def _own_builder(self) -> MCoreGPT:
         builder: MCoreGPT = self.__dict__["_builder"]
         return builder
-
-    @property
-    def _vocab_size(self) -> int:
-        size: int = self._own_builder.vocab_size
-        return size
 
     @property
     def _megatron_config(self) -> Any:

@@ -142,3 +142,37 @@ def train(kind: str, path: str, strategy: Any, **arguments: Any) -> dict[str, An
 def train_each(runs: dict[str, tuple[str, str, Any, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """Run :func:`train` with the arguments of each entry, one after another on the same ranks."""
     return {name: train(*run, **arguments) for name, (*run, arguments) in runs.items()}
+
+
+class Writer(FineTuning):
+    """Continues prompts in ``validation_step``."""
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.widths: list[int] = []
+        if self.ours:
+            self.model.pipeline.chunks[0].register_forward_pre_hook(self._count, with_kwargs=True)
+        prompts: Any = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "pad_token_id": 0}
+        self.written = self.model.generate(**prompts, max_new_tokens=8)
+        widths = list(self.widths)
+        torch.manual_seed(self.global_rank)
+        self.sampled = self.model.generate(**prompts, max_new_tokens=4, do_sample=True)
+        self.widths = widths
+
+    def _count(self, chunk: Any, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        self.widths.append(args[0].size(1))
+
+
+def write_each(runs: dict[str, tuple[str, Any]]) -> dict[str, tuple[Tensor, Tensor, list[int]]]:
+    """Let a model on each layout continue two prompts; return the tokens and the widths of the calls."""
+    found = {}
+    for name, (path, strategy) in runs.items():
+        module = Writer(path, ours=isinstance(strategy, dict))
+        batch = collate([Texts()[0], Texts()[1]])
+        lengths = batch["attention_mask"].sum(1)
+        for part in ("input_ids", "attention_mask"):  # tokenizers pad prompts on the left
+            rows = zip(batch[part], lengths.tolist(), strict=True)
+            batch[part] = torch.stack([row.roll(len(row) - length) for row, length in rows])
+        trainer = make_trainer(strategy)
+        trainer.validate(module, DataLoader([batch], batch_size=None), verbose=False)
+        found[name] = (module.written, module.sampled, module.widths)
+    return found

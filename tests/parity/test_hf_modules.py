@@ -4,9 +4,10 @@
 from typing import Any
 
 import pytest
+import torch
 
 from tests.hf_models import tiny_folder
-from tests.parity.hf_modules import KINDS, train_each
+from tests.parity.hf_modules import KINDS, train_each, write_each
 from tests.ranks import run_ranks
 
 TOLERANCE = 1e-5  # of losses around 5; measured at most 2e-6
@@ -41,3 +42,20 @@ def test_a_module_written_for_ddp_gives_its_numbers_on_every_layout(kind: str) -
         expected |= {name: found[f"{name} of ddp"] for name in copies}
         for name in runs:
             assert found[name] == pytest.approx(expected[name], abs=TOLERANCE), name
+
+
+def test_generation_gives_the_tokens_of_transformers_on_every_layout() -> None:
+    latent = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    layouts = {name: (MODELS.get(name, "llama"), LAYOUTS[name]) for name in LAYOUTS if name != "dp2"}
+    layouts["latent"] = "deepseek_v3", latent
+    runs = {name: (str(tiny_folder(model)), layout) for name, (model, layout) in layouts.items()}
+    one = run_ranks(1, write_each, {model: (str(tiny_folder(model)), "auto") for model, _ in layouts.values()})[0]
+    ranks = run_ranks(2, write_each, runs, timeout=120)
+    for name, (model, _) in layouts.items():
+        expected, length = one[model][0], one[model][0].size(1) - 8
+        for found in ranks:
+            tokens, sampled, widths = found[name]
+            assert torch.equal(tokens, expected), name
+            assert torch.equal(sampled, ranks[0][name][1]) or name == "ep2", name
+            if name not in ("cp2", "pp2-vp2"):  # no cache, and two calls for each token
+                assert widths == [length] + [1] * 7, name

@@ -135,3 +135,17 @@ def test_an_unknown_family_says_which_are_known(tmp_path: Any) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "abacus"}')
     with single_process(), pytest.raises(ValueError, match=r"abacus.*llama, "):
         hf_model(pl.LightningModule(), str(tmp_path))
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"num_beams": 3}, {"repetition_penalty": 1.5, "eos_token_id": 17}], ids=["greedy", "beams", "end"]
+)
+def test_generation_gives_the_tokens_of_transformers(
+    model: HFModel, use_cache: bool, arguments: dict[str, Any]
+) -> None:
+    batch = padded(on_the_left=True)
+    del batch["labels"]
+    settings = {"max_new_tokens": 12, "pad_token_id": 0, **arguments}
+    expected = of_transformers().generate(**batch, **settings)
+    assert torch.equal(model.generate(**batch, use_cache=use_cache, **settings), expected)

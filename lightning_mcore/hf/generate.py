@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``generate`` of transformers for a model that is spread over ranks, with a cache of keys and values.
+
+transformers' own loop decides everything: greedy, sampling, beams, processors of logits, stopping criteria.
+:class:`Generator` is the model that this loop calls. All ranks of a model copy run the loop and see the same logits, so
+they choose the same tokens; for sampling they start from the same random state.
+
+:class:`KeyValueCache` holds Megatron's memory of keys and values, and the tokens that are in it. A call that continues
+these tokens runs only the new ones through the model. The order of the rows may change, as in beam search. Where the
+layers cannot use it, under context parallelism for example, each call runs the whole sequence.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.inference.contexts import StaticInferenceContext
+from torch import Tensor
+from torch.nn import functional
+from transformers import GenerationMixin
+from transformers.modeling_outputs import CausalLMOutput
+
+from lightning_mcore.layers.core_attention import TorchAttention
+from lightning_mcore.models.generation import evaluating
+from lightning_mcore.parallel.groups import process_group
+
+if TYPE_CHECKING:
+    from lightning_mcore.hf.auto_model import HFModel
+
+_ROOM = 64  # tokens by which the memory grows, at least
+
+
+class Generator(GenerationMixin):
+    """The model of :func:`hf_model` as the loop of transformers calls it.
+
+    Args:
+        model: The model.
+        use_cache: Whether to keep keys and values.
+    """
+
+    main_input_name = "input_ids"
+    _is_stateful = False
+
+    def __init__(self, model: "HFModel", use_cache: bool) -> None:
+        self.config, self.generation_config = model.config, model.generation_config
+        self.device, self.dtype = model.device, model.dtype
+        self._model = model
+        self._cache = KeyValueCache(model) if use_cache else None
+
+    def can_generate(self) -> bool:
+        """Return that it has a language model's head."""
+        return True
+
+    def get_experts_implementation(self) -> dict[str, str]:
+        """Return no settings of experts: those of transformers are not used."""
+        return {}
+
+    def prepare_inputs_for_generation(  # type: ignore[override]  # names what it takes, so that others are refused
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        attention_mask: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        use_cache: bool | None = None,
+    ) -> dict[str, Any]:
+        """Return the arguments of a call: always the whole sequences, [b, s] int64, and their mask."""
+        return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, return_dict: bool | None = None
+    ) -> CausalLMOutput:
+        """Return the logits of the last token, [b, 1, v] fp32; padding must be on the left."""
+        if attention_mask is not None and bool((attention_mask[:, -1] == 0).any()):
+            raise ValueError(
+                "generate() got prompts with padding on the right, after which no token can follow; pad them on the"
+                " left (padding_side='left')"
+            )
+        if self._cache is not None and self._cache.supports(attention_mask):
+            return CausalLMOutput(logits=self._cache.last_logits(input_ids, attention_mask))
+        return CausalLMOutput(logits=self._model(input_ids, attention_mask).logits[:, -1:].float())
+
+    __call__ = forward
+
+
+class KeyValueCache:
+    """Keys and values of the tokens that a model has seen, and the next logits from them.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: "HFModel") -> None:
+        self._model = model
+        self._tokens: Tensor | None = None  # [b, n] int64 in memory, -1 for padding
+        self._context: Any = None
+        attention = [layer for layer in model.modules() if hasattr(layer, "attn_mask_type")]
+        self._takes_masks = any(isinstance(layer, TorchAttention) for layer in attention)
+
+    def supports(self, attention_mask: Tensor | None) -> bool:
+        """Return whether the layers can use a cache on this layout, with this mask, [b, s], None for no padding."""
+        layout = self._model.pipeline.layout
+        return layout.context_parallel_size == 1 and (attention_mask is None or self._takes_masks)
+
+    def last_logits(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Return the logits after the last token of each row.
+
+        Args:
+            tokens: [b, s] int64, whole sequences.
+            attention_mask: [b, s], 0 for padding on the left; None without padding.
+
+        Returns:
+            [b, 1, v] fp32, the same on all ranks of the model copy.
+        """
+        padding = None if attention_mask is None else attention_mask == 0
+        marked = tokens if padding is None else tokens.masked_fill(padding, -1)
+        start = self._start(marked)
+        pipeline, group = self._model.pipeline, process_group("pp")
+        positions = torch.arange(start, tokens.size(1), device=tokens.device).expand(tokens.size(0), -1)
+        whole: Tensor | None = pipeline(
+            tokens[:, start:],
+            positions,
+            _hidden(padding, start),
+            inference_context=self._context,
+            runtime_gather_output=True,
+        )
+        self._context.sequence_len_offset = tokens.size(1)
+        self._context.enable_decode_mode()
+        self._tokens = marked
+        if whole is None:  # of a stage without logits
+            logits = torch.empty(tokens.size(0), 1, self._model.vocab_size, device=tokens.device)
+        else:
+            logits = whole[..., : self._model.vocab_size].float().contiguous()
+        if group.size() > 1:
+            dist.broadcast(logits, src=dist.get_global_rank(group, group.size() - 1), group=group)
+        return logits
+
+    def _start(self, marked: Tensor) -> int:
+        """Return how many tokens of each row, [b, s], are in memory, after bringing the rows into this order."""
+        rows, length = marked.shape
+        held = 0 if self._tokens is None else self._tokens.size(1)
+        same = None
+        if self._tokens is not None and 0 < held < length:
+            same = (marked[:, None, :held] == self._tokens[None]).all(dim=-1)  # [b, rows in memory]
+        if same is None or not bool(same.any(dim=1).all()):
+            self._context = StaticInferenceContext(rows, length + _ROOM)
+            return 0
+        order = same.int().argmax(dim=1)
+        is_moved = len(order) != same.size(1) or not bool((order == torch.arange(rows, device=order.device)).all())
+        if is_moved or length > self._context.max_sequence_length:
+            self._rearrange(order, length)
+        return held
+
+    def _rearrange(self, order: Tensor, length: int) -> None:
+        """Take rows of the memory by their index, [b] int64, and make room for ``length`` tokens."""
+        context = self._context
+        more = max(0, length - context.max_sequence_length) and max(length, _ROOM)
+        for layer, memory in context.key_value_memory_dict.items():
+            taken = (part[:, order] for part in memory)
+            context.key_value_memory_dict[layer] = tuple(
+                functional.pad(part, (0, 0) * (part.dim() - 1) + (0, more)) for part in taken
+            )
+        context.max_sequence_length += more
+        context.max_batch_size = len(order)
+
+
+def _hidden(padding: Tensor | None, start: int) -> Tensor | None:
+    """Return which keys the queries from ``start`` on must not see, as layers take it.
+
+    Args:
+        padding: [b, s] bool, True for padding; None for no padding.
+        start: The first query.
+
+    Returns:
+        [b, 1, s - start, s] bool, True for a hidden key; padding sees itself, because a query that sees nothing has no
+        softmax.
+    """
+    if padding is None or not bool(padding.any()):
+        return None
+    itself = torch.eye(padding.size(1), dtype=torch.bool, device=padding.device)[start:]
+    return padding[:, None, None] & ~itself
+
+
+@contextlib.contextmanager
+def ready_to_generate(model: "HFModel") -> Iterator[None]:
+    """Put a model into evaluation mode, give the ranks of its copy one random state, and split no activations."""
+    seed = torch.randint(2**31, ())
+    for axis in ("tp", "cp", "pp"):
+        group = process_group(axis)
+        if group.size() > 1:
+            shared = seed.to(model.device)
+            dist.broadcast(shared, src=dist.get_global_rank(group, 0), group=group)
+            seed = shared.cpu()
+    devices = [model.device] if model.device.type == "cuda" else []
+    with evaluating(model), _whole_activations(model), torch.random.fork_rng(devices=devices):
+        torch.manual_seed(int(seed))
+        yield
+
+
+@contextlib.contextmanager
+def _whole_activations(model: "HFModel") -> Iterator[None]:
+    """Switch sequence parallelism off inside the block, because one token cannot be split."""
+    if not model.pipeline.layout.sequence_parallel or not KeyValueCache(model).supports(None):
+        yield
+        return
+    names = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
+    configs = {id(config): config for layer in model.modules() if (config := getattr(layer, "config", None))}
+    with contextlib.ExitStack() as stack:
+        for owner in (*model.modules(), *configs.values()):
+            for name in names:
+                if getattr(owner, name, False) is True:
+                    stack.callback(setattr, owner, name, True)
+                    setattr(owner, name, False)
+        yield
