@@ -67,7 +67,7 @@ class Part:
         for axis, (start, first, length) in enumerate(zip(block.start, self.place.start, block.shape, strict=True)):
             held = held.narrow(axis, start - first, length)
         held = held.view(block.shape[len(block.shape) - len(block.hf_start) :])
-        return held.t() if block.transposed else held
+        return held.mT if block.transposed else held
 
     def within_target(self, target: Tensor) -> Tensor:
         """Return a view of the rectangle of ``target``, a Hugging Face tensor of any shape and dtype, that it fills."""

@@ -69,6 +69,7 @@ class Family:
         config_class: The ``model_type`` whose config class in transformers has the defaults of this one's, where
             transformers does not know ``model_type``.
         tower: Prefix of Hugging Face's names of the weights of a vision tower; None without one.
+        variants: Families that differ in the shapes of some weights on the disk; the one whose shapes fit is read.
     """
 
     model_type: str
@@ -84,6 +85,7 @@ class Family:
     more_config: Mapping[str, Any] = field(default_factory=dict, repr=False)
     config_class: str | None = None
     tower: str | None = None
+    variants: tuple["Family", ...] = field(default=(), repr=False)
 
     def scoring(self) -> "Family":
         """Return the rules of reward models of this family, transformers' ``*ForSequenceClassification``.

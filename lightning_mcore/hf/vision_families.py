@@ -10,11 +10,12 @@ import dataclasses
 from typing import Any
 
 from lightning_mcore.config.vision import VISION_FAMILIES, Vision
-from lightning_mcore.hf.config_rules import Config, ConfigRule, Derived, Fields, Unused, refuse_unless
+from lightning_mcore.hf.config_rules import Config, ConfigRule, Derived, Fields, Only, Unused, refuse_unless
 from lightning_mcore.hf.decoder_rules import ROPE
-from lightning_mcore.hf.families import QWEN2, QWEN3
+from lightning_mcore.hf.expert_rules import NORMALISED_ROUTER, SOFTMAX_ROUTER
+from lightning_mcore.hf.families import QWEN2, QWEN3, QWEN3_MOE
 from lightning_mcore.hf.family import IRRELEVANT, Family
-from lightning_mcore.hf.weight_rules import Rename, Vocabulary, WeightRule
+from lightning_mcore.hf.weight_rules import Experts, Rename, Stack, Vocabulary, WeightRule
 
 _IDS = ("image_token_id", "video_token_id")
 _SECTIONS = {False: (16, 24, 24), True: (24, 20, 20)}  # transformers' defaults, by whether channels are interleaved
@@ -67,7 +68,7 @@ def _seeing(text: Family, model_type: str, architecture: str, prefix: str, tower
         prefix: Of the names of the language model's weights, in the place of ``model.``.
         tower: Of the names of the tower's weights.
     """
-    rules = (rule for rule in text.config if rule is not ROPE)
+    rules = (rule for rule in text.config if rule not in (ROPE, SOFTMAX_ROUTER))
     more = Unused(("vision_start_token_id", "vision_end_token_id", "vision_token_id", "text_config"))
     outside: tuple[WeightRule, ...] = (
         Vocabulary("embedding.word_embeddings.weight", f"{prefix}embed_tokens.weight"),
@@ -96,5 +97,32 @@ QWEN2_5_VL = _seeing(QWEN2, "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", 
 QWEN3_VL = _seeing(QWEN3, "qwen3_vl", "Qwen3VLForConditionalGeneration", _LANGUAGE_MODEL, "model.visual.")
 """Qwen3-VL: Qwen3, with outputs from inside the tower after its first layers."""
 
-OF_VISION = {family.model_type: family for family in (QWEN2_VL, QWEN2_5_VL, QWEN3_VL)}
+
+def _stacked(transposed: bool) -> Family:
+    """Return the family with experts, each projection of a layer as one tensor, as the hub or transformers has it."""
+    experts = ("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")
+    family = _seeing(
+        dataclasses.replace(QWEN3_MOE, config=(*QWEN3_MOE.config, NORMALISED_ROUTER, _NORMALISED)),
+        "qwen3_vl_moe",
+        "Qwen3VLMoeForConditionalGeneration",
+        _LANGUAGE_MODEL,
+        "model.visual.",
+    )
+    layer = (
+        *(rule for rule in family.layer if not isinstance(rule, Experts)),
+        *(
+            Stack(f"mlp.experts.experts.{ours}.weight", f"mlp.experts.{name}", transposed=transposed)
+            for ours, name in experts
+        ),
+    )
+    return dataclasses.replace(family, layer=layer)
+
+
+_NORMALISED = Only("norm_topk_prob", True, "transformers always normalises them", is_written=False)
+
+QWEN3_VL_MOE = dataclasses.replace(_stacked(transposed=True), variants=(_stacked(transposed=False),))
+"""Qwen3-VL-MoE: the same with experts. The hub has their matrices transposed, and transformers 5 writes them as they
+are; both are read, and the first, which every version of transformers reads, is written."""
+
+OF_VISION = {family.model_type: family for family in (QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE)}
 """All of them, by the ``model_type`` of their ``config.json``."""

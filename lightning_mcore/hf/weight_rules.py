@@ -29,7 +29,7 @@ class Block:
         start: The index at which it begins in Megatron's tensor, which may have more leading axes, of size 1 in the
             block.
         shape: Its shape in Megatron's tensor.
-        transposed: Whether the Hugging Face tensor, of two axes, is transposed.
+        transposed: Whether the last two axes of the Hugging Face tensor are swapped.
     """
 
     hf: str
@@ -42,7 +42,7 @@ class Block:
     def hf_shape(self) -> Shape:
         """Shape of the rectangle in the Hugging Face tensor."""
         inner = self.shape[len(self.shape) - len(self.hf_start) :]
-        return inner[::-1] if self.transposed else inner
+        return _swapped(inner) if self.transposed else inner
 
     def within(self, start: Shape, shape: Shape) -> "Block | None":
         """Return the part of the block within a rectangle of Megatron's tensor; None if they do not overlap."""
@@ -51,8 +51,13 @@ class Block:
         if any(a >= b for a, b in zip(first, last, strict=True)):
             return None
         moved = tuple(a - b for a, b in zip(first, self.start, strict=True))[len(self.shape) - len(self.hf_start) :]
-        hf_start = tuple(a + b for a, b in zip(self.hf_start, moved[::-1] if self.transposed else moved, strict=True))
+        moved = _swapped(moved) if self.transposed else moved
+        hf_start = tuple(a + b for a, b in zip(self.hf_start, moved, strict=True))
         return Block(self.hf, hf_start, first, tuple(b - a for a, b in zip(first, last, strict=True)), self.transposed)
+
+
+def _swapped(axes: Shape) -> Shape:
+    return (*axes[:-2], axes[-1], axes[-2])
 
 
 class WeightRule(Protocol):
@@ -121,6 +126,23 @@ class Transpose(_OneToOne):
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
         """Return one block, the whole tensor."""
         return [Block(self.hf, (0, 0), (0, 0), shape, transposed=True)]
+
+
+@dataclass(frozen=True)
+class Stack(_OneToOne):
+    """A stack of matrices, one per expert, that Hugging Face also keeps as one tensor.
+
+    Args:
+        megatron: Megatron's name.
+        hf: Hugging Face's name.
+        transposed: Whether Hugging Face's matrices are transposed.
+    """
+
+    transposed: bool = False
+
+    def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
+        """Return one block, the whole stack."""
+        return [Block(self.hf, (0, 0, 0), (0, 0, 0), shape, self.transposed)]
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,8 @@ class HFWeights:
         self._family = family
         self._fields = fields
         self._shapes = shapes
-        self._map = WeightMap(family, fields, shapes)
+        maps = [WeightMap(each, fields, shapes) for each in (family, *family.variants)]
+        self._map = next((each for each in maps if _agree(each.shapes, folder.shapes)), maps[0])
         self._aliases: dict[str, list[str]] = {}
         for alias, name in self._map.repeated.items():
             if alias in folder.shapes:
@@ -92,7 +93,7 @@ class HFWeights:
             require_fits(part.hf, values, place.dtype)
             first = tuple(a - b for a, b in zip(part.start, start, strict=True))
             inside = place[tuple(slice(a, a + n) for a, n in zip(first, part.shape, strict=True))]
-            inside.copy_((values.t() if part.transposed else values).view_as(inside))
+            inside.copy_((values.mT if part.transposed else values).view_as(inside))
 
     def files(self, name: str, start: Shape, shape: Shape) -> set[str]:
         """Return the paths of the files that :meth:`fill` reads for a rectangle."""
@@ -199,6 +200,11 @@ class HFWeights:
     def _is_left_out(self, name: str) -> bool:
         """Return whether the model may lack a tensor, because it repeats another one or is left out."""
         return name.startswith(self._left_out) or any(name == block.hf for block in self._tied)
+
+
+def _agree(some: Mapping[str, Shape], others: Mapping[str, Shape]) -> bool:
+    """Return whether the tensors in both have the same shapes."""
+    return all(some[name] == others[name] for name in some.keys() & others.keys())
 
 
 def _are_the_same(one: Tensor, other: Tensor) -> bool:

@@ -55,6 +55,18 @@ def test_files_come_back_bit_for_bit(family: str, tmp_path: Path) -> None:
     assert json.loads((folder / "config.json").read_text()) == json.loads((out / "config.json").read_text())
 
 
+def test_experts_of_the_hub_and_of_transformers_are_read_alike(tmp_path: Path) -> None:
+    """The hub has their matrices transposed, and that is written; transformers 5 writes them as it has them."""
+    folder, out, again = vision_folder("qwen3_vl_moe"), tmp_path / "out", tmp_path / "again"
+    run_ranks(1, exported, str(folder), str(out), open_group=False)
+    run_ranks(1, exported, str(out), str(again), open_group=False)
+    given, written = dict(read_tensors(folder)), dict(read_tensors(out))
+    assert given.keys() == written.keys()
+    for name, tensor in given.items():
+        assert torch.equal(written[name], tensor.mT if ".mlp.experts." in name else tensor), name
+    assert (out / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+
+
 def flat_folder(path: Path) -> Path:
     """Return a folder as those of Qwen2-VL on the hub: the keys of the language model lie beside the others."""
     shutil.copytree(vision_folder("qwen2_vl"), path)

@@ -244,7 +244,8 @@ def finished_gradients(module: MCoreGPT) -> list[Part]:
             if part is None:
                 continue
             place = tuple(slice(a - b, a - b + n) for a, b, n in zip(part.start, piece.start, part.shape, strict=True))
-            values = piece.data.view(piece.shape)[place].reshape(part.hf_shape)
+            values = piece.data.view(piece.shape)[place]
+            values = (values.mT if part.transposed else values).reshape(part.hf_shape)
             parts.append(Part(part.hf, part.hf_start, values.clone()))
     for data, old in zip(parameters, kept, strict=True):
         data.copy_(old)
