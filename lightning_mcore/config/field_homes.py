@@ -33,6 +33,7 @@ SHORT_NAMES = {
     "gelu": "torch.nn.functional.gelu",
     "silu": "torch.nn.functional.silu",
     "relu": "torch.nn.functional.relu",
+    "gelu_tanh": "lightning_mcore.layers.activations.gelu_tanh",
     "quick_gelu": "megatron.core.activations.quick_gelu",
     "squared_relu": "megatron.core.activations.squared_relu",
 }
@@ -63,6 +64,7 @@ OF_THE_MODULE = {
     "position_embedding_type",
     "vocab_size",
     "yarn",
+    "architecture",
 } | {
     "rope_scaling",
     "rope_scaling_factor",

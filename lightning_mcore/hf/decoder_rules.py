@@ -202,6 +202,48 @@ ROPE = Derived(("rope_parameters",), _read, _write)
 PARTIAL_ROPE = Derived(("rope_parameters",), _read_partial, _write_partial)
 """Positions of a part of each head."""
 
+
+def _read_by_window(config: Config) -> dict[str, Any]:
+    ropes = config["rope_parameters"]
+    for key in sorted(ropes.keys() - {"full_attention", "sliding_attention"}):
+        raise ValueError(
+            f"rope_parameters.{key}={ropes[key]!r} is not that of a kind of layers; move it to full_attention"
+        )
+    window = _parameters({"rope_parameters": ropes["sliding_attention"]})
+    kind = window.pop("rope_type")
+    refuse_unless("rope_parameters.sliding_attention.rope_type", kind, ("default",), "only full attention is stretched")
+    fields = _read({**config, "rope_parameters": ropes["full_attention"]})
+    fields["window_rotary_base"] = _base(window)
+    _refuse_rest("default", window)
+    return fields
+
+
+def _write_by_window(fields: Fields) -> dict[str, Any]:
+    base = fields["window_rotary_base"]
+    if base is None:
+        raise ValueError("its layers with a window do not have rotary positions of their own")
+    window = {"rope_theta": float(base), "rope_type": "default"}
+    return {"rope_parameters": {"sliding_attention": window, "full_attention": _write(fields)["rope_parameters"]}}
+
+
+ROPE_BY_WINDOW = Derived(("rope_parameters",), _read_by_window, _write_by_window)
+"""Positions of whole heads, others in layers with a window."""
+
+
+def _read_alpha(config: Config) -> dict[str, Any]:
+    rope = _parameters(config)
+    if rope["rope_type"] != "dynamic" or not rope.get("alpha"):
+        rope.pop("alpha", None)
+        return _read({**config, "rope_parameters": rope})
+    alpha, size = _number(rope, "alpha", 1.0), config.get("head_dim")
+    size = size or config["hidden_size"] // config["num_attention_heads"]
+    refuse_outside("head_dim", size, 3)  # the exponent divides by two less
+    return {"rotary_base": _base(rope) * alpha ** (size / (size - 2))}
+
+
+ALPHA_ROPE = Derived(("rope_parameters",), _read_alpha, _write)
+"""Positions of whole heads whose base ``alpha`` may stretch; the stretched base is written."""
+
 LATENT_ROPE = Derived(("rope_parameters",), _read_latent, _write_latent)
 """Positions of latent attention."""
 
@@ -218,35 +260,42 @@ SIZES: tuple[ConfigRule, ...] = (
     Same("num_key_value_heads", "num_query_groups", at_least=1),
 )
 
-WITHOUT_POSITIONS: tuple[ConfigRule, ...] = (
+WITHOUT_ACTIVATION: tuple[ConfigRule, ...] = (
     *SIZES,
     Same("rms_norm_eps", "layernorm_epsilon", at_least=0.0),
     Same("attention_dropout", "attention_dropout"),
     Same("tie_word_embeddings", "share_embeddings_and_output_weights"),
-    Only("hidden_act", "silu"),
-    Constants(
-        {
-            "normalization": "RMSNorm",
-            "gated_linear_unit": True,
-            "activation_func": "silu",
-            "add_bias_linear": False,
-        }
-    ),
+    Constants({"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}),
 )
-"""Sizes, RMSNorm, and gated SiLU without biases."""
+"""Sizes, RMSNorm, and gated linear units."""
+
+WITHOUT_POSITIONS: tuple[ConfigRule, ...] = (
+    *WITHOUT_ACTIVATION,
+    Only("hidden_act", "silu"),
+    Constants({"activation_func": "silu"}),
+)
+"""The same with SiLU."""
 
 HEAD_SIZE = Same("head_dim", "kv_channels", at_least=1)
 
 DECODER: tuple[ConfigRule, ...] = (*WITHOUT_POSITIONS, ROPE, HEAD_SIZE)
 """The same, with rotary positions of whole heads."""
 
-ALL_OR_NONE = (
-    "Megatron has biases in all projections of attention and MLP, in queries, keys and values only, or in none"
-)
 
-NO_ATTENTION_BIAS = Only("attention_bias", False, ALL_OR_NONE)
+def _read_attention_bias(config: Config) -> dict[str, Any]:
+    return {"add_qkv_bias": True, "attention_output_bias": True} if config.get("attention_bias") else {}
 
-NO_MLP_BIAS = Only("mlp_bias", False, ALL_OR_NONE)
+
+def _write_attention_bias(fields: Fields) -> dict[str, Any]:
+    if fields["add_qkv_bias"] != fields["attention_output_bias"]:
+        raise ValueError("some of the projections of attention have biases, and in its config all or none have")
+    return {"attention_bias": fields["add_qkv_bias"]}
+
+
+ATTENTION_BIAS = Derived(("attention_bias",), _read_attention_bias, _write_attention_bias)
+"""All projections of attention have biases, or none."""
+
+MLP_BIAS = Same("mlp_bias", "mlp_bias")
 
 
 def _read_dropout(config: Config) -> dict[str, Any]:
@@ -414,6 +463,15 @@ ATTENTION: tuple[WeightRule, ...] = (
 
 QKV_BIAS = QueryKeyValue(
     "self_attention.linear_qkv.bias", "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"
+)
+
+OUTPUT_BIAS = Rename("self_attention.linear_proj.bias", "self_attn.o_proj.bias")
+
+ATTENTION_BIASES: tuple[WeightRule, ...] = (QKV_BIAS, OUTPUT_BIAS)
+
+MLP_BIASES: tuple[WeightRule, ...] = (
+    Rows("mlp.linear_fc1.bias", ("mlp.gate_proj.bias", "mlp.up_proj.bias")),
+    Rename("mlp.linear_fc2.bias", "mlp.down_proj.bias"),
 )
 
 QK_NORM: tuple[WeightRule, ...] = (

@@ -6,8 +6,9 @@ from typing import Any
 
 from lightning_mcore.hf.config_rules import Config, Constants, Derived, Only, Same, Unused, refuse_unless
 from lightning_mcore.hf.decoder_rules import (
-    ALL_OR_NONE,
     ATTENTION,
+    ATTENTION_BIAS,
+    ATTENTION_BIASES,
     DECODER,
     HEAD_SIZE,
     JOINED_ATTENTION,
@@ -15,10 +16,10 @@ from lightning_mcore.hf.decoder_rules import (
     LATENT_ROPE,
     LAYER_WINDOWS,
     MLP,
+    MLP_BIAS,
+    MLP_BIASES,
     MULTI_TOKEN,
     MULTI_TOKEN_LAYERS,
-    NO_ATTENTION_BIAS,
-    NO_MLP_BIAS,
     ONE_DROPOUT,
     OPTIONAL_WINDOW,
     OUTSIDE,
@@ -46,13 +47,14 @@ from lightning_mcore.hf.expert_rules import (
     shared_expert_weights,
 )
 from lightning_mcore.hf.family import Family
+from lightning_mcore.hf.variant_families import USE_BIAS, VARIANTS
 from lightning_mcore.hf.weight_rules import Rename, WeightRule
 
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    config=(*DECODER, NO_ATTENTION_BIAS, NO_MLP_BIAS, PRETRAINING_TP),
-    layer=(*ATTENTION, *MLP),
+    config=(*DECODER, ATTENTION_BIAS, MLP_BIAS, PRETRAINING_TP),
+    layer=(*ATTENTION, *ATTENTION_BIASES, *MLP, *MLP_BIASES),
     outside=OUTSIDE,
 )
 """Llama 2 and 3, and models with the same layers."""
@@ -133,8 +135,8 @@ QWEN2_MOE = Family(
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    config=(*DECODER, WINDOWS, NO_ATTENTION_BIAS, Constants({"qk_layernorm": True})),
-    layer=(*ATTENTION, *QK_NORM, *MLP),
+    config=(*DECODER, WINDOWS, ATTENTION_BIAS, Constants({"qk_layernorm": True})),
+    layer=(*ATTENTION, *ATTENTION_BIASES, *QK_NORM, *MLP),
     outside=OUTSIDE,
 )
 """Qwen3: norms of queries and keys, windows in some layers."""
@@ -145,7 +147,7 @@ QWEN3_MOE = Family(
     config=(
         *DECODER,
         OPTIONAL_WINDOW,
-        NO_ATTENTION_BIAS,
+        ATTENTION_BIAS,
         Constants({"qk_layernorm": True}),
         Same("num_local_experts", "num_moe_experts", others=("num_experts",), at_least=1),
         *EXPERT_SIZES,
@@ -153,7 +155,7 @@ QWEN3_MOE = Family(
         SOFTMAX_ROUTER,
         *NO_ROUTER_LOSS,
     ),
-    layer=(*ATTENTION, *QK_NORM, *MLP, *EXPERTS),
+    layer=(*ATTENTION, *ATTENTION_BIASES, *QK_NORM, *MLP, *EXPERTS),
     outside=OUTSIDE,
 )
 """Qwen3-MoE: Qwen3 with experts."""
@@ -172,12 +174,15 @@ _LATENTS = Derived(
     ("q_lora_rank", "head_dim", "qk_head_dim"), _read_latents, lambda fields: {"q_lora_rank": fields["q_lora_rank"]}
 )
 
-_ONE_EPSILON = Only(
-    "rms_norm_eps",
-    1e-6,
-    "transformers always has this value in the norms of latents, and Megatron has one value for all norms",
-    is_written=False,  # the rule of all decoders writes the value of the model, and write_config reads it back
-)
+_EPSILON_OF_LATENTS = 1e-6
+
+
+def _read_epsilon(config: Config) -> dict[str, Any]:
+    return {"latent_epsilon": _EPSILON_OF_LATENTS} if config.get("rms_norm_eps") != _EPSILON_OF_LATENTS else {}
+
+
+_LATENT_EPSILON = Derived((), _read_epsilon, lambda fields: {})
+"""transformers always has one epsilon in the norms of latents; ``rms_norm_eps`` is that of the others."""
 
 _LATENT_ATTENTION: tuple[WeightRule, ...] = (
     Rename("input_layernorm.weight", "input_layernorm.weight"),
@@ -197,9 +202,9 @@ DEEPSEEK_V3 = Family(
     config=(
         Constants({"multi_latent_attention": True, "qk_layernorm": True}),
         *WITHOUT_POSITIONS,
-        _ONE_EPSILON,
+        _LATENT_EPSILON,
         LATENT_ROPE,
-        NO_ATTENTION_BIAS,
+        Only("attention_bias", False, "Megatron's latent attention has none"),
         PRETRAINING_TP,
         _LATENTS,
         Same("kv_lora_rank", "kv_lora_rank", at_least=1),
@@ -261,8 +266,8 @@ MINISTRAL = Family(
 SMOLLM3 = Family(
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
-    config=(*DECODER, WINDOWS, UNROTATED_LAYERS, NO_ATTENTION_BIAS, NO_MLP_BIAS, PRETRAINING_TP),
-    layer=(*ATTENTION, *MLP),
+    config=(*DECODER, WINDOWS, UNROTATED_LAYERS, ATTENTION_BIAS, MLP_BIAS, PRETRAINING_TP),
+    layer=(*ATTENTION, *ATTENTION_BIASES, *MLP, *MLP_BIASES),
     outside=OUTSIDE,
 )
 """SmolLM3: Llama with layers that have no positions."""
@@ -273,12 +278,12 @@ SEED_OSS = Family(
     config=(
         *DECODER,
         Same("attention_bias", "add_qkv_bias"),
-        Only("attention_out_bias", False, ALL_OR_NONE),
+        Same("attention_out_bias", "attention_output_bias"),
         Same("residual_dropout", "hidden_dropout"),
-        NO_MLP_BIAS,
+        MLP_BIAS,
         PRETRAINING_TP,
     ),
-    layer=(*ATTENTION, QKV_BIAS, *MLP),
+    layer=(*ATTENTION, *ATTENTION_BIASES, *MLP, *MLP_BIASES),
     outside=OUTSIDE,
 )
 """Seed-OSS: biases in queries, keys and values; its dropout also acts on the embedding here."""
@@ -317,8 +322,8 @@ GLM = Family(
 ERNIE4_5 = Family(
     model_type="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
-    config=(*DECODER, Constants({"rotary_interleaved": True}), Only("use_bias", False)),
-    layer=(*ATTENTION, *MLP),
+    config=(*DECODER, Constants({"rotary_interleaved": True}), USE_BIAS),
+    layer=(*ATTENTION, *ATTENTION_BIASES, *MLP, *MLP_BIASES),
     outside=OUTSIDE,
 )
 """ERNIE 4.5, dense: Llama with neighbouring channels rotated."""
@@ -326,8 +331,8 @@ ERNIE4_5 = Family(
 DOTS1 = Family(
     model_type="dots1",
     architecture="Dots1ForCausalLM",
-    config=(*DECODER, LAYER_WINDOWS, NO_ATTENTION_BIAS, Constants({"qk_layernorm": True}), *SIGMOID_EXPERTS),
-    layer=(*ATTENTION, *QK_NORM, *MLP, *SIGMOID_EXPERT_WEIGHTS),
+    config=(*DECODER, LAYER_WINDOWS, ATTENTION_BIAS, Constants({"qk_layernorm": True}), *SIGMOID_EXPERTS),
+    layer=(*ATTENTION, *ATTENTION_BIASES, *QK_NORM, *MLP, *SIGMOID_EXPERT_WEIGHTS),
     outside=OUTSIDE,
 )
 """dots.llm1: Qwen3's attention with experts as in DeepSeek-V3."""
@@ -337,6 +342,7 @@ FAMILIES = {
     for family in (
         *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, DEEPSEEK_V3, GLM4_MOE),
         *(KIMI_K2, MINISTRAL, SMOLLM3, SEED_OSS, PHI3, GLM, ERNIE4_5, DOTS1),
+        *VARIANTS,
     )
 }
 """All of them, by the ``model_type`` of their ``config.json``."""

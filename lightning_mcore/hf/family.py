@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
 
+from lightning_mcore.config.architecture import ARCHITECTURE_DEFAULTS
 from lightning_mcore.config.field_homes import DEFAULTS, OF_THE_MODULE
 from lightning_mcore.config.positions import YARN_DEFAULTS
 from lightning_mcore.hf.config_rules import ConfigRule, Same, shortened
@@ -206,7 +207,8 @@ def complete_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         item.name: item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
         for item in dataclasses.fields(config_class)
     }
-    whole |= {**MODULE_DEFAULTS, **DEFAULTS, **fields}
+    whole |= {**MODULE_DEFAULTS, **ARCHITECTURE_DEFAULTS, **DEFAULTS, **fields}
+    whole |= whole.pop("architecture", None) or {}
     whole = {name: tuple(value) if isinstance(value, list) else value for name, value in whole.items()}
     derived: dict[str, Callable[[], Any]] = {
         "num_query_groups": lambda: whole["num_attention_heads"],
@@ -275,7 +277,8 @@ def family_and_fields(model: Mapping[str, Any], family: str | None = None) -> tu
     nearest = "qwen3_moe" if transformer.get("num_moe_experts") else "qwen3"
     nearest = "deepseek_v3" if transformer.get("multi_latent_attention") else nearest
     named = family or (model.get("hf") or {}).get("family") or nearest
-    own = {name: model[name] for name in ("vocab_size", "share_embeddings_and_output_weights") if name in model}
+    named_alike = ("vocab_size", "share_embeddings_and_output_weights", "architecture")
+    own = {name: model[name] for name in named_alike if name in model}
     return find_family(named), complete_fields({**transformer, **own})
 
 
@@ -296,7 +299,9 @@ MODULE_DEFAULTS: dict[str, Any] = {
 def split_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split fields into the settings of the module and the fields of its ``transformer``."""
     module = {name: value for name, value in fields.items() if name in OF_THE_MODULE}
-    return module, {name: value for name, value in fields.items() if name not in OF_THE_MODULE}
+    architecture = {name: value for name, value in fields.items() if name in ARCHITECTURE_DEFAULTS}
+    transformer = {name: value for name, value in fields.items() if name not in module.keys() | architecture.keys()}
+    return {**module, **({"architecture": architecture} if architecture else {})}, transformer
 
 
 ENTRY_POINTS = "lightning_mcore.families"

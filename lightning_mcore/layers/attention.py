@@ -82,10 +82,17 @@ class Softmax:
     Args:
         scale: Factor of the scores.
         dropout: Probability that a weight is dropped.
+        cap: Scores ``x`` become ``cap * tanh(x / cap)``; None for no cap.
     """
 
     scale: float
     dropout: float = 0.0
+    cap: float | None = None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether PyTorch's kernels compute it; otherwise all scores of a block are in memory."""
+        return self.cap is None
 
 
 def sequence_runs(num_queries: int, num_keys: int, rank: int = 0, size: int = 1) -> list[QueryRun]:
@@ -214,7 +221,7 @@ def _attend_run(
         yield attend_once(rows, key, value, softmax)
     elif reach.is_causal and position == 0:
         yield attend_once(rows, key[:, :, :count], value[:, :, :count], softmax, is_causal=True)
-    elif reach.is_causal and _flash_ends_at_the_last_key(rows, value):
+    elif reach.is_causal and softmax.is_fused and _flash_ends_at_the_last_key(rows, value):
         last = position + count
         yield attend_once(rows, key[:, :, :last], value[:, :, :last], softmax, causal_lower_right(count, last))
     else:
@@ -317,7 +324,7 @@ def _flash_ends_at_the_last_key(query: Tensor, value: Tensor) -> bool:
 def attend_once(
     query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
-    """Call PyTorch's attention.
+    """Call PyTorch's attention, or compute what its kernels do not have.
 
     Args:
         query: [b, h, queries, d], any float dtype, that of key and value too.
@@ -330,6 +337,8 @@ def attend_once(
     Returns:
         [b, h, queries, d_v] in the dtype of ``query``.
     """
+    if not softmax.is_fused:
+        return _attend_unfused(query, key, value, softmax, mask, is_causal)
     grouped = key.size(1) != query.size(1)
     if mask is not None and query.is_cuda and not isinstance(mask, CausalBias):
         mask = mask.contiguous()  # CUDA's kernel for masks needs an aligned address ...
@@ -346,3 +355,22 @@ def attend_once(
         scale=softmax.scale,
         enable_gqa=grouped,
     )
+
+
+def _attend_unfused(
+    query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, mask: Tensor | None, is_causal: bool
+) -> Tensor:
+    """Compute attention step by step, its softmax in fp32; arguments and result are those of :func:`attend_once`."""
+    heads = query.size(1) // key.size(1)
+    if heads > 1:
+        key, value = key.repeat_interleave(heads, 1), value.repeat_interleave(heads, 1)
+    scores = query @ key.transpose(2, 3) * softmax.scale
+    if softmax.cap is not None:
+        scores = torch.tanh(scores / softmax.cap) * softmax.cap
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return functional.dropout(weights, softmax.dropout) @ value

@@ -44,8 +44,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
+from lightning_mcore.config.architecture import architecture_of
 from lightning_mcore.config.rules.model import check_attention
 from lightning_mcore.layers.attention import Reach, Softmax, attend, attend_once, packed_runs, sequence_runs, visible
+from lightning_mcore.layers.norms import RotatedHeadNorm
 from lightning_mcore.layers.packed_sequences import Boundaries, boundaries_of
 from lightning_mcore.parallel.context import check_packed_offsets, packed_order, packed_positions
 
@@ -57,7 +59,8 @@ _CAUSAL = {AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal
 class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no type information
     """Softmax attention with grouped heads, context parallelism and sliding windows, in plain PyTorch.
 
-    Megatron's attention layers construct it, so they decide its signature. It has no parameters.
+    Megatron's attention layers construct it, so they decide its signature. It has parameters only for norms after the
+    rotation.
 
     Args:
         config: Reads ``kv_channels``, ``attention_dropout``, ``window_size``, ``window_attn_skip_freq``,
@@ -100,6 +103,13 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         self.softmax_scale = 1 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
         self.window_size = _window_of_layer(config, self.layer_number)
         check_attention(config, attn_mask_type in _CAUSAL)
+        self.cap = architecture_of(config).attention_cap
+        self.q_layernorm: RotatedHeadNorm | None = None
+        self.k_layernorm: RotatedHeadNorm | None = None
+        if architecture_of(config).head_norms == "after_rotation":
+            self.q_layernorm, self.k_layernorm = (
+                RotatedHeadNorm(config, config.kv_channels, config.layernorm_epsilon) for _ in range(2)
+            )
         self.cp_group = _context_parallel_group(config, pg_collection)
         self.shared_key_group = _shared_key_group(config, pg_collection)
         if self.cp_group is not None and cp_comm_type not in (None, "all_gather") and self.layer_number == 1:
@@ -138,6 +148,8 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
             ValueError: Something is given that this layout or backend cannot honour.
         """
         mask_type = attn_mask_type or self.attn_mask_type
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
         self._check_call(query, key, mask_type, attention_mask, attention_bias)
         if packed_seq_params is None:
             return self._attend(query, key, value, mask_type, attention_mask, None)
@@ -166,7 +178,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
             offsets = boundaries.offsets
             runs = packed_runs(offsets, boundaries.lengths, rank, size)
         reach = self._reach(mask_type)
-        softmax = Softmax(self.softmax_scale, self.attention_dropout if self.training else 0.0)
+        softmax = Softmax(self.softmax_scale, self.attention_dropout if self.training else 0.0, self.cap)
 
         def over(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
-from torch import Tensor
+from torch import Tensor, nn
 
 _FEW = 1e-9  # a count too small to change any other, whose square is not zero in fp32
 _COUNTERS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
@@ -160,6 +160,31 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
             counter = getattr(self, name, None)
             if counter is not None and counter.dtype != torch.float32:
                 counter.data = counter.data.float()
+
+
+class ChoiceBiasRouter(ExactRouter):
+    """A softmax router with a fixed bias that affects only which experts are chosen, as in ERNIE 4.5.
+
+    The weights of chosen experts are their probabilities divided by the sum of these, which is a softmax over the
+    chosen ones alone. So the router hides the others from Megatron's, which then chooses and weighs the same experts.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.choice_bias = nn.Buffer(torch.zeros(1, self.config.num_moe_experts, dtype=torch.float32))
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Choose the experts of each token; arguments and result are those of ``ExactRouter``."""
+        with torch.no_grad():
+            scores = torch.softmax(logits, dim=-1, dtype=torch.float32) + self.choice_bias
+            chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(
+                -1, scores.topk(self.topk, dim=-1).indices, True
+            )
+        return super().routing(logits.masked_fill(~chosen, torch.finfo(logits.dtype).min), padding_mask)
+
+    def _maintain_float32_expert_bias(self) -> None:
+        super()._maintain_float32_expert_bias()
+        self.choice_bias.data = self.choice_bias.data.float()
 
 
 def router_tracker() -> Any:

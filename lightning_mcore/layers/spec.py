@@ -21,7 +21,6 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
-import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs
@@ -35,12 +34,20 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
+from lightning_mcore.config.architecture import Architecture, architecture_of
 from lightning_mcore.config.rules.model import check_fields, check_without_transformer_engine
 from lightning_mcore.layers.core_attention import TorchAttention
-from lightning_mcore.layers.router import ExactRouter, scale_gradient
+from lightning_mcore.layers.norms import LatentNorm, LatentQueryNorm, TorchNorm, check_norm
+from lightning_mcore.layers.router import ChoiceBiasRouter, ExactRouter
+from lightning_mcore.layers.variants import (
+    AttentionOfWindows,
+    NormAndAdd,
+    NormOfAllKeys,
+    NormOfAllQueries,
+    with_bias,
+)
 from lightning_mcore.parallel.pipeline import check_uniform_recompute
 from lightning_mcore.te_cpu.load import ONLY_ON_THE_CPU, is_prepared, untested_on_the_cpu
 
@@ -51,7 +58,6 @@ TransformerImpl: TypeAlias = Literal["auto", "local", "transformer_engine"]
 logger = logging.getLogger(__name__)
 
 _CHOICE_OF_ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-_NORMS = ("LayerNorm", "RMSNorm")
 
 TESTED_TRANSFORMER_ENGINE: Mapping[str, str] = {"<0.17": ">=2.9,<2.12", ">=0.17": ">=2.14,<2.21"}
 """Tested versions of TransformerEngine for each version of megatron-core, as in the extra ``te`` of this package."""
@@ -79,83 +85,6 @@ def choose_attention(chunk: nn.Module) -> None:
     """Set the environment variables for ``attention_backend`` again, for a model built in an earlier run."""
     if isinstance(chunk, LanguageModule):
         chunk._set_attention_backend()
-
-
-class TorchNorm(nn.Module):
-    """LayerNorm or RMSNorm, as the config says, that works under sequence parallelism.
-
-    Under sequence parallelism each tensor-parallel rank normalises its own tokens, so the gradients of the weights are
-    partial sums. ``sequence_parallel`` on a parameter makes Megatron's ``finalize_model_grads`` add them up. The norms
-    of queries and keys see some of the heads rather than some of the tokens; Megatron finds those by name, with or
-    without sequence parallelism.
-
-    Source: ``TENorm`` (megatron.core.extensions.transformer_engine, 0.16.1 and 0.19.2).
-
-    Args:
-        config: Reads ``normalization``, ``layernorm_zero_centered_gamma``, ``params_dtype`` and ``sequence_parallel``.
-        hidden_size: Size of the last dimension.
-        eps: Added to the variance.
-
-    Raises:
-        ValueError: ``normalization`` is neither LayerNorm nor RMSNorm.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        _check_norm(config)
-        self.config = config
-        self.hidden_size = hidden_size
-        self.eps = eps
-        start = 0.0 if config.layernorm_zero_centered_gamma else 1.0
-        self.weight = nn.Parameter(torch.full((hidden_size,), start, dtype=config.params_dtype))
-        self.bias: nn.Parameter | None = None
-        if config.normalization == "LayerNorm":
-            self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
-        for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalise the last dimension.
-
-        Args:
-            hidden_states: [..., hidden_size], any float dtype.
-
-        Returns:
-            The same shape in the dtype of the weights, which differs from that of the input with
-            ``fp32_residual_connection``.
-        """
-        weight, bias = self._weights()
-        dtype, computed = weight.dtype, hidden_states.dtype
-        if self.config.layernorm_zero_centered_gamma:
-            weight = weight + 1
-        weight = weight.to(computed)
-        if bias is None:
-            return functional.rms_norm(hidden_states, (self.hidden_size,), weight, self.eps).to(dtype)
-        return functional.layer_norm(hidden_states, (self.hidden_size,), weight, bias.to(computed), self.eps).to(dtype)
-
-    def _weights(self) -> tuple[Tensor, Tensor | None]:
-        return self.weight, self.bias
-
-    def extra_repr(self) -> str:
-        """Describe the norm in ``print(model)``."""
-        kind = "RMSNorm" if self.bias is None else "LayerNorm"
-        return f"{kind}, {self.hidden_size}, eps={self.eps}"
-
-
-class _LatentQueryNorm(TorchNorm):
-    """The norm of the compressed queries of multi-latent attention.
-
-    Without sequence parallelism every tensor-parallel rank sees the same tokens here, and has the whole gradient of the
-    weights. But ``finalize_model_grads``, which goes by its name, treats it like a norm of some of the heads and sums
-    over the ranks. So each rank contributes its share.
-    """
-
-    def _weights(self) -> tuple[Tensor, Tensor | None]:
-        ranks = self.config.tensor_model_parallel_size
-        if ranks == 1 or self.config.sequence_parallel:
-            return super()._weights()
-        bias = self.bias if self.bias is None else scale_gradient(self.bias, 1 / ranks)
-        return scale_gradient(self.weight, 1 / ranks), bias
 
 
 def resolve_transformer_impl(choice: TransformerImpl, device_type: str) -> Literal["local", "transformer_engine"]:
@@ -298,17 +227,13 @@ def check_backend(
     check_fields(config, transformer_impl, device_type)
     check_uniform_recompute(config)
     if transformer_impl == "transformer_engine":
+        architecture_of(config).check_transformer_engine()
         return
     if config.multi_latent_attention:
         _check_latent(config, device_type)
     if not HAVE_TE:
         check_without_transformer_engine(config)
-    _check_norm(config)
-
-
-def _check_norm(config: TransformerConfig) -> None:
-    if config.normalization not in _NORMS:
-        raise ValueError(f"normalization={config.normalization!r} is unknown; choose {' or '.join(_NORMS)}")
+    check_norm(config)
 
 
 def _check_latent(config: TransformerConfig, device_type: str | None) -> None:
@@ -334,22 +259,44 @@ def _use_our_modules(
     """Put our router, norms and core attention into Megatron's spec, in place; a second call changes nothing."""
     submodules = layer.submodules
     experts = _submodules_of_experts(submodules.mlp)
+    architecture = architecture_of(config)
     if experts is not None and experts.router is TopKRouter:
-        experts.router = ExactRouter
+        experts.router = ChoiceBiasRouter if architecture.softmax_choice_bias else ExactRouter
+    if architecture.layer_norms != "before" or architecture.residual_scale != 1.0:
+        submodules.self_attn_bda = submodules.mlp_bda = ModuleSpec(module=NormAndAdd, params={"config": config})
+    if architecture.window_rotary_base is not None:
+        submodules.self_attention.module = AttentionOfWindows
     if transformer_impl == "transformer_engine":
         return
     attention = submodules.self_attention.submodules
     attention.core_attention = TorchAttention
-    _replace_norm(submodules, "input_layernorm", TorchNorm)
-    _replace_norm(submodules, "pre_mlp_layernorm", TorchNorm)
+    before = IdentityOp if architecture.layer_norms == "after" else TorchNorm
+    _replace_norm(submodules, "input_layernorm", before)
+    _replace_norm(submodules, "pre_mlp_layernorm", before)
+    _add_biases(submodules, architecture, has_experts=experts is not None)
     if config.multi_latent_attention:
         # Megatron's spec has a norm of compressed queries even if queries are not compressed.
-        _replace_norm(attention, "q_layernorm", IdentityOp if config.q_lora_rank is None else _LatentQueryNorm)
-        _replace_norm(attention, "kv_layernorm", TorchNorm)
+        _replace_norm(attention, "q_layernorm", IdentityOp if config.q_lora_rank is None else LatentQueryNorm)
+        _replace_norm(attention, "kv_layernorm", LatentNorm)
+    elif architecture.head_norms == "all_heads":
+        attention.q_layernorm, attention.k_layernorm = NormOfAllQueries, NormOfAllKeys
     else:
         _replace_norm(attention, "q_layernorm", TorchNorm)
         _replace_norm(attention, "k_layernorm", TorchNorm)
     submodules.sharded_state_dict_keys_map = _names_in_checkpoints(layer, config)
+
+
+def _add_biases(submodules: Any, architecture: Architecture, has_experts: bool) -> None:
+    if architecture.attention_output_bias:
+        attention = submodules.self_attention.submodules
+        attention.linear_proj = with_bias(attention.linear_proj)
+    if architecture.mlp_bias and not has_experts:
+        mlp = (
+            submodules.mlp.submodules
+            if isinstance(submodules.mlp, ModuleSpec)
+            else submodules.mlp.keywords["submodules"]
+        )
+        mlp.linear_fc1, mlp.linear_fc2 = with_bias(mlp.linear_fc1), with_bias(mlp.linear_fc2)
 
 
 def _replace_norm(submodules: Any, name: str, norm: type[nn.Module]) -> None:

@@ -30,7 +30,7 @@ __all__ = ["DEFAULTS", "OF_THE_MODULE", "build_transformer_config", "check_trans
 
 _MEGATRON = __version__.partition("+")[0]  # 0.19 adds the commit of the folder that it runs in
 
-_ACTIVATIONS = ("torch.nn.functional", "megatron.core.activations")
+_ACTIVATIONS = ("torch.nn.functional", "megatron.core.activations", "lightning_mcore.layers.activations")
 _INIT_METHODS = ("torch.nn.init",)
 
 

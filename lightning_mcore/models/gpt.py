@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import FrameType, SimpleNamespace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from lightning.pytorch.utilities.parsing import AttributeDict
@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from lightning_mcore.checkpoint.model_state import TRAINED_ONLY
+from lightning_mcore.config.architecture import Architecture, set_architecture
 from lightning_mcore.config.field_homes import fusion_defaults
 from lightning_mcore.config.layout import ModelShape
 from lightning_mcore.config.lora import LoRA, check_train_only
@@ -45,6 +46,7 @@ from lightning_mcore.layers.metrics import TokenAccuracy, TokenPerplexity
 from lightning_mcore.layers.multi_token import MultiTokenGPT, check_multi_token, gpt_mtp_block_spec
 from lightning_mcore.layers.spec import TransformerImpl, check_backend, gpt_block_spec, resolve_transformer_impl
 from lightning_mcore.layers.transformer_config import build_transformer_config, check_transformer_fields
+from lightning_mcore.layers.variants import scale_ends
 from lightning_mcore.models import generation
 from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.models.speed import SpeedLogs
@@ -91,6 +93,8 @@ class MCoreGPT(SpeedLogs):
         transformer_impl: The layers to use: ``"local"`` (plain PyTorch), ``"transformer_engine"``, or ``"auto"``, which
             takes the second if it is installed and the device is a GPU. There, TransformerEngine's layers get the
             fused kernels of ``config/field_homes.py`` unless ``transformer`` sets these fields.
+        architecture: What the model has that Megatron's config has no field for, such as norms after attention and MLP
+            or a factor of the embedding: the settings of ``config/architecture.py``, by name.
         loss_normalization: ``"tokens"`` for the mean of the loss over tokens; ``"samples"`` for the mean over samples
             (rows, or the sub-sequences of packed rows) of each sample's mean over tokens.
         hf: The Hugging Face model that it was made from; filled in by :meth:`from_pretrained`.
@@ -122,6 +126,7 @@ class MCoreGPT(SpeedLogs):
         make_vocab_size_divisible_by: int = 128,
         transformer_impl: TransformerImpl = "auto",
         loss_normalization: LossNormalization = "tokens",
+        architecture: dict[str, Any] | None = None,
         hf: dict[str, Any] | None = None,
         lora: LoRA | dict[str, Any] | None = None,
         train_only: list[str] | None = None,
@@ -142,6 +147,7 @@ class MCoreGPT(SpeedLogs):
         self.loss_normalization = loss_normalization
         self.transformer = check_transformer_fields(transformer)
         check_positions(self.hparams, self.transformer)
+        self.architecture = Architecture.of(architecture)
         self.padded_vocab_size = -(-vocab_size // make_vocab_size_divisible_by) * make_vocab_size_divisible_by
         self.metrics = nn.ModuleDict()
         for stage in ("val", "test"):
@@ -269,7 +275,7 @@ class MCoreGPT(SpeedLogs):
         """
         config = self._build_config()
         device_type = self._device_type()
-        check_backend(config, resolve_transformer_impl(self.hparams["transformer_impl"], device_type), device_type)
+        check_backend(config, self._impl(device_type), device_type)
         check_multi_token(config, self.hparams["share_embeddings_and_output_weights"])
         check_normalization(self.loss_normalization, config)
         if self.lora is not None:
@@ -412,7 +418,7 @@ class MCoreGPT(SpeedLogs):
 
     def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
         """Build one chunk, with the embedding if ``pre_process``, and with the output layer if ``post_process``."""
-        impl = resolve_transformer_impl(self.hparams["transformer_impl"], self._device_type())
+        impl = self._impl(self._device_type())
         chunk = MultiTokenGPT(
             self.config,
             gpt_block_spec(self.config, impl, vp_stage),
@@ -427,6 +433,7 @@ class MCoreGPT(SpeedLogs):
             **gpt_arguments(self.hparams),
         )
         chunk.existing_tokens = self.vocab_size
+        scale_ends(chunk, self.architecture)
         return chunk
 
     def model_shape(self) -> ModelShape:
@@ -567,13 +574,20 @@ class MCoreGPT(SpeedLogs):
             owned |= {name: self.hparams[name] for name in ("rotary_base", "rotary_percent")}
         config = build_transformer_config({**self._fusions(), **self.transformer}, owned)
         set_yarn(config, self.hparams["yarn"])
+        set_architecture(config, self.architecture)
         return config
 
     def _fusions(self) -> dict[str, bool]:
         device_type = self._device_type()
-        if device_type != "cuda" or resolve_transformer_impl(self.hparams["transformer_impl"], device_type) == "local":
+        if device_type != "cuda" or self._impl(device_type) == "local":
             return {}
         return fusion_defaults(self.transformer, self.hparams["position_embedding_type"], self.lora is not None)
+
+    def _impl(self, device_type: str) -> Literal["local", "transformer_engine"]:
+        choice = self.hparams["transformer_impl"]
+        if choice == "auto" and not self.architecture.fits_transformer_engine:
+            return "local"
+        return resolve_transformer_impl(choice, device_type)
 
     def _device_type(self) -> str:
         if self._trainer is not None:

@@ -15,11 +15,12 @@ Source: ``get_num_layers_to_build`` and ``get_transformer_layer_offset`` of mega
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
+from lightning_mcore.config.architecture import Architecture
 from lightning_mcore.config.flops import moe_layers
 from lightning_mcore.config.layout import ModelShape, ParallelLayout
 from lightning_mcore.config.lora import AdaptedModel
@@ -117,6 +118,7 @@ class GPTFields:
         recompute: What backward recomputes.
         shape: The sizes that a layout must divide, for ``ParallelLayout.validate_model``.
         transformer: The given fields of ``TransformerConfig``.
+        architecture: What Megatron's config has no field for.
         scores: Whether the output layer gives each token one score, as in a reward model, instead of logits.
         adapters: What is trained beside frozen weights, as ``adapters.py`` fills it in; None where all weights are.
     """
@@ -149,6 +151,7 @@ class GPTFields:
     recompute: Recompute
     shape: ModelShape
     transformer: Mapping[str, Any]
+    architecture: Architecture = field(default_factory=Architecture)
     scores: bool = False
     adapters: AdaptedModel | None = None
 
@@ -212,6 +215,7 @@ class GPTFields:
             recompute=_recompute(given),
             shape=shape,
             transformer=given,
+            architecture=Architecture.of(model.get("architecture")),
             scores="preference" in model and Preference.of(model["preference"]).loss == "reward",
         )
 

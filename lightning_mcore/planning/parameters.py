@@ -170,26 +170,37 @@ def _of_chunk(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, bac
 
 
 def _of_layer(fields: GPTFields, layout: ParallelLayout, is_moe: bool, backend: str) -> Iterator[ParameterTensor]:
-    tp = layout.tensor_model_parallel_size
+    tp, norms = layout.tensor_model_parallel_size, fields.architecture.layer_norms
     if fields.attention is None:
-        yield from _norm(fields, "self_attention.linear_qkv.layer_norm_", fields.hidden_size)
+        if norms != "after":
+            yield from _norm(fields, "self_attention.linear_qkv.layer_norm_", fields.hidden_size)
         yield from _grouped_attention(fields, tp)
     else:
         yield from _norm(fields, "input_layernorm.", fields.hidden_size)
         yield from _latent_attention(fields, fields.attention, tp, backend)
-    yield from _norm(fields, "pre_mlp_layernorm." if is_moe else "mlp.linear_fc1.layer_norm_", fields.hidden_size)
+    if norms != "before":
+        yield from _norm(fields, "self_attn_bda.norm.", fields.hidden_size)
+    if norms != "after":
+        name = "pre_mlp_layernorm." if is_moe else "mlp.linear_fc1.layer_norm_"
+        yield from _norm(fields, name, fields.hidden_size)
     if is_moe:
         assert fields.experts is not None
         yield from _experts(fields, fields.experts, layout)
     else:
-        yield from _mlp(fields, "mlp.", fields.ffn_hidden_size, tp)
+        has_bias = fields.add_bias_linear or fields.architecture.mlp_bias
+        yield from _mlp(replace(fields, add_bias_linear=has_bias), "mlp.", fields.ffn_hidden_size, tp)
+    if norms != "before":
+        yield from _norm(fields, "mlp_bda.norm.", fields.hidden_size)
 
 
 def _grouped_attention(fields: GPTFields, tp: int) -> Iterator[ParameterTensor]:
     hidden, queries = fields.hidden_size, fields.num_attention_heads * fields.kv_channels
     rows = (2 if fields.attention_output_gate else 1) * queries + 2 * fields.num_query_groups * fields.kv_channels
+    if fields.architecture.head_norms == "after_rotation":
+        for name in ("q_layernorm", "k_layernorm"):
+            yield from _norm(fields, f"self_attention.core_attention.{name}.", fields.kv_channels)
     yield _matrix("self_attention.linear_proj.weight", (hidden, queries), tp, 1)
-    if fields.add_bias_linear:
+    if fields.add_bias_linear or fields.architecture.attention_output_bias:
         yield ParameterTensor("self_attention.linear_proj.bias", hidden)
     yield _matrix("self_attention.linear_qkv.weight", (rows, hidden), tp, 0)
     if fields.add_bias_linear or fields.add_qkv_bias:
@@ -197,6 +208,9 @@ def _grouped_attention(fields: GPTFields, tp: int) -> Iterator[ParameterTensor]:
     if fields.qk_layernorm:
         for name in ("q_layernorm", "k_layernorm"):
             yield from _norm(fields, f"self_attention.{name}.", fields.kv_channels)
+    if fields.architecture.head_norms == "all_heads":
+        for name, heads in (("q_layernorm", fields.num_attention_heads), ("k_layernorm", fields.num_query_groups)):
+            yield ParameterTensor(f"self_attention.{name}.weight", heads * fields.kv_channels // tp)
 
 
 def _latent_attention(fields: GPTFields, latent: LatentAttention, tp: int, backend: str) -> Iterator[ParameterTensor]:

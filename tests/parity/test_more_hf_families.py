@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # in this process warnings are errors, and Megatron has many
 ]
 
-EXPERTS = ("kimi_k2", "dots1")
+EXPERTS = ("kimi_k2", "dots1", "granitemoe", "olmoe", "minimax_m2", "ernie4_5_moe")
 DENSE = tuple(name for name in MORE_FAMILIES if name not in EXPERTS)
 PROMPT, CONTINUED = [5, 17, 3], 6
 

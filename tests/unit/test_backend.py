@@ -22,6 +22,7 @@ from torch import Tensor
 from lightning_mcore import MCoreGPT
 from lightning_mcore.layers import spec as backend
 from lightning_mcore.layers.session import single_process
+from lightning_mcore.layers.norms import LatentNorm
 from lightning_mcore.layers.spec import TorchAttention, TorchNorm, gpt_block_spec, resolve_transformer_impl
 from lightning_mcore.layers.transformer_config import build_transformer_config
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
@@ -239,7 +240,7 @@ def test_latent_attention_has_our_norms_and_core_attention() -> None:
     assert attention.module is multi_latent_attention.MLASelfAttention
     assert attention.submodules.core_attention is TorchAttention
     assert issubclass(attention.submodules.q_layernorm, TorchNorm)
-    assert attention.submodules.kv_layernorm is TorchNorm
+    assert attention.submodules.kv_layernorm is LatentNorm
 
 
 @pytest.mark.parametrize(

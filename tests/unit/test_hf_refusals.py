@@ -115,9 +115,9 @@ REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
     ),
     "no model type": (change_config(model_type=None), ValueError, r"config\.json has no model_type; give the folder"),
     "a key that changes the numbers": (
-        change_config(attention_bias=True),
+        change_config(hidden_act="gelu"),
         ValueError,
-        r"config\.json: attention_bias=True is not supported, because Megatron has biases .*; only False is",
+        r"config\.json: hidden_act='gelu' is not supported, because Megatron's model .*; only 'silu' is",
     ),
     "an unknown key": (
         change_config(logit_softcapping=30.0),

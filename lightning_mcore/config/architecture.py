@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What some models have and Megatron's config has no field for, as plain data.
+
+``MCoreGPT(architecture={...})`` takes these settings by name; :class:`Architecture` has their defaults, which describe
+Megatron's own layers. ``layers/variants.py`` has the modules. A Megatron config carries the settings as an attribute,
+because Megatron hands its config to every module.
+
+Pure data: no torch, no megatron-core.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+LayerNorms = Literal["before", "around", "after"]
+HeadNorms = Literal["all_heads", "after_rotation"]
+
+_ATTRIBUTE = "architecture"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The settings, with the defaults that Megatron's layers have.
+
+    Args:
+        layer_norms: Where the norms of a layer are: before attention and MLP, around each of the two, or after each.
+        head_norms: Norms of queries and keys beside those of ``qk_layernorm``: over all heads together, or over each
+            head after its rotation.
+        attention_output_bias: Whether the output projection of attention has a bias without ``add_bias_linear``.
+        mlp_bias: Whether the projections of the MLP have biases without ``add_bias_linear``.
+        embedding_scale: Factor of the embedding of tokens.
+        residual_scale: Factor of what attention and MLP add.
+        logits_divisor: Divides the logits.
+        logits_cap: Logits ``x`` become ``cap * tanh(x / cap)``; None for no cap.
+        attention_cap: The same of the scores of attention.
+        window_rotary_base: Base of the rotary wavelengths of layers with a window, which are then not stretched; None
+            for those of the other layers.
+        latent_epsilon: ``layernorm_epsilon`` of the norms inside multi-latent attention; None for that of all norms.
+        softmax_choice_bias: Whether a softmax router has a fixed bias that affects only which experts are chosen.
+    """
+
+    layer_norms: LayerNorms = "before"
+    head_norms: HeadNorms | None = None
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_divisor: float = 1.0
+    logits_cap: float | None = None
+    attention_cap: float | None = None
+    window_rotary_base: float | None = None
+    latent_epsilon: float | None = None
+    softmax_choice_bias: bool = False
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any] | None) -> "Architecture":
+        """Check settings by name and value.
+
+        Args:
+            given: The settings that differ from the defaults; None for none.
+
+        Raises:
+            TypeError: They are not a mapping.
+            ValueError: A name is unknown, or a value is not allowed.
+        """
+        if given is None:
+            return cls()
+        if not isinstance(given, Mapping):
+            raise TypeError(f"architecture={given!r} is not a dict; give its settings by name")
+        for name, value in given.items():
+            if name not in ARCHITECTURE_DEFAULTS:
+                known = ", ".join(ARCHITECTURE_DEFAULTS)
+                raise ValueError(f"architecture has no setting {name!r}; choose from {known}")
+            _check(name, value)
+        return cls(**given)
+
+    @property
+    def fits_transformer_engine(self) -> bool:
+        """Whether TransformerEngine's layers can have it."""
+        plain = Architecture()
+        return all(getattr(self, name) == getattr(plain, name) for name in _TORCH_BACKEND_ONLY)
+
+    def check_transformer_engine(self) -> None:
+        """Refuse settings that TransformerEngine's layers do not have.
+
+        Raises:
+            ValueError: There is one.
+        """
+        for name in _TORCH_BACKEND_ONLY:
+            value = getattr(self, name)
+            if value != ARCHITECTURE_DEFAULTS[name]:
+                raise ValueError(
+                    f"architecture has {name}={value!r}, which TransformerEngine's layers do not have; set"
+                    " transformer_impl='local'"
+                )
+
+
+_TORCH_BACKEND_ONLY = (
+    "layer_norms",
+    "head_norms",
+    "attention_output_bias",
+    "mlp_bias",
+    "attention_cap",
+    "latent_epsilon",
+)
+
+ARCHITECTURE_DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Architecture)}
+"""All settings with their defaults."""
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "layer_norms": get_args(LayerNorms),
+    "head_norms": (None, *get_args(HeadNorms)),
+    **dict.fromkeys(("attention_output_bias", "mlp_bias", "softmax_choice_bias"), (False, True)),
+}
+
+
+def _check(name: str, value: Any) -> None:
+    choices = _CHOICES.get(name)
+    if choices is not None:
+        if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
+            raise ValueError(f"architecture has {name}={value!r}; choose {' or '.join(map(repr, choices))}")
+        return
+    if value is None and ARCHITECTURE_DEFAULTS[name] is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ValueError(f"architecture has {name}={value!r}; give a number above 0")
+
+
+def set_architecture(config: Any, architecture: Architecture) -> None:
+    """Attach the settings to a Megatron config, which carries them to the modules."""
+    setattr(config, _ATTRIBUTE, architecture)
+
+
+def architecture_of(config: Any) -> Architecture:
+    """Return the settings of a Megatron config; the defaults for a config that has none."""
+    found: Architecture = getattr(config, _ATTRIBUTE, _PLAIN)
+    return found
+
+
+_PLAIN = Architecture()

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The norms of the torch backend."""
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_mcore.config.architecture import architecture_of
+from lightning_mcore.layers.router import scale_gradient
+
+_KINDS = ("LayerNorm", "RMSNorm")
+
+
+class TorchNorm(nn.Module):
+    """LayerNorm or RMSNorm, as the config says, that works under sequence parallelism.
+
+    Under sequence parallelism each tensor-parallel rank normalises its own tokens, so the gradients of the weights are
+    partial sums. ``sequence_parallel`` on a parameter makes Megatron's ``finalize_model_grads`` add them up. The norms
+    of queries and keys see some of the heads rather than some of the tokens; Megatron finds those by name, with or
+    without sequence parallelism.
+
+    Source: ``TENorm`` (megatron.core.extensions.transformer_engine, 0.16.1 and 0.19.2).
+
+    Args:
+        config: Reads ``normalization``, ``layernorm_zero_centered_gamma``, ``params_dtype`` and ``sequence_parallel``.
+        hidden_size: Size of the last dimension.
+        eps: Added to the variance.
+
+    Raises:
+        ValueError: ``normalization`` is neither LayerNorm nor RMSNorm.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        check_norm(config)
+        self.config = config
+        self.hidden_size = hidden_size
+        self.eps = eps
+        start = 0.0 if config.layernorm_zero_centered_gamma else 1.0
+        self.weight = nn.Parameter(torch.full((hidden_size,), start, dtype=config.params_dtype))
+        self.bias: nn.Parameter | None = None
+        if config.normalization == "LayerNorm":
+            self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalise the last dimension.
+
+        Args:
+            hidden_states: [..., hidden_size], any float dtype.
+
+        Returns:
+            The same shape in the dtype of the weights, which differs from that of the input with
+            ``fp32_residual_connection``.
+        """
+        weight, bias = self._weights()
+        dtype, computed = weight.dtype, hidden_states.dtype
+        if self.config.layernorm_zero_centered_gamma:
+            weight = weight + 1
+        weight = weight.to(computed)
+        if bias is None:
+            return functional.rms_norm(hidden_states, (self.hidden_size,), weight, self.eps).to(dtype)
+        return functional.layer_norm(hidden_states, (self.hidden_size,), weight, bias.to(computed), self.eps).to(dtype)
+
+    def _weights(self) -> tuple[Tensor, Tensor | None]:
+        return self.weight, self.bias
+
+    def extra_repr(self) -> str:
+        """Describe the norm in ``print(model)``."""
+        kind = "RMSNorm" if self.bias is None else "LayerNorm"
+        return f"{kind}, {self.hidden_size}, eps={self.eps}"
+
+
+class LatentNorm(TorchNorm):
+    """A norm inside multi-latent attention, whose epsilon may differ from that of the other norms."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(config, hidden_size, architecture_of(config).latent_epsilon or eps)
+
+
+class LatentQueryNorm(LatentNorm):
+    """The norm of the compressed queries of multi-latent attention.
+
+    Without sequence parallelism every tensor-parallel rank sees the same tokens here, and has the whole gradient of the
+    weights. But ``finalize_model_grads``, which goes by its name, treats it like a norm of some of the heads and sums
+    over the ranks. So each rank contributes its share.
+    """
+
+    def _weights(self) -> tuple[Tensor, Tensor | None]:
+        ranks = self.config.tensor_model_parallel_size
+        if ranks == 1 or self.config.sequence_parallel:
+            return super()._weights()
+        bias = self.bias if self.bias is None else scale_gradient(self.bias, 1 / ranks)
+        return scale_gradient(self.weight, 1 / ranks), bias
+
+
+class RotatedHeadNorm(TorchNorm):
+    """The norm of queries or keys after their rotation, with the same weights for every head.
+
+    Each tensor-parallel rank has some of the heads, so the gradients of the weights are partial sums. Megatron averages
+    the gradients of parameters that have this mark, so each rank contributes its share times the number of ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(config, hidden_size, eps)
+        for parameter in self.parameters():
+            parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
+
+    def _weights(self) -> tuple[Tensor, Tensor | None]:
+        ranks = self.config.tensor_model_parallel_size
+        bias = self.bias if self.bias is None else scale_gradient(self.bias, ranks)
+        return scale_gradient(self.weight, ranks), bias
+
+
+def check_norm(config: TransformerConfig) -> None:
+    """Refuse an unknown ``normalization``.
+
+    Raises:
+        ValueError: It is neither LayerNorm nor RMSNorm.
+    """
+    if config.normalization not in _KINDS:
+        raise ValueError(f"normalization={config.normalization!r} is unknown; choose {' or '.join(_KINDS)}")

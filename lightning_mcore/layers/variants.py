@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules for the settings of ``config/architecture.py``, which megatron-core does not have.
+
+``spec.gpt_block_spec`` puts them into Megatron's layers, and :func:`scale_ends` into its embedding and output layer.
+None of them knows a layout beyond its own tensor-parallel group, so pipelines, context parallelism, packed rows and
+recomputation work as with Megatron's own modules.
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_mcore.config.architecture import Architecture, architecture_of
+from lightning_mcore.layers.norms import TorchNorm
+
+
+class NormAndAdd(MegatronModule):  # type: ignore[misc]  # megatron-core has no type information
+    """Adds the output of attention or MLP to the residual, after a norm and a factor.
+
+    It takes the place of Megatron's ``get_bias_dropout_add``, so it is called with two switches and returns a function.
+
+    Args:
+        config: Reads ``hidden_size``, ``layernorm_epsilon`` and the architecture.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+        architecture = architecture_of(config)
+        self.scale = architecture.residual_scale
+        self.norm: TorchNorm | None = None
+        if architecture.layer_norms != "before":
+            self.norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+        """Return the function that adds; ``fused`` has no effect."""
+        return functools.partial(self._add, training)
+
+    def _add(
+        self, training: bool, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float
+    ) -> Tensor:
+        """Return the sum, [s / cp / tp, b, h]; / tp only with sequence parallelism."""
+        output, bias = output_and_bias
+        if bias is not None:
+            output = output + bias
+        if self.norm is not None:
+            output = self.norm(output)
+        if self.scale != 1.0:
+            output = output * self.scale
+        return residual + functional.dropout(output, dropout, training)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over the ranks of a group, of which each uses the whole; so is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        whole = part.clone()
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        whole = gradients[0].clone()
+        dist.all_reduce(whole, group=ctx.group)
+        return whole, None
+
+
+class _NormOfAllHeads(nn.Module):
+    """RMSNorm over all heads together, of which each tensor-parallel rank has some.
+
+    Args:
+        config: Reads the number of heads, ``params_dtype`` and ``tensor_model_parallel_size``.
+        hidden_size: Channels of a head.
+        eps: Added to the variance.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.group = parallel_state.get_tensor_model_parallel_group()
+        self.width = self.heads(config) * hidden_size
+        own = self.width // self.group.size()
+        self.weight = nn.Parameter(torch.ones(own, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    @staticmethod
+    def heads(config: TransformerConfig) -> int:
+        """Return the number of heads of the whole model."""
+        raise NotImplementedError
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Normalise [s, b, h / tp, d] (packed [t, h / tp, d]), any float dtype, computing in fp32."""
+        values = heads.float()
+        squares = values.square().sum(dim=(-2, -1), keepdim=True)
+        if self.group.size() > 1:
+            squares = _SumOverRanks.apply(squares, self.group)  # type: ignore[no-untyped-call]
+        normalised = (values * torch.rsqrt(squares / self.width + self.eps)).to(heads.dtype)
+        return normalised * self.weight.view(heads.shape[-2:]).to(heads.dtype)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Describe the weight, which tensor-parallel ranks share, for a checkpoint."""
+        own = self.state_dict(prefix="", keep_vars=True)
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, {"weight": 0}, sharded_offsets)
+        return found
+
+
+class NormOfAllQueries(_NormOfAllHeads):
+    """RMSNorm over all heads of queries."""
+
+    @staticmethod
+    def heads(config: TransformerConfig) -> int:
+        """Return the number of heads of the whole model."""
+        return int(config.num_attention_heads)
+
+
+class NormOfAllKeys(_NormOfAllHeads):
+    """RMSNorm over all heads of keys."""
+
+    @staticmethod
+    def heads(config: TransformerConfig) -> int:
+        """Return the number of heads of the whole model."""
+        return int(config.num_query_groups)
+
+
+class AttentionOfWindows(SelfAttention):  # type: ignore[misc]  # megatron-core has no type information
+    """Megatron's attention; a layer with a window has rotary wavelengths of its own, which nothing stretches."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, layer_number: int, **kwargs: Any) -> None:
+        base = architecture_of(config).window_rotary_base
+        own = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        if own:
+            config = copy.copy(config)
+            for name in [name for name in vars(config) if name.startswith("yarn_")]:
+                delattr(config, name)  # Megatron scales every rotation by the factor of YaRN otherwise
+        super().__init__(config, *args, layer_number=layer_number, **kwargs)
+        self.rotation: RotaryEmbedding | None = None
+        if own:
+            self.rotation = RotaryEmbedding(
+                config.kv_channels,
+                1.0,
+                rotary_interleaved=config.rotary_interleaved,
+                rotary_base=base,
+                use_cpu_initialization=config.use_cpu_initialization,
+            )
+
+    def forward(self, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any) -> Any:
+        """Compute attention; ``rotary_pos_emb`` is [s / cp, 1, 1, d], for packed rows [t, 1, 1, d]."""
+        if self.rotation is not None and rotary_pos_emb is not None:
+            packed = kwargs.get("packed_seq_params") is not None
+            ranks = 1 if packed else self.config.context_parallel_size
+            rotary_pos_emb = self.rotation(rotary_pos_emb.size(0) * ranks, packed_seq=packed)
+        return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+
+
+@functools.cache
+def with_bias(linear: type[nn.Module]) -> type[nn.Module]:
+    """Return a linear layer of Megatron that always has a bias."""
+
+    class WithBias(linear):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "bias": True})
+
+    return WithBias
+
+
+def scale_ends(chunk: Any, architecture: Architecture) -> None:
+    """Scale the embedding and the logits of a ``GPTModel`` chunk, and cap its logits."""
+    if architecture.embedding_scale != 1.0 and hasattr(chunk, "embedding"):
+        chunk.embedding.register_forward_hook(functools.partial(_scaled, architecture.embedding_scale))
+    divisor, cap = architecture.logits_divisor, architecture.logits_cap
+    if chunk.post_process and (divisor != 1.0 or cap is not None):
+        chunk.output_layer.register_forward_hook(functools.partial(_logits, divisor, cap))
+
+
+def _scaled(scale: float, module: nn.Module, inputs: Any, embedding: Tensor) -> Tensor:
+    """Return [s, b, h] times a factor, rounded to its dtype first, as transformers does."""
+    return embedding * torch.tensor(scale, dtype=embedding.dtype, device=embedding.device)
+
+
+def _logits(divisor: float, cap: float | None, module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Return the output of Megatron's output layer with other logits."""
+    logits, bias = output
+    logits = logits / divisor if divisor != 1.0 else logits
+    return (logits if cap is None else capped(logits, cap)), bias
+
+
+def capped(values: Tensor, cap: float) -> Tensor:
+    """Return values, of any shape and float dtype, pressed smoothly into ``(-cap, cap)``."""
+    return torch.tanh(values / cap) * cap
