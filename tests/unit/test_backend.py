@@ -21,8 +21,8 @@ from torch import Tensor
 
 from lightning_mcore import MCoreGPT
 from lightning_mcore.layers import spec as backend
-from lightning_mcore.layers.session import single_process
 from lightning_mcore.layers.norms import LatentNorm
+from lightning_mcore.layers.session import single_process
 from lightning_mcore.layers.spec import TorchAttention, TorchNorm, gpt_block_spec, resolve_transformer_impl
 from lightning_mcore.layers.transformer_config import build_transformer_config
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime

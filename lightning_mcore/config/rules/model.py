@@ -13,6 +13,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
+from lightning_mcore.config.architecture import architecture_of
+
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -265,10 +267,10 @@ def _check_combinations(config: "TransformerConfig") -> None:
             f"choose expert_tensor_parallel_size={config.tensor_model_parallel_size} or more expert parallelism"
         )
     selected = (config.recompute_modules or ()) if config.recompute_granularity == "selective" else ()
-    if "mlp" in selected and config.add_bias_linear:
+    if "mlp" in selected and (config.add_bias_linear or architecture_of(config).mlp_bias):
         # Megatron's recomputation returns the bias, a parameter, as an output, which makes it a node of its own graph.
         raise ValueError(
-            "recompute_modules with 'mlp' needs add_bias_linear=False: otherwise the backward pass of megatron-core"
+            "recompute_modules with 'mlp' needs add_bias_linear=False (and no mlp_bias): otherwise the backward pass of megatron-core"
             " calls itself without end; set it, or leave 'mlp' out"
         )
     staged = config.pipeline_model_parallel_size > 1
