@@ -270,8 +270,8 @@ def _check_combinations(config: "TransformerConfig") -> None:
     if "mlp" in selected and (config.add_bias_linear or architecture_of(config).mlp_bias):
         # Megatron's recomputation returns the bias, a parameter, as an output, which makes it a node of its own graph.
         raise ValueError(
-            "recompute_modules with 'mlp' needs add_bias_linear=False (and no mlp_bias): otherwise the backward pass of megatron-core"
-            " calls itself without end; set it, or leave 'mlp' out"
+            "recompute_modules with 'mlp' needs add_bias_linear=False (and no mlp_bias): otherwise the backward pass of"
+            " megatron-core calls itself without end; set it, or leave 'mlp' out"
         )
     staged = config.pipeline_model_parallel_size > 1
     halved = config.pipeline_dtype is not None and config.pipeline_dtype.itemsize < 4
