@@ -35,7 +35,7 @@ LIGHTNING ?=
 SOURCE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install check docs format test test-fast test-thorough test-lightning test-mcore-latest test-te test-te-suite fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-fp8 bench bench-checkpoint \
+.PHONY: help install check docs format test test-fast test-thorough test-lightning test-ray test-mcore-latest test-te test-te-suite fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-fp8 bench bench-checkpoint \
 	bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-startup gpu torture faults mutate clean
 
 help:  ## list the commands
@@ -126,6 +126,9 @@ test-te-suite: $(TE)/.unpacked  ## run TransformerEngine's own tests as they are
 			"https://github.com/NVIDIA/TransformerEngine, and name it: make test-te-suite SOURCE=/path/to/TransformerEngine" \
 			>&2; exit 1; }
 	PYTHONPATH=$(CURDIR):$(CURDIR)/$(TE)/site $(RUN) -m tests.te_suite --source "$(SOURCE)" $(ARGS)
+
+test-ray: $(INSTALLED)  ## run the tests that start Ray (about ten minutes)
+	TEST_RAY=1 $(RUN) -m pytest $(PYTEST_ARGS) tests/on_ray
 
 # Lightning's tests import packages of their own. They go into an environment that borrows all the rest from .venv, so
 # that our own tests run without them.

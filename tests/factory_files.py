@@ -119,7 +119,7 @@ TRAIN_LORA: dict[str, tuple[dict[str, Any], str | None]] = {
     "qwen3_lora_sft": ({}, None),
     "qwen3_lora_pretrain": (PRETRAIN, None),
     "qwen3_lora_sft_ds3": ({"deepspeed": ZERO3}, None),
-    "qwen3_lora_sft_ray": ({"ray_num_workers": 4}, "ray_num_workers: 4 belongs to a launch on Ray"),
+    "qwen3_lora_sft_ray": ({"ray_num_workers": 4}, None),
     "qwen3_lora_dpo": ({"stage": "dpo", "pref_beta": 0.1, "pref_loss": "sigmoid", "dataset": "dpo_en_demo"}, None),
     "qwen3_lora_kto": ({"stage": "kto", "pref_beta": 0.1, "dataset": "kto_en_demo"}, None),
     "qwen3_lora_reward": ({"stage": "rm", "dataset": "dpo_en_demo"}, None),

@@ -14,6 +14,7 @@ from it. ``mapping.py`` decides which callbacks a run has.
 import importlib.util
 import inspect
 import logging
+import os
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -31,6 +32,7 @@ from megatron.core.optimizer import OptimizerConfig
 from lightning_mcore.arguments.mapping import callback_settings, logger_settings
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.config.communication import CommunicationOptions
+from lightning_mcore.config.ray import ON_RAY
 from lightning_mcore.config.run import RunSettings, class_and_arguments
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
@@ -196,13 +198,17 @@ def make_trainer(arguments: Any, settings: RunSettings, overrides: Mapping[str, 
         arguments: ``TrainingArguments``.
         settings: The run that the arguments describe.
         overrides: Arguments of ``Trainer`` that replace those of the run; ``callbacks`` and ``plugins`` are added
-            instead.
+            instead. In a worker of Ray, devices and ranks are Ray's.
 
     Raises:
         ModuleNotFoundError: A logger of ``report_to`` is not installed.
         TypeError: ``Trainer`` has no such argument.
     """
     _check_names("argument of Trainer", overrides, pl.Trainer)
+    if ON_RAY in os.environ:
+        from lightning_mcore.strategy.ray import worker_arguments
+
+        overrides = worker_arguments(overrides)
     seed_everything(arguments)
     _set_process(arguments)
     values: dict[str, Any] = dict(settings.trainer)

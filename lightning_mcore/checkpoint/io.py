@@ -145,7 +145,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             return
         if storage_options is not None:
             raise TypeError("storage_options are not supported; configure fsspec instead")
-        while len(self._saves) >= self.max_in_flight or self._is_in_flight(target):
+        while len(self._saves) >= self.max_in_flight or self.is_in_flight(path):
             self._finish_oldest(another_follows=True)
         _finish_before_exit(self)
         staging = (self._stagings.pop() if self._stagings else Staging()) if self.async_save else None
@@ -155,6 +155,11 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         self._lost = None
         if not self.async_save:
             self._finish_oldest()
+
+    def is_in_flight(self, path: _PATH) -> bool:
+        """Return whether ``path`` is being written, whatever path leads to its folder; collective over the world."""
+        target = _absolute(path)
+        return bool(self._saves) and decide(lambda: _place(target) in [_place(save.path) for save in self._saves])
 
     def poll(self) -> None:
         """Finish the oldest save if all ranks have written it; collective over the world, called between steps.
@@ -341,10 +346,6 @@ class MCoreCheckpointIO(TorchCheckpointIO):
                 return ShardReader(where, read_metadata(where, content), locate, check, safe)
 
             return load_shards(on_all(open_reader), sharded_state, process_group("dp_cp"))
-
-    def _is_in_flight(self, target: str) -> bool:
-        """Return whether ``target`` is being written, whatever path leads to its folder; collective over the world."""
-        return bool(self._saves) and decide(lambda: _place(target) in [_place(save.path) for save in self._saves])
 
     def _finish_oldest(self, another_follows: bool = False) -> None:
         while not self._advance_oldest(another_follows):

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_mcore.arguments.documents import read_text, read_yaml
+from lightning_mcore.config.ray import RaySettings
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.config.value_checks import accepts, choices_of
 
@@ -193,6 +194,8 @@ def _fault_at_the_top(settings: Mapping[str, Any], roots: Sequence[str]) -> str 
             fault = _fault_in_call(name, value, Trainer)
         elif name == "seed_everything":
             fault = _fault_in_value(name, value, bool | int | None)
+        elif name == "ray":
+            fault = _fault_in_value(name, value, RaySettings | None)
         elif name in _CLASSES and value is not None:
             fault = _fault_in_value(name, value, kinds[name])
         if fault:

@@ -21,9 +21,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningCLI, instantiate_class
 
 from lightning_mcore.checkpoint.weights import hyper_parameters_of, refuse_code
+from lightning_mcore.cli import ray as on_ray
 from lightning_mcore.cli.command import refused
 from lightning_mcore.cli.config_errors import explain, on_one_line, overlooked_fault
 from lightning_mcore.cli.guard import Beginning, guarded
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.ray import ON_RAY, RaySettings
+from lightning_mcore.config.run import class_and_arguments
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.data.preference.datamodule import MCorePreferenceData
 from lightning_mcore.data.pretraining.datamodule import MCorePretrainingData
@@ -135,6 +139,60 @@ class TrainingCLI(LightningCLI):
         self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
 
 
+class _OnRay(Exception):  # noqa: N818 - not an error: it leaves LightningCLI's constructor
+    """A command whose ranks Ray starts."""
+
+    def __init__(self, settings: RaySettings, trainer: Mapping[str, Any]) -> None:
+        self.settings, self.trainer = settings, trainer
+
+
+class CommandCLI(TrainingCLI):
+    """``TrainingCLI`` with the options ``--ray.*`` of our own commands."""
+
+    def add_core_arguments_to_parser(self, parser: Any) -> None:
+        """Add the options of a launch on Ray.
+
+        Args:
+            parser: Lightning's parser.
+        """
+        super().add_core_arguments_to_parser(parser)
+        parser.add_argument("--ray", type=RaySettings | None, default=None, help="Let Ray start the ranks.")
+
+    def parse_arguments(self, parser: Any, args: Any) -> None:
+        """Parse the command line, and leave the constructor if Ray is to start the ranks.
+
+        Args:
+            parser: Lightning's parser.
+            args: The words to parse.
+        """
+        super().parse_arguments(parser, args)
+        values = self.config[self.config["subcommand"]]
+        given = values.pop("ray", None)  # so that LightningCLI reads the saved file too
+        if given is not None and ON_RAY not in os.environ:
+            raise _OnRay(RaySettings(**given.as_dict()), values["trainer"].as_dict())
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """Create the trainer; in a worker of Ray, with Ray's ranks.
+
+        Args:
+            kwargs: Arguments that replace those of the file.
+        """
+        if ON_RAY not in os.environ:
+            return super().instantiate_trainer(**kwargs)
+        from lightning_mcore.strategy.ray import prepare_trainer, worker_arguments
+
+        return prepare_trainer(super().instantiate_trainer(**worker_arguments(self.config_init["trainer"] | kwargs)))
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        """Return the arguments of the trainer's function; a run that Ray has restarted resumes from its checkpoint."""
+        arguments: dict[str, Any] = super()._prepare_subcommand_kwargs(subcommand)
+        if ON_RAY in os.environ and subcommand == "fit":
+            from lightning_mcore.strategy.ray import checkpoint_to_resume
+
+            arguments["ckpt_path"] = checkpoint_to_resume() or arguments.get("ckpt_path")
+        return arguments
+
+
 def train(arguments: Sequence[str], beginning: Beginning) -> None:
     """Run a command of LightningCLI.
 
@@ -146,7 +204,7 @@ def train(arguments: Sequence[str], beginning: Beginning) -> None:
         ValueError: The arguments are wrong, or the file that they name is.
     """
     quiet = {"exit_on_error": False}
-    TrainingCLI(
+    CommandCLI(
         args=list(arguments),
         parser_kwargs={"prog": "lightning-mcore", **quiet, **{name: dict(quiet) for name in TrainingCLI.subcommands()}},
         save_config_kwargs={"overwrite": True},  # a second run into the same folder is common
@@ -165,7 +223,19 @@ def run(arguments: Sequence[str]) -> int:
         return refused(f'lightning-mcore {name} needs jsonargparse; pip install "lightning-mcore[cli]"')
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # class_path finds a module of this folder, as with python -m
-    return guarded(lambda beginning: train(arguments, beginning))
+    try:
+        return guarded(lambda beginning: train(arguments, beginning))
+    except _OnRay as asked:
+        settings = asked.settings.beside(str(asked.trainer["default_root_dir"] or ""))
+        return on_ray.run(__name__, arguments, settings, _layout(asked.trainer["strategy"]), asked.trainer)
+
+
+def _layout(strategy: Any) -> ParallelLayout:
+    """Return the layout of a strategy in a file; a worker refuses strategies that are not ours."""
+    _, arguments = class_and_arguments(strategy)
+    return ParallelLayout(
+        **{name: arguments[name] for name in ParallelLayout.__dataclass_fields__ if name in arguments}
+    )
 
 
 def parse(

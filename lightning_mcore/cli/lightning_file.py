@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from lightning_mcore.cli.fit import TrainingCLI, parse, refuse_lone_scheduler
+from lightning_mcore.cli.fit import CommandCLI, TrainingCLI, parse, refuse_lone_scheduler
+from lightning_mcore.config.ray import RaySettings
 from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.strategy import precision_faults
 from lightning_mcore.config.run import RunSettings, class_and_arguments, rows_of_pairs
@@ -15,7 +16,7 @@ from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.planning.signatures import Arguments, fields_of, of_model, of_precision, of_strategy, of_trainer
 
 COMMANDS = ("fit", "validate", "test", "predict")
-TOP_KEYS = ("trainer", "model", "data", "optimizer", "lr_scheduler", "seed_everything", "ckpt_path", "verbose")
+TOP_KEYS = ("trainer", "model", "data", "optimizer", "lr_scheduler", "seed_everything", "ckpt_path", "verbose", "ray")
 _OF_OTHER_COMMANDS = {"verbose": "validate", "return_predictions": "predict"}
 _NOT_OF_THE_RUN = ("strategy", "precision", "plugins", "callbacks", "logger", "profiler")
 _OF_DATA = ("batch_size", "seq_length", "packing")
@@ -23,7 +24,7 @@ _LIGHTNING_PRECISIONS = ("MixedPrecision", "HalfPrecision")
 _SHORT_PRECISIONS = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
 
-class _Reader(TrainingCLI):
+class _Reader(CommandCLI):
     """Only parses, without the steps that follow."""
 
     def __init__(self, documents: Sequence[Mapping[str, Any]], words: list[str]) -> None:
@@ -99,6 +100,7 @@ def settings_of_lightning(
         model=of_model,
         trainer={name: value for name, value in trainer.items() if name not in _NOT_OF_THE_RUN},
         data=rows_of_pairs(of_model, _data(values.get("data")) | elsewhere),
+        ray=None if values.get("ray") is None else RaySettings(**values["ray"]),
     )
 
 

@@ -8,16 +8,21 @@
 
 The whole file is checked before any slow import. The run prints its layout and batch, saves checkpoints in
 ``output_dir`` and losses in ``trainer_log.jsonl``, and writes the model in Hugging Face form, or the adapters in
-PEFT's, at the end. Ranks are started here, one for each device, or by ``torchrun``.
+PEFT's, at the end. Ranks are started here, one for each device, by ``torchrun``, or by Ray (``ray_num_workers``).
 """
 
+import dataclasses
 import math
 import os
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning_mcore.arguments.megatron_rules import given_layout
+from lightning_mcore.arguments.ray import RayArguments
 from lightning_mcore.cli.command import DONE, CommandParser, run_command
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.ray import ON_RAY
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
     from lightning_mcore.arguments.llamafactory.run import FactoryRun
     from lightning_mcore.cli.guard import Beginning
 
+_OF_RAY = ("ray_min_workers", "ray_max_failures", "ray_save_steps")  # which no release of LLaMA-Factory has as keys
 _MOVE_SECONDS = 120.0  # time to rename and delete files
 
 
@@ -48,9 +54,26 @@ def run(arguments: Sequence[str]) -> int:
     asked = read[0]
     if isinstance(asked, FactoryExport):
         return run_command(asked.write)
+    if asked.ray.use_ray and ON_RAY not in os.environ:
+        return _on_ray(asked, options, arguments)
     from lightning_mcore.cli.guard import guarded
 
     return guarded(lambda beginning: _train(asked, options, beginning))
+
+
+def _on_ray(asked: "FactoryRun", options: dict[str, Any], words: Sequence[str]) -> int:
+    """Run the same command on Ray's workers, and return the exit code."""
+    from lightning_mcore.cli import ray as on_ray
+
+    arguments = asked.arguments
+    trainer = {
+        "accelerator": "cpu" if arguments.use_cpu else options["accelerator"],
+        "devices": options["devices"],
+        "num_nodes": options["nodes"],
+        "accumulate_grad_batches": arguments.gradient_accumulation_steps,
+    }
+    settings = asked.ray.settings().beside(str(arguments.output_dir))
+    return on_ray.run(__name__, words, settings, ParallelLayout(**given_layout(arguments)), trainer)
 
 
 def _parser() -> CommandParser:
@@ -65,6 +88,9 @@ def _parser() -> CommandParser:
         help="ranks on each machine; default: torchrun's, all GPUs, or on a CPU as many as the layout needs",
     )
     parser.add_argument("--nodes", type=int, help="machines; default: torchrun's, or 1")
+    for name in _OF_RAY:
+        option = next(field for field in dataclasses.fields(RayArguments) if field.name == name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=option.metadata["help"])
     parser.add_argument(
         "--accelerator", choices=["auto", "cpu", "cuda"], default="auto", help="the device; default: auto"
     )
@@ -73,10 +99,17 @@ def _parser() -> CommandParser:
 
 def _read(options: dict[str, Any]) -> "FactoryRun | FactoryExport":
     from lightning_mcore.arguments.llamafactory.export import read_export
-    from lightning_mcore.arguments.llamafactory.run import read_run
+    from lightning_mcore.arguments.llamafactory.run import FactoryRun, read_run
 
     given = options["file"], options["overrides"]
-    return read_export(*given) or read_run(*given)
+    read = read_export(*given) or read_run(*given)
+    of_ray = {name: options[name] for name in _OF_RAY if options[name] is not None}
+    if not of_ray:
+        return read
+    if not isinstance(read, FactoryRun):
+        name = next(iter(of_ray)).replace("_", "-")
+        raise ValueError(f"--{name} is for training, and the file exports a model; leave it out")
+    return dataclasses.replace(read, ray=dataclasses.replace(read.ray, **of_ray))
 
 
 def _train(asked: "FactoryRun", options: dict[str, Any], beginning: "Beginning") -> None:
@@ -126,6 +159,8 @@ def _resume(asked: "FactoryRun") -> str | None:
     from lightning_mcore.arguments.llamafactory.output import where_to_resume
 
     arguments = asked.arguments
+    if (restarted := asked.ray.checkpoint) is not None:
+        return restarted
     folder = str(arguments.output_dir)
     given = arguments.ckpt_path
     if given is not None:
@@ -194,7 +229,7 @@ def batch_line(asked: "FactoryRun", trainer: "pl.Trainer") -> str:
     strategy: Any = trainer.strategy
     world = trainer.world_size
     copies = strategy.layout.data_parallel_size(world)
-    rows, steps = asked.arguments.per_device_train_batch_size, asked.arguments.gradient_accumulation_steps
+    rows, steps = asked.arguments.per_device_train_batch_size, trainer.accumulate_grad_batches
     what = "pairs of rows" if asked.keys.learns_preferences else "rows"
     return (
         f"layout: {strategy.layout.describe(world)}\n"

@@ -34,6 +34,8 @@ from typing import Any
 from lightning_mcore.arguments.documents import read_text, read_yaml
 from lightning_mcore.cli.command import DONE, WRONG, CommandParser, run_command
 from lightning_mcore.cli.lightning_file import COMMANDS, TOP_KEYS, refuse_unknown_option, settings_of_lightning
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.ray import elastic_sizes
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.hf.source import is_unknown_on_hub
@@ -42,6 +44,7 @@ from lightning_mcore.planning.plan import make_plan
 from lightning_mcore.planning.report import report
 from lightning_mcore.planning.suggest import Kind, suggest, suggestion_text
 
+_OF_LAYOUT = {field.name for field in fields(ParallelLayout)}
 _BACKENDS = {"local": "local", "te": "transformer_engine"}
 _DEVICES_OF_A_NODE = 8
 
@@ -114,6 +117,7 @@ def _plan(options: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> int:
         raise ValueError(f"--model {options['model']} and the config.json in {folder} are two models; give one of them")
     settings = settings_of_files(files, overrides, folder or options["model"], options["seq_length"])
     devices, per_node = device_numbers(settings, options["devices"], options["nodes"])
+    settings = _with_sizes(settings)
     machine, memory = _machine(options, settings)
     backend = _BACKENDS[options["backend"]] if options["backend"] else None
     if options["suggest"]:
@@ -133,6 +137,22 @@ def _plan(options: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> int:
     return WRONG if plan.errors else DONE
 
 
+def _with_sizes(settings: RunSettings) -> RunSettings:
+    """Return the settings with a note of the numbers of workers that an elastic run on Ray can have.
+
+    Raises:
+        ValueError: The layout divides none of them.
+    """
+    ray = settings.ray
+    if ray is None:
+        return settings
+    layout = {key: value for key, value in settings.strategy.items() if key in _OF_LAYOUT}
+    accumulated = settings.trainer.get("accumulate_grad_batches") or 1
+    sizes = elastic_sizes(ParallelLayout(**layout), ray.least, ray.most, accumulated)
+    shown = ", ".join(f"{size} (accumulate_grad_batches={batches})" for size, batches in sizes.items())
+    return replace(settings, notes=(*settings.notes, f"workers that Ray starts, with the same global batch: {shown}"))
+
+
 def _say_what_is_missing(settings: RunSettings) -> None:
     """If the model is a name on the hub whose config is not here, say so first."""
     path = settings.model.get("path")
@@ -149,7 +169,8 @@ def device_numbers(settings: RunSettings, devices: int | None, nodes: int | None
     """Return the number of devices of the whole run and of one node.
 
     Args:
-        settings: The run; ``trainer.devices`` and ``trainer.num_nodes`` are used if no number is given.
+        settings: The run; its Ray workers, or ``trainer.devices`` and ``trainer.num_nodes``, are used if no number is
+            given.
         devices: Devices of the whole run, from the command line.
         nodes: Number of nodes, from the command line.
 
@@ -162,6 +183,8 @@ def device_numbers(settings: RunSettings, devices: int | None, nodes: int | None
         of_node = len(of_node)
     if isinstance(of_node, str) and of_node.isdigit():
         of_node = int(of_node)
+    if devices is None and settings.ray is not None:
+        devices = settings.ray.most
     if devices is None:
         if not isinstance(of_node, int) or of_node < 1:
             raise ValueError(
@@ -295,19 +318,20 @@ def kind_of(document: Mapping[str, Any], path: str) -> Kind:
 
 def argument_names() -> set[str]:
     """Return the names of Hugging Face style arguments."""
-    from lightning_mcore.arguments import Seq2SeqTrainingArguments
+    from lightning_mcore.arguments import RayArguments, Seq2SeqTrainingArguments
 
-    return {field.name for field in fields(Seq2SeqTrainingArguments)} | {"model_name_or_path"}
+    named = {field.name for kind in (Seq2SeqTrainingArguments, RayArguments) for field in fields(kind)}
+    return named | {"model_name_or_path"}
 
 
 def _arguments(document: Mapping[str, Any], overrides: Sequence[tuple[str, str]], model: str | None) -> RunSettings:
     """Read a file of Hugging Face style arguments."""
-    from lightning_mcore.arguments import Seq2SeqTrainingArguments, parse_arguments
+    from lightning_mcore.arguments import RayArguments, Seq2SeqTrainingArguments, parse_arguments
 
     values = {**document, **{key.replace("-", "_"): read_yaml(text, f"{key}={text}") for key, text in overrides}}
     beside = {name: values.pop(name) for name in _BESIDE_ARGUMENTS if name in values}
     values.setdefault("output_dir", "outputs")
-    (arguments,) = parse_arguments(values, Seq2SeqTrainingArguments)
+    arguments, ray = parse_arguments(values, Seq2SeqTrainingArguments, RayArguments)
     name = model if model is not None else beside.get("model_name_or_path")
     settings: RunSettings = arguments.settings(name, seq_length=beside.get("seq_length", beside.get("cutoff_len")))
-    return settings
+    return replace(settings, ray=ray.settings() if ray.use_ray else None)

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_mcore.config.ray import RaySettings
+
 
 @dataclass(frozen=True)
 class RunSettings:
@@ -25,6 +27,7 @@ class RunSettings:
         data: ``batch_size`` (rows of a DataLoader batch on one data-parallel rank), ``seq_length`` (tokens), and other
             arguments of the data.
         notes: A line for each key that the run treats differently from what the file says.
+        ray: How Ray starts the run; None without Ray.
     """
 
     strategy: Mapping[str, Any] = field(default_factory=dict)
@@ -33,6 +36,7 @@ class RunSettings:
     trainer: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    ray: RaySettings | None = None
 
 
 def class_and_arguments(given: Any) -> tuple[str, dict[str, Any]]:

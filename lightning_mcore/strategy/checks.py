@@ -79,6 +79,16 @@ def checked_micro_batch_size(micro_batch_size: int | None) -> int | None:
     return micro_batch_size
 
 
+def planned_world_size(strategy: "MCoreStrategy") -> int:
+    """Return the number of ranks of a run, before its process group is open.
+
+    It is that of the environment if it has started them, because Ray may place unequal numbers on its machines.
+    """
+    environment = strategy.cluster_environment
+    started = environment is not None and environment.creates_processes_externally
+    return max(strategy.num_nodes * strategy.num_processes, environment.world_size() if started and environment else 1)
+
+
 # ---- the strategy meets the module
 
 
@@ -91,7 +101,7 @@ def check_meeting(strategy: "MCoreStrategy", module: pl.LightningModule) -> None
         ValueError: Settings contradict each other, the module or the machine.
     """
     layout, precision = strategy.layout, strategy.precision_plugin
-    world_size = strategy.num_nodes * strategy.num_processes
+    world_size = planned_world_size(strategy)
     layout.validate_world(world_size)
     _check_module(module, layout)
     ddp_config = strategy.gradients.resolve(precision.ddp_fields())

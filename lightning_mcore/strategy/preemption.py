@@ -201,7 +201,7 @@ class PreemptionCheckpoint(Checkpoint):
         if more_follows and self._requeue_signal in self._arrived:
             paths += [trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)]
         for path in trainer.strategy.broadcast(paths):
-            with _saving_synchronously(trainer):
+            with saving_synchronously(trainer):
                 trainer.save_checkpoint(path)
             if trainer.is_global_zero:
                 logger.warning("%s: step %d is saved as %s", ", ".join(self._arrived), trainer.global_step, path)
@@ -213,7 +213,7 @@ class PreemptionCheckpoint(Checkpoint):
         ``_FitLoop.on_advance_end`` (Lightning 2.6.6).
         """
         if self._requeue_signal in self._arrived:
-            with _saving_synchronously(trainer):
+            with saving_synchronously(trainer):
                 trainer._signal_connector._slurm_sigusr_handler_fn(signal.Signals[self._requeue_signal], None)  # type: ignore[arg-type]
         trainer._signal_connector.received_sigterm = True
 
@@ -299,7 +299,7 @@ class _Note:
 
 
 @contextlib.contextmanager
-def _saving_synchronously(trainer: pl.Trainer) -> Iterator[None]:
+def saving_synchronously(trainer: pl.Trainer) -> Iterator[None]:
     """Save synchronously, because the run ends here and a requeued job may not have time to finish the save later."""
     plugin = trainer.strategy.checkpoint_io
     if not isinstance(plugin, MCoreCheckpointIO) or not plugin.async_save:

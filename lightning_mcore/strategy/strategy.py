@@ -59,6 +59,7 @@ from lightning_mcore.strategy.checks import (
     check_meeting,
     check_schedule,
     checked_micro_batch_size,
+    planned_world_size,
     refuse_to_stop_iterating,
 )
 from lightning_mcore.strategy.gradient_settings import GradientSettings, reduce_scatter_restored
@@ -205,7 +206,7 @@ class MCoreStrategy(DDPStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Arguments that make ranks of one model copy read the same samples, and model copies read different ones."""
-        world_size = self.num_nodes * self.num_processes
+        world_size = planned_world_size(self)
         rank = self.layout.coordinates(self.global_rank, world_size).data_parallel_rank
         return {"num_replicas": self.layout.data_parallel_size(world_size), "rank": rank}
 
@@ -394,9 +395,8 @@ class MCoreStrategy(DDPStrategy):
 
     def on_predict_start(self) -> None:
         """Refuse a dataset that gives ranks with shared experts different numbers of batches, which would hang."""
-        trainer = self._module.trainer
-        end_on_sigterm(trainer)
-        check_batches_to_predict(trainer, self.layout.expert_model_parallel_size)
+        end_on_sigterm(self._module.trainer)
+        check_batches_to_predict(self._module.trainer, self.layout.expert_model_parallel_size)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step forward only; every stage of a pipeline gets the result if a hook may read it."""

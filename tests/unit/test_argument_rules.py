@@ -329,29 +329,6 @@ def test_additional_configs_come_as_a_dict_as_text_and_as_a_file(tmp_path: Path)
 # ---- LLaMA-Factory's
 
 
-def test_workers_of_ray_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("USE_RAY", raising=False)
-    assert RayArguments(master_addr="10.0.0.1", master_port="29500").environment() == {
-        "MASTER_ADDR": "10.0.0.1",
-        "MASTER_PORT": "29500",
-    }
-    cases: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"ray_num_workers": 2}, "ray_num_workers=2 asks for Ray's workers"),
-        ({"ray_num_workers": 0}, "ray_num_workers=0 is too small"),
-        ({"ray_init_kwargs": '{"num_cpus": 1}'}, "does nothing without Ray's workers"),
-        ({"ray_init_kwargs": "{"}, "is not JSON"),
-        ({"master_port": "none"}, "master_port='none' is not a port"),
-    )
-    for values, message in cases:
-        with pytest.raises(ValueError, match=message):
-            RayArguments(**values)
-    with pytest.raises(TypeError, match="ray_num_workers='2' is of type str"):
-        RayArguments(ray_num_workers="2")  # type: ignore[arg-type]
-    monkeypatch.setenv("USE_RAY", "1")
-    with pytest.raises(ValueError, match="USE_RAY=1 asks for Ray's workers"):
-        RayArguments()
-
-
 def test_fp8_of_llama_factory_is_transformer_engines(tmp_path: Path) -> None:
     for backend in ("auto", "te"):
         merged = Fp8Arguments(fp8=True, fp8_backend=backend).merged_into({"bf16": True, "output_dir": str(tmp_path)})

@@ -268,7 +268,6 @@ _TOKENS = "changes the vocabulary, which is that of model_name_or_path; change t
 _HUB = "asks for a model on a hub by more than its name; download it first, and give its folder as model_name_or_path"
 _HYPER = "belongs to HyperParallel; the parallel sizes are tensor_model_parallel_size and so on"
 _PROFILER = "belongs to a profiler that is not available; give the Trainer a profiler in Python"
-_RAY = "belongs to a launch on Ray, which is not supported yet; start the same command with torchrun"
 
 _GROUPS: dict[str, dict[str, Any]] = {
     _FULL: {
@@ -435,7 +434,6 @@ _GROUPS: dict[str, dict[str, Any]] = {
         "profile_modules": None,
         "print_param_status": False,
     },
-    _RAY: {"ray_num_workers": 1, "ray_init_kwargs": None, "master_addr": None, "master_port": None},
     "asks for a slow tokenizer, and these models have fast ones": {"use_fast_tokenizer": True},
     "splits special tokens, which templates consist of": {"split_special_tokens": False},
     "changes how transformers reads weights; here each rank reads its own parts of them": {"low_cpu_mem_usage": True},

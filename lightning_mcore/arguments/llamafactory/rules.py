@@ -18,6 +18,10 @@ from lightning_mcore.config.text import unknown_name
 OWN = {field.name for field in dataclasses.fields(FactoryKeys)}
 """Names of the supported keys that are not training or Megatron arguments."""
 
+OF_RAY = {"ray_num_workers", "ray_init_kwargs", "master_addr", "master_port"}
+OF_RAY |= {"ray_run_name", "ray_storage_path", "resources_per_worker", "placement_strategy"}  # of older releases
+"""Names of the keys of a launch on Ray; ``RayArguments`` has more, which are options of our command."""
+
 _PRECISIONS = ("bf16_mixed", "fp16_mixed", "fp32")
 _BRIDGE_FP8 = "set fp8: hybrid and bf16: true for FP8"
 
@@ -32,7 +36,7 @@ def check_names(given: Mapping[str, Any], path: str) -> None:
     Raises:
         ValueError: A name is unknown.
     """
-    known = OWN | set(REFUSED) | _training_fields()
+    known = OWN | OF_RAY | set(REFUSED) | _training_fields()
     for key in given:
         if key not in known:
             raise ValueError(unknown_name(f"key of {path}", key, known))

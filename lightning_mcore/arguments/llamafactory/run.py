@@ -19,7 +19,8 @@ from lightning_mcore.arguments.llamafactory.fp8 import Fp8Arguments
 from lightning_mcore.arguments.llamafactory.freeze import trained_parts
 from lightning_mcore.arguments.llamafactory.keys import REFUSED, FactoryKeys, notes_of, translated
 from lightning_mcore.arguments.llamafactory.preference import preference_of
-from lightning_mcore.arguments.llamafactory.rules import OWN, check_keys, check_names, check_supported, own_keys
+from lightning_mcore.arguments.llamafactory.rules import OF_RAY, OWN, check_keys, check_names, check_supported, own_keys
+from lightning_mcore.arguments.ray import RayArguments
 from lightning_mcore.config.run import RunSettings, rows_of_pairs
 from lightning_mcore.data.finetuning.chat import ChatTemplate, named_template
 from lightning_mcore.data.preprocess.tokenizer import auto_tokenizer
@@ -45,6 +46,7 @@ class FactoryRun:
         evaluation: The evaluation datasets.
         template: The chat template; None for the tokenizer's own.
         notes: A note for each key whose meaning differs slightly here.
+        ray: The keys of a launch on Ray.
     """
 
     keys: FactoryKeys
@@ -53,6 +55,7 @@ class FactoryRun:
     evaluation: tuple[DatasetEntry, ...]
     template: ChatTemplate | None
     notes: tuple[str, ...] = ()
+    ray: RayArguments = dataclasses.field(default_factory=RayArguments)
 
     @property
     def model_path(self) -> str:
@@ -84,7 +87,8 @@ class FactoryRun:
         if self.keys.learns_preferences:
             model = {**model, "preference": preference_of(self.keys, self.keys.stage)}
             data = rows_of_pairs(model, data)
-        return dataclasses.replace(settings, model=model, data=data, notes=self.notes)
+        ray = self.ray.settings() if self.ray.use_ray else None
+        return dataclasses.replace(settings, model=model, data=data, notes=self.notes, ray=ray)
 
     def model(self) -> "MCoreGPT":
         """Build the model, with the loss that the file asks for.
@@ -193,7 +197,9 @@ def read_run(path: str, overrides: Sequence[str] = ()) -> FactoryRun:
     train = read_datasets(own.dataset, own.dataset_dir) if own.dataset else []
     evaluation = read_datasets(own.eval_dataset, own.dataset_dir) if own.eval_dataset else []
     _check_datasets(own, train, evaluation)
-    return FactoryRun(own, arguments, tuple(train), tuple(evaluation), template, notes_of(own))
+    ray = RayArguments(**{key: value for key, value in given.items() if key in OF_RAY})
+    ray.refuse_address()
+    return FactoryRun(own, arguments, tuple(train), tuple(evaluation), template, notes_of(own), ray)
 
 
 def _refuse_model(keys: FactoryKeys) -> None:
@@ -246,7 +252,7 @@ def _arguments(keys: FactoryKeys, given: Mapping[str, Any]) -> "Seq2SeqTrainingA
     """Return the training and Megatron arguments, including those that follow from other keys."""
     from lightning_mcore.arguments.training import Seq2SeqTrainingArguments
 
-    values = {key: value for key, value in given.items() if key not in OWN and key not in REFUSED}
+    values = {key: value for key, value in given.items() if key not in OWN | OF_RAY | set(REFUSED)}
     if "output_dir" not in values:
         raise ValueError("the file has no output_dir; give the folder for checkpoints and the model")
     if keys.use_megatron_bridge:

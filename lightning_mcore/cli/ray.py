@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a command of ``lightning-mcore`` on Ray's workers, with the output and the exit code of a run without Ray.
+
+``fit.py`` and ``llamafactory.py`` call :func:`run` when their file asks for Ray. Each worker then runs the same command
+with the same words. What rank 0 prints is printed here; what others print is in Ray's logs.
+"""
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_mcore.cli.command import EXPECTED, FAILED, INTERRUPTED, refused
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.ray import RaySettings, elastic_sizes
+
+_SPARE = ("auto", -1, "-1", None)  # devices of a run that takes as many as there are
+_GPUS = {"cpu": False, "gpu": True, "cuda": True}
+
+
+def run(
+    module: str, words: Sequence[str], settings: RaySettings, layout: ParallelLayout, trainer: Mapping[str, Any]
+) -> int:
+    """Run a command on Ray's workers, and return its exit code.
+
+    Args:
+        module: The module of the command.
+        words: What its function ``run`` takes.
+        settings: How Ray starts the run, with ``storage_path``.
+        layout: The parallel layout.
+        trainer: ``accelerator``, ``devices``, ``num_nodes`` and ``accumulate_grad_batches`` of the trainer.
+    """
+    try:
+        _check_devices(settings, trainer)
+        sizes = elastic_sizes(layout, settings.least, settings.most, trainer["accumulate_grad_batches"])
+        from lightning_mcore.strategy import ray
+
+        code = ray.launch(settings, sizes, _work, module, list(words), gpus=_GPUS.get(trainer["accelerator"]))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        if type(error).__module__.startswith("ray."):
+            print(error, file=sys.stderr)  # with the traceback of the workers that failed
+            return FAILED
+        if not isinstance(error, EXPECTED):
+            raise
+        return refused(error)
+    return INTERRUPTED if code is None else int(code)
+
+
+def _check_devices(settings: RaySettings, trainer: Mapping[str, Any]) -> None:
+    """Refuse numbers of devices that are not those of Ray's workers."""
+    devices, nodes = trainer["devices"], trainer["num_nodes"] or 1
+    if isinstance(devices, list):
+        devices = len(devices)
+    if devices not in _SPARE and int(devices) * nodes != settings.most:
+        raise ValueError(
+            f"devices={devices} times num_nodes={nodes} is not num_workers={settings.most}, the ranks that Ray starts;"
+            " leave devices and num_nodes out"
+        )
+
+
+def _work(module: str, words: list[str]) -> int:
+    """Run a command in a worker."""
+    code: int = importlib.import_module(module).run(words)
+    return code

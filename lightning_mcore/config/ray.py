@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A launch on Ray as plain data, and the numbers of workers that a layout allows.
+
+Ray starts, restarts and resizes the workers (``strategy/ray.py``). Here is what can be said before: which numbers of
+workers a run can have, and how many batches each of them accumulates so that a step learns from the same samples.
+"""
+
+import json
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.value_checks import choices, require_choice, require_size
+
+ON_RAY = "LIGHTNING_MCORE_ON_RAY"
+"""Environment variable of the workers of a launch."""
+
+Placement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+
+
+@dataclass(frozen=True)
+class RaySettings:
+    """How Ray Train starts a run.
+
+    Args:
+        num_workers: Ranks of the run; a pair is the least and the most of an elastic run.
+        resources_per_worker: What each worker takes, such as ``{"CPU": 4, "GPU": 1}``; None for one GPU and one CPU, or
+            without GPUs for one CPU.
+        storage_path: A folder that all machines share, or a URL, for what Ray keeps of the run; None for the folder
+            ``ray`` beside the run's own files.
+        name: Name of the run in ``storage_path``; a run of the same name continues there. None for a new name.
+        max_failures: How often the run starts again from its last checkpoint after a worker has failed; -1 for always.
+        save_every_n_steps: Optimizer steps between two of the checkpoints that a restarted run continues from; None for
+            one at the end of each epoch. Without failures or sizes to survive, none is saved.
+        placement_strategy: How Ray places the workers on machines; ``PACK`` fills one after the other.
+        init_kwargs: Arguments of ``ray.init``, as a dict or as JSON text.
+        master_addr: Address at which the ranks meet, on the machine of rank 0; None for Ray's choice.
+        master_port: Port there; None for a free one.
+
+    Raises:
+        TypeError: A value has another type.
+        ValueError: A value is out of range.
+    """
+
+    num_workers: int | tuple[int, int]
+    resources_per_worker: dict[str, float] | None = None
+    storage_path: str | None = None
+    name: str | None = None
+    max_failures: int = 0
+    save_every_n_steps: int | None = None
+    placement_strategy: Placement = "PACK"
+    init_kwargs: dict[str, Any] | str | None = field(default=None)
+    master_addr: str | None = None
+    master_port: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for size in self.num_workers if isinstance(self.num_workers, tuple) else (self.num_workers,):
+            require_size("num_workers", size)
+        if isinstance(self.num_workers, tuple) and (len(self.num_workers) != 2 or self.least > self.most):
+            raise ValueError(f"num_workers={self.num_workers} is not a range; give the least and the most workers")
+        require_size("max_failures", self.max_failures, at_least=-1)
+        if self.save_every_n_steps is not None:
+            require_size("save_every_n_steps", self.save_every_n_steps)
+        require_choice("placement_strategy", self.placement_strategy, Placement)
+        if self.master_port is not None:
+            require_size("master_port", self.master_port)
+            if self.master_port > 65535:
+                raise ValueError(f"master_port={self.master_port} is not a port; choose 1 to 65535")
+        for name, amount in (self.resources_per_worker or {}).items():
+            if isinstance(amount, bool) or not isinstance(amount, int | float) or amount < 0:
+                raise ValueError(f"resources_per_worker has {name}={amount!r}; give a number of 0 or more")
+        object.__setattr__(self, "init_kwargs", read_init_kwargs("init_kwargs", self.init_kwargs))
+
+    @property
+    def least(self) -> int:
+        """The least number of workers."""
+        return self.num_workers[0] if isinstance(self.num_workers, tuple) else self.num_workers
+
+    @property
+    def most(self) -> int:
+        """The greatest number of workers."""
+        return self.num_workers[1] if isinstance(self.num_workers, tuple) else self.num_workers
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run can be started again, and so needs checkpoints."""
+        return self.max_failures != 0 or self.least < self.most or self.save_every_n_steps is not None
+
+    def beside(self, folder: str) -> "RaySettings":
+        """Return the settings with ``storage_path`` filled in.
+
+        Args:
+            folder: Folder of the run's own files.
+        """
+        path = os.path.join(folder, "ray") if self.storage_path is None else self.storage_path
+        return replace(self, storage_path=path if "://" in path else os.path.abspath(path))
+
+
+def read_init_kwargs(name: str, given: Any) -> dict[str, Any]:
+    """Return the arguments of ``ray.init``, from a mapping or JSON text.
+
+    Args:
+        name: What the option is called in errors.
+        given: The option.
+
+    Raises:
+        TypeError: It is neither a mapping nor a text.
+        ValueError: The text is not a JSON object.
+    """
+    if given is None or isinstance(given, Mapping):
+        return dict(given or {})
+    if not isinstance(given, str):
+        raise TypeError(f"{name}={given!r} is of type {type(given).__name__}; give a dict or JSON text")
+    try:
+        loaded = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name}={given!r:.500} is not JSON: {error}; give an object") from error
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{name}={given!r} is not a JSON object; give one")
+    return loaded
+
+
+def elastic_sizes(layout: ParallelLayout, least: int, most: int, accumulate_grad_batches: int = 1) -> dict[int, int]:
+    """Return the numbers of workers that a run can have, and ``accumulate_grad_batches`` for each.
+
+    A number is admissible if the layout divides it and if a step can learn from the same number of batches as at the
+    largest one: with fewer copies of the model, each accumulates more batches.
+
+    Args:
+        layout: The parallel layout.
+        least: The least number of workers.
+        most: The greatest number of workers.
+        accumulate_grad_batches: Batches of an optimizer step on each data-parallel rank, at the largest admissible
+            number of workers.
+
+    Returns:
+        ``accumulate_grad_batches`` by number of workers, ascending; never empty.
+
+    Raises:
+        TypeError: A number is not an int.
+        ValueError: No number in the range is admissible.
+    """
+    require_size("least", least)
+    require_size("most", most, at_least=least)
+    require_size("accumulate_grad_batches", accumulate_grad_batches)
+    worlds = [world for world in range(least, most + 1) if _is_accepted(layout.validate_world, world)]
+    if not worlds:
+        given = f"num_workers={least}" if least == most else f"num_workers=({least}, {most})"
+        unit = next(world for world in range(1, 2**31) if _is_accepted(layout.validate_world, world))
+        near = [size for size in (least // unit * unit, (most // unit + 1) * unit) if size]
+        what = "is not a" if least == most else "contains no"
+        raise ValueError(
+            f"{given} {what} multiple of {unit}, the ranks of {layout.describe(unit)}; choose {choices(near)}"
+        )
+    batches = accumulate_grad_batches * layout.data_parallel_size(worlds[-1])
+    sizes = {}
+    for world in worlds:
+        accumulated, rest = divmod(batches, layout.data_parallel_size(world))
+        if world == worlds[-1] or (rest == 0 and _is_accepted(layout.validate_microbatches, accumulated)):
+            sizes[world] = accumulated
+    return sizes
+
+
+def _is_accepted(check: Callable[[int], None], number: int) -> bool:
+    try:
+        check(number)
+    except ValueError:
+        return False
+    return True
+
+
+def largest_size(sizes: Collection[int], available: int) -> int:
+    """Return the largest admissible number of workers.
+
+    Args:
+        sizes: The admissible numbers.
+        available: Workers for which there is room.
+
+    Returns:
+        The number; 0 if none is admissible.
+    """
+    return max((size for size in sizes if size <= available), default=0)
+
+
+def room(machines: Collection[Mapping[str, float]], needs: Mapping[str, float]) -> int:
+    """Return for how many workers the machines have room.
+
+    Args:
+        machines: Resources of each machine, by name.
+        needs: Resources of one worker.
+    """
+    wanted = {name: amount for name, amount in needs.items() if amount > 0}
+    if not wanted:
+        return 2**31
+    return sum(min(int(machine.get(name, 0) // amount) for name, amount in wanted.items()) for machine in machines)
+
+
+def check_room(num_workers: int, machines: Collection[Mapping[str, float]], needs: Mapping[str, float]) -> None:
+    """Refuse more workers than machines have room for, for which Ray would wait.
+
+    Args:
+        num_workers: The workers.
+        machines: Resources of each machine, by name.
+        needs: Resources of one worker.
+
+    Raises:
+        ValueError: There are too many workers.
+    """
+    found = room(machines, needs)
+    if found < num_workers:
+        each = ", ".join(f"{name} {amount:g}" for name, amount in needs.items())
+        count = f"{len(machines)} machine{'' if len(machines) == 1 else 's'}"
+        raise ValueError(
+            f"num_workers={num_workers} is more than Ray has room for: {count} can hold {found} workers of {each};"
+            " lower it, add machines, or change resources_per_worker"
+        )
