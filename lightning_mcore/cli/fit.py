@@ -181,7 +181,8 @@ class CommandCLI(TrainingCLI):
             return super().instantiate_trainer(**kwargs)
         from lightning_mcore.strategy.ray import prepare_trainer, worker_arguments
 
-        return prepare_trainer(super().instantiate_trainer(**worker_arguments(self.config_init["trainer"] | kwargs)))
+        given = {**self._get(self.config_init, "trainer"), **kwargs}
+        return prepare_trainer(super().instantiate_trainer(**worker_arguments(given)))
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Return the arguments of the trainer's function; a run that Ray has restarted resumes from its checkpoint."""
