@@ -279,14 +279,32 @@ class ElasticTorchTrainer(TorchTrainer):  # type: ignore[misc]  # Ray has no typ
     Args:
         train_loop_per_worker: The function that each worker calls.
         sizes: The admissible numbers of workers, as ``elastic_sizes`` returns them.
-        options: The other arguments of ``TorchTrainer``.
+        scaling_config: Ray's config of the workers.
+        train_loop_config: Argument of the function.
+        torch_config: Ray's config of the process group.
+        run_config: Ray's config of storage and failures.
 
     Raises:
         ValueError: No admissible number lies in the range of ``num_workers``, or there is no room for the least.
     """
 
-    def __init__(self, train_loop_per_worker: Callable[..., Any], *, sizes: Collection[int], **options: Any) -> None:
-        super().__init__(train_loop_per_worker, **options)
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[..., Any],
+        *,
+        sizes: Collection[int],
+        scaling_config: Any,
+        train_loop_config: dict[str, Any] | None = None,
+        torch_config: Any = None,
+        run_config: Any = None,
+    ) -> None:
+        super().__init__(
+            train_loop_per_worker,
+            train_loop_config=train_loop_config,
+            torch_config=torch_config,
+            scaling_config=scaling_config,
+            run_config=run_config,
+        )
         scaling = self.scaling_config
         self._sizes = [size for size in sizes if scaling.min_workers <= size <= scaling.max_workers]
         if not self._sizes:
@@ -302,8 +320,8 @@ class ElasticTorchTrainer(TorchTrainer):  # type: ignore[misc]  # Ray has no typ
 class _AdmissibleSizes(ElasticScalingPolicy):  # type: ignore[misc]
     """Ray's elastic policy with sizes that a layout divides.
 
-    Source: ``ElasticScalingPolicy._count_possible_workers`` (Ray 2.60), which rounds down to whole slices for TPUs. The
-    resources that it is given may include those of a machine that was lost seconds ago.
+    Source: ``ElasticScalingPolicy._count_possible_workers`` (Ray 2.60), which rounds down to whole slices for TPUs; it
+    may still be given the resources of a machine that was lost seconds ago.
     """
 
     def __init__(self, scaling_config: Any, sizes: Collection[int]) -> None:

@@ -128,7 +128,7 @@ def test_a_run_goes_on_when_machines_come_and_go(patience: None, tmp_path: Path)
     second = {"num_cpus": 2, "object_store_memory": SMALL["object_store_memory"]}
     lost = cluster.add_node(**second, env_vars={"TMPDIR": str(own[1])})
     ray.init(address=cluster.address, log_to_driver=False)
-    done: list[str] = []
+    results: list[Any] = []
 
     def wait(there: Callable[[list[int]], bool]) -> None:
         deadline = time.monotonic() + 15 * MINUTES
@@ -136,24 +136,21 @@ def test_a_run_goes_on_when_machines_come_and_go(patience: None, tmp_path: Path)
             assert time.monotonic() < deadline
             time.sleep(1)
 
-    def come_and_go() -> None:
-        wait(lambda worlds: worlds == [4])
-        cluster.remove_node(lost, allow_graceful=False)
-        wait(lambda worlds: worlds[-1] == 2)
-        cluster.add_node(**second, env_vars={"TMPDIR": str(own[2])})
-        wait(lambda worlds: worlds[-1] == 4)
-        done.append("came back")
-
-    thread = threading.Thread(target=come_and_go, daemon=True)
+    scaling = ray.train.ScalingConfig(num_workers=(2, 4), elastic_resize_monitor_interval_s=5)
+    trainer = ElasticTorchTrainer(train, sizes=sizes, scaling_config=scaling, **options(mine, failures=3))
+    thread = threading.Thread(target=lambda: results.append(trainer.fit()), daemon=True)
     thread.start()
     try:
-        scaling = ray.train.ScalingConfig(num_workers=(2, 4), elastic_resize_monitor_interval_s=5)
-        result = ElasticTorchTrainer(train, sizes=sizes, scaling_config=scaling, **options(mine, failures=3)).fit()
+        wait(lambda worlds: worlds == [4])
+        cluster.remove_node(lost, allow_graceful=False)
+        wait(lambda worlds: worlds == [4, 2])
+        cluster.add_node(**second, env_vars={"TMPDIR": str(own[2])})  # in this thread: it sets a handler of a signal
+        wait(lambda worlds: worlds == [4, 2, 4])
+        thread.join(15 * MINUTES)
     finally:
         ray.shutdown()
         cluster.shutdown()
-    thread.join(timeout=MINUTES)
-    assert done == ["came back"]
+    (result,) = results
     here, there = course_of(mine.folder), course_of(theirs.folder)
     assert list(here) == list(there) == list(range(1, result.metrics["step"] + 1))
     assert [samples for samples, _ in here.values()] == [samples for samples, _ in there.values()]

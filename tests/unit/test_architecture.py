@@ -8,6 +8,7 @@ here, with its reason, and not worked around.
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import re
 import tomllib
@@ -175,6 +176,8 @@ def test_a_file_is_named_for_what_it_holds(path: Path) -> None:
 @package_file
 def test_no_public_signature_swallows_a_misspelt_argument(path: Path) -> None:
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    if name == "lightning_mcore.strategy.ray" and importlib.util.find_spec("ray") is None:
+        pytest.skip("ray is not installed")
     module = importlib.import_module(name)
     found = [
         f"{owner.__name__}.{function.__name__}"
