@@ -211,7 +211,7 @@ def check_room(num_workers: int, machines: Collection[Mapping[str, float]], need
     """
     found = room(machines, needs)
     if found < num_workers:
-        each = ", ".join(f"{name} {amount:g}" for name, amount in needs.items())
+        each = ", ".join(f"{name} {amount:g}" for name, amount in needs.items() if amount)
         count = f"{len(machines)} machine{'' if len(machines) == 1 else 's'}"
         raise ValueError(
             f"num_workers={num_workers} is more than Ray has room for: {count} can hold {found} workers of {each};"

@@ -49,7 +49,7 @@ from lightning_mcore.strategy.strategy import MCoreStrategy
 try:
     import ray
     import ray.train
-    from pyarrow.fs import FileSystem, PyFileSystem
+    from pyarrow.fs import FileSystem, FileType, PyFileSystem
     from ray.train.lightning import RayLightningEnvironment
     from ray.train.torch import TorchConfig, TorchTrainer
     from ray.train.torch.config import _TorchBackend
@@ -66,6 +66,7 @@ __all__ = ["ElasticTorchTrainer", "RayReport", "checkpoint_to_resume", "launch",
 CHECKPOINT = "checkpoint.ckpt"
 """Name of our checkpoint in a folder that Ray knows of, as in Ray's own callback."""
 
+_MARK = ".validate_storage_marker"  # the file that Ray writes where a run begins
 _SMALL = {"include_dashboard": False, "object_store_memory": 100 * 2**20}  # bytes: a run keeps nothing in it
 _OF_A_NEW_CLUSTER = {"num_cpus", "num_gpus", "resources", "labels", "dashboard_host", "dashboard_port", *_SMALL}
 
@@ -141,13 +142,11 @@ def _check_device(strategy: MCoreStrategy) -> None:
 def _check_storage() -> None:
     """Refuse a storage path that is not the one of the process that started the run."""
     storage = ray.train.get_context().get_storage()
-    try:
-        storage._check_validation_file()
-    except RuntimeError:
+    if storage.storage_filesystem.get_file_info(f"{storage.experiment_fs_path}/{_MARK}").type == FileType.NotFound:
         raise _WorkerError(
             f"storage_path={storage.storage_fs_path} on the machine {socket.gethostname()} is not the folder of the"
             " machine that started the run; give a folder that all machines share, or a URL such as s3://bucket/runs"
-        ) from None
+        )
 
 
 def checkpoint_to_resume() -> str | None:
@@ -309,7 +308,8 @@ class ElasticTorchTrainer(TorchTrainer):  # type: ignore[misc]  # Ray has no typ
         self._sizes = [size for size in sizes if scaling.min_workers <= size <= scaling.max_workers]
         if not self._sizes:
             raise ValueError(f"num_workers={scaling.num_workers} contains none of the admissible sizes {[*sizes]}")
-        check_room(min(self._sizes), _machines(), scaling._resources_per_worker_not_none)
+        needs = {"CPU": scaling.num_cpus_per_worker, "GPU": scaling.num_gpus_per_worker}
+        check_room(min(self._sizes), _machines(), needs | scaling.additional_resources_per_worker)
 
     def _initialize_and_run_controller(self, **options: Any) -> Any:
         if self.scaling_config.elasticity_enabled:
@@ -406,15 +406,13 @@ def launch(
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # workers go to the folder of this process
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "300")  # the room is there; imports may take long
     with _cluster(settings):
-        machines = _machines()
-        gpus = any(machine.get("GPU") for machine in machines) if gpus is None else gpus
+        gpus = any(machine.get("GPU") for machine in _machines()) if gpus is None else gpus
         scaling = ray.train.ScalingConfig(
             num_workers=settings.num_workers if settings.least < settings.most else settings.most,
             use_gpu=gpus,
             resources_per_worker=settings.resources_per_worker,
             placement_strategy=settings.placement_strategy,
         )
-        check_room(min(sizes), machines, scaling._resources_per_worker_not_none)
         with _printed() as output:
             worker = _Worker(settings, dict(sizes), os.getcwd(), output)
             trainer = ElasticTorchTrainer(

@@ -238,7 +238,6 @@ class FakeRay:
             storage_filesystem=LocalFileSystem(),
             storage_fs_path=str(self.folder),
             experiment_fs_path=str(self.folder / "run"),
-            _check_validation_file=lambda: None,
         )
         numbers = dict.fromkeys(("get_world_size", "get_local_world_size"), lambda: self.world)
         zeros = dict.fromkeys(("get_world_rank", "get_local_rank", "get_node_rank"), lambda: 0)
@@ -259,6 +258,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     import torch
 
     stands_in = FakeRay(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".validate_storage_marker").touch()
     for name in ("get_context", "report", "get_preemption_info"):
         monkeypatch.setattr(ray.train, name, getattr(stands_in, name))
     monkeypatch.setattr(ray.train.torch, "get_device", lambda: torch.device("cpu"))
@@ -314,6 +315,9 @@ def test_a_trainer_that_does_not_fit_the_workers_is_refused(fake: FakeRay) -> No
         with pytest.raises((TypeError, ValueError), match=f"^{sentence}") as caught:
             prepare_trainer(wrong)
         assert "\n" not in str(caught.value)
+    (fake.folder / "run" / ".validate_storage_marker").unlink()
+    with pytest.raises(ValueError, match=r"^storage_path=.* is not the folder of the machine that started"):
+        prepare_trainer(good)
 
 
 @with_ray
