@@ -285,12 +285,37 @@ class MCoreCheckpointIO(TorchCheckpointIO):
                 raise ValueError(f"{where} is not a checkpoint: it holds a {type(content).__name__}; give another path")
             return content
         manifest = checkpoint_files.check_sizes(where)
-        lightning, ranks = (io.BytesIO(self._read(where, manifest, name)) for name in (LIGHTNING_FILE, RANKS_FILE))
-        safe = True if weights_only is None else weights_only
-        state: dict[str, Any] = torch.load(lightning, map_location or "cpu", weights_only=safe)
-        state[RANK_STATE] = torch.load(ranks, "cpu", weights_only=safe)
+        state: dict[str, Any] = _unpacked(self._read(where, manifest, LIGHTNING_FILE), weights_only, map_location)
+        state[RANK_STATE] = _unpacked(self._read(where, manifest, RANKS_FILE), weights_only)
         state[MANIFEST] = manifest
         return state
+
+    def load_directory(self, path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read Lightning's state of a directory as :meth:`load_checkpoint` does, together; collective over the world.
+
+        Rank 0 alone looks at the files, or they would be looked at as often as the square of the number of ranks.
+
+        Args:
+            path: The same on every rank.
+            weights_only: As in :meth:`load_checkpoint`.
+
+        Returns:
+            Lightning's dict and the manifest; the states of all ranks on rank 0 only, and None on the others.
+
+        Raises:
+            FileNotFoundError: There is nothing at ``path``.
+            ValueError: It is not a checkpoint, or is damaged.
+        """
+        where, of_ranks = str(path), []
+
+        def read() -> tuple[dict[str, Any], bytes]:
+            manifest = checkpoint_files.check_sizes(where)
+            of_ranks.append(_unpacked(self._read(where, manifest, RANKS_FILE), weights_only))
+            return manifest, self._read(where, manifest, LIGHTNING_FILE)
+
+        manifest, content = decide(read)
+        state = on_all(lambda: _unpacked(content, weights_only))
+        return {**state, RANK_STATE: of_ranks[0] if of_ranks else None, MANIFEST: manifest}
 
     @staticmethod
     def is_directory(path: _PATH) -> bool:
@@ -300,16 +325,20 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         fs, root = checkpoint_files.open_store(str(path))
         return bool(fs.isdir(root))
 
-    def read_contents(self, path: _PATH) -> Contents:
+    def read_contents(self, path: _PATH, manifest: dict[str, Any] | None = None) -> Contents:
         """Return the contents of a checkpoint directory, ours or Megatron's, without reading a tensor.
 
         Any rank may call it alone.
+
+        Args:
+            path: Local, or anything that fsspec opens.
+            manifest: Its manifest, if its files have been checked.
 
         Raises:
             FileNotFoundError: There is nothing at ``path``.
             ValueError: It is not a checkpoint, or is damaged.
         """
-        where, manifest = str(path), _manifest_of(str(path))
+        where, manifest = str(path), manifest or _manifest_of(str(path))
         described = read_metadata(where, self._read(where, manifest, METADATA_FILE)).state_dict_metadata
         return Contents(
             manifest=manifest or {},
@@ -318,7 +347,12 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         )
 
     def load_shards(
-        self, path: _PATH, sharded_state: dict[str, Any], *, weights_only: bool | None = None
+        self,
+        path: _PATH,
+        sharded_state: dict[str, Any],
+        *,
+        weights_only: bool | None = None,
+        manifest: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Read the tensors that ``sharded_state`` asks for; collective over the world.
 
@@ -326,6 +360,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             path: A sharded checkpoint, ours or one that Megatron wrote; the same on every rank.
             sharded_state: This rank's sharded tensors and objects; tensors with data are read into it.
             weights_only: Whether objects must be plain, as in ``torch.load``; None means True.
+            manifest: Its manifest, if its files have been checked.
 
         Returns:
             The state, with each description replaced by its tensor or object.
@@ -335,7 +370,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             ValueError: It is not a checkpoint, is damaged, or lacks a part that is asked for.
         """
         where = str(path)
-        manifest = decide(lambda: _manifest_of(where))
+        manifest = manifest or decide(lambda: _manifest_of(where))
         with contextlib.ExitStack() as stack, _without_advice_for_megatron():
             locate = on_all(lambda: _locator(where, stack))
             safe = True if weights_only is None else weights_only
@@ -398,6 +433,11 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         if self.verify == "checksums" and record is not None and f"{zlib.crc32(content):08x}" != record["crc32"]:
             raise damaged(path, f"the checksum of {name} differs from the one in the manifest")
         return content
+
+
+def _unpacked(content: bytes, weights_only: bool | None, map_location: Any | None = None) -> Any:
+    safe = True if weights_only is None else weights_only
+    return torch.load(io.BytesIO(content), map_location or "cpu", weights_only=safe)
 
 
 def _finish_before_exit(plugin: MCoreCheckpointIO) -> None:

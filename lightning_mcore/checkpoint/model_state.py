@@ -42,7 +42,7 @@ from lightning_mcore.checkpoint.optimizer_state import (
 )
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
 from lightning_mcore.parallel.chunks import ModelChunks
-from lightning_mcore.parallel.consensus import gather, on_all
+from lightning_mcore.parallel.consensus import decide, gather, on_all
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.pipeline import Pipeline
 
@@ -97,10 +97,12 @@ class StoredState:
         path: str,
         numbers: Sequence[Numbers] | None = None,
         weights_only: bool | None = None,
+        manifest: dict[str, Any] | None = None,
     ) -> Self:
-        """Open a checkpoint and read its contents; collective over the world."""
-        contents = on_all(lambda: io.read_contents(path))
-        return cls(path, contents, numbers, partial(io.load_shards, path, weights_only=weights_only))
+        """Open a checkpoint and read its contents on rank 0; collective over the world."""
+        contents = decide(lambda: io.read_contents(path, manifest))
+        read = partial(io.load_shards, path, weights_only=weights_only, manifest=contents.manifest)
+        return cls(path, contents, numbers, read)
 
     def weights(self) -> dict[str, Shape]:
         """Global shapes of the tensors that are not optimizer state."""

@@ -159,22 +159,25 @@ def _words(tensor: Tensor) -> Any:
     return tensor.numpy().view(numpy.uint32)
 
 
-def pick(places: Sequence[Mapping[str, int]], mine: Mapping[str, int]) -> tuple[int, bool]:
-    """Return whose saved state this rank takes, and whether it is its own.
+def pick(places: Sequence[Mapping[str, int]], wanted: Sequence[Mapping[str, int]]) -> list[tuple[int, bool]]:
+    """Return whose saved state each rank takes, and whether it is its own.
 
     Args:
         places: For each rank that saved a state, its coordinates and the sizes of the axes by name; one of the names is
             ``data_parallel_rank``.
-        mine: The same values for this rank.
+        wanted: The same values for each rank that takes one.
 
     Returns:
-        The index into ``places`` of the rank at the same place of the same layout, and True. If there is none, the
-        index of the first rank with the same data-parallel rank, modulo their number if there were fewer, and False:
-        all ranks of one model copy must draw the same data.
+        For each of them, the index into ``places`` of the rank at the same place of the same layout, and True. If there
+        is none, the index of the first rank with the same data-parallel rank, modulo their number if there were fewer,
+        and False: all ranks of one model copy must draw the same data.
     """
-    for index, place in enumerate(places):
-        if place == mine:
-            return index, True
-    copies = sorted({place["data_parallel_rank"] for place in places})
-    wanted = copies[mine["data_parallel_rank"] % len(copies)]
-    return next(i for i, place in enumerate(places) if place["data_parallel_rank"] == wanted), False
+    at_place = {frozenset(place.items()): index for index, place in reversed(list(enumerate(places)))}
+    of_copy = {place["data_parallel_rank"]: index for index, place in reversed(list(enumerate(places)))}
+    copies = sorted(of_copy)
+    return [
+        (at_place[frozenset(mine.items())], True)
+        if frozenset(mine.items()) in at_place
+        else (of_copy[copies[mine["data_parallel_rank"] % len(copies)]], False)
+        for mine in wanted
+    ]

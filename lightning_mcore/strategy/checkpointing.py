@@ -256,13 +256,18 @@ class Checkpoints:
         strategy = self._strategy
         self.finish()
         path: str = strategy.broadcast(str(checkpoint_path))  # not a Path, which breaks "http://"
-        state: dict[str, Any] = on_all(lambda: self._read(path, weights_only))
+        io = strategy.checkpoint_io
+        if isinstance(io, MCoreCheckpointIO) and decide(lambda: io.is_directory(path)):
+            state = io.load_directory(path, weights_only)
+        else:
+            state = on_all(lambda: self._read_file(path, weights_only))
         strategy.resume.restore(state.pop(RANK_STATE, None), state)
-        if state.pop(MANIFEST, None) is not None:
-            self._pending = StoredState.open(self._shard_io, path, state.pop(_NUMBERS, None), weights_only)
+        manifest = state.pop(MANIFEST, None)
+        if manifest is not None:
+            self._pending = StoredState.open(self._shard_io, path, state.pop(_NUMBERS, None), weights_only, manifest)
         return state
 
-    def _read(self, path: str, weights_only: bool | None) -> dict[str, Any]:
+    def _read_file(self, path: str, weights_only: bool | None) -> dict[str, Any]:
         strategy, layout = self._strategy, self._strategy.layout
         state: dict[str, Any] = strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         splits = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size > 1

@@ -64,7 +64,7 @@ from lightning_mcore.data.position import (
     skip_batches_of,
     step_plateaus,
 )
-from lightning_mcore.parallel.consensus import control_group
+from lightning_mcore.parallel.consensus import collect, control_group
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.random_state import RandomState, draw_other_numbers, from_plain, pick, put, take, to_plain
 
@@ -227,10 +227,11 @@ class ExactResume:
     # ---- loading
 
     def restore(self, states: list[dict[str, Any]] | None, checkpoint: dict[str, Any]) -> None:
-        """Read the states of the ranks that saved, before Lightning reads the rest of the checkpoint.
+        """Take a state of the ranks that saved, before Lightning reads the rest of the checkpoint; collective.
 
         Args:
-            states: The :meth:`rank_state` of each of these ranks; None or empty dicts leave everything to Lightning.
+            states: On rank 0, the :meth:`rank_state` of each of these ranks; None or empty dicts leave everything to
+                Lightning.
             checkpoint: The dict that Lightning will read; its loops and loaders are changed for this rank.
 
         Raises:
@@ -238,17 +239,20 @@ class ExactResume:
                 data-parallel ranks.
         """
         module = self._strategy.lightning_module
-        if not states or not all(states) or "loops" not in checkpoint:
+        if "loops" not in checkpoint:
             return
         if module is None or module._trainer is None or module.trainer.state.fn != TrainerFn.FITTING:
             return
         mine = self._coordinates()
-        index, is_own = pick([state["coordinates"] for state in states], mine)
-        ranks, now = states[0]["coordinates"]["data_parallel_size"], mine["data_parallel_size"]
-        place, random = Place(**states[index]["place"]), from_plain(states[index]["random"])
+        handed = _hand_out(states, mine)
+        if handed is None:
+            return
+        state, is_own, first = handed
+        ranks, now = first["coordinates"]["data_parallel_size"], mine["data_parallel_size"]
+        place, random = Place(**state["place"]), from_plain(state["random"])
         if not is_own:
             random = replace(random, device=None, tracker=None)
-        data = states[index] if ranks == now else states[0]  # all ranks share the same order
+        data = state if ranks == now else first  # all ranks share the same order
         loops = checkpoint["loops"]["fit_loop"]
         place.write(loops)
         loops["state_dict"].pop("combined_loader", None)
@@ -259,7 +263,7 @@ class ExactResume:
                 f"the checkpoint holds the states of dataloaders in the middle of an epoch on {ranks} data-parallel"
                 f" ranks, and {now} ranks cannot use them; resume on {ranks}, or from the end of an epoch"
             )
-        self._restored = _Restored(place, random, data["loaders"], ranks, states[index]["metrics"])
+        self._restored = _Restored(place, random, data["loaders"], ranks, state["metrics"])
 
     # ---- hooks
 
@@ -419,3 +423,30 @@ def _sentence(kind: str, restored: _Restored, ranks: int, then: int | None, now:
         f"data-parallel ranks{sizes[0]}, and {kind} without Lightning's distributed sampler cannot continue from "
         f"there on {ranks}{sizes[1]}; resume as it was saved, or from the end of an epoch"
     )
+
+
+def _hand_out(
+    states: list[dict[str, Any]] | None, mine: Mapping[str, int]
+) -> tuple[dict[str, Any], bool, dict[str, Any]] | None:
+    """Send each rank the saved state that it takes, from rank 0, which has them all; collective over the world.
+
+    Args:
+        states: On rank 0, the state of each rank that saved.
+        mine: The coordinates of this rank.
+
+    Returns:
+        The state, whether a rank of the same place saved it, and what the first rank said of the data; None if there
+        are no states.
+    """
+
+    def choose(wanted: list[Mapping[str, int]]) -> list[Any]:
+        if not states or not all(states):
+            return [None] * len(wanted)
+        first = {name: states[0][name] for name in ("coordinates", "loaders", "stateful")}
+        picked = pick([state["coordinates"] for state in states], wanted)
+        return [(states[index], is_own, first) for index, is_own in picked]
+
+    handed: list[Any] = [None]
+    dist.scatter_object_list(handed, collect(lambda: mine, choose), src=0, group=control_group())
+    found: tuple[dict[str, Any], bool, dict[str, Any]] | None = handed[0]
+    return found
