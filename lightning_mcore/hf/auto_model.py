@@ -15,21 +15,28 @@ runs all stages at each call, and every stage gets the result.
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from lightning_mcore.hf.family import HIDDEN, SCORING
+from lightning_mcore.hf.source import is_own_checkpoint, local_folder, read_config
 from lightning_mcore.layers.inputs import IGNORED_LABEL, ModelInputs, check_vocabulary
 from lightning_mcore.layers.losses import sum_over
 from lightning_mcore.layers.padded_rows import PaddedRows
-from lightning_mcore.layers.sampling import whole_logits
+from lightning_mcore.layers.sampling import whole_logits, whole_sequence
+from lightning_mcore.layers.score import HiddenStates, ScoreLayer
 from lightning_mcore.layers.spec import TransformerImpl
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.parallel.groups import from_last_stage, process_group
 from lightning_mcore.parallel.pipeline import Pipeline
 
+Head = Literal["causal-lm", "sequence-classification", "hidden-states"]
+_Compute = Callable[[Callable[..., Tensor]], Tensor]  # calls a function with the output of the last stage
 _BUILT = "_hf_model"  # attribute of the user's module
 _DEFAULTS = {
     "mtp_num_layers": None,  # transformers does not run these layers
@@ -42,6 +49,8 @@ def hf_model(
     module: pl.LightningModule,
     path: str,
     *,
+    head: Head = "causal-lm",
+    num_labels: int | None = None,
     family: str | None = None,
     transformer: Mapping[str, Any] | None = None,
     transformer_impl: TransformerImpl = "auto",
@@ -54,6 +63,11 @@ def hf_model(
     Args:
         module: The LightningModule that will hold the model; it need not be an ``MCoreModule``.
         path: Folder of the model, in safetensors, or its name on the Hugging Face hub.
+        head: What the model returns, as the classes of transformers: ``"causal-lm"`` as ``AutoModelForCausalLM``,
+            ``"sequence-classification"`` as ``AutoModelForSequenceClassification``, ``"hidden-states"`` as
+            ``AutoModel``. The last two also start from a language model, with a new layer of scores.
+        num_labels: Number of scores of ``"sequence-classification"``, 1 for a reward model; None for the number in the
+            model's config, or else 2.
         family: The kind of model, as in ``MCoreGPT.from_pretrained``; None for the family in its config.
         transformer: Fields of Megatron's ``TransformerConfig`` that replace those from the model's config.
         transformer_impl: ``"local"``, ``"transformer_engine"`` or ``"auto"``, as in ``MCoreGPT``.
@@ -66,16 +80,41 @@ def hf_model(
     """
     built: HFModel | None = module.__dict__.get(_BUILT)
     if built is None:
-        builder = MCoreGPT.from_pretrained(
+        kind = _KINDS.get(head)
+        if kind is None:
+            raise ValueError(f"head={head!r} is not known; choose {', '.join(map(repr, _KINDS))}")
+        builder = _Builder.from_pretrained(
             path,
-            family=family,
+            family=kind.family_of(path, family),
             transformer={**_DEFAULTS, **(transformer or {}), "calculate_per_token_loss": False},
             transformer_impl=transformer_impl,
         )
-        built = HFModel(builder)
+        assert isinstance(builder, _Builder)
+        built = kind(builder, num_labels)
         object.__setattr__(module, _BUILT, built)  # the user's attribute registers it as a submodule
     built.build(module._trainer)
     return built
+
+
+class _Builder(MCoreGPT):
+    """Builds the chunks, with another layer at the end of the model if one is set."""
+
+    make_output: Callable[[TransformerConfig], nn.Module] | None = None
+
+    def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
+        chunk = super().build_chunk(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+        if self.make_output is not None and post_process:
+            chunk.output_layer = self.make_output(self.config)
+        return chunk
+
+
+class _Call(NamedTuple):
+    """The arguments of a call of the model."""
+
+    input_ids: Tensor
+    rows: PaddedRows
+    labels: Tensor | None
+    num_items: Tensor | int | None
 
 
 class HFModel(nn.Module):
@@ -83,6 +122,7 @@ class HFModel(nn.Module):
 
     Args:
         builder: The module that builds the chunks and describes the model.
+        num_labels: As in :func:`hf_model`.
 
     Attributes:
         pipeline: The chunks of this rank.
@@ -90,9 +130,25 @@ class HFModel(nn.Module):
 
     pipeline: Pipeline
 
-    def __init__(self, builder: MCoreGPT) -> None:
+    suffix = ""
+    """The end of the name of its family."""
+
+    def __init__(self, builder: _Builder, num_labels: int | None) -> None:
         super().__init__()
         object.__setattr__(self, "_builder", builder)  # not a submodule: it holds the same chunks
+        if num_labels is not None and self.suffix != SCORING:
+            raise ValueError(
+                f"num_labels={num_labels} is given for a model without scores; leave it out, or give"
+                " head='sequence-classification'"
+            )
+
+    @classmethod
+    def family_of(cls, path: str, family: str | None) -> str | None:
+        """Return the name of the family whose rules read the weights at ``path``."""
+        if not cls.suffix or is_own_checkpoint(path):
+            return family
+        name = family or str(read_config(local_folder(path, weights=False))["model_type"])
+        return name if name.endswith(cls.suffix) else name + cls.suffix
 
     def build(self, trainer: "pl.Trainer | None") -> None:
         """Build the chunks for a run, unless an earlier run has built them.
@@ -175,16 +231,23 @@ class HFModel(nn.Module):
             RuntimeError: The second call in a step of training as a pipeline.
         """
         _refuse_others(others)
-        check_vocabulary({"tokens": input_ids, **({} if labels is None else {"labels": labels})}, self.vocab_size)
+        check_vocabulary({"tokens": input_ids}, self.vocab_size)
         rows = PaddedRows.of(input_ids, attention_mask, position_ids, self.pipeline.layout.sequence_multiple)
-        targets = None if labels is None else rows.targets(labels)
+        call = _Call(input_ids, rows, self._checked(labels, rows), num_items_in_batch)
         staged = self.pipeline.is_staged and not self.pipeline.is_active
         local = self._run(rows, input_ids)
-        result = partial(_on_all_stages if staged else _here, local, device=input_ids.device)
-        loss = None
-        if targets is not None:
-            loss = result(partial(self._mean_loss, rows=rows, targets=targets, num_items=num_items_in_batch))
-        return HFOutput(loss, partial(result, partial(self._whole_logits, rows=rows)))
+        return self._output(call, partial(_on_all_stages if staged else _here, local, device=input_ids.device))
+
+    def _checked(self, labels: Tensor | None, rows: PaddedRows) -> Tensor | None:
+        """Return the labels as the output takes them; on every stage, so that all of them raise."""
+        if labels is None:
+            return None
+        check_vocabulary({"tokens": labels.new_zeros(1, 1), "labels": labels}, self.vocab_size)
+        return rows.targets(labels)
+
+    def _output(self, call: _Call, compute: "_Compute") -> "HFOutput":
+        loss = None if call.labels is None else compute(partial(self._mean_loss, call=call, targets=call.labels))
+        return HFOutput(loss, logits=partial(compute, partial(self._whole_logits, rows=call.rows)))
 
     def _run(self, rows: PaddedRows, input_ids: Tensor) -> Tensor | None:
         """Return the logits of this rank, [b, length / cp, v / tp]; None on a stage that has none."""
@@ -197,9 +260,9 @@ class HFModel(nn.Module):
         logits: Tensor | None = self.pipeline(inputs.tokens, inputs.position_ids, None, **more)
         return logits
 
-    def _mean_loss(self, logits: Tensor, rows: PaddedRows, targets: Tensor, num_items: Tensor | int | None) -> Tensor:
+    def _mean_loss(self, logits: Tensor, call: _Call, targets: Tensor) -> Tensor:
         group = process_group("cp")
-        own = rows.share(targets, IGNORED_LABEL, group.rank(), group.size())
+        own = call.rows.share(targets, IGNORED_LABEL, group.rank(), group.size())
         counts = own != IGNORED_LABEL
         turned = logits.float().transpose(0, 1).contiguous()
         if turned.data_ptr() == logits.data_ptr():
@@ -207,7 +270,7 @@ class HFModel(nn.Module):
         chunk: Any = self.pipeline.chunks[-1]
         losses = chunk.compute_language_model_loss(own.masked_fill(~counts, 0), turned)
         total = sum_over(torch.where(counts, losses, 0.0).sum(), group)
-        return total / ((targets != IGNORED_LABEL).sum() if num_items is None else num_items)
+        return total / ((targets != IGNORED_LABEL).sum() if call.num_items is None else call.num_items)
 
     def _whole_logits(self, logits: Tensor, rows: PaddedRows) -> Tensor:
         return rows.restore(whole_logits(logits, self.vocab_size, process_group("tp"), process_group("cp")))
@@ -231,6 +294,8 @@ class HFModel(nn.Module):
             RuntimeError: It is called in ``training_step`` under pipeline parallelism.
             ValueError: Prompts are padded on the right, or transformers refuses an argument.
         """
+        if self.suffix:
+            raise TypeError("generate() needs logits over the vocabulary; give head='causal-lm' to hf_model()")
         if self.pipeline.is_active and self.pipeline.is_staged:
             raise RuntimeError(
                 "self.model.generate() was called in training_step under pipeline_model_parallel_size="
@@ -259,8 +324,8 @@ class HFModel(nn.Module):
         export_model(self._own_builder, save_directory, replace=True)
 
     @property
-    def _own_builder(self) -> MCoreGPT:
-        builder: MCoreGPT = self.__dict__["_builder"]
+    def _own_builder(self) -> _Builder:
+        builder: _Builder = self.__dict__["_builder"]
         return builder
 
     @property
@@ -268,32 +333,117 @@ class HFModel(nn.Module):
         return self.pipeline.chunks[0].config
 
 
+class HFClassifier(HFModel):
+    """As ``AutoModelForSequenceClassification``: scores of each row, from its last token; labels are [b].
+
+    ``logits`` are [b, num_labels] fp32, on all ranks. The loss is that of transformers for the config's
+    ``problem_type``, a mean over the rows of this batch.
+    """
+
+    suffix = SCORING
+
+    def __init__(self, builder: _Builder, num_labels: int | None) -> None:
+        super().__init__(builder, num_labels)
+        given = builder.hparams["hf"]["config"]
+        self.num_labels: int = num_labels or len(given.get("id2label") or ()) or 2
+        builder.make_output = partial(ScoreLayer, num_scores=self.num_labels)
+        builder.hparams["share_embeddings_and_output_weights"] = False
+
+    @cached_property
+    def config(self) -> Any:
+        """The model's config, as transformers reads it."""
+        config = super().config
+        if config.num_labels != self.num_labels:
+            config.num_labels = self.num_labels
+        return config
+
+    def _checked(self, labels: Tensor | None, rows: PaddedRows) -> Tensor | None:
+        if self.config.pad_token_id is None and rows.shape[0] > 1:
+            raise ValueError(
+                "the model's config has no pad_token_id, which tells the last token of a row; set"
+                " self.model.config.pad_token_id, or give rows one by one"
+            )
+        return labels
+
+    def _output(self, call: _Call, compute: "_Compute") -> "HFOutput":
+        from transformers.loss.loss_utils import ForSequenceClassificationLoss
+
+        logits = compute(partial(self._of_last_tokens, call=call))
+        loss = None
+        if call.labels is not None:
+            measure: Any = ForSequenceClassificationLoss
+            loss = measure(call.labels, logits, self.config)
+        return HFOutput(loss, logits=lambda: logits)
+
+    def _of_last_tokens(self, scores: Tensor, call: _Call) -> Tensor:
+        """Return the scores, [b, num_labels], of the last token of each row that is not the padding token."""
+        whole = call.rows.restore(whole_sequence(scores, process_group("cp")))
+        if self.config.pad_token_id is None:
+            return whole[:, -1]
+        columns = torch.arange(call.rows.shape[1], device=whole.device)
+        last = (columns * (call.input_ids != self.config.pad_token_id)).argmax(dim=1)
+        return whole[torch.arange(len(last), device=whole.device), last]
+
+
+class HFEncoder(HFModel):
+    """As ``AutoModel``: ``last_hidden_state``, [b, s, h] after the last norm, on all ranks; it takes no labels."""
+
+    suffix = HIDDEN
+
+    def __init__(self, builder: _Builder, num_labels: int | None) -> None:
+        super().__init__(builder, num_labels)
+        builder.make_output = HiddenStates
+        builder.hparams["share_embeddings_and_output_weights"] = False
+
+    def _checked(self, labels: Tensor | None, rows: PaddedRows) -> Tensor | None:
+        if labels is not None:
+            raise ValueError("labels are given to a model with head='hidden-states', which has no loss; leave them out")
+        return None
+
+    def _output(self, call: _Call, compute: "_Compute") -> "HFOutput":
+        return HFOutput(last_hidden_state=partial(compute, partial(self._whole_states, rows=call.rows)))
+
+    def _whole_states(self, states: Tensor, rows: PaddedRows) -> Tensor:
+        return rows.restore(whole_sequence(states, process_group("cp")))
+
+
+_KINDS: dict[str, type[HFModel]] = {
+    "causal-lm": HFModel,
+    "sequence-classification": HFClassifier,
+    "hidden-states": HFEncoder,
+}
+
+
 class HFOutput:
-    """What a call of :class:`HFModel` returns: attributes, or by name or index as in transformers.
+    """What a call of the model returns: attributes, or by name or index as in transformers.
 
     Args:
         loss: A scalar; None without labels.
-        logits: Gathers the logits, [b, s, v]; called once, when they are first read.
-
-    Attributes:
-        loss: The same.
+        parts: Functions that gather the other values; each is called once, when its value is first read.
     """
 
-    def __init__(self, loss: Tensor | None, logits: Callable[[], Tensor]) -> None:
+    def __init__(self, loss: Tensor | None = None, **parts: Callable[[], Tensor]) -> None:
         self.loss = loss
-        self._gather = logits
+        self._parts = parts
 
-    @cached_property
-    def logits(self) -> Tensor:
-        """The logits of all tokens, [b, s, v], in the dtype of the model's output; collective over the model copy."""
-        return self._gather()
+    def __getattr__(self, name: str) -> Tensor:
+        """Gather a value, such as ``logits``; collective over the ranks of the model copy."""
+        if name.startswith("_") or name not in self._parts:
+            raise AttributeError(f"the output has {', '.join(self.keys())}, not {name!r}")
+        value = self._parts[name]()
+        setattr(self, name, value)
+        return value
+
+    def keys(self) -> list[str]:
+        """Return the names of the values that there are."""
+        return [*([] if self.loss is None else ["loss"]), *self._parts]
 
     def __getitem__(self, key: str | int) -> Tensor:
-        """Return ``loss`` or ``logits`` by its name, or by its index among those that there are."""
-        names = ["logits"] if self.loss is None else ["loss", "logits"]
-        if isinstance(key, str) and key not in names:
+        """Return a value by its name or its index."""
+        name = key if isinstance(key, str) else self.keys()[key]
+        if name not in self.keys():
             raise KeyError(key)
-        value: Tensor = getattr(self, key if isinstance(key, str) else names[key])
+        value: Tensor = getattr(self, name)
         return value
 
 

@@ -318,10 +318,12 @@ def _finish(plan: ExportPlan, description: Description, folder: str) -> None:
 
 
 def _write_value_head(folder: str) -> None:
-    """Write the score layer of a reward model also as LLaMA-Factory reads it."""
+    """Write the score layer of a reward model also as LLaMA-Factory reads it; a classifier has several scores."""
     from safetensors.torch import save_file
 
     tensors = SafetensorsFolder(folder)
+    if tensors.shapes[SCORE][0] > 1:
+        return
     weight = tensors.read(SCORE, (0, 0), tensors.shapes[SCORE]).clone()
     bias = VALUE_HEAD.replace("weight", "bias")
     save_file({VALUE_HEAD: weight, bias: torch.zeros_like(weight[:, 0])}, os.path.join(folder, VALUE_HEAD_FILE))

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_mcore.config.field_homes import OF_THE_MODULE
 from lightning_mcore.hf.family import (
+    SCORING,
     Family,
     complete_fields,
     differences,
@@ -122,6 +123,8 @@ def describe(
     name = family or origin.get("family") or (fields["vision"] or {}).get("model_type") or _guess(what, fields)
     known = find_family(name) if family else recorded_family(name)
     config = _config(known, fields, origin.get("config"), settings.get("seq_length"))
+    if name.endswith(SCORING):
+        config |= _labels(origin.get("config") or {}, shapes["output_layer.weight"][0])
     return Description(name, fields, config, origin.get("generation_config"), _folder_of(origin.get("path")))
 
 
@@ -192,6 +195,14 @@ def _config(
     content |= {"architectures": [family.architecture], **family.more_config}
     family.check_same(_read(family, content), fields)
     return content
+
+
+def _labels(given: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Return the names of classes for a config: those of a given config, if it has as many."""
+    names = given.get("id2label") or {}
+    if count == 1 or len(names) != count:
+        names = {str(number): f"LABEL_{number}" for number in range(count)}
+    return {"id2label": names, "label2id": {name: int(number) for number, name in names.items()}}
 
 
 def _adapted(family: Family, fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,9 @@ IRRELEVANT = frozenset(_IRRELEVANT.split())
 
 
 SCORING = "+score"
-"""The end of the name of a family for its reward models."""
+"""The end of the name of a family for its reward models and classifiers."""
+HIDDEN = "+hidden"
+"""The end of the name of a family for its models without an output layer."""
 SCORE = "score.weight"
 VALUE_HEAD_FILE, VALUE_HEAD = "value_head.safetensors", "v_head.summary.weight"
 """Where LLaMA-Factory keeps the score layer of a reward model, beside a language model."""
@@ -101,6 +103,15 @@ class Family:
             unread=(*self.unread, "lm_head.weight"),
             optional=(SCORE,),
             more_config={"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}},
+        )
+
+    def without_head(self) -> "Family":
+        """Return the rules of this family's models without an output layer, which also read a language model."""
+        return dataclasses.replace(
+            self,
+            architecture=self.architecture.replace("ForCausalLM", "Model"),
+            outside=tuple(rule for rule in self.outside if rule.megatron != "output_layer.weight"),
+            unread=(*self.unread, "lm_head.weight"),
         )
 
     def read_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -317,13 +328,15 @@ def find_family(name: str) -> Family:
 
     Args:
         name: Its ``model_type``, or the path of a :class:`Family`, such as ``"my_package.gemma:FAMILY"``; either with
-            ``"+score"`` at its end for reward models.
+            ``"+score"`` at its end for reward models and classifiers, or ``"+hidden"`` for models without a head.
 
     Raises:
         ValueError: There is no such family; the message lists those that exist.
     """
     if name.endswith(SCORING):
         return find_family(name.removesuffix(SCORING)).scoring()
+    if name.endswith(HIDDEN):
+        return find_family(name.removesuffix(HIDDEN)).without_head()
     return _import(name) if ":" in name else registered_family(name)
 
 
@@ -338,6 +351,8 @@ def recorded_family(name: str) -> Family:
     """
     if name.endswith(SCORING):
         return recorded_family(name.removesuffix(SCORING)).scoring()
+    if name.endswith(HIDDEN):
+        return recorded_family(name.removesuffix(HIDDEN)).without_head()
     if ":" not in name:
         return registered_family(name)
     module, _, attribute = name.partition(":")

@@ -19,6 +19,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import multi_token_prediction
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
     MultiTokenPredictionLayer,
@@ -28,6 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from lightning_mcore.layers.packed_sequences import all_real
+from lightning_mcore.layers.score import HiddenStates
 from lightning_mcore.layers.spec import TorchNorm, last_layer_spec
 
 _MEGATRON = __version__.partition("+")[0]  # 0.19 adds the commit of the folder that it runs in
@@ -84,6 +86,20 @@ class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
         logits, _ = self.output_layer(hidden_states, weight=weight)  # [s, b, v / tp]
         transposed: Tensor = logits.transpose(0, 1).contiguous()
         return transposed
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """Return Megatron's sharded state; for a model without an output layer, whose weight Megatron looks up, too.
+
+        Args:
+            prefix: The beginning of the names.
+            sharded_offsets: Must be empty, as in Megatron.
+            metadata: As in Megatron.
+        """
+        if isinstance(getattr(self, "output_layer", None), HiddenStates):
+            return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+        return super().sharded_state_dict(prefix, sharded_offsets, metadata)
 
     def _whole_padding(self, share: Tensor) -> Tensor:
         """Return the mask of padding, [b, s / cp] bool, from the shares of sequence parallelism, [b, s / cp / tp].

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output layer of a reward model: one score for each token instead of logits over the vocabulary.
+"""Layers that take the place of ``GPTModel.output_layer``, and are called like it.
 
-All tensor-parallel ranks hold the whole layer and compute the same scores, in fp32. It takes the place of
-``GPTModel.output_layer`` and is called like it.
+:class:`ScoreLayer` belongs to reward models and classifiers: one or more scores for each token instead of logits over
+the vocabulary. All tensor-parallel ranks hold the whole layer and compute the same scores, in fp32.
+:class:`HiddenStates` has no weights and returns what it gets.
 """
 
 from typing import Any
@@ -15,17 +16,19 @@ from torch.nn import functional
 
 
 class ScoreLayer(nn.Module):
-    """A linear layer without bias from hidden states to a score, whose first values are always the same.
+    """A linear layer without bias from hidden states to scores, whose first values are always the same.
 
     Args:
         config: The transformer's config.
+        num_scores: Number of scores of a token.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, num_scores: int = 1) -> None:
         super().__init__()
         self.sequence_parallel: bool = config.sequence_parallel
         # the same values in every process: on tensor-parallel ranks, and when adapters look for the base they belong to
-        drawn = torch.randn(1, config.hidden_size, generator=torch.Generator().manual_seed(0)) * config.init_method_std
+        drawn = torch.randn(num_scores, config.hidden_size, generator=torch.Generator().manual_seed(0))
+        drawn *= config.init_method_std
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = nn.Parameter(drawn.to(device, config.params_dtype))
         self.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
@@ -38,9 +41,33 @@ class ScoreLayer(nn.Module):
             weight: Must be None: a score has no embedding to share with.
 
         Returns:
-            [s / cp, b, 1] fp32, and None for the bias.
+            [s / cp, b, num_scores] fp32, and None for the bias.
         """
         assert weight is None
         if self.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return functional.linear(hidden.float(), self.weight.float()), None
+
+
+class HiddenStates(nn.Module):
+    """Returns the hidden states after the last norm, whole on every tensor-parallel rank.
+
+    Args:
+        config: The transformer's config.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.sequence_parallel: bool = config.sequence_parallel
+
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+        """Return the hidden states, [s / cp, b, h], and None for the bias.
+
+        Args:
+            hidden: [s / cp, b, h], with sequence parallelism [s / cp / tp, b, h], any float dtype.
+            weight: Must be None, as for :class:`ScoreLayer`.
+        """
+        assert weight is None
+        if self.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return hidden, None

@@ -19,6 +19,7 @@ from tests.toy import make_trainer
 
 STEPS, ROWS = 10, 4
 Batch = dict[str, Tensor]
+_INPUTS = ("input_ids", "attention_mask")
 
 
 class Texts(Dataset[Batch]):
@@ -111,13 +112,82 @@ class Distillation(FineTuning):
         return loss
 
 
+class Classification(FineTuning):
+    """Three classes of rows; labels go to the model, as in the tutorials for GLUE."""
+
+    num_labels = 3
+
+    def configure_model(self) -> None:
+        if self.ours:
+            self.model = hf_model(self, self.path, head="sequence-classification", num_labels=self.num_labels)
+        elif not hasattr(self, "model"):
+            self.model = _of_transformers("AutoModelForSequenceClassification", self.path, num_labels=self.num_labels)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        outputs = self.model(batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["classes"])
+        self.log("train_loss", outputs.loss, sync_dist=True)
+        return outputs.loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        logits = self.model(batch["input_ids"], batch["attention_mask"]).logits
+        self.log("val_loss", functional.cross_entropy(logits, batch["classes"]), sync_dist=True)
+        self.log("val_right", (logits.argmax(-1) == batch["classes"]).float().mean(), sync_dist=True)
+
+
+class Reward(Classification):
+    """A reward head learns which row of a pair is better; both go through the model in one call."""
+
+    num_labels = 1
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        scores = self.model(batch["input_ids"], attention_mask=batch["attention_mask"])["logits"].squeeze(-1)
+        loss = -functional.logsigmoid(scores[0::2] - scores[1::2]).mean()
+        self.log_dict({"train_loss": loss, "margin": (scores[0::2] - scores[1::2]).mean()}, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        first, second = (self.model(**{k: v[i::2] for k, v in batch.items() if k in _INPUTS}).logits for i in (0, 1))
+        self.log("val_right", (first > second).float().mean(), sync_dist=True)
+
+
+class Embedding(FineTuning):
+    """Rows that share a class come closer: a contrastive loss on the mean of the last hidden states."""
+
+    def configure_model(self) -> None:
+        if self.ours:
+            self.model = hf_model(self, self.path, head="hidden-states")
+        elif not hasattr(self, "model"):
+            self.model = _of_transformers("AutoModel", self.path)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        vectors = self.embed(batch)
+        near = (batch["classes"][:, None] == batch["classes"][None]).float()
+        loss = functional.binary_cross_entropy_with_logits(10 * vectors @ vectors.T, near)
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("val_length", self.embed(batch).sum(-1).abs().mean(), sync_dist=True)
+
+    def embed(self, batch: Batch) -> Tensor:
+        mask = batch["attention_mask"][..., None]
+        states = self.model(batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
+        return functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
+
+
 def _of_transformers(name: str, path: str, **arguments: Any) -> Any:
     import transformers
 
     return getattr(transformers, name).from_pretrained(path, dtype=torch.float32, **arguments)
 
 
-KINDS = {"fine-tuning": FineTuning, "distillation": Distillation}
+KINDS = {
+    "fine-tuning": FineTuning,
+    "distillation": Distillation,
+    "classification": Classification,
+    "reward": Reward,
+    "embedding": Embedding,
+}
 
 
 def train(kind: str, path: str, strategy: Any, **arguments: Any) -> dict[str, Any]:

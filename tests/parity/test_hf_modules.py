@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LightningModules written for DDP give DDP's numbers on every layout once ``hf_model`` is their model."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -25,9 +26,24 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 MODELS = {"ep2": "mixtral"}
 
 
+SCORES = {"classification": 3, "reward": 1}
+
+
+@functools.cache
+def _path(model: str, scores: int | None = None) -> str:
+    if scores is None:
+        return str(tiny_folder(model))
+    from transformers import AutoModelForSequenceClassification
+
+    folder = tiny_folder(model).parent / f"{model}-{scores}"
+    torch.manual_seed(4)
+    AutoModelForSequenceClassification.from_pretrained(tiny_folder(model), num_labels=scores).save_pretrained(folder)
+    return str(folder)
+
+
 def _run(kind: str, layout: str) -> tuple[str, str, Any, dict[str, Any]]:
     gathered = {"accumulate_grad_batches": 2} if layout == "pp2-vp2" else {}
-    return kind, str(tiny_folder(MODELS.get(layout, "llama"))), LAYOUTS[layout], gathered
+    return kind, _path(MODELS.get(layout, "llama"), SCORES.get(kind)), LAYOUTS[layout], gathered
 
 
 @pytest.mark.parametrize("kind", KINDS)

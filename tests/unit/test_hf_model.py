@@ -149,3 +149,64 @@ def test_generation_gives_the_tokens_of_transformers(
     settings = {"max_new_tokens": 12, "pad_token_id": 0, **arguments}
     expected = of_transformers().generate(**batch, **settings)
     assert torch.equal(model.generate(**batch, use_cache=use_cache, **settings), expected)
+
+
+@pytest.mark.parametrize(("labels", "problem"), [(1, "regression"), (3, "single_label_classification")])
+def test_a_classifier_scores_the_last_token_and_writes_itself(labels: int, problem: str, tmp_path: Any) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(2)
+    other = AutoModelForSequenceClassification.from_pretrained(tiny_folder("qwen2"), num_labels=labels)
+    other.save_pretrained(tmp_path / "in")
+    right, left = padded(on_the_left=False), padded(on_the_left=True)
+    targets = torch.tensor([0, 2, 1]) if labels == 3 else torch.tensor([0.5, 1.0, -1.0])
+    with single_process():
+        model: Any = hf_model(
+            pl.LightningModule(), str(tmp_path / "in"), head="sequence-classification", num_labels=labels
+        )
+        for batch in (right, left):
+            inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "labels": targets}
+            expected = other(**inputs)
+            torch.testing.assert_close(model(**inputs).logits, expected.logits, atol=1e-5, rtol=0)
+            torch.testing.assert_close(model(**inputs).loss, expected.loss, atol=1e-5, rtol=0)
+        assert model.config.problem_type == problem
+        with pytest.raises(TypeError, match="needs logits over the vocabulary"):
+            model.generate(IDS)
+        model.save_pretrained(str(tmp_path / "out"))
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert again.config.num_labels == labels
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in other.state_dict().items())
+
+
+def test_an_encoder_returns_the_last_hidden_state_and_writes_itself(tmp_path: Any) -> None:
+    from transformers import AutoModel
+
+    batch = padded(on_the_left=True)
+    real = batch["attention_mask"].bool()
+    other = AutoModel.from_pretrained(tiny_folder("llama"), dtype=torch.float32)
+    with single_process():
+        model = hf_model(pl.LightningModule(), str(tiny_folder("llama")), head="hidden-states")
+        output = model(batch["input_ids"], batch["attention_mask"])
+        assert output.keys() == ["last_hidden_state"]
+        expected = other(batch["input_ids"], batch["attention_mask"]).last_hidden_state[real]
+        torch.testing.assert_close(output.last_hidden_state[real], expected, atol=1e-5, rtol=0)
+        for ask, message in ((lambda: output.logits, "the output has last_hidden_state"),):
+            with pytest.raises(AttributeError, match=message):
+                ask()
+        with pytest.raises(ValueError, match="which has no loss; leave them out"):
+            model(**batch)
+        model.save_pretrained(str(tmp_path / "out"))
+    again = AutoModel.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(again[name], value) for name, value in other.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"head": "token-classification"}, "head='token-classification' is not known; choose 'causal-lm'"),
+        ({"num_labels": 2}, "num_labels=2 is given for a model without scores"),
+    ],
+)
+def test_a_head_that_does_not_exist_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf_model(pl.LightningModule(), str(tiny_folder("llama")), **given)
