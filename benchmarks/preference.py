@@ -65,6 +65,8 @@ def words(options: dict[str, Any]) -> list[tuple[list[int], list[int], list[int]
 def train(form: str, folder: str, options: dict[str, Any]) -> dict[str, float]:
     """Train in one form; return seconds of a step, and bytes that it took at most."""
     torch.set_num_threads(1)
+    if form == TRL:
+        from trl import DPOTrainer  # noqa: F401  # what it imports is not memory of a step
     before, given = _peak(), words(options)
     if form == TRL:
         return {"seconds": _train_with_trl(folder, given, options), "peak": _peak() - before}
@@ -97,7 +99,10 @@ def _train_with_trl(folder: str, given: list[tuple[list[int], list[int], list[in
     def text(numbers: list[int]) -> str:
         return "".join(f" w{number}" for number in numbers)
 
-    rows = [dict(zip(("prompt", "chosen", "rejected"), map(text, row), strict=True)) for row in given]
+    rows = [  # trl adds an EOS to each answer
+        {"prompt": text(prompt), "chosen": text(chosen[:-1]), "rejected": text(rejected[:-1])}
+        for prompt, chosen, rejected in given
+    ]
     count = options["steps"] + WARM_UP
     config = DPOConfig(
         output_dir=f"{folder}-trl",
