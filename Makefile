@@ -36,7 +36,7 @@ SOURCE ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help install check docs format test test-fast test-thorough test-lightning test-ray test-mcore-latest test-te test-te-suite fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-fp8 bench bench-checkpoint \
-	bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-startup gpu torture faults mutate clean
+	bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-scale bench-startup gpu torture faults mutate clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -193,6 +193,9 @@ bench-peers: $(INSTALLED)  ## time a step beside Lightning's DDP and FSDP2, tran
 
 bench-preference: $(INSTALLED)  ## time a step of DPO beside trl (if installed), and its memory beside whole logits
 	$(RUN) -m benchmarks.preference $(ARGS)
+
+bench-scale: $(INSTALLED)  ## count what grows with the number of ranks: collectives, files, bytes
+	$(RUN) -m benchmarks.scale $(ARGS)
 
 bench-startup: $(INSTALLED)  ## time the import, `lightning-mcore --help` and `plan`
 	$(RUN) -m benchmarks.startup $(ARGS)

@@ -8,8 +8,8 @@ Time on two cores says nothing about a thousand machines, but counts do. A tiny 
 * the files that it opens, and its other calls to the file system, below the folder of the checkpoint.
 
 ``largest`` is the count of the rank with most; ``all`` is the sum over the ranks, which is what a file system sees.
-The counts of the largest rank, and the mean over the ranks, are each laid on a line over the number of ranks through
-the two largest runs, and read off at 1,024 and 16,384 ranks. So a sum may grow with the square of the ranks.
+Through the counts of the three largest runs goes a parabola over the number of ranks, which is read off at 1,024 and
+16,384 ranks: a sum that grows with the square of the ranks shows itself.
 
     python -m benchmarks.scale
     python -m benchmarks.scale --worlds 2 4
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -49,7 +50,7 @@ FILE_CALLS = (
     *("link", "listdir", "lstat", "makedirs", "mkdir", "remove", "rename", "replace", "rmdir", "scandir", "stat"),
     *("symlink", "unlink"),
 )
-PHASES = ("start", "step", "save", "load")
+PHASES = ("start", "step", "first save", "later save", "load")
 WHAT = ("collectives", "groups", "bytes", "opened", "file calls")
 EXTRAPOLATED = (1024, 16_384)
 
@@ -168,8 +169,9 @@ def count(folder: str) -> dict[str, dict[str, int]]:
         with counter.during(phase):
             trainer.fit(MCoreGPT(1024, 16, fields), data, ckpt_path=ckpt_path)
         if phase == "start":
-            with counter.during("save"):
-                trainer.save_checkpoint(f"{folder}/run.ckpt")
+            for phase_of_save in ("first save", "later save"):  # ranks agree once on who writes what
+                with counter.during(phase_of_save):
+                    trainer.save_checkpoint(f"{folder}/run.ckpt")
     return {phase: dict(counts) for phase, counts in counter.counts.items()}
 
 
@@ -186,16 +188,17 @@ def measure(worlds: list[int]) -> list[dict[str, Any]]:
             for of, joined in (("largest", max), ("all", sum)):
                 counts = {n: joined(rank[phase].get(what, 0) for rank in ranks) for n, ranks in counted.items()}
                 if any(counts.values()):
-                    grows = _grows_to(counts, is_sum=of == "all")
-                    rows.append({"phase": phase, "what": what, "of": of, "counts": counts, "grows to": grows})
+                    rows.append(
+                        {"phase": phase, "what": what, "of": of, "counts": counts, "grows to": _grows_to(counts)}
+                    )
     return rows
 
 
-def _grows_to(counts: dict[int, int], is_sum: bool) -> dict[int, int]:
-    """Read off the line through the two largest numbers of ranks, of the count or of the mean over the ranks."""
-    (n, low), (m, high) = [(world, c / world if is_sum else c) for world, c in sorted(counts.items())[-2:]]
-    far_counts = {far: high + (high - low) / (m - n) * (far - m) for far in EXTRAPOLATED}
-    return {far: round(c * far if is_sum else c) for far, c in far_counts.items()}
+def _grows_to(counts: dict[int, int]) -> dict[int, int]:
+    """Read off the parabola, with fewer runs the line, through the largest numbers of ranks."""
+    worlds = sorted(counts)[-3:]
+    curve = numpy.polynomial.Polynomial.fit(worlds, [counts[n] for n in worlds], len(worlds) - 1)
+    return {far: round(curve(far)) for far in EXTRAPOLATED}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
