@@ -184,6 +184,7 @@ MORE_CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": _LAYERS,
         "tie_word_embeddings": True,
     },
+    "arcee": {**_SIZES, "hidden_act": "relu2", "head_dim": 8},
     "olmoe": {**_SIZES, "num_experts": 4, "num_experts_per_tok": 2},
     "hunyuan_v1_dense": {
         **_SIZES,

@@ -35,6 +35,7 @@ from lightning_mcore.hf.decoder_rules import (
     QKV_BIAS,
     ROPE,
     ROPE_BY_WINDOW,
+    SIZES,
     WITHOUT_ACTIVATION,
     WITHOUT_POSITIONS,
 )
@@ -291,6 +292,37 @@ GEMMA3 = Family(
 )
 """Gemma 3, text only: Gemma 2 with norms of queries and keys, and other positions in layers with a window."""
 
+# ---- another activation
+
+ARCEE = Family(
+    model_type="arcee",
+    architecture="ArceeForCausalLM",
+    config=(
+        *SIZES,
+        ROPE,
+        HEAD_SIZE,
+        Same("rms_norm_eps", "layernorm_epsilon", at_least=0.0),
+        Same("attention_dropout", "attention_dropout"),
+        Same("tie_word_embeddings", "share_embeddings_and_output_weights"),
+        Only("hidden_act", "relu2"),
+        Constants({"normalization": "RMSNorm", "gated_linear_unit": False, "activation_func": "squared_relu"}),
+        Constants({"add_bias_linear": False}),
+        ATTENTION_BIAS,
+        MLP_BIAS,
+    ),
+    layer=(
+        *ATTENTION,
+        *ATTENTION_BIASES,
+        MLP[0],
+        Rename("mlp.linear_fc1.weight", "mlp.up_proj.weight"),
+        Rename("mlp.linear_fc1.bias", "mlp.up_proj.bias"),
+        Rename("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
+        Rename("mlp.linear_fc2.bias", "mlp.down_proj.bias"),
+    ),
+    outside=OUTSIDE,
+)
+"""Arcee (AFM-4.5B): Llama whose MLP is not gated and squares its ReLU."""
+
 # ---- norms of queries and keys
 
 OLMOE = Family(
@@ -462,5 +494,5 @@ ERNIE4_5_MOE = Family(
 
 VARIANTS = (
     *(GRANITE, GRANITE_MOE, OLMO2, OLMO3, EXAONE4, GLM4, GEMMA, GEMMA2, GEMMA3),
-    *(OLMOE, HUNYUAN_DENSE, MINIMAX_M2, ERNIE4_5_MOE),
+    *(ARCEE, OLMOE, HUNYUAN_DENSE, MINIMAX_M2, ERNIE4_5_MOE),
 )

@@ -3,6 +3,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,24 @@ def test_the_first_example_is_complete_within_forty_lines() -> None:
     assert start + 1 + len(code.splitlines()) < 40
     assert "trainer.fit(" in code
     assert len(lines) <= 180
+
+
+@pytest.fixture(scope="module")
+def arcee(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a tiny model; transformers changes ``Module.__init__`` when it makes the first one."""
+    return save_tiny("arcee", tmp_path_factory.mktemp("tiny") / "arcee")
+
+
+@pytest.mark.filterwarnings("ignore")  # in this process warnings are errors, and Megatron has many
+def test_the_family_of_the_page_equals_transformers(
+    arcee: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, table, proof = blocks(guide("add-a-family"), "python")
+    (tmp_path / "family_of_the_page.py").write_text(table)
+    monkeypatch.syspath_prepend(tmp_path)
+    names: dict[str, Any] = {}
+    exec(proof, names)
+    assert names["largest_difference"](str(arcee), "family_of_the_page:FAMILY") < 1e-4
 
 
 @pytest.mark.slow
