@@ -5,15 +5,9 @@ Ray Train places the workers, opens torch's process group and calls a function o
 ``Trainer`` with ``MCoreStrategy`` as anywhere else::
 
     def train(config):
-        trainer = prepare_trainer(
-            pl.Trainer(
-                devices=ray.train.get_context().get_local_world_size(),
-                strategy=MCoreStrategy(tensor_model_parallel_size=2),
-                plugins=[RayLightningEnvironment()],
-                callbacks=[RayReport()],
-            )
-        )
-        trainer.fit(model, data, ckpt_path=checkpoint_to_resume())
+        options = {"plugins": [RayLightningEnvironment()], "callbacks": [RayReport()]}
+        trainer = pl.Trainer(devices=2, strategy=MCoreStrategy(tensor_model_parallel_size=2), **options)
+        prepare_trainer(trainer).fit(model, data, ckpt_path=checkpoint_to_resume())
 
 
     TorchTrainer(train, scaling_config=ScalingConfig(num_workers=2)).fit()
@@ -31,6 +25,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,15 +48,13 @@ try:
     from ray.train.lightning import RayLightningEnvironment
     from ray.train.torch import TorchConfig, TorchTrainer
     from ray.train.torch.config import _TorchBackend
-    from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy
+    from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy, NoopDecision
     from ray.train.v2.api.report_config import CheckpointUploadMode
     from ray.util.queue import Queue
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f'a run on Ray needs the package {error.name}, which is not installed; pip install "lightning-mcore[ray]"'
     ) from error
-
-__all__ = ["ElasticTorchTrainer", "RayReport", "checkpoint_to_resume", "launch", "prepare_trainer", "worker_arguments"]
 
 CHECKPOINT = "checkpoint.ckpt"
 """Name of our checkpoint in a folder that Ray knows of, as in Ray's own callback."""
@@ -70,6 +63,7 @@ _MARK = ".validate_storage_marker"  # the file that Ray writes where a run begin
 _SMALL = {"include_dashboard": False, "object_store_memory": 100 * 2**20}  # bytes: a run keeps nothing in it
 _OF_A_NEW_CLUSTER = {"num_cpus", "num_gpus", "resources", "labels", "dashboard_host", "dashboard_port", *_SMALL}
 
+_LOSS_IS_KNOWN = 30.0  # seconds from the last sign of life until Ray's health checks have found a machine lost
 _LAST_WORDS = 5.0  # seconds for the output of rank 0 to arrive; a child that lives on may keep its end open
 
 
@@ -320,17 +314,28 @@ class ElasticTorchTrainer(TorchTrainer):  # type: ignore[misc]  # Ray has no typ
 class _AdmissibleSizes(ElasticScalingPolicy):  # type: ignore[misc]
     """Ray's elastic policy with sizes that a layout divides.
 
-    Source: ``ElasticScalingPolicy._count_possible_workers`` (Ray 2.60), which rounds down to whole slices for TPUs; it
-    may still be given the resources of a machine that was lost seconds ago.
+    After a failure it waits until Ray knows of a lost machine; a start that counts on it would wait for minutes.
+
+    Source: ``ElasticScalingPolicy._count_possible_workers`` (Ray 2.60), which rounds down to whole slices for TPUs.
     """
 
     def __init__(self, scaling_config: Any, sizes: Collection[int]) -> None:
         super().__init__(scaling_config)
         self._sizes = sizes
+        self._may_start = 0.0  # by time.monotonic()
+
+    def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> Any:
+        self._may_start = time.monotonic() + _LOSS_IS_KNOWN
+        return super().make_decision_for_running_worker_group(worker_group_state, worker_group_status)
+
+    def make_decision_for_non_running_worker_group(self) -> Any:
+        if time.monotonic() < self._may_start:
+            return NoopDecision()
+        return super().make_decision_for_non_running_worker_group()
 
     def _count_possible_workers(self, reserved_resources: Any) -> int:
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        there = {node: resources for node, resources in reserved_resources.items() if node in alive}
+        there = {node: each for node, each in reserved_resources.items() if node in alive}
         return largest_size(self._sizes, super()._count_possible_workers(there))
 
 
@@ -402,7 +407,7 @@ def launch(
         ray.train.WorkerGroupError: The function failed on a worker, more often than ``max_failures``.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RuntimeError("torchrun or srun has started this process, and Ray would start the ranks again; use one")
+        raise RuntimeError("this process is a rank of torchrun or srun, and Ray would start the ranks again; use one")
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # workers go to the folder of this process
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "300")  # the room is there; imports may take long
     with _cluster(settings):
