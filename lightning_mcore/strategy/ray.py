@@ -523,9 +523,6 @@ def _sent(queue: Queue) -> Iterator[None]:
             thread.join(_LAST_WORDS)
 
 
-# ---- Ray itself
-
-
 @contextlib.contextmanager
 def _cluster(settings: RaySettings) -> Iterator[None]:
     """Join a cluster, or start one for the time of the run."""
@@ -551,7 +548,7 @@ def _cluster(settings: RaySettings) -> Iterator[None]:
 def _machines() -> list[dict[str, float]]:
     """Return the resources of each machine of the cluster, by name."""
     if not ray.is_initialized():
-        ray.init(**_SMALL)
+        ray.init()
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
@@ -594,8 +591,7 @@ class _BackendAtPlace(_TorchBackend):  # type: ignore[misc]
 def _check_place(addr: str | None, port: int | None) -> None:
     """Refuse an address that is not of this machine, or a port that is taken, instead of waiting there."""
     try:
-        with socket.create_server((addr or "", port or 0)):
-            return
+        socket.create_server((addr or "", port or 0)).close()
     except OSError as error:
         raise _WorkerError(
             f"master_addr={addr} with master_port={port} cannot be used on {socket.gethostname()}, where rank 0 runs:"
