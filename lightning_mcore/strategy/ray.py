@@ -390,7 +390,7 @@ def launch(
     """Call a function on each of Ray's workers, and return the result of rank 0.
 
     Joins the cluster that ``RAY_ADDRESS`` names or that runs on this machine; without one, starts Ray here for the time
-    of the run, without a dashboard and with a small object store.
+    of the run, without a dashboard and with a small object store. What rank 0 prints is printed here.
 
     Args:
         settings: How Ray starts the run.
@@ -398,8 +398,6 @@ def launch(
         function: The function; importable on every machine.
         arguments: Its arguments.
         gpus: Whether each worker takes a GPU; None if the cluster has any.
-
-    What rank 0 prints is printed here.
 
     Raises:
         RuntimeError: This process was started by torchrun or srun.
