@@ -8,7 +8,10 @@ import ast
 import dataclasses
 import importlib.util
 import json
+import os
+import socket
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -331,3 +334,57 @@ def test_a_path_of_pyarrow_is_one_that_fsspec_opens() -> None:
     assert _url(PyFileSystem(FSSpecHandler(fsspec.filesystem("memory"))), "/runs/a") == "memory:///runs/a"
     for kind, url in (("s3", "s3://runs/a"), ("gcs", "gs://runs/a")):
         assert _url(SimpleNamespace(type_name=kind), "runs/a") == url
+
+
+@with_ray
+def test_ranks_meet_where_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_mcore.strategy import ray as on_ray
+
+    class Group:
+        def execute_single(self, rank: int, function: Any, *arguments: Any) -> Any:
+            return function(*arguments)
+
+    met: list[Any] = []
+
+    def meet(self: Any, group: Any, config: Any) -> None:
+        met.append(group.execute_single(0, lambda: ("10.0.0.7", 4242)))
+
+    monkeypatch.setattr(on_ray._TorchBackend, "on_start", meet)
+    with socket.create_server(("", 0)) as server:
+        free = server.getsockname()[1]
+    for addr, port in ((None, None), ("127.0.0.1", None), (None, free), ("127.0.0.1", free)):
+        on_ray._BackendAtPlace().on_start(Group(), on_ray._MeetingPlace("gloo", addr=addr, port=port))
+        assert met[-1] == (addr or "10.0.0.7", port or 4242)
+    foreign = on_ray._MeetingPlace("gloo", addr="203.0.113.9")
+    with pytest.raises(ValueError, match=r"^master_addr=203\.0\.113\.9 with master_port=None cannot be used on"):
+        on_ray._BackendAtPlace().on_start(Group(), foreign)
+
+
+@with_ray
+def test_what_rank_0_prints_is_sent(capfd: pytest.CaptureFixture[str]) -> None:
+    from lightning_mcore.strategy.ray import _sent
+
+    sent: list[tuple[int, bytes]] = []
+    with _sent(SimpleNamespace(put=sent.append)):
+        os.write(1, "größe\n".encode())
+        os.write(2, b"a warning\n")
+    os.write(1, b"later\n")
+    assert sorted(sent) == [(1, "größe\n".encode()), (2, b"a warning\n")]
+    assert capfd.readouterr().out == "later\n"
+
+
+@with_ray
+def test_an_elastic_run_waits_until_a_loss_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray.train import ScalingConfig
+
+    from lightning_mcore.strategy import ray as on_ray
+
+    policy = on_ray._AdmissibleSizes(ScalingConfig(num_workers=(2, 8)), (2, 4, 8))
+    nodes = [{"NodeID": "a", "Alive": True}, {"NodeID": "b", "Alive": False}]
+    monkeypatch.setattr(on_ray.ray, "nodes", lambda: nodes)
+    reserved = {"a": {"CPU": 7.0}, "b": {"CPU": 4.0}}
+    assert policy._count_possible_workers(reserved) == 4
+    nodes[1]["Alive"] = True
+    assert policy._count_possible_workers(reserved) == 8
+    policy._may_start = time.monotonic() + 5
+    assert isinstance(policy.make_decision_for_non_running_worker_group(), on_ray.NoopDecision)
