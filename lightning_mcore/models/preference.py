@@ -107,6 +107,7 @@ class MCorePreference(MCoreGPT):
         share_embeddings_and_output_weights: Whether the output layer is the embedding's transpose.
         make_vocab_size_divisible_by: The embedding has a multiple of this many rows.
         transformer_impl: The layers to use.
+        architecture: What the model has that Megatron's config has no field for.
         hf: The Hugging Face model that it was made from; filled in by :meth:`from_pretrained`.
         lora: Train low-rank adapters and freeze the rest.
         train_only: Parts of the Hugging Face names of the weights that are trained; all others are frozen.
@@ -133,6 +134,7 @@ class MCorePreference(MCoreGPT):
         share_embeddings_and_output_weights: bool = False,
         make_vocab_size_divisible_by: int = 128,
         transformer_impl: TransformerImpl = "auto",
+        architecture: dict[str, Any] | None = None,
         hf: dict[str, Any] | None = None,
         lora: LoRA | dict[str, Any] | None = None,
         train_only: list[str] | None = None,
@@ -154,6 +156,7 @@ class MCorePreference(MCoreGPT):
             yarn=yarn,
             make_vocab_size_divisible_by=make_vocab_size_divisible_by,
             transformer_impl=transformer_impl,
+            architecture=architecture,
             hf=hf,
             train_only=train_only,
             **arguments_of_base(setting, transformer, lora, share_embeddings_and_output_weights),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_mcore import MCoreGPT, MCorePreferenceData
+from lightning_mcore import MCoreFinetuningData, MCoreGPT, MCorePreference, MCorePreferenceData
 from lightning_mcore.data.finetuning.conversations import ConversationReader
 from lightning_mcore.data.preference.pairs import Pair, check_pairs
 from lightning_mcore.data.preference.rows import PARTNER, PreferenceReader
@@ -177,9 +177,18 @@ def test_the_partner_of_kto_has_the_answer_of_the_row_before(tmp_path: Path) -> 
     check_pairs(next(iter(module.train_dataloader())), is_kto=True)
 
 
-def test_a_module_that_learns_single_answers_is_refused(tmp_path: Path) -> None:
-    module = opened(tmp_path, ROWS[:1])
+def test_a_module_that_learns_from_other_data_is_refused(tmp_path: Path) -> None:
+    pairs, tagged = opened(tmp_path / "pairs", ROWS[:1]), opened(tmp_path / "tagged", TAGGED[:1])
+    answers = MCoreFinetuningData("rows.jsonl", characters(), 64)
     transformer = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
-    module.trainer = SimpleNamespace(lightning_module=MCoreGPT(384, 16, transformer))  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="the data holds pairs of answers, and MCoreGPT learns single ones; train"):
-        module.setup("fit")
+    dpo, kto = (MCorePreference(384, 16, transformer, preference={"loss": loss}) for loss in ("sigmoid", "kto"))
+    for data, module, sentence in (
+        (pairs, MCoreGPT(384, 16, transformer), "the data holds pairs of answers, and MCoreGPT learns single ones; tr"),
+        (answers, dpo, "the data holds single answers, and MCorePreference learns from pairs of answers; read them"),
+        (pairs, kto, "the train data holds pairs, and the loss 'kto' learns from tagged answers; give files with"),
+        (tagged, dpo, "the train data holds tagged answers, and the loss 'sigmoid' learns from pairs; give files"),
+    ):
+        trainer: Any = SimpleNamespace(lightning_module=module, strategy=None)
+        data.trainer = trainer
+        with pytest.raises(ValueError, match=sentence):
+            data.setup("fit")

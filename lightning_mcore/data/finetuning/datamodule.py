@@ -205,10 +205,11 @@ class MCoreFinetuningData(pl.LightningDataModule):
             stage: Lightning's stage: fit, validate, test or predict; None for all.
 
         Raises:
-            ValueError: Something is wrong with the files, with a row, or with ``seq_length`` on this layout; every
-                rank raises the same error.
+            ValueError: Something is wrong with the files, with a row, or with ``seq_length`` on this layout, or the
+                module learns from pairs; every rank raises the same error.
             ModuleNotFoundError: ``datasets`` is not installed.
         """
+        together(self._check_module)
         together(self._raise_failure)
         multiples = together(self._multiples)
         if multiples != self._packed_for:  # another trainer, with another layout
@@ -220,6 +221,14 @@ class MCoreFinetuningData(pl.LightningDataModule):
             self._sources = self._sources_of_stream(settings)
         if self.reading.template is None and self.tokenizer.chat_template is None:
             rank_zero_info("the tokenizer has no chat template: a row is its prompt, its response and the EOS token")
+
+    def _check_module(self) -> None:
+        module = self.trainer and self.trainer.lightning_module
+        if hasattr(module, "preference"):
+            raise ValueError(
+                f"the data holds single answers, and {type(module).__name__} learns from pairs of answers; read them"
+                " with MCorePreferenceData, or train MCoreGPT"
+            )
 
     def train_dataloader(self) -> Any:
         """Return the loader of the training rows, shuffled in each epoch."""

@@ -51,6 +51,7 @@ class PairSamples(Dataset[Pair]):
     Attributes:
         lengths: [pairs] int64, the places that each pair takes, without padding.
         each: [pairs, 2] int64, the places that each sequence takes.
+        is_tagged: Whether the rows have the tags of KTO.
         key: As in ``PairSource``, like ``folder``, ``batch_size`` and ``reference``.
         statistics: Counts of rows; ``without_answer`` counts all that are left out.
         left_out: [n] int64, why each row is left out, as in ``rows.LEFT_OUT``; 0 for those that are used.
@@ -73,11 +74,12 @@ class PairSamples(Dataset[Pair]):
         self._scored = scored
         self.folder, self.batch_size = folder, batch_size
         self.reference: NDArray[np.float64] | None = None
-        length, second, self.left_out = (
+        length, second, desirable, self.left_out = (
             np.asarray(tokenized.data.column(column).to_numpy(), np.int64)[indices]
-            for column in ("length", "second", "left_out")
+            for column in ("length", "second", "desirable", "left_out")
         )
         used = self.left_out == 0
+        self.is_tagged = bool((desirable[used] >= 0).any())
         self._indices = indices[used]
         first = second[used] - 1
         self.each = np.stack([first, length[used] - first], 1) + scored
@@ -167,10 +169,11 @@ class PairLoading(MCoreFinetuningData):
             stage: Lightning's stage: fit, validate, test or predict; None for all.
 
         Raises:
-            ValueError: As in ``MCoreFinetuningData``, or the module learns single answers.
+            ValueError: As in ``MCoreFinetuningData``, or the module learns single answers, or its loss those of
+                another kind.
         """
-        together(self._check_module)
         super().setup(stage)
+        together(self._check_tags)
 
     def _check_module(self) -> None:
         module = self.trainer and self.trainer.lightning_module
@@ -180,10 +183,27 @@ class PairLoading(MCoreFinetuningData):
                 " MCorePreference, or read answers with MCoreFinetuningData"
             )
 
+    def _check_tags(self) -> None:
+        for name, source in self.pair_sources().items():
+            if self._loss is not None and source.is_tagged != (self._loss == "kto"):
+                held, learnt, other = (
+                    ("tagged answers", "pairs", "choose 'kto'")
+                    if source.is_tagged
+                    else ("pairs", "tagged answers", "choose another loss")
+                )
+                raise ValueError(
+                    f"the {name} data holds {held}, and the loss {self._loss!r} learns from {learnt}; give files with"
+                    f" these, or {other}"
+                )
+
+    @property
+    def _loss(self) -> str | None:
+        module: Any = self.trainer and self.trainer.lightning_module
+        return getattr(getattr(module, "preference", None), "loss", None)
+
     @property
     def _is_scored(self) -> bool:
-        module: Any = self.trainer and self.trainer.lightning_module
-        return getattr(getattr(module, "preference", None), "loss", None) == "reward"
+        return self._loss == "reward"
 
     @property
     def _places(self) -> int:
