@@ -79,8 +79,9 @@ def runs_of(ranks: int) -> dict[str, Run]:
             runs |= {f"{name} {recipe}": with_fp8(run, recipe) for recipe in ("delayed", "tensorwise")}
     for recipe in RECIPES:
         more: dict[str, Any] = {"reuse_grad_buf_for_mxfp8_param_ag": True} if recipe == "mxfp8" else {}
-        runs[f"{recipe} sharded"] = with_fp8(Run(layout=SHARDED), recipe)
-        runs[f"{recipe} weights"] = with_fp8(Run(layout=SHARDED), recipe, fp8_param=True, **more)
+        sharded = Run(layout=SHARDED, steps=2)  # the second on weights that were gathered
+        runs[f"{recipe} sharded"] = with_fp8(sharded, recipe)
+        runs[f"{recipe} weights"] = with_fp8(sharded, recipe, fp8_param=True, **more)
     packed = replace(PACKED, layout={"context_parallel_size": ranks})
     runs |= {"packed": packed, "packed local": replace(packed, impl="local")}
     if ranks == 2:
