@@ -42,7 +42,7 @@ from lightning_mcore.checkpoint.optimizer_state import (
 )
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
 from lightning_mcore.parallel.chunks import ModelChunks
-from lightning_mcore.parallel.consensus import decide, gather, on_all
+from lightning_mcore.parallel.consensus import decide, merge, on_all
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.pipeline import Pipeline
 
@@ -223,11 +223,15 @@ def _untrained(shares: Sequence[Share], model_state: dict[str, Any]) -> list[Sha
 
 def _merged(own: Sequence[dict[str, dict[str, torch.dtype]]]) -> dict[str, dict[str, torch.dtype]]:
     """Merge the states that each rank has for each parameter; collective over the world."""
-    known: dict[str, dict[str, torch.dtype]] = {}
-    for one in (dictionary for rank in gather(own) for dictionary in rank):
-        for key, names in one.items():
-            known.setdefault(key, {}).update(names)
-    return known
+
+    def together(of_ranks: list[Sequence[dict[str, dict[str, torch.dtype]]]]) -> dict[str, dict[str, torch.dtype]]:
+        known: dict[str, dict[str, torch.dtype]] = {}
+        for one in (dictionary for rank in of_ranks for dictionary in rank):
+            for key, names in one.items():
+                known.setdefault(key, {}).update(names)
+        return known
+
+    return merge(own, together)
 
 
 def _count_parameters(model_state: dict[str, Any]) -> int:
@@ -241,7 +245,7 @@ def _count_parameters(model_state: dict[str, Any]) -> int:
 
 
 def _over_all_ranks(own: dict[str, _T]) -> dict[str, _T]:
-    return {key: value for found in gather(own) for key, value in found.items()}
+    return merge(own, lambda of_ranks: {key: value for found in of_ranks for key, value in found.items()})
 
 
 def _keys(chunks: ModelChunks) -> list[str]:

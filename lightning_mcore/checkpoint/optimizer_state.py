@@ -34,7 +34,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from torch import Tensor
 
 from lightning_mcore.optimizer.megatron import MCoreOptimizer, optimizer_parts
-from lightning_mcore.parallel.consensus import gather
+from lightning_mcore.parallel.consensus import merge
 
 Numbers = dict[str, Any]
 _STEP = "step"
@@ -335,9 +335,13 @@ def gather_numbers(numbers: Mapping[str, Numbers | None]) -> dict[str, Any]:
     Returns:
         ``{"common": {name: value}, "own": {parameter: {name: value}}}``; ``own`` has only the parameters that differ.
     """
-    merged = {name: value for found in gather(numbers) for name, value in found.items()}
-    common = _most_frequent(list(merged.values()))
-    return {"common": common, "own": {name: value for name, value in merged.items() if not _same(value, common)}}
+
+    def together(of_ranks: list[Mapping[str, Numbers | None]]) -> dict[str, Any]:
+        merged = {name: value for found in of_ranks for name, value in found.items()}
+        common = _most_frequent(list(merged.values()))
+        return {"common": common, "own": {name: value for name, value in merged.items() if not _same(value, common)}}
+
+    return merge(numbers, together)
 
 
 def _most_frequent(values: list[Numbers | None]) -> Numbers | None:

@@ -83,9 +83,24 @@ def decide(at_first: Callable[[], T]) -> T:
     Raises:
         Exception: It failed on rank 0; raised on all ranks, as by :func:`collect`.
     """
-    answer: list[Any] = [collect(lambda: None, lambda _: at_first())]
+    return merge(None, lambda _: at_first())
+
+
+def merge(own: T, together: Callable[[list[T]], R]) -> R:
+    """Return on every rank what rank 0 makes of the objects of all ranks; collective over the world.
+
+    Each object travels once, and the result once to each rank. With :func:`gather` every object goes to every rank.
+
+    Args:
+        own: The object of this rank.
+        together: What rank 0 does with the objects of all ranks, in rank order.
+
+    Raises:
+        Exception: ``together`` failed; raised on all ranks, as by :func:`collect`.
+    """
+    answer: list[Any] = [collect(lambda: own, together)]
     dist.broadcast_object_list(answer, src=0, group=control_group())
-    found: T = answer[0]
+    found: R = answer[0]
     return found
 
 
