@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_mcore.config.lora import LoRA
     from lightning_mcore.config.preference import Preference
     from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
+    from lightning_mcore.data.finetuning.images import MCoreVisionData
     from lightning_mcore.data.packing.best_fit import TokenSample
     from lightning_mcore.data.packing.online import OnlinePacker
     from lightning_mcore.data.packing.rows import collate_padded, collate_rows, pack
@@ -73,6 +74,7 @@ __all__ = [
     "MCorePretrainingData",
     "MCoreProgressBar",
     "MCoreStrategy",
+    "MCoreVisionData",
     "MCoreVisionGPT",
     "ModelShape",
     "MuonWithAdamW",
@@ -115,6 +117,7 @@ _HOMES = {
     "MCorePretrainingData": "data.pretraining.datamodule",
     "MCoreProgressBar": "strategy.progress",
     "MCoreStrategy": "strategy.strategy",
+    "MCoreVisionData": "data.finetuning.images",
     "MCoreVisionGPT": "models.vision",
     "ModelShape": "config.layout",
     "MuonWithAdamW": "optimizer.muon",

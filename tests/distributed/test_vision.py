@@ -18,10 +18,12 @@ from lightning_mcore.config.vision import LANGUAGE_MODEL, PROJECTOR, TOWER
 from lightning_mcore.hf.export import export_checkpoint, export_model
 from lightning_mcore.hf.import_checkpoint import import_checkpoint
 from lightning_mcore.hf.source import planned_settings
+from tests.distributed.test_lora import Course
 from tests.hf_models import read_tensors, tiny_config
 from tests.layouts import Layout
 from tests.ranks import run_ranks
 from tests.toy import make_trainer
+from tests.unit.test_vision_data import ROWS, data, seeing_tokenizer
 from tests.vision_models import CONFIGS, IMAGE_TOKEN, save_vision, vision_batch, vision_folder
 
 pytestmark = pytest.mark.distributed
@@ -224,6 +226,26 @@ def test_a_run_with_images_goes_on_bit_for_bit_and_its_checkpoint_is_exported(tm
     assert settings["vision"] == MCoreVisionGPT.from_pretrained(folder).hparams["vision"]
     run_ranks(1, export_checkpoint, saved, str(tmp_path / "half"), open_group=False)
     assert load_file(tmp_path / "half" / "model.safetensors").keys() == one.keys()
+
+
+def train_on_images(folder: str, files: Path, layout: Layout) -> list[float]:
+    """Train two steps on conversations about images, packed, and return the losses."""
+    course = Course()
+    module = MCoreVisionGPT.from_pretrained(folder, 160, recipe=Recipe(learning_rate=1e-2, min_learning_rate=1e-2))
+    trainer = make_trainer(MCoreStrategy(**layout.strategy_arguments), max_steps=2, callbacks=[course])
+    trainer.fit(module, datamodule=data(files, 2 * ROWS, seq_length=160, num_workers=layout.tp - 1))
+    return course.losses
+
+
+def test_conversations_about_images_are_trained_on(tmp_path: Path) -> None:
+    tokenizer = seeing_tokenizer()
+    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>") for name in ("image", "video")}
+    text = {**CONFIGS["qwen2_vl"]["text_config"], "vocab_size": len(tokenizer)}
+    folder = str(save_vision("qwen2_vl", tmp_path / "model", text_config=text, **ids))
+    one, *_ = run_ranks(1, train_on_images, folder, tmp_path, Layout(), timeout=120)
+    for losses in run_ranks(2, train_on_images, folder, tmp_path, Layout(tp=2, sp=True), timeout=120):
+        assert losses == pytest.approx(one, abs=1e-5)
+    assert len(one) == 2
 
 
 def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ class PackingStatistics:
         too_short: Samples that were left out because they have fewer than two tokens.
         without_target: Samples that were left out because no target is in them.
         without_answer: Samples that were left out because they have no text to learn.
+        through_image: Samples that were left out because their cut would go through an image.
     """
 
     samples: int = 0
@@ -65,6 +66,7 @@ class PackingStatistics:
     too_short: int = 0
     without_target: int = 0
     without_answer: int = 0
+    through_image: int = 0
 
     @property
     def padding(self) -> int:
@@ -84,7 +86,7 @@ class PackingStatistics:
     @property
     def left_out(self) -> int:
         """Samples that are in no row."""
-        return self.without_answer + self.too_short + self.without_target
+        return self.without_answer + self.too_short + self.without_target + self.through_image
 
     @property
     def lossless(self) -> bool:
@@ -136,6 +138,8 @@ class PackingStatistics:
             parts.append(f"left out {self.too_short:,} of fewer than two tokens")
         if self.without_target:
             parts.append(f"left out {self.without_target:,} without a target")
+        if self.through_image:
+            parts.append(f"left out {self.through_image:,} whose cut goes through an image")
         return "; ".join(parts)
 
 

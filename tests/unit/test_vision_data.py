@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations about images: markers become tokens, images patches; what is cut, counted and refused."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from lightning_mcore.config.vision import Vision
+from lightning_mcore.data.finetuning.images import MCoreVisionData
+from lightning_mcore.data.multimodal import with_vision
+from tests.chats import characters, write
+
+SIZES = {"a.png": (24, 16), "b.png": (8, 8), "c.png": (16, 40)}  # width and height in pixels; 4 x 4 are a patch
+TOKENS = {"a.png": 6, "b.png": 1, "c.png": 10}
+ROWS: list[dict[str, Any]] = [
+    {"messages": [("user", "what is <image>?"), ("assistant", "red")], "images": ["a.png"]},
+    {"messages": [("user", "<image> or <image>"), ("assistant", "the first")], "images": ["b.png", "c.png"]},
+    {"messages": [("user", "no image"), ("assistant", "none")], "images": []},
+]
+
+
+def seeing_tokenizer() -> Any:
+    tokenizer = characters()
+    marks = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    return tokenizer
+
+
+def processor() -> Qwen2VLImageProcessorPil:
+    return Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024})
+
+
+def data(folder: Path, rows: list[dict[str, Any]], **arguments: Any) -> MCoreVisionData:
+    """Write rows and their images, and return them as a data module."""
+    for number, (name, size) in enumerate(SIZES.items()):
+        noise = np.random.default_rng(number).integers(0, 255, (size[1], size[0], 3), np.uint8)
+        Image.fromarray(noise).save(folder / name)
+    told = [{**row, "messages": [{"role": role, "content": text} for role, text in row["messages"]]} for row in rows]
+    given = {"seq_length": 96, "batch_size": 1, "shuffle": False, "cache_dir": str(folder / "cache"), **arguments}
+    file = write(folder / "rows.jsonl", told)
+    return MCoreVisionData(file, seeing_tokenizer(), image_processor=processor(), media_dir=str(folder), **given)
+
+
+def batches(module: MCoreVisionData) -> list[dict[str, torch.Tensor]]:
+    module.prepare_data()
+    module.setup("fit")
+    items = module._opened("train")
+    return [module._collate([items[index]]) for index in range(len(items))]  # type: ignore[arg-type]
+
+
+def test_each_marker_becomes_the_tokens_of_its_image(tmp_path: Path) -> None:
+    """The patches are those of the processor, in order; no token of an image is learnt."""
+    module = data(tmp_path, ROWS, packing=False)
+    first, second, third = batches(module)
+    token = module.image_token
+    assert [int((batch["tokens"] == token).sum()) for batch in (first, second, third)] == [6, 11, 0]
+    assert second["image_grid_thw"].tolist() == [[1, 2, 2], [1, 10, 4]]
+    images = [Image.open(tmp_path / name) for name in ("b.png", "c.png")]
+    assert torch.equal(second["pixel_values"], processor()(images=images, return_tensors="pt")["pixel_values"])
+    assert "pixel_values" not in third
+    learnt = first["labels"][first["loss_mask"] > 0]
+    assert module.tokenizer.decode(learnt) == "red<|end|>"
+    text = module.tokenizer.decode(first["tokens"][0])
+    assert "what is <|vision_start|>" + 6 * "<|image_pad|>" + "<|vision_end|>?" in text
+
+
+def test_packed_rows_have_the_images_of_their_samples_in_order(tmp_path: Path) -> None:
+    """The model takes them as they are: each run of tokens has its image."""
+    module = data(tmp_path, ROWS, seq_length=160)
+    [batch] = batches(module)
+    ids = {name: module.tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad")}
+    config = {"spatial_merge_size": 2}
+    found = with_vision(batch, Vision("qwen2_vl", config, ids["image_pad"], ids["video_pad"], (2, 3, 3)))
+    samples = batch["sample_ids"][0].tolist()
+    wanted = {0: [[1, 4, 6]], 1: [[1, 2, 2], [1, 10, 4]], 2: []}
+    assert found["vision_grids"].tolist() == [grid for sample in samples for grid in wanted[sample]]
+    assert sorted(samples) == [0, 1, 2]
+    assert len(found["patches"]) == 4 * (6 + 1 + 10)
+
+
+def test_images_in_parts_of_messages_are_those_of_markers(tmp_path: Path) -> None:
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": " what?"}]
+    rows = [{"messages": [("user", parts), ("assistant", "red")]}]
+    [batch] = batches(data(tmp_path, rows, packing=False))
+    other = [{"messages": [("user", "<image> what?"), ("assistant", "red")], "images": ["a.png"]}]
+    [same] = batches(data(tmp_path, other, packing=False))
+    assert batch.keys() == same.keys()
+    assert all(torch.equal(batch[name], same[name]) for name in batch)
+
+
+def test_a_sample_whose_cut_goes_through_an_image_is_left_out_and_counted(tmp_path: Path) -> None:
+    """A sample that is cut behind its first image keeps that one alone."""
+    end = ("assistant", "a long answer that does not fit into the row at all")
+    rows = [
+        {"messages": [("user", "<image>"), end], "images": ["b.png"]},
+        {"messages": [("user", "a question of 24 letters <image>"), end], "images": ["c.png"]},
+        {"messages": [("user", "<image>"), ("assistant", "abc"), ("user", "<image>"), end], "images": ["b.png"] * 2},
+    ]
+    module = data(tmp_path, rows, packing=False, seq_length=32, overlong="cut")
+    first, second = batches(module)
+    statistics = module.statistics["train"]
+    assert (statistics.through_image, statistics.cut, statistics.samples) == (1, 2, 3)
+    assert "left out 1 whose cut goes through an image" in str(statistics)
+    for batch in (first, second):
+        assert len(batch["image_grid_thw"]) == int((batch["tokens"] == module.image_token).sum())
+
+
+ANSWER = ("assistant", "x")
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "message"),
+    [
+        ("no marker", {"images": ["a.png"]}, "has 0 <image> in its text and 1 images"),
+        ("<image>", {"images": []}, "has 1 <image> in its text and 0 images"),
+        ("<image>", {"images": ["d.png"]}, "d.png, an image of row 0 of .*, is not there"),
+        ("<image>", {"images": ["rows.jsonl"]}, "rows.jsonl, an image of row 0 of .*, is not an image that can be"),
+        ("<|image_pad|>", {"images": []}, r"has <\|image_pad\|> in its text; write <image>"),
+        ("<image>", {"images": [], "videos": ["v.mp4"]}, "has videos, which are not read yet"),
+    ],
+)
+def test_rows_and_images_that_do_not_belong_together_are_refused(
+    text: str, more: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        batches(data(tmp_path, [{"messages": [("user", text), ANSWER], **more}]))
+
+
+def test_a_damaged_image_is_named(tmp_path: Path) -> None:
+    """Its header is whole, so its tokens are known."""
+    module = data(tmp_path, ROWS[:1])
+    whole = (tmp_path / "a.png").read_bytes()
+    (tmp_path / "a.png").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"a.png is damaged: .*; replace it, or leave its row out"):
+        batches(module)
+
+
+def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="overlong='split' would part images from their text"):
+        data(tmp_path, ROWS, overlong="split")
+    with pytest.raises(ValueError, match="image_processor is not given"):
+        MCoreVisionData("rows.jsonl", seeing_tokenizer(), 32)
+    module = MCoreVisionData(str(tmp_path / "rows.jsonl"), characters(), 32, processor(), cache_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=r"the tokenizer has no token <\|vision_start\|>"):
+        _ = module.image_token
