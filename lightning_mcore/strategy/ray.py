@@ -406,7 +406,8 @@ def launch(
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RuntimeError("this process is a rank of torchrun or srun, and Ray would start the ranks again; use one")
-    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # workers go to the folder of this process
+    # workers go to the folder of this process, and print to stdout rather than to Ray's log
+    os.environ |= {"RAY_CHDIR_TO_TRIAL_DIR": "0", "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "300")  # the room is there; imports may take long
     with _cluster(settings):
         gpus = any(machine.get("GPU") for machine in _machines()) if gpus is None else gpus
