@@ -79,7 +79,9 @@ class Diary(pl.Callback):
         step = {"step": trainer.global_step, "world": trainer.world_size, "samples": self.samples, "loss": loss}
         self.lines.append(step)
         self.samples = []
-        self.path.write_text(json.dumps(self.lines))
+        half = self.path.with_suffix(".half")
+        half.write_text(json.dumps(self.lines))
+        half.replace(self.path)  # whole whenever it is read
         time.sleep(self.course.seconds)
         mark = Path(self.course.folder, "died")
         if trainer.global_rank == 1 and trainer.global_step == self.course.dies and not mark.exists():
