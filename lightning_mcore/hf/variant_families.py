@@ -305,7 +305,7 @@ ARCEE = Family(
         Same("attention_dropout", "attention_dropout"),
         Same("tie_word_embeddings", "share_embeddings_and_output_weights"),
         Only("hidden_act", "relu2"),
-        Constants({"normalization": "RMSNorm", "gated_linear_unit": False, "activation_func": "squared_relu"}),
+        Constants({"normalization": "RMSNorm", "gated_linear_unit": False, "activation_func": "relu_squared"}),
         Constants({"add_bias_linear": False}),
         ATTENTION_BIAS,
         MLP_BIAS,
