@@ -254,6 +254,34 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe",
         {"attention_bias": False, "use_qk_norm": False, "first_k_dense_replace": 3, "tie_word_embeddings": True},
     ),
+    "llama, all biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, other constants": (
+        "llama",
+        {"rope_parameters": {**_LLAMA3, "high_freq_factor": 8.0, "original_max_position_embeddings": 32}},
+    ),
+    "llama, stretched with the length": (
+        "llama",
+        {
+            "max_position_embeddings": 16,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        },
+    ),
+    "phi3, longrope": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.5, 2.0],
+                "long_factor": [2.0, 3.0, 4.5],
+                "original_max_position_embeddings": 16,
+                "attention_factor": 1.25,
+            },
+        },
+    ),
+    "deepseek_v3, another epsilon": ("deepseek_v3", {"rms_norm_eps": 1e-3}),
     "glm4_moe, multi-token": ("glm4_moe", {"num_nextn_predict_layers": 1}),
 }
 """What else a family may be: its name and what its config has instead."""

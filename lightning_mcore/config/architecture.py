@@ -9,12 +9,21 @@ Pure data: no torch, no megatron-core.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 LayerNorms = Literal["before", "around", "after"]
 HeadNorms = Literal["all_heads", "after_rotation"]
+
+STRETCHES: dict[str, tuple[str, ...]] = {
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "dynamic": ("factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings", "attention_factor"),
+}
+"""The kinds of stretches and their keys, as transformers names them: Llama 3's with any constants; one that grows with
+the length of the batch beyond the original length; one with two lists of factors, for lengths up to it and beyond."""
 
 _ATTRIBUTE = "architecture"
 
@@ -37,6 +46,7 @@ class Architecture:
         window_rotary_base: Base of the rotary wavelengths of layers with a window, which are then not stretched; None
             for those of the other layers.
         latent_epsilon: ``layernorm_epsilon`` of the norms inside multi-latent attention; None for that of all norms.
+        stretch: How rotary wavelengths are stretched where Megatron cannot: ``kind`` and the keys of ``STRETCHES``.
         softmax_choice_bias: Whether a softmax router has a fixed bias that affects only which experts are chosen.
     """
 
@@ -51,6 +61,7 @@ class Architecture:
     attention_cap: float | None = None
     window_rotary_base: float | None = None
     latent_epsilon: float | None = None
+    stretch: Mapping[str, Any] | None = None
     softmax_choice_bias: bool = False
 
     @classmethod
@@ -115,7 +126,18 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 
+def _check_stretch(given: Any) -> None:
+    keys = STRETCHES.get(given.get("kind")) if isinstance(given, Mapping) else None
+    if keys is None or given.keys() != {"kind", *keys}:
+        kinds = " or ".join(f"{kind!r} with {', '.join(keys)}" for kind, keys in STRETCHES.items())
+        raise ValueError(f"architecture has stretch={given!r}; give a dict with kind {kinds}")
+
+
 def _check(name: str, value: Any) -> None:
+    if name == "stretch":
+        if value is not None:
+            _check_stretch(value)
+        return
     choices = _CHOICES.get(name)
     if choices is not None:
         if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
@@ -130,6 +152,10 @@ def _check(name: str, value: Any) -> None:
 def set_architecture(config: Any, architecture: Architecture) -> None:
     """Attach the settings to a Megatron config, which carries them to the modules."""
     setattr(config, _ATTRIBUTE, architecture)
+    factor = (architecture.stretch or {}).get("attention_factor", 1.0)
+    if factor != 1.0:  # Megatron multiplies a rotation by 0.1 * mscale * log(scaling_factor) + 1
+        config.yarn_rotary_scaling_factor = math.e**10
+        config.yarn_mscale, config.yarn_mscale_all_dim = factor - 1, 0.0
 
 
 def architecture_of(config: Any) -> Architecture:

@@ -8,6 +8,8 @@ are set; such pairs are refused. Multi-latent attention does its own rotation, w
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from lightning_mcore.config.architecture import Architecture
+
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -23,6 +25,7 @@ YARN_DEFAULTS: dict[str, Any] = {
 }
 """Defaults of ``yarn``, which must give ``rotary_scaling_factor``; the names are Megatron's without ``yarn_``."""
 
+_STRETCHED_OTHERWISE = {"rope_scaling": False, "seq_len_interpolation_factor": None}
 _ROTARY_DEFAULTS = {"rotary_percent": 1.0, "rope_scaling": False, "seq_len_interpolation_factor": None}
 
 
@@ -55,6 +58,12 @@ def check_positions(settings: Mapping[str, Any], transformer: Mapping[str, Any])
     if factor is not None and factor <= 1:
         raise ValueError(f"seq_len_interpolation_factor={factor!r} is not above 1; choose the factor to stretch by")
     _check_yarn(kind, settings["yarn"])
+    if Architecture.of(settings.get("architecture")).stretch is None:
+        return
+    given = [name for name, nothing in _STRETCHED_OTHERWISE.items() if settings[name] != nothing]
+    if kind != "rope" or latent or given:
+        other = given[0] if given else "multi_latent_attention" if latent else f"position_embedding_type={kind!r}"
+        raise ValueError(f"architecture has stretch, which does not work with {other}; leave out one of the two")
 
 
 def _check_yarn(kind: str, yarn: Mapping[str, Any] | None) -> None:

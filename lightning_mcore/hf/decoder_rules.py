@@ -4,11 +4,12 @@
 A family (``families.py``) combines its tables from these. Weights have Megatron's names in checkpoints, where a norm
 before a projection belongs to that projection.
 
-Rotary positions of configs (``rope_parameters``) are plain, stretched evenly (``linear``), stretched as in Llama 3
-(``llama3``), or as in YaRN (``yarn``). Latent attention has its own rotation and fields, and supports only plain and
-YaRN positions.
+Rotary positions of configs (``rope_parameters``) are plain, or stretched: evenly (``linear``), as in Llama 3
+(``llama3``), as in YaRN (``yarn``), with the length (``dynamic``), or by lists of factors (``longrope``). Latent
+attention has its own rotation and fields, and supports only plain and YaRN positions.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,7 +31,6 @@ from lightning_mcore.hf.weight_rules import JoinedQueryKeyValue, QueryKeyValue, 
 # ---- rotary positions
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_BUILT_IN = "Megatron has Llama 3's own value built in"
 _NO_SUCH = "Megatron does not have such positions"
 _FASTEST, _SLOWEST = 32.0, 1.0  # defaults of YaRN
 
@@ -60,21 +60,43 @@ def _read_partial(config: Config) -> dict[str, Any]:
 
 def _read_plain_or_stretched(rope: Rope, config: Config) -> dict[str, Any]:
     kind = rope.pop("rope_type")
-    refuse_unless("rope_parameters.rope_type", kind, ("default", "linear", "llama3", "yarn"), _NO_SUCH)
+    kinds = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+    refuse_unless("rope_parameters.rope_type", kind, kinds, _NO_SUCH)
     fields: dict[str, Any] = {"rotary_base": _base(rope)}
     if kind == "linear":
         factor = _factor(rope, kind)
         fields |= {"seq_len_interpolation_factor": factor} if factor != 1.0 else {}
     elif kind == "llama3":
-        for key, value in _LLAMA3.items():
-            refuse_unless(f"rope_parameters.{key}", rope.pop(key, value), (value,), _BUILT_IN)
-        fields |= {"rope_scaling": True, "rope_scaling_factor": _factor(rope, kind)}
+        constants = {key: _number(rope, key, value) for key, value in _LLAMA3.items()}
+        factor = _factor(rope, kind)
+        if constants == _LLAMA3:
+            fields |= {"rope_scaling": True, "rope_scaling_factor": factor}
+        else:
+            fields["stretch"] = {"kind": kind, "factor": factor, **constants}
+    elif kind == "dynamic":
+        original = config["max_position_embeddings"]
+        fields["stretch"] = {"kind": kind, "factor": _factor(rope, kind), "original_max_position_embeddings": original}
+        rope.pop("original_max_position_embeddings", None)  # transformers does not read it
+    elif kind == "longrope":
+        fields["stretch"] = {"kind": kind, **_read_longrope(rope, config)}
     elif kind == "yarn":
         yarn = _read_yarn(rope, config)
         fields |= {"position_embedding_type": "yarn", "yarn": {**yarn, **_read_mscale(rope)}}
         fields["yarn"]["correction_range_round_to_int"] = bool(rope.pop("truncate", True))
     _refuse_rest(kind, rope)
     return fields
+
+
+def _read_longrope(rope: Rope, config: Config) -> dict[str, Any]:
+    """Remove and return the keys of a stretch by two lists, with the factor of the rotation that follows from them."""
+    original = rope.pop("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+    refuse_outside("rope_parameters.original_max_position_embeddings", original, 2, LONGEST_SEQUENCE)
+    factor, scale = rope.pop("factor", None), rope.pop("attention_factor", None)
+    if scale is None:
+        factor = config["max_position_embeddings"] / original if factor is None else factor
+        scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    lists = {key: [float(value) for value in rope.pop(key)] for key in ("short_factor", "long_factor")}
+    return {**lists, "original_max_position_embeddings": original, "attention_factor": float(scale)}
 
 
 def _read_latent(config: Config) -> dict[str, Any]:
@@ -150,14 +172,20 @@ def _write(fields: Fields) -> dict[str, Any]:
         raise ValueError(f"position_embedding_type={kind!r} cannot be expressed in its config")
     if fields["seq_len_interpolation_factor"] is not None:
         rope |= {"rope_type": "linear", "factor": fields["seq_len_interpolation_factor"]}
+    stretch = dict(fields["stretch"] or {})
+    if stretch:
+        rope |= {"rope_type": stretch.pop("kind"), **stretch}
+    if rope["rope_type"] == "dynamic":
+        return {"rope_parameters": rope, "max_position_embeddings": stretch["original_max_position_embeddings"]}
     if fields["rope_scaling"]:
         rope |= {"rope_type": "llama3", "factor": fields["rope_scaling_factor"], **_LLAMA3}
     return {"rope_parameters": rope}
 
 
 def _write_partial(fields: Fields) -> dict[str, Any]:
-    rope = _write(fields)["rope_parameters"]
-    return {"rope_parameters": {**rope, "partial_rotary_factor": fields["rotary_percent"]}}
+    keys = _write(fields)
+    rope = keys["rope_parameters"]
+    return {**keys, "rope_parameters": {**rope, "partial_rotary_factor": fields["rotary_percent"]}}
 
 
 def _write_latent(fields: Fields) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 from dataclasses import replace
 from typing import Any
 
-from lightning_mcore.hf.config_rules import Config, Constants, Derived, Only, Same, Unused, refuse_unless
+from lightning_mcore.hf.config_rules import Config, Constants, Derived, Fields, Only, Same, Unused, refuse_unless
 from lightning_mcore.hf.decoder_rules import (
     ATTENTION,
     ATTENTION_BIAS,
@@ -288,6 +288,12 @@ SEED_OSS = Family(
 )
 """Seed-OSS: biases in queries, keys and values; its dropout also acts on the embedding here."""
 
+
+def _write_original(fields: Fields) -> dict[str, Any]:
+    key = "original_max_position_embeddings"
+    return {key: fields["stretch"][key]} if fields["stretch"] else {}
+
+
 PHI3 = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
@@ -297,7 +303,7 @@ PHI3 = Family(
         HEAD_SIZE,
         WINDOW,
         ONE_DROPOUT,
-        Unused(("original_max_position_embeddings",)),
+        Derived(("original_max_position_embeddings",), lambda config: {}, _write_original),  # beside rope_parameters
     ),
     layer=(*JOINED_ATTENTION, *JOINED_MLP),
     outside=OUTSIDE,

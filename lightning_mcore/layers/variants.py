@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules for the settings of ``config/architecture.py``, which megatron-core does not have.
 
-``spec.gpt_block_spec`` puts them into Megatron's layers, and :func:`scale_ends` into its embedding and output layer.
+``spec.gpt_block_spec`` puts them into Megatron's layers, and :func:`change_ends` into the ends of a model.
 None of them knows a layout beyond its own tensor-parallel group, so pipelines, context parallelism, packed rows and
 recomputation work as with Megatron's own modules.
 """
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_mcore.config.architecture import Architecture, architecture_of
+from lightning_mcore.config.architecture import STRETCHES, Architecture, architecture_of
 from lightning_mcore.layers.norms import TorchNorm
 
 
@@ -166,6 +166,43 @@ class AttentionOfWindows(SelfAttention):  # type: ignore[misc]  # megatron-core 
         return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
 
+class StretchedRotation(RotaryEmbedding):  # type: ignore[misc]  # megatron-core has no type information
+    """Megatron's rotary positions, stretched as ``Architecture.stretch`` says.
+
+    The length that matters is that of the batch, or of its longest packed sequence.
+
+    Args:
+        plain: The positions without the stretch.
+        base: Their base.
+        stretch: The stretch.
+    """
+
+    def __init__(self, plain: RotaryEmbedding, base: float, stretch: Mapping[str, Any]) -> None:
+        nn.Module.__init__(self)
+        self.rotary_interleaved, self.cp_group = plain.rotary_interleaved, plain.cp_group
+        self.seq_len_interpolation_factor = None
+        self.inv_freq = plain.inv_freq
+        self.base, self.stretch = base, stretch
+
+    def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """Return the angles of [max_seq_len, channels / 2] in fp32."""
+        places = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=torch.float32) + offset
+        return torch.outer(places, self._frequencies(max_seq_len + offset))
+
+    def _frequencies(self, length: int) -> Tensor:
+        stretch, original = self.stretch, self.stretch["original_max_position_embeddings"]
+        if stretch["kind"] == "longrope":
+            factors = stretch["long_factor" if length > original else "short_factor"]
+            return self.inv_freq / torch.tensor(factors, dtype=torch.float32, device=self.inv_freq.device)
+        if stretch["kind"] == "dynamic":
+            size, factor = 2 * self.inv_freq.numel(), stretch["factor"]
+            grown = (factor * max(length, original) / original - (factor - 1)) ** (size / (size - 2))
+            powers = torch.arange(0, size, 2, dtype=torch.float32, device=self.inv_freq.device) / size
+            return 1.0 / ((self.base * grown) ** powers)
+        scaled: Tensor = self._apply_scaling(self.inv_freq, *(stretch[key] for key in STRETCHES["llama3"]))
+        return scaled
+
+
 @functools.cache
 def with_bias(linear: type[nn.Module]) -> type[nn.Module]:
     """Return a linear layer of Megatron that always has a bias."""
@@ -177,8 +214,10 @@ def with_bias(linear: type[nn.Module]) -> type[nn.Module]:
     return WithBias
 
 
-def scale_ends(chunk: Any, architecture: Architecture) -> None:
-    """Scale the embedding and the logits of a ``GPTModel`` chunk, and cap its logits."""
+def change_ends(chunk: Any, architecture: Architecture) -> None:
+    """Scale the embedding and the logits of a ``GPTModel`` chunk, cap its logits, and stretch its positions."""
+    if architecture.stretch is not None:
+        chunk.rotary_pos_emb = StretchedRotation(chunk.rotary_pos_emb, chunk.rotary_base, architecture.stretch)
     if architecture.embedding_scale != 1.0 and hasattr(chunk, "embedding"):
         chunk.embedding.register_forward_hook(functools.partial(_scaled, architecture.embedding_scale))
     divisor, cap = architecture.logits_divisor, architecture.logits_cap

@@ -46,7 +46,7 @@ from lightning_mcore.layers.metrics import TokenAccuracy, TokenPerplexity
 from lightning_mcore.layers.multi_token import MultiTokenGPT, check_multi_token, gpt_mtp_block_spec
 from lightning_mcore.layers.spec import TransformerImpl, check_backend, gpt_block_spec, resolve_transformer_impl
 from lightning_mcore.layers.transformer_config import build_transformer_config, check_transformer_fields
-from lightning_mcore.layers.variants import scale_ends
+from lightning_mcore.layers.variants import change_ends
 from lightning_mcore.models import generation
 from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.models.speed import SpeedLogs
@@ -433,7 +433,7 @@ class MCoreGPT(SpeedLogs):
             **gpt_arguments(self.hparams),
         )
         chunk.existing_tokens = self.vocab_size
-        scale_ends(chunk, self.architecture)
+        change_ends(chunk, self.architecture)
         return chunk
 
     def model_shape(self) -> ModelShape:
@@ -581,7 +581,8 @@ class MCoreGPT(SpeedLogs):
         device_type = self._device_type()
         if device_type != "cuda" or self._impl(device_type) == "local":
             return {}
-        return fusion_defaults(self.transformer, self.hparams["position_embedding_type"], self.lora is not None)
+        positions = "stretched" if self.architecture.stretch else self.hparams["position_embedding_type"]
+        return fusion_defaults(self.transformer, positions, self.lora is not None)
 
     def _impl(self, device_type: str) -> Literal["local", "transformer_engine"]:
         choice = self.hparams["transformer_impl"]

@@ -28,20 +28,22 @@ pytestmark = [
 
 EXPERTS = ("kimi_k2", "dots1", "granitemoe", "olmoe", "minimax_m2", "ernie4_5_moe")
 DENSE = tuple(name for name in MORE_FAMILIES if name not in EXPERTS)
-PROMPT, CONTINUED = [5, 17, 3], 6
+STRETCHED = ("llama, other constants", "llama, stretched with the length", "phi3, longrope")
+VARIED = (*MORE_FAMILIES, *STRETCHED, "llama, all biases")
+PROMPT, CONTINUED = [5, 17, 3], 4
 
 LAYOUTS: dict[Layout, tuple[str, ...]] = {
     Layout(tp=2): DENSE,
     Layout(moe=True, tp=2, sp=True, ep=2, etp=1): EXPERTS,
 }
 MORE_LAYOUTS: dict[Layout, tuple[str, ...]] = {
-    Layout(): MORE_FAMILIES,
-    Layout(tp=2, sp=True): MORE_FAMILIES,
-    Layout(pp=2): MORE_FAMILIES,
-    Layout(cp=2): MORE_FAMILIES,
-    Layout(tp=2, pp=2, sp=True): MORE_FAMILIES,
-    Layout(pp=2, vp=2): MORE_FAMILIES,
-    Layout(tp=2, cp=2, sp=True): MORE_FAMILIES,
+    Layout(): VARIED,
+    Layout(tp=2, sp=True): VARIED,
+    Layout(pp=2): VARIED,
+    Layout(cp=2): VARIED,
+    Layout(tp=2, pp=2, sp=True): VARIED,
+    Layout(pp=2, vp=2): VARIED,
+    Layout(tp=2, cp=2, sp=True): VARIED,
     Layout(moe=True, dp=2, ep=2): EXPERTS,
 }
 

@@ -95,7 +95,6 @@ NO_NUMBERS = {
     "deepseek_v3": {"pretraining_tp"},
     "kimi_k2": {"pretraining_tp"},
     "seed_oss": {"pretraining_tp"},
-    "phi3": {"original_max_position_embeddings"},  # of longrope only
     **{name: {"router_aux_loss_coef"} for name in ("granitemoe", "olmoe", "minimax_m2", "ernie4_5_moe")},
     "exaone4": {"sliding_window_pattern"},  # makes layer_types
     "gemma3_text": {"_sliding_window_pattern"},
@@ -108,7 +107,7 @@ MADE_OF_OTHERS = {
     "kimi_k2": {"head_dim"},
     "smollm3": {"no_rope_layer_interval"},
     "seed_oss": {"residual_dropout"},  # affects training only
-    "phi3": {"resid_pdrop", "embd_pdrop"},
+    "phi3": {"resid_pdrop", "embd_pdrop", "original_max_position_embeddings"},  # the last is of longrope only
     "dots1": {"max_window_layers"},
     "gemma": {"hidden_act"},  # transformers takes "gelu" as its approximation
 }
@@ -207,7 +206,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"head_dim": 0}, "head_dim=0 is not supported; only whole numbers from 1 to"),
     ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "config.json: Missing.*'factor'"),
     ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "rope_theta=0.0 is not supported"),
-    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'.*'llama3' or 'yarn'"),
     ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     ("mistral", {"sliding_window": 0}, "sliding_window=0 is not supported"),
     ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1.*only 2 and more"),
