@@ -127,7 +127,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def _check_stretch(given: Any) -> None:
-    keys = STRETCHES.get(given.get("kind")) if isinstance(given, Mapping) else None
+    keys = STRETCHES.get(str(given.get("kind"))) if isinstance(given, Mapping) else None
     if keys is None or given.keys() != {"kind", *keys}:
         kinds = " or ".join(f"{kind!r} with {', '.join(keys)}" for kind, keys in STRETCHES.items())
         raise ValueError(f"architecture has stretch={given!r}; give a dict with kind {kinds}")

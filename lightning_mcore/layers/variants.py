@@ -191,15 +191,16 @@ class StretchedRotation(RotaryEmbedding):  # type: ignore[misc]  # megatron-core
 
     def _frequencies(self, length: int) -> Tensor:
         stretch, original = self.stretch, self.stretch["original_max_position_embeddings"]
+        plain: Tensor = self.inv_freq
         if stretch["kind"] == "longrope":
             factors = stretch["long_factor" if length > original else "short_factor"]
-            return self.inv_freq / torch.tensor(factors, dtype=torch.float32, device=self.inv_freq.device)
+            return plain / torch.tensor(factors, dtype=torch.float32, device=plain.device)
         if stretch["kind"] == "dynamic":
-            size, factor = 2 * self.inv_freq.numel(), stretch["factor"]
-            grown = (factor * max(length, original) / original - (factor - 1)) ** (size / (size - 2))
-            powers = torch.arange(0, size, 2, dtype=torch.float32, device=self.inv_freq.device) / size
+            size, factor = 2 * plain.numel(), float(stretch["factor"])
+            grown: float = (factor * max(length, original) / original - (factor - 1)) ** (size / (size - 2))
+            powers = torch.arange(0, size, 2, dtype=torch.float32, device=plain.device) / size
             return 1.0 / ((self.base * grown) ** powers)
-        scaled: Tensor = self._apply_scaling(self.inv_freq, *(stretch[key] for key in STRETCHES["llama3"]))
+        scaled: Tensor = self._apply_scaling(plain, *(stretch[key] for key in STRETCHES["llama3"]))
         return scaled
 
 
