@@ -22,6 +22,7 @@ from torch.nn import functional
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutput
 
+from lightning_mcore.config.architecture import architecture_of
 from lightning_mcore.layers.core_attention import TorchAttention
 from lightning_mcore.models.generation import evaluating
 from lightning_mcore.parallel.groups import process_group
@@ -95,11 +96,14 @@ class KeyValueCache:
         self._model = model
         self._tokens: Tensor | None = None  # [b, n] int64 in memory, -1 for padding
         self._context: Any = None
-        attention = [layer for layer in model.modules() if hasattr(layer, "attn_mask_type")]
-        self._takes_masks = any(isinstance(layer, TorchAttention) for layer in attention)
+        is_relative = architecture_of(model.pipeline.chunks[0].config).head_norms != "after_rotation"
+        self._takes_masks = is_relative and any(isinstance(layer, TorchAttention) for layer in model.modules())
 
     def supports(self, attention_mask: Tensor | None) -> bool:
-        """Return whether the layers can use a cache on this layout, with this mask, [b, s], None for no padding."""
+        """Return whether the layers can use a cache on this layout, with this mask, [b, s], None for no padding.
+
+        With padding they must hide it, and its width must not change what positions mean.
+        """
         layout = self._model.pipeline.layout
         return layout.context_parallel_size == 1 and (attention_mask is None or self._takes_masks)
 

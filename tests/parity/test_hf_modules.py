@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.hf_models import tiny_folder
-from tests.parity.hf_modules import KINDS, train_each, write_each
-from tests.ranks import run_ranks
+from tests.parity.hf_modules import KINDS, train, train_each, write_each
+from tests.ranks import RanksFailedError, run_ranks
 
 TOLERANCE = 1e-5  # of losses around 5; measured at most 2e-6
 
@@ -58,6 +58,12 @@ def test_a_module_written_for_ddp_gives_its_numbers_on_every_layout(kind: str) -
         expected |= {name: found[f"{name} of ddp"] for name in copies}
         for name in runs:
             assert found[name] == pytest.approx(expected[name], abs=TOLERANCE), name
+
+
+def test_two_calls_in_a_step_of_a_pipeline_are_refused_without_a_hang() -> None:
+    with pytest.raises(RanksFailedError) as failure:
+        run_ranks(2, train, "two calls", _path("llama"), LAYOUTS["pp2"], callbacks=[])
+    assert "was called twice in training_step under pipeline_model_parallel_size=2" in failure.value.errors[1]
 
 
 def test_generation_gives_the_tokens_of_transformers_on_every_layout() -> None:

@@ -210,3 +210,22 @@ def test_an_encoder_returns_the_last_hidden_state_and_writes_itself(tmp_path: An
 def test_a_head_that_does_not_exist_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hf_model(pl.LightningModule(), str(tiny_folder("llama")), **given)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text", "hunyuan_v1_dense"])  # windows; norms after the rotation
+def test_generation_beyond_the_window_and_with_other_layers(family: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    batch = padded(on_the_left=True)
+    del batch["labels"]
+    settings = {"max_new_tokens": 14, "pad_token_id": 0}
+    other: Any = AutoModelForCausalLM.from_pretrained(tiny_folder(family), dtype=torch.float32)
+    with single_process():
+        model = hf_model(pl.LightningModule(), str(tiny_folder(family)))
+        assert torch.equal(model.generate(**batch, **settings), other.generate(**batch, **settings))
+
+
+def test_prompts_with_padding_on_the_right_are_refused(model: HFModel) -> None:
+    with pytest.raises(ValueError, match="with padding on the right") as refusal:
+        model.generate(IDS, attention_mask=torch.tensor([[1, 1, 1, 0]]), max_new_tokens=1, pad_token_id=0)
+    assert is_one_sentence(str(refusal.value))
