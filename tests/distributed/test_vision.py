@@ -45,7 +45,9 @@ def exported(folder: str, out: str) -> None:
         export_model(module, out)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.thorough] if name == "qwen2_5_vl" else []) for name in FAMILIES]
+)
 def test_files_come_back_bit_for_bit(family: str, tmp_path: Path) -> None:
     """Also the config, and the file of the processor."""
     folder, out = vision_folder(family), tmp_path / "out"

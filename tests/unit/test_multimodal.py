@@ -2,6 +2,7 @@
 """Three positions of a token against transformers bit for bit, and where the tower's outputs go; no ranks."""
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from lightning_mcore.config.vision import VISION_FAMILIES, Vision
 from lightning_mcore.data.multimodal import with_vision
 from lightning_mcore.layers.multimodal_rotary import MultimodalRotary, positions_in_row
 from lightning_mcore.layers.packed_sequences import packed_sequences, split_packed_rows
+from lightning_mcore.layers.vision import VisionTower
 from tests.vision_models import IMAGE_TOKEN, VIDEO_TOKEN, vision_batch, vision_config
 
 FAMILIES = tuple(VISION_FAMILIES)
@@ -117,6 +119,19 @@ def test_text_alone_counts_on() -> None:
 def test_images_without_their_tokens_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         with_vision({**vision_batch("qwen2_vl"), **change}, settings("qwen2_vl"))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_rotary_tables_of_the_tower_stay_fp32(family: str) -> None:
+    """Transformers keeps them so when it reads a model in bf16; its weights are cast."""
+    config: Any = SimpleNamespace(params_dtype=torch.bfloat16, sequence_parallel=False)
+    tower = VisionTower(settings(family), config)
+    tables = {name: table.clone() for name, table in tower.named_buffers()}
+    assert tables
+    tower.bfloat16()
+    assert all(torch.equal(table, tables[name]) for name, table in tower.named_buffers())
+    assert {table.dtype for table in tables.values()} == {torch.float32}
+    assert {parameter.dtype for parameter in tower.parameters()} == {torch.bfloat16}
 
 
 def test_settings_that_fit_nothing_are_refused() -> None:
