@@ -41,13 +41,7 @@ from lightning_mcore.config.rules.model import check_fields, check_without_trans
 from lightning_mcore.layers.core_attention import TorchAttention
 from lightning_mcore.layers.norms import LatentNorm, LatentQueryNorm, TorchNorm, check_norm
 from lightning_mcore.layers.router import ChoiceBiasRouter, ExactRouter
-from lightning_mcore.layers.variants import (
-    AttentionOfWindows,
-    NormAndAdd,
-    NormOfAllKeys,
-    NormOfAllQueries,
-    with_bias,
-)
+from lightning_mcore.layers.variants import NormAndAdd, VariantAttention, with_bias
 from lightning_mcore.parallel.pipeline import check_uniform_recompute
 from lightning_mcore.te_cpu.load import ONLY_ON_THE_CPU, is_prepared, untested_on_the_cpu
 
@@ -264,8 +258,8 @@ def _use_our_modules(
         experts.router = ChoiceBiasRouter if architecture.softmax_choice_bias else ExactRouter
     if architecture.layer_norms != "before" or architecture.residual_scale != 1.0:
         submodules.self_attn_bda = submodules.mlp_bda = ModuleSpec(module=NormAndAdd, params={"config": config})
-    if architecture.window_rotary_base is not None:
-        submodules.self_attention.module = AttentionOfWindows
+    if architecture.window_rotary_base is not None or architecture.head_norms == "all_heads":
+        submodules.self_attention.module = VariantAttention
     if transformer_impl == "transformer_engine":
         return
     attention = submodules.self_attention.submodules
@@ -278,8 +272,6 @@ def _use_our_modules(
         # Megatron's spec has a norm of compressed queries even if queries are not compressed.
         _replace_norm(attention, "q_layernorm", IdentityOp if config.q_lora_rank is None else LatentQueryNorm)
         _replace_norm(attention, "kv_layernorm", LatentNorm)
-    elif architecture.head_norms == "all_heads":
-        attention.q_layernorm, attention.k_layernorm = NormOfAllQueries, NormOfAllKeys
     else:
         _replace_norm(attention, "q_layernorm", TorchNorm)
         _replace_norm(attention, "k_layernorm", TorchNorm)

@@ -136,17 +136,28 @@ class NormOfAllKeys(_NormOfAllHeads):
         return int(config.num_query_groups)
 
 
-class AttentionOfWindows(SelfAttention):  # type: ignore[misc]  # megatron-core has no type information
-    """Megatron's attention; a layer with a window has rotary wavelengths of its own, which nothing stretches."""
+class VariantAttention(SelfAttention):  # type: ignore[misc]  # megatron-core has no type information
+    """Megatron's attention, with norms of all heads together, and other positions in layers with a window.
+
+    Megatron refuses such norms in its spec without ``qk_layernorm``, and with it would treat their gradients as those
+    of weights that all heads share. So they are put in place afterwards.
+    """
 
     def __init__(self, config: TransformerConfig, *args: Any, layer_number: int, **kwargs: Any) -> None:
-        base = architecture_of(config).window_rotary_base
-        own = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        architecture = architecture_of(config)
+        base = architecture.window_rotary_base
+        own = base is not None and is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
         if own:
             config = copy.copy(config)
             for name in [name for name in vars(config) if name.startswith("yarn_")]:
                 delattr(config, name)  # Megatron scales every rotation by the factor of YaRN otherwise
         super().__init__(config, *args, layer_number=layer_number, **kwargs)
+        if architecture.head_norms == "all_heads":
+            size = self.hidden_size_per_attention_head
+            self.q_layernorm = NormOfAllQueries(config, size, config.layernorm_epsilon)
+            self.k_layernorm = NormOfAllKeys(config, size, config.layernorm_epsilon)
         self.rotation: RotaryEmbedding | None = None
         if own:
             self.rotation = RotaryEmbedding(
