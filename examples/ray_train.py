@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--max-steps", type=int, default=40)
     parser.add_argument("--output", type=Path, default=Path("outputs/ray_train"), help="folder for the checkpoints")
     options = parser.parse_args()
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20)
+    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20)
     result = TorchTrainer(
         train,
         train_loop_config={"max_steps": options.max_steps},
