@@ -11,6 +11,8 @@ from torch import Tensor
 
 from lightning_mcore.config.vision import VISION_FAMILIES, Vision
 from lightning_mcore.data.multimodal import with_vision
+from lightning_mcore.hf.family import find_family
+from lightning_mcore.hf.source import complete_config
 from lightning_mcore.layers.multimodal_rotary import MultimodalRotary, positions_in_row
 from lightning_mcore.layers.packed_sequences import packed_sequences, split_packed_rows
 from lightning_mcore.layers.vision import VisionTower
@@ -119,6 +121,57 @@ def test_text_alone_counts_on() -> None:
 def test_images_without_their_tokens_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         with_vision({**vision_batch("qwen2_vl"), **change}, settings("qwen2_vl"))
+
+
+_HUB_TEXT: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "vocab_size": 151936,
+}
+_HUB_IDS = {"image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652}
+HUB: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        **_HUB_TEXT,
+        "max_window_layers": 28,
+        "sliding_window": 32768,
+        "use_sliding_window": False,
+        "vision_token_id": 151654,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_config": {"embed_dim": 1280, "in_chans": 3, "hidden_size": 2048, "spatial_patch_size": 14},
+    },
+    "qwen3_vl_moe": {
+        "text_config": {
+            **_HUB_TEXT,
+            "model_type": "qwen3_vl_moe_text",
+            "dtype": "bfloat16",
+            "head_dim": 128,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        },
+        "vision_config": {"model_type": "qwen3_vl_moe", "out_hidden_size": 2048},
+    },
+}
+"""Configs as the hub has them, old names of keys included."""
+
+
+@pytest.mark.parametrize(
+    ("family", "sections", "deepstack"), [("qwen2_vl", (16, 24, 24), 0), ("qwen3_vl_moe", (24, 20, 20), 3)]
+)
+def test_configs_of_the_hub_are_read(family: str, sections: tuple[int, ...], deepstack: int) -> None:
+    rules, content = find_family(family), {"model_type": family, **_HUB_IDS, **HUB[family]}
+    fields = rules.read_config(complete_config(rules, content))
+    vision = Vision.of(fields["vision"])
+    assert (vision.sections, vision.deepstack, vision.image_token_id) == (sections, deepstack, 151655)
+    assert (fields["hidden_size"], fields["rotary_base"]) == (2048, 1000000)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
