@@ -23,6 +23,7 @@ import argparse
 import gc
 import importlib
 import importlib.metadata
+import os
 import statistics
 import sys
 import tempfile
@@ -560,6 +561,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[dict[str, Any]]]:
         parser.error("this machine has no CUDA GPU; --device cpu --tiny tries the code")
     if options.device == "cpu":
         torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"  # or Lightning would take all cores
     if options.tiny:
         options.size, options.seq_length, options.microbatches, options.steps = "tiny", 128, 2, 5
     output = options.output

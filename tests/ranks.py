@@ -350,7 +350,7 @@ def program_environment() -> dict[str, str]:
     """Return the variables for a program that starts its own ranks, free of those of any launcher around the tests."""
     foreign = ("PL_", "SLURM_", "MASTER_", "TORCHELASTIC_", "RANK", "LOCAL_", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    return {**kept, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
+    return {**kept, "MASTER_PORT": str(free_port())}
 
 
 def _common_environment(world_size: int) -> dict[str, str]:
@@ -363,7 +363,6 @@ def _common_environment(world_size: int) -> dict[str, str]:
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),  # for a rank that opens a group itself; the launcher's own meets at a file
-        "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     } | ({"GLOO_SOCKET_IFNAME": loopback} if loopback else {})

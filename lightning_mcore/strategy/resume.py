@@ -435,8 +435,8 @@ def _hand_out(
         mine: The coordinates of this rank.
 
     Returns:
-        The state, whether a rank of the same place saved it, and what the first rank said of the data; None if there
-        are no states.
+        The state, whether a rank of the same place saved it, and what the first rank said of the data; None without
+        states.
     """
 
     def choose(wanted: list[Mapping[str, int]]) -> list[Any]:
