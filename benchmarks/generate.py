@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens a second ``hf_model(...).generate`` writes on one CPU rank, beside transformers.
+"""How many tokens ``hf_model(...).generate`` writes in a second of one CPU core, beside transformers.
 
 A random Llama in fp32 continues the same prompts greedily, in turns in one process: transformers with its cache, ours
-with the cache, and ours without. All three must write the same tokens.
+with the cache, and ours without. All three must write the same tokens. Seconds are those
+of the process on its core, so that other programs on the machine count little.
 
     python -m benchmarks.generate
     python -m benchmarks.generate --hidden 1024 --layers 16 --rounds 5
@@ -48,7 +49,7 @@ def make_model(options: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
-    """Return the tokens a second of each turn."""
+    """Return the tokens in a second of the core, of each turn."""
     other: Any = make_model(options)
     other.save_pretrained(folder)
     prompts = torch.randint(1, VOCAB_SIZE, (options.rows, options.prompt))
@@ -64,10 +65,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]
         for number in range(options.rounds + 1):
             written = []
             for name, write in writers.items():
-                began = time.perf_counter()
+                began = time.process_time()
                 written.append(write())
                 if number:  # the first warms up
-                    seconds = time.perf_counter() - began
+                    seconds = time.process_time() - began
                     speeds.setdefault(name, []).append(options.rows * options.new / seconds)
             if not all(torch.equal(tokens, written[0]) for tokens in written):
                 raise RuntimeError("the tokens differ from those of transformers")
@@ -83,7 +84,7 @@ def table(options: argparse.Namespace, speeds: dict[str, list[float]]) -> str:
             f" {options.prompt} tokens, {options.new} new tokens each; medians of {options.rounds} turns. All write the"
             " same tokens.",
             "",
-            "| | tokens/s | of transformers, in pairs |",
+            "| | tokens in a CPU second | of transformers, in pairs |",
             "|---|---|---|",
             *(
                 f"| {name} | {statistics.median(found):.1f} |"

@@ -247,7 +247,7 @@ class HFModel(nn.Module):
 
     def _output(self, call: _Call, compute: "_Compute") -> "HFOutput":
         loss = None if call.labels is None else compute(partial(self._mean_loss, call=call, targets=call.labels))
-        return HFOutput(loss, logits=partial(compute, partial(self._whole_logits, rows=call.rows)))
+        return HFOutput(loss, {"logits": partial(compute, partial(self._whole_logits, rows=call.rows))})
 
     def _run(self, rows: PaddedRows, input_ids: Tensor) -> Tensor | None:
         """Return the logits of this rank, [b, length / cp, v / tp]; None on a stage that has none."""
@@ -373,7 +373,7 @@ class HFClassifier(HFModel):
         if call.labels is not None:
             measure: Any = ForSequenceClassificationLoss
             loss = measure(call.labels, logits, self.config)
-        return HFOutput(loss, logits=lambda: logits)
+        return HFOutput(loss, {"logits": lambda: logits})
 
     def _of_last_tokens(self, scores: Tensor, call: _Call) -> Tensor:
         """Return the scores, [b, num_labels], of the last token of each row that is not the padding token."""
@@ -401,7 +401,7 @@ class HFEncoder(HFModel):
         return None
 
     def _output(self, call: _Call, compute: "_Compute") -> "HFOutput":
-        return HFOutput(last_hidden_state=partial(compute, partial(self._whole_states, rows=call.rows)))
+        return HFOutput(None, {"last_hidden_state": partial(compute, partial(self._whole_states, rows=call.rows))})
 
     def _whole_states(self, states: Tensor, rows: PaddedRows) -> Tensor:
         return rows.restore(whole_sequence(states, process_group("cp")))
@@ -419,10 +419,10 @@ class HFOutput:
 
     Args:
         loss: A scalar; None without labels.
-        parts: Functions that gather the other values; each is called once, when its value is first read.
+        parts: By name, functions that gather the other values; each is called once, when its value is first read.
     """
 
-    def __init__(self, loss: Tensor | None = None, **parts: Callable[[], Tensor]) -> None:
+    def __init__(self, loss: Tensor | None, parts: Mapping[str, Callable[[], Tensor]]) -> None:
         self.loss = loss
         self._parts = parts
 

@@ -46,7 +46,11 @@ def _run(kind: str, layout: str) -> tuple[str, str, Any, dict[str, Any]]:
     return kind, _path(MODELS.get(layout, "llama"), SCORES.get(kind)), LAYOUTS[layout], gathered
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    # heads share the way through pools and gathers, which classification stands for in make test
+    [pytest.param(kind, marks=pytest.mark.thorough if kind in ("reward", "embedding") else ()) for kind in KINDS],
+)
 def test_a_module_written_for_ddp_gives_its_numbers_on_every_layout(kind: str) -> None:
     runs = {layout: _run(kind, layout) for layout in LAYOUTS}
     of_ddp = {layout: (kind, path, "ddp", arguments) for layout, (kind, path, _, arguments) in runs.items()}
