@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings that Megatron's config has no field for: refused in a sentence, and computed as their formulas say."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_mcore import MCoreGPT
+from lightning_mcore.config.architecture import Architecture, architecture_of, set_architecture
+from lightning_mcore.layers.attention import Softmax, attend_once
+
+MODEL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+LLAMA3 = {
+    "kind": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 8.0,
+    "original_max_position_embeddings": 64,
+}
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "an unknown name": (
+        {"embeding_scale": 2.0},
+        "architecture has no setting 'embeding_scale'; choose from layer_norms,",
+    ),
+    "another place": (
+        {"layer_norms": "inside"},
+        "architecture has layer_norms='inside'; choose 'before' or 'around' or 'after'",
+    ),
+    "a number for a switch": ({"mlp_bias": 1}, "architecture has mlp_bias=1; choose False or True"),
+    "a factor of zero": ({"residual_scale": 0.0}, "architecture has residual_scale=0.0; give a number above 0"),
+    "a switch for a number": ({"logits_cap": True}, "architecture has logits_cap=True; give a number above 0"),
+    "no number": ({"embedding_scale": None}, "architecture has embedding_scale=None; give a number above 0"),
+    "an unknown stretch": (
+        {"stretch": {"kind": "ntk"}},
+        "architecture has stretch={'kind': 'ntk'}; give a dict with kind",
+    ),
+    "half a stretch": ({"stretch": {"kind": "dynamic", "factor": 2.0}}, "give a dict with kind 'llama3' with factor,"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_settings_are_refused_before_a_model_is_built(name: str) -> None:
+    given, sentence = REFUSED[name]
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        MCoreGPT(vocab_size=32, seq_length=8, transformer=MODEL, architecture=given)
+
+
+def test_settings_are_a_dict() -> None:
+    with pytest.raises(TypeError, match=r"architecture='after' is not a dict; give its settings by name"):
+        Architecture.of("after")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "other"),
+    [
+        ({"rope_scaling": True}, "rope_scaling"),
+        ({"seq_len_interpolation_factor": 2.0}, "seq_len_interpolation_factor"),
+        ({"position_embedding_type": "none"}, "position_embedding_type='none'"),
+    ],
+)
+def test_positions_are_stretched_in_one_way(settings: dict[str, Any], other: str) -> None:
+    with pytest.raises(ValueError, match=f"architecture has stretch, which does not work with {re.escape(other)}"):
+        MCoreGPT(vocab_size=32, seq_length=8, transformer=MODEL, architecture={"stretch": LLAMA3}, **settings)
+
+
+@pytest.mark.parametrize("given", [{"layer_norms": "after"}, {"head_norms": "all_heads"}, {"attention_cap": 50.0}])
+def test_transformer_engine_refuses_what_its_layers_lack(given: dict[str, Any]) -> None:
+    architecture = Architecture.of(given)
+    assert not architecture.fits_transformer_engine
+    with pytest.raises(ValueError, match="which TransformerEngine's layers do not have; set transformer_impl='local'"):
+        architecture.check_transformer_engine()
+    Architecture.of({"embedding_scale": 12.0, "softmax_choice_bias": True}).check_transformer_engine()
+
+
+def test_a_config_without_settings_has_the_defaults() -> None:
+    class Config:
+        pass
+
+    config = Config()
+    assert architecture_of(config) == Architecture()
+    set_architecture(config, Architecture(logits_cap=30.0))
+    assert architecture_of(config).logits_cap == 30.0
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_unfused_attention_is_that_of_torch_where_its_cap_is_far_away(is_causal: bool) -> None:
+    torch.manual_seed(1)
+    query, key, value = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+    plain = attend_once(query, key, value, Softmax(0.3), is_causal=is_causal)
+    capped = attend_once(query, key, value, Softmax(0.3, cap=1e6), is_causal=is_causal)
+    torch.testing.assert_close(capped, plain, rtol=0, atol=1e-5)
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    if is_causal:
+        masked = attend_once(query, key, value, Softmax(0.3, cap=1e6), mask)
+        torch.testing.assert_close(masked, plain, rtol=0, atol=1e-5)
