@@ -149,6 +149,32 @@ def _check(name: str, value: Any) -> None:
         raise ValueError(f"architecture has {name}={value!r}; give a number above 0")
 
 
+def check_architecture(config: Any) -> None:
+    """Refuse settings that the model's other fields leave without effect.
+
+    Args:
+        config: Megatron's config, with the settings.
+
+    Raises:
+        ValueError: There is one.
+    """
+    given = architecture_of(config)
+    latent, experts = config.multi_latent_attention, config.num_moe_experts
+    softmax = config.moe_router_score_function == "softmax" and not config.moe_router_enable_expert_bias
+    clashes: list[tuple[str, bool, str]] = [
+        *((name, latent, "multi_latent_attention=True") for name in ("head_norms", "window_rotary_base", "stretch")),
+        ("attention_output_bias", latent, "multi_latent_attention=True"),
+        ("head_norms", config.qk_layernorm, "qk_layernorm=True"),
+        ("latent_epsilon", not latent, "multi_latent_attention=False"),
+        ("softmax_choice_bias", not experts, "num_moe_experts=None"),
+        ("softmax_choice_bias", not softmax, "a router that is not a softmax without a bias"),
+        ("mlp_bias", bool(experts) and config.moe_layer_freq == 1, "experts in every layer"),
+    ]
+    for name, clashes_here, other in clashes:
+        if clashes_here and getattr(given, name) != ARCHITECTURE_DEFAULTS[name]:
+            raise ValueError(f"architecture has {name}={getattr(given, name)!r}, which does not work with {other}")
+
+
 def set_architecture(config: Any, architecture: Architecture) -> None:
     """Attach the settings to a Megatron config, which carries them to the modules."""
     setattr(config, _ATTRIBUTE, architecture)

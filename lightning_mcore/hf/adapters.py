@@ -148,11 +148,13 @@ def _train(weight: ChunkWeight, lora: LoRA) -> None:
     adapted = [name for name in weight.modules if lora.adapts(name)]
     if not adapted:
         return
-    if not isinstance(weight.module, ADAPTABLE):
+    of_all_experts = any(len(block.hf_start) > len(weight.whole) for block, _ in weight.parts)
+    if of_all_experts or not isinstance(weight.module, ADAPTABLE):
         if lora.target_modules == ALL_LINEAR:
             return
+        what = "one tensor for all experts" if of_all_experts else f"a {type(weight.module).__name__}"
         raise ValueError(
-            f"target_modules has {adapted[0]}, and a {type(weight.module).__name__} cannot have adapters; train it"
+            f"target_modules has {adapted[0]}, and {what} cannot have adapters; train it"
             " whole with modules_to_save, or leave it out"
         )
     lora.check_adapted(adapted)

@@ -36,7 +36,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from torch import nn
 
-from lightning_mcore.config.architecture import Architecture, architecture_of
+from lightning_mcore.config.architecture import Architecture, architecture_of, check_architecture
 from lightning_mcore.config.rules.model import check_fields, check_without_transformer_engine
 from lightning_mcore.layers.core_attention import TorchAttention
 from lightning_mcore.layers.norms import LatentNorm, LatentQueryNorm, TorchNorm, check_norm
@@ -220,6 +220,7 @@ def check_backend(
     """
     check_fields(config, transformer_impl, device_type)
     check_uniform_recompute(config)
+    check_architecture(config)
     if transformer_impl == "transformer_engine":
         architecture_of(config).check_transformer_engine()
         return

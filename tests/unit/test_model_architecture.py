@@ -75,6 +75,25 @@ def test_transformer_engine_refuses_what_its_layers_lack(given: dict[str, Any]) 
     Architecture.of({"embedding_scale": 12.0, "softmax_choice_bias": True}).check_transformer_engine()
 
 
+@pytest.mark.parametrize(
+    ("given", "fields", "other"),
+    [
+        ({"head_norms": "all_heads"}, {"qk_layernorm": True}, "qk_layernorm=True"),
+        ({"latent_epsilon": 1e-6}, {}, "multi_latent_attention=False"),
+        ({"softmax_choice_bias": True}, {}, "num_moe_experts=None"),
+        (
+            {"mlp_bias": True},
+            {"num_moe_experts": 2, "moe_ffn_hidden_size": 8, "add_bias_linear": False},
+            "experts in every layer",
+        ),
+    ],
+)
+def test_settings_without_effect_are_refused(given: dict[str, Any], fields: dict[str, Any], other: str) -> None:
+    module = MCoreGPT(vocab_size=32, seq_length=8, transformer={**MODEL, **fields}, architecture=given)
+    with pytest.raises(ValueError, match=f"which does not work with {re.escape(other)}"):
+        module.check_settings()
+
+
 def test_a_config_without_settings_has_the_defaults() -> None:
     class Config:
         pass
