@@ -36,7 +36,7 @@ SOURCE ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help install check docs format test test-fast test-thorough test-lightning test-ray test-mcore-latest test-te test-te-suite fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-fp8 bench bench-checkpoint \
-	bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-scale bench-startup gpu torture faults mutate clean
+	bench-generate bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-scale bench-startup gpu torture faults mutate clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -181,6 +181,9 @@ bench-packing: $(INSTALLED)  ## fill rows, pack a million samples, train packed 
 
 bench-preprocess: $(INSTALLED)  ## time `lightning-mcore preprocess` against the tokenizer alone
 	$(RUN) -m benchmarks.preprocess $(ARGS)
+
+bench-generate: $(INSTALLED)  ## time generation with and without a cache beside transformers
+	$(RUN) -m benchmarks.generate $(ARGS)
 
 bench-hf: $(INSTALLED)  ## time Hugging Face models in and out against a copy
 	$(RUN) -m benchmarks.hf $(ARGS)
