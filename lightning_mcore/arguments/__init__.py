@@ -9,8 +9,8 @@
     trainer = args.trainer(devices=8)
     trainer.fit(args.model("Qwen/Qwen3-0.6B"), args.data("train.jsonl", tokenizer="Qwen/Qwen3-0.6B", seq_length=2048))
 
-The names are those of ROLL's ``mcore_adapter``, so its users keep their files. Importing this package imports nothing
-else. ``TrainingArguments`` imports transformers; only the methods that make Lightning's objects import Lightning.
+The names are those of ROLL's ``mcore_adapter``, so files for it work here. Importing this package imports nothing else.
+``TrainingArguments`` imports transformers. Only the methods that make Lightning's objects import Lightning.
 """
 
 import importlib

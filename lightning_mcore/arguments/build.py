@@ -4,11 +4,10 @@
 ``TrainingArguments`` and the LLaMA-Factory command call these functions, which take plain data. In ``arguments/``, only
 this file and some of ``llamafactory/`` import Lightning.
 
-:class:`StepCheckpoint` and :class:`StepEvaluation` save and evaluate at the same steps as transformers' Trainer, where
-Lightning alone would not. transformers' Trainer saves and evaluates every n steps and also after the last step: a run
-of 700 steps with ``save_steps=500`` leaves checkpoints of steps 500 and 700. Lightning does so only at multiples of n.
-Lightning also treats an evaluation before the first step (``eval_on_start``) as a check of the code, and logs nothing
-from it. ``mapping.py`` decides which callbacks a run has.
+:class:`StepCheckpoint` and :class:`StepEvaluation` save and evaluate at the same steps as transformers' Trainer, which
+does so every n steps and also after the last step: a run of 700 steps with ``save_steps=500`` leaves checkpoints of
+steps 500 and 700. Lightning alone does so only at multiples of n. It also treats an evaluation before the first step
+(``eval_on_start``) as a check of the code, and logs nothing from it. ``mapping.py`` decides which callbacks a run has.
 """
 
 import importlib.util
@@ -48,8 +47,8 @@ from lightning_mcore.strategy.strategy import MCoreStrategy
 class StepCheckpoint(ModelCheckpoint):
     """A ``ModelCheckpoint`` that saves every n steps and after the last step.
 
-    At the last batch of an epoch, Lightning's own callback postpones a save that depends on a metric to the next
-    validation. Here the metric is the step number, which keeps the newest checkpoints and is always up to date.
+    At the last batch of an epoch, Lightning's callback postpones a save that depends on a metric until the next
+    validation. Here the metric is the step number, which is always up to date and keeps the newest checkpoints.
 
     Args:
         every: Optimizer steps between two checkpoints.
@@ -88,7 +87,7 @@ class StepEvaluation(Callback):
 
 
 def is_last_step(trainer: pl.Trainer) -> bool:
-    """Return whether a run has made all its optimizer steps; False if their number is unknown.
+    """Return whether a run has taken all its optimizer steps; False if their number is unknown.
 
     Args:
         trainer: The trainer, while it trains.
@@ -198,7 +197,7 @@ def make_trainer(arguments: Any, settings: RunSettings, overrides: Mapping[str, 
         arguments: ``TrainingArguments``.
         settings: The run that the arguments describe.
         overrides: Arguments of ``Trainer`` that replace those of the run; ``callbacks`` and ``plugins`` are added
-            instead. In a worker of Ray, devices and ranks are Ray's.
+            instead. In a worker of Ray, devices and ranks come from Ray.
 
     Raises:
         ModuleNotFoundError: A logger of ``report_to`` is not installed.

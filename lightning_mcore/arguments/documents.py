@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read settings as dicts from YAML or JSON files, and from the ``key=value`` words after a file on the command line.
 
-Argument files and LLaMA-Factory files are both read here, so they follow the same rules: numbers follow YAML 1.2, as in
-LightningCLI, so ``3e-6`` is a number and not text, and a repeated key is refused. A later ``key=value`` replaces an
+Argument files and LLaMA-Factory files are both read here, so the same rules apply to both. Numbers follow YAML 1.2, as
+in LightningCLI, so ``3e-6`` is a number and not text. A repeated key is refused. A later ``key=value`` replaces an
 earlier one, and ``a.b=1`` sets a key of a dict. This file imports neither torch nor megatron-core.
 """
 
@@ -24,7 +24,7 @@ def read_file(path: str, what: str, overrides: Sequence[str] = ()) -> dict[str, 
 
     Args:
         path: A ``.yaml``, ``.yml`` or ``.json`` file.
-        what: The kind of file that errors ask for, such as ``"a file of arguments"``.
+        what: What errors call such a file, for example ``"a file of arguments"``.
         overrides: Texts ``key=value``; values are YAML.
 
     Raises:

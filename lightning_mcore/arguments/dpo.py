@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``DPOConfig``: the loss over pairs of answers with the names that ROLL has for it."""
+"""``DPOConfig``: the settings of a loss over pairs of answers, with ROLL's names."""
 
 import dataclasses
 from typing import Any, Literal
@@ -10,19 +10,19 @@ from lightning_mcore.config.preference import Preference
 
 @dataclasses.dataclass
 class DPOConfig:
-    """How a model learns from pairs of answers; :meth:`model_settings` are arguments of ``TrainingArguments.model``.
+    """How a model learns from pairs of answers; :meth:`model_settings` returns them for ``TrainingArguments.model``.
 
-    The reference is the model as training begins. ``Preference`` has more losses and another model as the reference;
-    ``TrainingArguments.model`` takes it too.
+    The reference is the model as it is when training begins. ``Preference``, which ``TrainingArguments.model`` takes
+    too, has more losses, and can use another model as the reference.
 
     Args:
         beta: How strongly the loss holds the model to the reference; for ORPO the weight of the odds ratio.
         pref_loss: ``sigmoid`` for DPO, or ``orpo``.
-        label_smoothing: Probability that a pair has the wrong order, 0 to 0.5; for ``sigmoid``.
+        label_smoothing: Probability that a pair has the wrong order, 0 to 0.5; only for ``sigmoid``.
 
     Raises:
         TypeError: A value has another type.
-        ValueError: A value is not allowed, or ORPO has no use for it.
+        ValueError: A value is not allowed, or has no effect with ORPO.
     """
 
     beta: float = 0.1

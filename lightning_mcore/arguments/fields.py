@@ -17,18 +17,18 @@ def option(help: str, default: Any = None) -> Any:
     """Declare a field with its help text and its default.
 
     Args:
-        help: The help text of the command line.
-        default: Its default.
+        help: The help text on the command line.
+        default: The default of the field.
     """
     return dataclasses.field(default=default, metadata={"help": help})
 
 
 def flag(help: str, default: bool | None = None) -> Any:
-    """Declare a yes-or-no field; on the command line the bare name means yes, whatever the default.
+    """Declare a yes-or-no field; on the command line the name alone means yes, whatever the default.
 
     Args:
-        help: The help text of the command line.
-        default: Its default; None keeps the value of the checkpoint, or Megatron's default.
+        help: The help text on the command line.
+        default: The default of the field; None keeps the value of the checkpoint, or Megatron's default.
     """
     metadata: dict[str, Any] = {"help": help}
     if default is None:
@@ -41,7 +41,7 @@ def check_types(arguments: Any, may_be_none: Collection[str] = ()) -> None:
 
     Args:
         arguments: A dataclass.
-        may_be_none: Fields that may be None though their type does not say so.
+        may_be_none: Fields that may be None although their type does not allow it.
 
     Raises:
         TypeError: A value does not have the type of its field.
@@ -78,7 +78,7 @@ def check_type(name: str, value: Any, hint: Any) -> None:
 
 
 def _at_yaml(value: Any, hint: Any) -> str:
-    """Return the reason why YAML read a number as text, if the value is one; otherwise empty text."""
+    """Return why YAML read a number as text, for the end of an error; empty text if the value is not a number."""
     if not (isinstance(value, str) and _fits(0.5, hint) and _is_number(value)):
         return ""
     if "e" in value.lower():
@@ -108,7 +108,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _alternatives(union: Any) -> list[Any]:
-    """Return the types of a union; transformers writes "a member or its name" as ``Enum | str``."""
+    """Return the types of a union; transformers writes ``Enum | str`` for "a member or its name"."""
     found = list(get_args(union))
     has_choices = any(isinstance(item, type) and issubclass(item, enum.Enum) for item in found)
     return [item for item in found if not (has_choices and item is str)]

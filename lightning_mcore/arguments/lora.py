@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``LoraArguments``: adapters with the names that ROLL has for them."""
+"""``LoraArguments``: the settings of adapters, with ROLL's names."""
 
 import dataclasses
 from typing import Any
@@ -7,22 +7,23 @@ from typing import Any
 from lightning_mcore.arguments.fields import check_types
 from lightning_mcore.config.lora import LoRA
 
-_OF_PATTERNS = "*$|("  # a target with one of these is a regular expression
+_OF_PATTERNS = "*$|("  # a target that contains one of these is a regular expression
 
 
 @dataclasses.dataclass
 class LoraArguments:
-    """Which adapters to train; :meth:`model_settings` are arguments of ``TrainingArguments.model``.
+    """Which adapters to train; :meth:`model_settings` returns arguments of ``TrainingArguments.model``.
 
     Args:
         lora_target: Endings of names of projections, separated by commas; ``all`` or ``all-linear``; a regular
             expression that matches whole names; None for no adapters.
-        lora_rank: Their rank.
-        lora_alpha: Their scale is this divided by the rank; None for twice the rank.
-        lora_dropout: Dropout before them.
+        lora_rank: Rank of the adapters.
+        lora_alpha: The scale of the adapters is this divided by the rank; None for twice the rank.
+        lora_dropout: Dropout probability before the adapters.
         additional_target: Endings of names of modules that are trained in full, separated by commas.
-        adapter_name_or_path: PEFT folder of an adapter to continue; it contains its own settings.
-        autocast_adapter_dtype: Has no effect: the precision of the run chooses the type, with fp32 copies of 16 bits.
+        adapter_name_or_path: PEFT folder of an adapter to train further, with the settings in that folder.
+        autocast_adapter_dtype: Has no effect: the precision of the run decides the dtype of adapters, and the optimizer
+            keeps fp32 copies of 16-bit weights.
 
     Raises:
         TypeError: A value has another type.
@@ -48,7 +49,7 @@ class LoraArguments:
         self.model_settings()
 
     def model_settings(self) -> dict[str, Any]:
-        """Return arguments of ``TrainingArguments.model``: ``lora``, or none without adapters."""
+        """Return arguments of ``TrainingArguments.model``: ``lora``, or an empty dict without adapters."""
         if self.adapter_name_or_path is not None:
             return {"lora": self.adapter_name_or_path}
         target: Any = self.lora_target

@@ -90,7 +90,7 @@ def run_settings(
     devices: int | str | None,
     num_nodes: int | None,
 ) -> RunSettings:
-    """Return the run that ``TrainingArguments`` describe; ``TrainingArguments.settings`` explains the others."""
+    """Return the run that ``TrainingArguments`` describes; ``TrainingArguments.settings`` explains the parameters."""
     if model_path is not None:
         check_variable_lengths(arguments, _has_experts(model_path), f"{model_path} is one")
     parts: dict[str, dict[str, Any]] = {part: {} for part in ("strategy", "precision", "model", "trainer", "data")}
@@ -137,7 +137,7 @@ def _strategy(arguments: Any, ddp_config: dict[str, Any]) -> dict[str, Any]:
         values["optimizer_config"] = {
             "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": arguments.optimizer_offload_fraction,
-            "use_precision_aware_optimizer": True,  # Megatron's offload uses its code; it needs the next option
+            "use_precision_aware_optimizer": True,  # Megatron's offload uses its code; this needs the next option
             "use_distributed_optimizer": True,
         }
     communication = {name: extra[name] for name in _EXTRA_OF_COMMUNICATION if name in extra}
@@ -218,7 +218,7 @@ def _validation(arguments: Any) -> dict[str, Any]:
     if strategy == "epoch":
         return {"check_val_every_n_epoch": 1}
     every = steps_of(arguments, arguments.eval_steps)
-    # Lightning counts DataLoader batches; without a number of epochs it keeps counting past the end of an epoch.
+    # Lightning counts DataLoader batches; without a number of epochs it counts on from epoch to epoch.
     return {"val_check_interval": every * arguments.gradient_accumulation_steps, "check_val_every_n_epoch": None}
 
 
@@ -309,7 +309,7 @@ def logger_settings(arguments: Any) -> dict[str, dict[str, Any]]:
         "tensorboard": {"save_dir": folder, "name": name or "runs"},
         "csv": {"save_dir": folder, "name": name or "logs"},
         "mlflow": {"run_name": name, "save_dir": os.path.join(folder, "mlruns")},
-        # as in transformers' Trainer: the environment may name the project, and this is the default name
+        # as in transformers' Trainer: the environment may name the project; this is the default
         "wandb": {"name": name, "save_dir": folder, "project": os.environ.get("WANDB_PROJECT", "huggingface")},
     }
     return {kind: made[kind] for kind in arguments.report_to}

@@ -2,8 +2,8 @@
 """The rules between fields of the argument classes, checked when the object is created.
 
 ``ParallelLayout`` checks sizes and ``FP8Settings`` checks FP8, as they do for ``MCoreStrategy`` and ``MCorePrecision``,
-so the messages are the same. The rules below are those that these two classes do not have. Nothing is corrected
-silently: a contradiction is an error that names both sides.
+so the messages are the same. This file has the other rules. Nothing is corrected silently: a contradiction is an error
+that names both sides.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ _OF_LAYOUT = (
     "expert_tensor_parallel_size",
     "sequence_parallel",
 )
-# Those of 0.16.1 and 0.19.2; an older Megatron refuses fields that it lacks when the model is built.
+# The modules of 0.16.1 and 0.19.2; an older Megatron refuses those that it lacks when the model is built.
 _RECOMPUTED = (
     *("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"),
     "gdn_norm_out",
@@ -50,7 +50,7 @@ def given_layout(arguments: Any) -> dict[str, Any]:
 
 
 def interleaving_of(arguments: Any) -> int | None:
-    """Return the virtual pipeline size: the given one, or that of the layout string."""
+    """Return the virtual pipeline size: the given one, or that of ``pipeline_model_parallel_layout``."""
     return ParallelLayout(**given_layout(arguments)).virtual_pipeline_model_parallel_size
 
 
@@ -59,7 +59,7 @@ def check_distribution(arguments: Any, extra: Mapping[str, Any]) -> None:
 
     Args:
         arguments: The arguments.
-        extra: The fields that ``additional_configs`` sets beside them.
+        extra: Other fields, from ``additional_configs``.
 
     Raises:
         ValueError: A value is not allowed, or two fields contradict each other.
@@ -104,7 +104,7 @@ def fp8_settings(arguments: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         arguments: ``DistributingParallelArguments``.
-        extra: What ``additional_configs`` sets beside them, such as options of recipes.
+        extra: Other fields, from ``additional_configs``, such as options of recipes.
 
     Raises:
         ValueError: The arguments contradict each other.
@@ -124,7 +124,7 @@ def check_variable_lengths(arguments: Any, experts: bool, because: str) -> None:
     Args:
         arguments: ``DistributingParallelArguments``.
         experts: Whether the model has experts; dense models have no dispatcher.
-        because: The reason that the error gives for it.
+        because: The reason to assume experts, for the error.
 
     Raises:
         ValueError: The dispatcher is ``allgather``.

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """``DistributingParallelArguments``: how a model is split, recomputed and quantised, with mcore_adapter's names.
 
-None keeps the checkpoint's value or, if it has none, Megatron's default (for ``calculate_per_token_loss``, ours).
-``megatron_rules.py`` has the rules between fields; ``mapping.py`` says where each field goes. Where a default differs
-from mcore_adapter's, the help text says so, because there mcore_adapter overwrites the checkpoint or contradicts
-Megatron.
+None keeps the checkpoint's value. If the checkpoint has none, the default is Megatron's, except that of
+``calculate_per_token_loss``, which is ours.
+``megatron_rules.py`` has the rules between fields; ``mapping.py`` says where each field goes. The help text says where
+a default differs from mcore_adapter's, which would overwrite the checkpoint or contradict Megatron.
 
 ``additional_configs`` gives the fields of Megatron's ``TransformerConfig`` that have no argument, as a dict or as the
-path of a JSON file with one. An unknown name is refused, and the error suggests the nearest known one. A name that is
-also an argument sets that argument if it is None, and is refused if the two differ. Fields of the strategy or the
-precision plugin are passed to them (``mapping.py``). Fields that other code fills in are refused.
+path of a JSON file with one. An unknown name is refused, and the error suggests the nearest known one. If a name is
+also an argument, the argument takes the value if it is None; two different values are refused. Fields of the strategy
+or the precision plugin are passed to them (``mapping.py``). Fields that other code fills in are refused.
 """
 
 import dataclasses
@@ -155,7 +155,7 @@ class DistributingParallelArguments:
         return {**self.extra_fields, **{name: value for name, value in given.items() if value is not None}}
 
     def allow_variable_seq_lengths(self) -> bool:
-        """Whether the microbatches of a step may differ in length: if it is set, or without a pipeline."""
+        """Return whether the microbatches of a step may differ in length: if it is set, or without a pipeline."""
         return self.variable_seq_lengths or (self.pipeline_model_parallel_size or 1) == 1
 
     @classmethod

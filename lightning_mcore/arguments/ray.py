@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``RayArguments``: LLaMA-Factory's options for a launch on Ray, and this package's for failures and elastic runs.
+"""``RayArguments``: LLaMA-Factory's options for a launch on Ray, and our options for failures and elastic runs.
 
 ::
 
@@ -11,7 +11,7 @@
     args, ray = parse_arguments(sys.argv[1:], TrainingArguments, RayArguments)
     ray.launch(args, train, sys.argv[1:])
 
-``ray_num_workers`` above 1, or the environment variable ``USE_RAY=1``, asks for Ray's workers. In a worker,
+``ray_num_workers`` above 1, or the environment variable ``USE_RAY=1``, makes Ray start the workers. In a worker,
 ``TrainingArguments.trainer`` takes devices and ranks from Ray. ``strategy/ray.py`` launches.
 """
 
@@ -80,7 +80,7 @@ class RayArguments:
         self.settings()
 
     def _check_unused(self) -> None:
-        """Refuse options that have no effect without Ray; the address is also for :meth:`environment`."""
+        """Refuse options that have no effect without Ray, except the address, which :meth:`environment` returns."""
         if self.use_ray:
             return
         for field in dataclasses.fields(self):
@@ -95,7 +95,7 @@ class RayArguments:
         """Refuse an address without Ray, where :meth:`environment` is not used.
 
         Raises:
-            ValueError: ``master_addr`` or ``master_port`` is given, and Ray is not to start the workers.
+            ValueError: ``master_addr`` or ``master_port`` is given, and Ray does not start the workers.
         """
         for name in ("master_addr", "master_port"):
             if getattr(self, name) is not None and not self.use_ray:
@@ -106,7 +106,7 @@ class RayArguments:
 
     @property
     def use_ray(self) -> bool:
-        """Whether Ray is to start the workers."""
+        """Whether Ray starts the workers."""
         return self.ray_num_workers > 1 or os.environ.get("USE_RAY", "0").lower() in _YES
 
     @property
@@ -136,11 +136,12 @@ class RayArguments:
         )
 
     def launch(self, arguments: "TrainingArguments", function: Callable[..., Any], *given: Any) -> Any:
-        """Call a function on each of Ray's workers, or here if Ray is not asked for.
+        """Call a function on each of Ray's workers, or in this process if Ray does not start the workers.
 
         Args:
-            arguments: The training arguments; ``gradient_accumulation_steps`` is that of the most workers.
-            function: The function, which each worker can import.
+            arguments: The training arguments; ``gradient_accumulation_steps`` applies to the largest possible
+                number of workers.
+            function: The function, which each worker must be able to import.
             given: Its arguments.
 
         Returns:
@@ -148,7 +149,7 @@ class RayArguments:
 
         Raises:
             ModuleNotFoundError: Ray is not installed.
-            ValueError: The layout does not divide the workers, or there is no room for them.
+            ValueError: The layout does not divide the workers, or Ray has no room for them.
         """
         if not self.use_ray:
             return function(*given)
@@ -160,6 +161,6 @@ class RayArguments:
         return launch(settings, sizes, function, *given, gpus=False if arguments.use_cpu else None)
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables that say where the first machine is, as torch.distributed reads them."""
+        """Return the address and port of the first machine as the environment variables of torch.distributed."""
         given = {"MASTER_ADDR": self.master_addr, "MASTER_PORT": self.master_port}
         return {name: value for name, value in given.items() if value is not None}

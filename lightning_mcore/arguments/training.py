@@ -52,9 +52,9 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
     """
 
     def __post_init__(self) -> None:
-        """Check every value, then the fields against each other, and let transformers process its fields."""
+        """Check every value, then the fields against each other, and let transformers process its own."""
         resume: Any = self.resume_from_checkpoint
-        if isinstance(resume, bool):  # Trainer.train takes a bool, and YAML reads one
+        if isinstance(resume, bool):  # Trainer.train takes a bool, and so may a YAML file
             self.resume_from_checkpoint = str(resume).lower()
         check_foreign(self, self._foreign())
         self._check_types()
@@ -92,7 +92,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
 
     @property
     def _setup_devices(self) -> "torch.device":
-        """The CPU; transformers would set up its device here, but the strategy does that when the trainer starts."""
+        """The CPU. transformers sets up its device here; in this package the strategy does, when the trainer starts."""
         self._n_gpu = 0
         self.distributed_state = None
         import torch
@@ -103,7 +103,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
 
     @property
     def stages(self) -> list[str]:
-        """The stages of ``do_train``, ``do_eval`` and ``do_predict``, with Lightning's names and in this order."""
+        """The stages of ``do_train``, ``do_eval`` and ``do_predict``, in this order, with Lightning's names."""
         names = {"fit": self.do_train, "validate": self.do_eval and not self.do_train, "predict": self.do_predict}
         return [name for name, wanted in names.items() if wanted]
 

@@ -2,7 +2,7 @@
 """The rules of transformers' training arguments, checked when ``TrainingArguments`` is created.
 
 transformers' ``TrainingArguments`` has more than a hundred fields, all for its own Trainer. Those in :data:`HONOURED`
-are supported (``mapping.py`` says where each goes). Those in :data:`REFUSED` are an error, with the reason, unless they
+are supported (``mapping.py`` says where each goes). Those in :data:`REFUSED` are refused with the reason, unless they
 have their default. Those in :data:`AS_IT_IS` are ignored, because they ask for what happens anyway or cannot be told
 from a default. A field of a newer transformers that is in none of these tables is refused as unknown.
 """
@@ -153,7 +153,7 @@ def _check_optimizer(arguments: Any) -> None:
 def check_course(arguments: Any) -> None:
     """Refuse options that the learning-rate schedule does not take, and missing options that it needs.
 
-    transformers would refuse them when the run starts. This asks it now, with an optimizer of one parameter.
+    transformers would refuse them when the run starts. Here they are tried at once, on an optimizer of one parameter.
 
     Args:
         arguments: ``TrainingArguments``, as transformers has read them.
@@ -182,7 +182,7 @@ def check_course(arguments: Any) -> None:
 
 
 def checkpoints_activations(arguments: Any) -> bool:
-    """Return whether full recomputation is set by transformers' name for it, the new or the old."""
+    """Return whether full recomputation is on, under transformers' new or old name for it."""
     names = ("activation_checkpointing", "gradient_checkpointing")
     return any(getattr(arguments, name, None) for name in names)
 
@@ -295,7 +295,7 @@ def check_metric(metric: str | None, loss: str | None) -> None:
 
     Args:
         metric: ``metric_for_best_model``.
-        loss: The loss of ``Preference``; None for a module that learns single answers.
+        loss: The loss of ``Preference``; None for a module that learns from single answers.
 
     Raises:
         ValueError: The metric is not logged.
@@ -310,7 +310,7 @@ def _require_metric(metric: str | None, known: Iterable[str]) -> None:
 
 
 def check_steps(arguments: Any, name: str, used: bool) -> None:
-    """Refuse a value that is not a number of steps, and a share of all steps if their number is unknown."""
+    """Refuse a value that is not a number of steps, or is a share of all steps if their number is unknown."""
     steps = getattr(arguments, name)
     if not used:
         return
@@ -405,7 +405,7 @@ AS_IT_IS: Mapping[str, str] = {
 }
 """The ignored fields, each with what happens anyway."""
 
-_OFF: tuple[Any, ...] = (None, False, "", "no", [], {})  # HfArgumentParser turns some of these into each other
+_OFF: tuple[Any, ...] = (None, False, "", "no", [], {})  # HfArgumentParser turns some of these into others
 
 
 def check_foreign(arguments: Any, of: type) -> None:
@@ -433,7 +433,7 @@ def _default(field: "dataclasses.Field[Any]") -> Any:
 
 
 def _means_the_same(value: Any, default: Any) -> bool:
-    """Return whether a value is the default, in its original form or as transformers rewrites it."""
+    """Return whether a value is the default, as it is declared or as transformers rewrites it."""
     value, default = (getattr(item, "value", item) for item in (value, default))  # members of enumerations
     if value == default:
         return True
@@ -444,4 +444,4 @@ def _means_the_same(value: Any, default: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return "..." if isinstance(value, str) and value.startswith("hf_") else repr(value)  # do not show tokens
+    return "..." if isinstance(value, str) and value.startswith("hf_") else repr(value)  # access tokens stay hidden

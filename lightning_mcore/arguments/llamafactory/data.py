@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``FactoryData``: the data module of a LLaMA-Factory file, ``MCoreFinetuningData`` over several datasets.
+"""``FactoryData``: the data module of a LLaMA-Factory file: ``MCoreFinetuningData`` on several datasets.
 
-Each dataset is tokenised and cached separately; then they are joined in order. Conversations are packed or padded as in
+The datasets are tokenised and cached separately, and then joined in order. Conversations are packed or padded as in
 ``MCoreFinetuningData``. In stage ``pt``, texts are either joined and cut into blocks (:class:`TextBlocks`), or each
 text has its own row; ``run.py`` chooses.
 
-:class:`FactoryRows` turns rows into conversations, or into texts. ``alpaca`` rows have an instruction, optional input
-in another column, an answer, and perhaps earlier exchanges. ``sharegpt`` and ``openai`` rows have a list of messages,
-whose roles the dataset names. There are three differences from ``data/finetuning/conversations.py``: the names come
-from ``dataset_info.json``; one line break joins the two parts of an instruction; and a conversation that does not
+:class:`FactoryRows` turns rows into conversations, or into texts. ``alpaca`` rows have an instruction, an optional
+input in another column, an answer, and perhaps earlier exchanges. ``sharegpt`` and ``openai`` rows have a list of
+messages, whose roles the dataset names. Three things differ from ``data/finetuning/conversations.py``: the names come
+from ``dataset_info.json``; one line break joins the two parts of an instruction; and a conversation whose roles do not
 alternate is skipped and counted, as in LLaMA-Factory. A row that calls tools is refused, because the templates here
 cannot write tool calls.
 """
@@ -38,7 +38,7 @@ class FactoryReading(Reading):
         max_samples: Read only this many rows, from the start; None for all.
         seed: Seed for drawing rows.
         documents: Read each row as a text instead of a conversation.
-        joined: Join texts, so that they do not begin new rows.
+        joined: The texts will be joined into one stream, so that they do not each begin a sequence.
     """
 
     entry: DatasetEntry = field(default_factory=lambda: DatasetEntry("", ()))
@@ -58,7 +58,7 @@ class FactoryReading(Reading):
         return super().encoder(tokenizer)
 
     def chosen(self, rows: int) -> Sequence[int] | None:
-        """Return the indices of the rows to read: the drawn rows, at most ``max_samples``."""
+        """Return the indices of the rows to read, at most ``max_samples``; None for all rows."""
         count = self.entry.num_samples
         if count is None:
             return None if self.max_samples is None else range(min(self.max_samples, rows))
@@ -125,7 +125,7 @@ class FactoryRows:
         return [{"role": "system", "content": system}, *turns] if system and turns else turns
 
     def _exchanges(self, row: Row, name: str, response: str | None) -> list[Message]:
-        """Return the exchanges of an alpaca row; the last answer is empty if the row has none."""
+        """Return the turns of an alpaca row; the last answer is empty if the row has none."""
         columns = self._entry.columns
         history = row[columns.history] if columns.history is not None else None
         turns = earlier_exchanges(history if isinstance(history, list) else None, str(columns.history), name)
@@ -135,7 +135,7 @@ class FactoryRows:
         return [*turns, *_exchange(prompt, answer)]
 
     def _spoken(self, row: Row, name: str) -> tuple[str, list[Message]]:
-        """Return the system message and the turns of a row of messages."""
+        """Return the system message and the turns of a row of messages; no turns if the roles do not alternate."""
         tags = self._entry.tags
         roles = {tags.user_tag: "user", tags.assistant_tag: "assistant"}
         tools = {tags.observation_tag, tags.function_tag} - {None}
@@ -186,7 +186,7 @@ class FactoryData(MCoreFinetuningData):
         batch_size: Rows of a microbatch on each data-parallel rank.
         eval_batch_size: Rows of a microbatch in evaluation; None for ``batch_size``.
         validation_share: Share of the training samples to evaluate on; above 1, their number.
-        packing: Put several samples into a row; join texts and cut them into blocks.
+        packing: Put several samples into a row; texts are joined and cut into blocks.
         streaming: Tokenise while training.
         shuffle_buffer: With ``streaming``, the number of samples from which the next one is drawn.
         shuffle: Whether rows come in random order.
@@ -254,7 +254,7 @@ class FactoryData(MCoreFinetuningData):
         return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
 
     def _samples(self, tokenized: Any, indices: NDArray[np.int64], name: str) -> Any:
-        """Return conversations, texts, or blocks of texts."""
+        """Return the dataset of conversations, texts, or blocks of texts."""
         if not self._joined:
             return super()._samples(tokenized, indices, name)
         first = self.tokenizer.bos_token_id if getattr(self.tokenizer, "add_bos_token", False) else None

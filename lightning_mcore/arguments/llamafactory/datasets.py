@@ -34,7 +34,7 @@ _REFUSED_COLUMNS = {
 
 @dataclass(frozen=True)
 class Columns:
-    """The column of each part of a row, or None. The defaults apply if a dataset names no columns."""
+    """The column of each part of a row, or None. The defaults are for a dataset that names no columns."""
 
     prompt: str | None = "instruction"
     query: str | None = "input"
@@ -50,7 +50,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Tags:
-    """The names of fields and roles in messages. The defaults apply if a dataset names no tags."""
+    """The names of fields and roles in messages. The defaults are for a dataset that names no tags."""
 
     role_tag: str | None = "from"
     content_tag: str | None = "value"
@@ -88,12 +88,12 @@ def read_datasets(names: str | Sequence[str], dataset_dir: str) -> list[DatasetE
     """Return the datasets of the given names, in their order.
 
     Args:
-        names: A list, or a text with commas between the names.
+        names: A list, or text with commas between the names.
         dataset_dir: The folder with ``dataset_info.json``.
 
     Raises:
         FileNotFoundError: There is no such folder, or a dataset has no file.
-        ValueError: A name is not in the file, or a dataset is of a kind that is not supported.
+        ValueError: A name is not in the file, or a dataset asks for something that is not supported.
     """
     if dataset_dir == "ONLINE" or dataset_dir.startswith("REMOTE:"):
         raise ValueError(

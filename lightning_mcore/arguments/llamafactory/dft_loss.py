@@ -19,5 +19,5 @@ class DFTModel(MCoreGPT):
     """An ``MCoreGPT`` with the Dynamic Fine-Tuning loss; takes the same arguments."""
 
     def learned_losses(self, losses: Tensor) -> Tensor:
-        """Return each cross entropy times the probability of its token; floats of any shape, and the same shape out."""
+        """Return each token's cross entropy times its probability; floats of any shape, and the same shape out."""
         return losses * torch.exp(-losses.detach())

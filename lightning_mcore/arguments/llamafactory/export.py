@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file of LLaMA-Factory that exports: a model, with PEFT adapters merged into it, as a Hugging Face folder."""
+"""LLaMA-Factory files that export a model, with PEFT adapters merged into it, as a Hugging Face folder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from lightning_mcore.arguments.llamafactory.rules import check_names, check_supp
 from lightning_mcore.config.value_checks import require_size
 from lightning_mcore.hf.source import read_config
 
-_OWN = ("export_dir", "export_size", "export_device")  # a device has no effect: each tensor is written from the CPU
+_OWN = ("export_dir", "export_size", "export_device")  # a device has no effect: tensors are written from the CPU
 
 
 @dataclass(frozen=True)
 class FactoryExport:
-    """What such a file asks for.
+    """The export that a file asks for.
 
     Attributes:
         model: Folder or name of the model.
         adapters: Folders of the adapters to merge, in order.
         out: The folder to write.
-        max_shard_size: Size of a file, as text.
+        max_shard_size: Largest size of a weight file, such as ``"5GB"``.
     """
 
     model: str
@@ -29,12 +29,12 @@ class FactoryExport:
     max_shard_size: str
 
     def write(self) -> None:
-        """Merge and write, with the whole model in this process.
+        """Merge the adapters and write the model, all in this process.
 
         Raises:
             FileNotFoundError: The model or an adapter does not exist.
-            OSError: The disk refuses.
-            ValueError: An adapter does not fit the model, the model is not supported, or ``out`` is taken.
+            OSError: The files cannot be written.
+            ValueError: An adapter does not fit the model, the model is not supported, or ``out`` already exists.
         """
         from lightning_mcore.hf.export import export_model, require_free
         from lightning_mcore.layers.session import single_process

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Fp8Arguments``: how LLaMA-Factory asks for FP8.
 
-The class is separate from ``TrainingArguments`` because ``fp8`` is a yes or no here and the name of a format there;
-:meth:`Fp8Arguments.merged_into` translates. LLaMA-Factory has four backends: ``auto`` and ``te`` mean
-TransformerEngine, which computes in FP8 here, and the other two are refused.
+The class is separate from ``TrainingArguments`` because ``fp8`` is a yes or no here, and the name of a format there;
+:meth:`Fp8Arguments.merged_into` translates. LLaMA-Factory has four backends. ``auto`` and ``te`` mean
+TransformerEngine, which runs FP8 here; the other two are refused.
 """
 
 import dataclasses
@@ -53,10 +53,10 @@ class Fp8Arguments:
     def merged_into(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return arguments of ``TrainingArguments``, with LLaMA-Factory's FP8 added if it is on.
 
-        It is TransformerEngine's hybrid format, scaled by the largest values of the last 16 steps.
+        FP8 then means TransformerEngine's hybrid format, scaled by the largest values of the last 16 steps.
 
         Args:
-            values: Arguments by name; an ``fp8_recipe`` among them stays.
+            values: Arguments by name; a given ``fp8_recipe`` is kept.
         """
         given = dict(values)
         if not self.fp8:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``finetuning_type: freeze``: which weights of a model are trained, as ``MCoreGPT(train_only=...)`` takes them.
 
-As in LLaMA-Factory, the last layers are trained, or the first for a negative number, and outside of the layers nothing
-but ``freeze_extra_modules``. LLaMA-Factory trains every weight whose name contains one of those, so ``norm`` also means
+As in LLaMA-Factory, the last layers are trained, or the first for a negative number. Outside the layers, only
+``freeze_extra_modules`` are trained. A weight belongs to these if its name contains one of them, so ``norm`` also means
 the norms of the layers.
 """
 
@@ -13,14 +13,14 @@ from lightning_mcore.hf.source import planned_settings
 
 
 def trained_parts(keys: FactoryKeys) -> list[str]:
-    """Return parts of the Hugging Face names of the weights that a file trains.
+    """Return parts of names; a file trains the weights whose Hugging Face names contain one of them.
 
     Args:
         keys: The keys of the file, with ``finetuning_type: freeze``.
 
     Raises:
         FileNotFoundError: There is no such model.
-        ValueError: The model has no such module, or nothing is trained.
+        ValueError: The model does not have a named module, or nothing is trained.
     """
     family, fields = family_and_fields(planned_settings(str(keys.model_name_or_path)))
     names = [name for of_weight in tensor_names(family, fields).values() for name in of_weight]

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keys of a LLaMA-Factory training file that are not arguments of training or of Megatron.
 
-A training file is one flat list of keys: of the model, the data, the fine-tuning, the generation and the training.
+A training file is one flat list of keys for the model, the data, the fine-tuning, the generation and the training.
 The training and Megatron keys have the names of ``lightning_mcore.arguments`` and are passed on unchanged. The others
 fall into three groups:
 
 - The fields of :class:`FactoryKeys` are supported.
-- :data:`REFUSED` are not supported. A key with its default value is accepted, because files often spell out defaults.
-  With any other value it is refused with the reason, because ignoring it would change the run.
+- The keys in :data:`REFUSED` are not supported. With its default value such a key is accepted, because files often
+  spell out defaults. Any other value is refused with the reason, because ignoring it would change the run.
 - Some supported keys mean something slightly different here. :func:`translated` returns the arguments that they
-  become, and :func:`notes_of` a line for each, which ``lightning-mcore llamafactory`` prints before it trains and
-  ``lightning-mcore plan`` prints with its assumptions.
+  become, and :func:`notes_of` returns a line for each, which ``lightning-mcore llamafactory`` prints before it trains
+  and ``lightning-mcore plan`` prints with its assumptions.
 
-From DeepSpeed's config, the ZeRO stage is used. Megatron's sharded optimizer, ``use_distributed_optimizer``, saves the
-memory that stages 1 and 2 save; instead of stage 3, the parallel sizes split weights that do not fit. Megatron sets
-buckets and similar details itself. Settings that would change the run (offloading, a second optimizer, other batch
-sizes) are refused.
+Only the ZeRO stage of DeepSpeed's config is used. Megatron's sharded optimizer, ``use_distributed_optimizer``, takes
+the place of stages 1 and 2; instead of stage 3, the parallel sizes split weights that do not fit. Megatron sets buckets
+and similar details itself. Settings that would change the run (offloading, a second optimizer, other batch sizes) are
+refused.
 """
 
 import json
@@ -34,51 +34,51 @@ FP8Backend = Literal["auto", "te", "torchao", "msamp"]
 
 @dataclass(frozen=True)
 class FactoryKeys(PreferenceKeys):
-    """The keys of a training file beside those of training and Megatron; the defaults are LLaMA-Factory's.
+    """The supported keys that are not training or Megatron arguments; the defaults are LLaMA-Factory's.
 
     Args:
-        model_name_or_path: A Hugging Face folder or name, or a checkpoint of ours.
-        trust_remote_code: Has no effect: code of a model is never run.
-        stage: ``pt`` trains on text, ``sft`` on conversations, ``dpo`` on pairs of answers, ``kto`` on tagged answers,
-            ``rm`` a reward model; ``ppo`` is refused.
+        model_name_or_path: A Hugging Face folder or name, or a checkpoint of this package.
+        trust_remote_code: Has no effect: code that comes with a model is never run.
+        stage: ``pt`` trains on text, ``sft`` on conversations, ``dpo`` on pairs of answers, ``kto`` on tagged answers;
+            ``rm`` trains a reward model; ``ppo`` is refused.
         finetuning_type: ``full``, ``freeze`` or ``lora``; ``oft`` is refused.
-        freeze_trainable_layers: With ``freeze``: how many of the last layers are trained; of the first if negative.
+        freeze_trainable_layers: With ``freeze``: how many of the last layers are trained, or of the first if negative.
         freeze_trainable_modules: With ``freeze``: ``all``, or modules of those layers, separated by commas.
-        freeze_extra_modules: With ``freeze``: modules outside of the layers that are trained too.
+        freeze_extra_modules: With ``freeze``: modules outside the layers that are trained too.
         lora_rank: Rank of the adapters.
-        lora_alpha: Their scale is this divided by the rank; None for twice the rank.
+        lora_alpha: The scale of the adapters is this divided by the rank; None for twice the rank.
         lora_dropout: Dropout probability before the adapters.
         lora_target: ``all``, or endings of projection names, separated by commas.
-        use_rslora: Divide by the square root of the rank instead of the rank.
-        use_dora: Also train the lengths of the rows.
+        use_rslora: Divide ``lora_alpha`` by the square root of the rank instead of the rank.
+        use_dora: Also train the length of each row of a weight (DoRA).
         quantization_bit: 4 keeps the frozen weights in 4 bits; None leaves them as they are.
-        quantization_type: ``nf4``.
-        double_quantization: Whether the lengths of blocks are quantized too.
+        quantization_type: ``nf4``; other types are refused.
+        double_quantization: Whether the scales of the 4-bit blocks are quantized too.
         additional_target: Endings of names of modules that are trained in full, separated by commas.
         adapter_name_or_path: PEFT folders, with commas between them or as a list. The last is continued with its own
             settings; those before it are merged into the model.
-        adapter_folder: A folder inside each of them, which has the adapter.
-        create_new_adapter: Merge all of them, and train a new adapter.
+        adapter_folder: The folder inside each of them that contains the adapter.
+        create_new_adapter: Merge all adapters of ``adapter_name_or_path``, and train a new one.
         loraplus_lr_ratio: The learning rate of B is this many times that of A (LoRA+).
-        loraplus_lr_embedding: With it, the learning rate of adapters of the embedding.
+        loraplus_lr_embedding: With ``loraplus_lr_ratio``: the learning rate of adapters of the embedding.
         dataset: Names in ``dataset_info.json``, separated by commas.
-        eval_dataset: The same, for evaluation.
+        eval_dataset: Likewise, for evaluation.
         dataset_dir: The folder with ``dataset_info.json`` and the files.
         template: The name of a chat template; None for the tokenizer's own, or plain text.
         cutoff_len: Tokens of a row, and the largest number of tokens of a sample.
         train_on_prompt: Train on every token.
         mask_history: Train only on the last answer.
-        packing: Put several samples into a row, without seeing each other; None means only in stage ``pt``.
+        packing: Put several samples, which do not see each other, into a row; None means only in stage ``pt``.
         neat_packing: The same as ``packing``, because samples in a row never see each other here.
-        sequence_packing: The same.
-        use_packed_sequences: The same.
+        sequence_packing: The same as ``packing``.
+        use_packed_sequences: The same as ``packing``.
         streaming: Tokenise while training.
         buffer_size: With ``streaming``, the number of samples from which the next one is drawn.
         max_samples: Read only this many rows of each dataset, from the start.
         val_size: Evaluate on this share of the training samples; above 1, on this number of samples.
         preprocessing_num_workers: Number of processes that tokenise.
         preprocessing_batch_size: In stage ``kto``, rows of a block in which examples are paired for the KL term;
-            otherwise without effect, because each row is tokenised separately.
+            in other stages it has no effect, because each row is tokenised separately.
         data_shared_file_system: Has no effect: one process of each machine tokenises, and the cache uses locks.
         default_system: The system message of rows that have none.
         enable_thinking: With a template that has thoughts: where empty ones are written; see ``ChatTemplate``.
@@ -86,13 +86,13 @@ class FactoryKeys(PreferenceKeys):
         cache_dir: Where ``datasets`` keeps rows and tokens.
         overwrite_cache: Has no effect: the cache depends on files, tokenizer and settings, so it is never stale.
         disable_shuffling: Keep the order of the files.
-        warmup_ratio: The same as ``warmup_steps`` below 1; its name in transformers before 5.
+        warmup_ratio: The same as ``warmup_steps`` below 1; the name in transformers before version 5.
         early_stopping_steps: Number of evaluations without a better ``metric_for_best_model`` that ends the run.
         plot_loss: Save a plot of the losses in ``output_dir``.
         overwrite_output_dir: Start a new run in a folder that is not empty.
         moe_aux_loss_coef: The same as ``moe_aux_loss_coeff``.
-        disable_gradient_checkpointing: Contradicts ``recompute_granularity``; nothing is recomputed without that
-            anyway.
+        disable_gradient_checkpointing: Refused beside ``recompute_granularity``, and without effect otherwise, because
+            nothing is recomputed by default.
         fp8_backend: ``auto`` or ``te``, which both mean TransformerEngine; the others are refused.
         mixed_precision: ``bf16_mixed`` is ``bf16: true``, ``fp16_mixed`` is ``fp16: true``; None leaves the choice to
             those two keys.
@@ -105,7 +105,8 @@ class FactoryKeys(PreferenceKeys):
         use_v1_kernels: Has no effect: Megatron's layers are used.
         use_dft_loss: Use the loss of Dynamic Fine-Tuning (``dft_loss.py``).
         use_mca: Has no effect: every run here uses Megatron.
-        use_megatron_bridge: Has no effect: every run here uses Megatron.
+        use_megatron_bridge: Turn on Megatron-Bridge's defaults that differ: ``use_distributed_optimizer``,
+            ``overlap_grad_reduce`` and ``overlap_param_gather``.
     """
 
     model_name_or_path: str | None = None
@@ -234,7 +235,7 @@ OF_NEW_ADAPTERS = [
     "use_dora",
     "additional_target",
 ]
-"""Keys that say what a new adapter is."""
+"""Keys that describe a new adapter."""
 
 FREEZE = {"freeze_trainable_layers": 2, "freeze_trainable_modules": "all", "freeze_extra_modules": None}
 """Keys that only ``finetuning_type: freeze`` uses, with their defaults."""
@@ -484,10 +485,10 @@ _STAGES = {
 
 
 def translated(keys: FactoryKeys, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the training and Megatron arguments, including those that other keys turn into.
+    """Return the training and Megatron arguments, including those that follow from other keys.
 
     Args:
-        keys: The supported keys that are not such arguments.
+        keys: The supported keys that are not training or Megatron arguments.
         values: The training and Megatron arguments in the file, by name.
 
     Raises:

@@ -3,13 +3,13 @@
 
 :class:`LossRecord` writes ``trainer_log.jsonl``, where LLaMA-Factory's tools look for losses:
 ``{"step": 10, "loss": 1.25, "lr": 1e-05, "epoch": 0}`` for training, ``{"step": 10, "eval_loss": 1.5, "epoch": 0}`` for
-evaluation. In stages that learn from preferences, ``rewards/...``, ``logps/...`` and the other values that the module
-logs are added; in evaluation their names begin with ``eval_``. Rank 0 writes it, and a resumed run appends to it.
+evaluation. Stages that learn from preferences add ``rewards/...``, ``logps/...`` and the other values that the
+module logs; in evaluation their names begin with ``eval_``. Rank 0 writes the file, and a resumed run appends to it.
 
 Checkpoints (``checkpoint-<step>...``) are saved during the run. The model in Hugging Face form is added at the end, so
-that ``output_dir`` itself can be loaded. It is first written to a folder inside, and then moved; ``config.json``,
-without which nothing can load the model, moves last. The next run finishes an interrupted move. Adapters and their
-``adapter_config.json`` are written in the same way.
+that ``output_dir`` itself can be loaded. It is first written to a folder inside ``output_dir``, and then moved.
+``config.json``, without which nothing can load the model, moves last. The next run finishes an interrupted move.
+Adapters and their ``adapter_config.json`` are written in the same way.
 """
 
 import json
@@ -28,15 +28,17 @@ PICTURE = "training_loss.png"
 
 
 class LossRecord(Callback):
-    """Records the losses of training and of evaluation; each is a mean over the tokens that are not masked.
+    """Records the losses of training and of evaluation.
+
+    Each is a mean over the tokens that are not masked, or over pairs in stages that learn from preferences.
 
     Args:
         folder: Where to write the file.
         picture: Whether to plot the losses at the end.
 
     Attributes:
-        training: Optimizer steps and their losses, at each step that is logged.
-        evaluation: Optimizer steps with an evaluation, and its loss.
+        training: The optimizer steps that are logged, each with its loss.
+        evaluation: The optimizer steps with an evaluation, each with its loss.
 
     Raises:
         ModuleNotFoundError: The plot needs matplotlib, which is not installed.
@@ -109,7 +111,7 @@ class LossRecord(Callback):
 
 
 def _of_preferences(trainer: pl.Trainer, prefix: str = "", written: str = "") -> dict[str, float]:
-    """Return the values of a loss over pairs; names that begin with ``prefix`` are written with ``written``."""
+    """Return the logged values of a loss over pairs, with ``prefix`` replaced by ``written`` in their names."""
     names = tuple(prefix + name for name in ("rewards/", "logps/", "sft_loss", "odds_ratio_loss", "kl"))
     logged = trainer.callback_metrics.items()
     return {written + name.removeprefix(prefix): float(value) for name, value in logged if name.startswith(names)}
@@ -139,10 +141,10 @@ def where_to_resume(output_dir: str, overwrite: bool) -> str | None:
 
     Args:
         output_dir: The folder, which need not exist.
-        overwrite: Whether to start a new run whatever the folder holds.
+        overwrite: Whether to start a new run whatever the folder contains.
 
     Raises:
-        ValueError: The folder holds a model, and no checkpoint to resume from.
+        ValueError: The folder contains a model, and no checkpoint to resume from.
     """
     folder = Path(output_dir)
     if overwrite or not folder.is_dir():
@@ -167,7 +169,7 @@ def unfinished(output_dir: str) -> str:
 
 
 def is_waiting(output_dir: str) -> bool:
-    """Return whether a complete model is in the inner folder, not yet or only partly moved."""
+    """Return whether the inner folder contains a complete model that is not yet moved, or only partly."""
     source = Path(unfinished(output_dir))
     return any((source / name).is_file() for name in (_NAMES, *_CONFIGS))
 
@@ -188,11 +190,11 @@ def _noted(source: Path) -> list[str]:
 
 
 def move_in(output_dir: str) -> None:
-    """Move the finished model from the inner folder to its place, replacing an older one; do nothing if there is none.
+    """Move the finished model from the inner folder to ``output_dir``, replacing an older one; without one, do nothing.
 
-    If the process dies, either the old model or the new one is whole, or the next call finishes the move: the file
-    names of the new model are saved before the first file of the old one is deleted. In between there is no
-    ``config.json``, so that a mixture of both cannot be loaded.
+    If the process dies in between, the next call finishes the move: the file names of the new model are saved before
+    the first file of the old one is deleted. Until the move ends there is no ``config.json``, so a mixture of both
+    cannot be loaded.
     """
     source, target = Path(unfinished(output_dir)), Path(output_dir)
     if not is_waiting(output_dir):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Datasets of ``stage: dpo``, ``kto`` and ``rm`` of a LLaMA-Factory file, as pairs.
 
-A dataset with ``ranking: true`` has two answers in each row,
-in the columns ``chosen`` and ``rejected``: texts in alpaca's form, and messages in sharegpt's. One with ``kto_tag`` has
-one answer, and a boolean that says whether it is desirable. ``data/preference`` makes pairs of tokens of them.
+A dataset with ``ranking: true`` has two answers in each row, in the columns ``chosen`` and ``rejected``: texts in
+alpaca's form, and messages in sharegpt's. One with ``kto_tag`` has one answer, and a boolean that says whether it is
+desirable. ``data/preference`` turns them into pairs of tokens.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ class FactoryPairRows(FactoryRows):
         columns: The names of the columns of its files.
 
     Attributes:
-        tag: The column that tells desirable examples; None for pairs.
+        tag: The column that says whether an answer is desirable; None for pairs.
 
     Raises:
         ValueError: The files lack a column that the entry names.
@@ -55,7 +55,7 @@ class FactoryPairRows(FactoryRows):
         """Return the prompt and the answers of a row.
 
         Args:
-            row: Its values by column, those of its partner too if there is a :attr:`tag`.
+            row: Its values by column; with a :attr:`tag`, those of the row that it is paired with too.
             name: The name of the row in errors.
 
         Raises:
@@ -71,7 +71,7 @@ class FactoryPairRows(FactoryRows):
         )
 
     def _answered(self, row: Row, column: str, name: str) -> list[Message]:
-        """Return the conversation of a row with the answer in a column."""
+        """Return the conversation of a row that ends with the answer in a column."""
         if self._entry.formatting == "alpaca":
             return super().messages(row, name, answer=column)
         answer, key = row[column], str(self._entry.columns.messages)

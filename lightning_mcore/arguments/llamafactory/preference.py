@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``stage: dpo``, ``kto`` and ``rm`` of a LLaMA-Factory file: their keys, as settings of ``config/preference.py``.
+"""The keys of ``stage: dpo``, ``kto`` and ``rm`` of a LLaMA-Factory file, as settings of ``config/preference.py``.
 
 ``pairs.py`` reads their datasets.
 """
@@ -40,17 +40,17 @@ _LARGEST = {"dpo_label_smoothing": 0.5, "ld_alpha": 1.0}
 
 @dataclass(frozen=True)
 class PreferenceKeys:
-    """The keys of learning from preferences; the defaults are LLaMA-Factory's.
+    """The keys for learning from preferences; the defaults are LLaMA-Factory's.
 
     Args:
         pref_beta: How strongly the loss holds the model to the reference.
-        pref_ftx: Weight of the loss of imitating the chosen answer.
+        pref_ftx: Weight of the cross entropy of the chosen answer, which is added to the loss.
         pref_bco_weight: Weight of BCO's term.
         pref_loss: The loss of ``stage: dpo``; ``kto_pair`` is refused.
         dpo_label_smoothing: Probability that a pair has the wrong order, 0 to 0.5.
         kto_chosen_weight: Weight of a desirable answer.
         kto_rejected_weight: Weight of an undesirable answer.
-        simpo_gamma: The margin that SimPO asks for.
+        simpo_gamma: The margin between the two rewards that SimPO aims for.
         ld_alpha: Weight of the tokens of the longer answer beyond the length of the shorter one; None for 1.
         ref_model: Folder or name of the reference model; None for the model as it is when training begins.
     """
@@ -68,7 +68,7 @@ class PreferenceKeys:
 
 
 def check_preferences(keys: PreferenceKeys, stage: str) -> None:
-    """Refuse keys that have no meaning for a stage or its loss, and values out of range.
+    """Refuse keys that have no effect in a stage or on its loss, and values out of range.
 
     Args:
         keys: The keys.
@@ -114,7 +114,7 @@ def preference_of(keys: PreferenceKeys, stage: str) -> dict[str, Any]:
     """Return the settings of ``Preference`` that a file asks for.
 
     Args:
-        keys: The keys, checked.
+        keys: The keys, already checked.
         stage: ``dpo``, ``kto`` or ``rm``.
     """
     loss = {"dpo": keys.pref_loss, "kto": "kto", "rm": "reward"}[stage]
@@ -128,7 +128,7 @@ def notes_of_preferences(keys: PreferenceKeys, stage: str, is_lora: bool) -> lis
     """Return notes about what differs from LLaMA-Factory.
 
     Args:
-        keys: The keys, checked.
+        keys: The keys, already checked.
         stage: ``stage`` of the file.
         is_lora: Whether adapters are trained.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuse keys of a LLaMA-Factory file that are unknown, unsupported, or contradict each other.
 
-Each refusal is one sentence that names the keys. ``run.py`` checks these rules before it uses the file.
+Each refusal is one sentence that names the keys. ``run.py`` applies these rules before it uses the file.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ OWN = {field.name for field in dataclasses.fields(FactoryKeys)}
 
 OF_RAY = {"ray_num_workers", "ray_init_kwargs", "master_addr", "master_port"}
 OF_RAY |= {"ray_run_name", "ray_storage_path", "resources_per_worker", "placement_strategy"}  # of older releases
-"""Names of the keys of a launch on Ray; ``RayArguments`` has more, which are options of our command."""
+"""Names of the keys of a launch on Ray; ``RayArguments`` has more, which are our own options."""
 
 _PRECISIONS = ("bf16_mixed", "fp16_mixed", "fp32")
 _BRIDGE_FP8 = "set fp8: hybrid and bf16: true for FP8"

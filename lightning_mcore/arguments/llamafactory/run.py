@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a training file of LLaMA-Factory as a run: sort its keys, and check them against each other.
+"""Read a training file of LLaMA-Factory as a run: sort its keys, and check that they fit together.
 
 :func:`read_run` makes a :class:`FactoryRun` from a file, or raises one sentence that says why it cannot run. The run
 holds the keys of ``keys.py``, the training and Megatron arguments, and the datasets. Reading a file builds no model,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lightning_mcore.models.gpt import MCoreGPT
 
 _PRECISIONS = {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}
-_BRIDGE = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")  # on by default in it
+_BRIDGE = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")  # Megatron-Bridge's defaults
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +203,7 @@ def read_run(path: str, overrides: Sequence[str] = ()) -> FactoryRun:
 
 
 def _refuse_model(keys: FactoryKeys) -> None:
-    """Refuse a model of an unknown family before any keys that only such a model needs."""
+    """Refuse a model of an unknown family, before any key is refused that only such a model needs."""
     path = str(keys.model_name_or_path)
     if os.path.isfile(os.path.join(path, "config.json")):
         family_of(read_config(path), None)
@@ -236,7 +236,7 @@ def _check_datasets(keys: FactoryKeys, train: list[DatasetEntry], evaluation: li
 
 
 def _check_answers(stage: str, entry: DatasetEntry) -> None:
-    """Refuse a dataset whose rows have other answers than a stage learns from."""
+    """Refuse a dataset whose answers are not of the kind that a stage learns from."""
     has = "pairs" if entry.ranking else "tagged answers" if entry.columns.kto_tag is not None else "single answers"
     needs = {"dpo": "pairs", "rm": "pairs", "kto": "tagged answers"}.get(stage, "single answers")
     says = {"pairs": "ranking: true", "tagged answers": "a kto_tag", "single answers": "neither ranking nor kto_tag"}
@@ -272,7 +272,7 @@ def _arguments(keys: FactoryKeys, given: Mapping[str, Any]) -> "Seq2SeqTrainingA
 
 
 def _with_fp8(keys: FactoryKeys, values: dict[str, Any]) -> dict[str, Any]:
-    """Translate a yes or no for FP8 in the arguments; the name of a format stays."""
+    """Translate ``fp8`` in the arguments if it is a yes or no; the name of a format is kept."""
     fp8 = values.get("fp8")
     if isinstance(fp8, bool):
         del values["fp8"]
