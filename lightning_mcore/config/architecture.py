@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What some models have and Megatron's config has no field for, as plain data.
+"""Settings that some models have but Megatron's config lacks, as plain data.
 
-``MCoreGPT(architecture={...})`` takes these settings by name; :class:`Architecture` has their defaults, which describe
-Megatron's own layers. ``layers/variants.py`` has the modules. A Megatron config carries the settings as an attribute,
+``MCoreGPT(architecture={...})`` takes these settings by name. :class:`Architecture` has their defaults, which describe
+Megatron's own layers. ``layers/variants.py`` has the modules. The settings are an attribute of Megatron's config,
 because Megatron hands its config to every module.
 
 Pure data: no torch, no megatron-core.
@@ -22,31 +22,35 @@ STRETCHES: dict[str, tuple[str, ...]] = {
     "dynamic": ("factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings", "attention_factor"),
 }
-"""The kinds of stretches and their keys, as transformers names them: Llama 3's with any constants; one that grows with
-the length of the batch beyond the original length; one with two lists of factors, for lengths up to it and beyond."""
+"""The ways to stretch rotary wavelengths, and the keys of each, named as in transformers.
+
+``llama3`` is Llama 3's rule with any constants. ``dynamic`` stretches by the length of the batch where it exceeds the
+original length. ``longrope`` has two lists of factors: for lengths up to the original length, and for longer ones.
+"""
 
 _ATTRIBUTE = "architecture"
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """The settings, with the defaults that Megatron's layers have.
+    """Architecture settings; the defaults describe Megatron's own layers.
 
     Args:
-        layer_norms: Where the norms of a layer are: before attention and MLP, around each of the two, or after each.
-        head_norms: Norms of queries and keys beside those of ``qk_layernorm``: over all heads together, or over each
-            head after its rotation.
-        attention_output_bias: Whether the output projection of attention has a bias without ``add_bias_linear``.
-        mlp_bias: Whether the projections of the MLP have biases without ``add_bias_linear``.
-        embedding_scale: Factor of the embedding of tokens.
-        residual_scale: Factor of what attention and MLP add.
-        logits_divisor: Divides the logits.
+        layer_norms: Where a layer normalises: ``"before"`` attention and MLP; ``"after"`` each of them, on its output
+            before the residual is added; or ``"around"`` each of them, in both places.
+        head_norms: Norms of queries and keys, instead of those of ``qk_layernorm``: ``"all_heads"`` for one norm over
+            all heads together, ``"after_rotation"`` for one over each head after its rotation.
+        attention_output_bias: Whether the output projection of attention has a bias even without ``add_bias_linear``.
+        mlp_bias: Whether the projections of the MLP have biases even without ``add_bias_linear``.
+        embedding_scale: Factor applied to the token embeddings.
+        residual_scale: Factor applied to the outputs of attention and MLP before they are added to the residual.
+        logits_divisor: Number that the logits are divided by.
         logits_cap: Logits ``x`` become ``cap * tanh(x / cap)``; None for no cap.
-        attention_cap: The same of the scores of attention.
-        window_rotary_base: Base of the rotary wavelengths of layers with a window, which are then not stretched; None
-            for those of the other layers.
-        latent_epsilon: ``layernorm_epsilon`` of the norms inside multi-latent attention; None for that of all norms.
-        stretch: How rotary wavelengths are stretched where Megatron cannot: ``kind`` and the keys of ``STRETCHES``.
+        attention_cap: The same cap for attention scores.
+        window_rotary_base: Base of the rotary wavelengths in layers with a window, which are then not stretched; None
+            for the wavelengths of the other layers.
+        latent_epsilon: Epsilon of the norms inside multi-latent attention; None for ``layernorm_epsilon``.
+        stretch: How to stretch rotary wavelengths where Megatron cannot: ``kind`` and its keys in ``STRETCHES``.
         softmax_choice_bias: Whether a softmax router has a fixed bias that affects only which experts are chosen.
     """
 
@@ -66,13 +70,13 @@ class Architecture:
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> "Architecture":
-        """Check settings by name and value.
+        """Return the settings after checking each name and value.
 
         Args:
-            given: The settings that differ from the defaults; None for none.
+            given: The settings that differ from the defaults; None for the defaults.
 
         Raises:
-            TypeError: They are not a mapping.
+            TypeError: ``given`` is not a mapping.
             ValueError: A name is unknown, or a value is not allowed.
         """
         if given is None:
@@ -88,15 +92,15 @@ class Architecture:
 
     @property
     def fits_transformer_engine(self) -> bool:
-        """Whether TransformerEngine's layers can have it."""
+        """Whether TransformerEngine's layers support these settings."""
         plain = Architecture()
         return all(getattr(self, name) == getattr(plain, name) for name in _TORCH_BACKEND_ONLY)
 
     def check_transformer_engine(self) -> None:
-        """Refuse settings that TransformerEngine's layers do not have.
+        """Refuse settings that TransformerEngine's layers do not support.
 
         Raises:
-            ValueError: There is one.
+            ValueError: There is such a setting.
         """
         for name in _TORCH_BACKEND_ONLY:
             value = getattr(self, name)
@@ -150,13 +154,13 @@ def _check(name: str, value: Any) -> None:
 
 
 def check_architecture(config: Any) -> None:
-    """Refuse settings that the model's other fields leave without effect.
+    """Refuse settings that do not work with the model's other fields.
 
     Args:
-        config: Megatron's config, with the settings.
+        config: Megatron's config, with the settings attached.
 
     Raises:
-        ValueError: There is one.
+        ValueError: There is such a setting.
     """
     given = architecture_of(config)
     latent, experts = config.multi_latent_attention, config.num_moe_experts
@@ -176,7 +180,7 @@ def check_architecture(config: Any) -> None:
 
 
 def set_architecture(config: Any, architecture: Architecture) -> None:
-    """Attach the settings to a Megatron config, which carries them to the modules."""
+    """Attach the settings to a Megatron config, which takes them to the modules."""
     setattr(config, _ATTRIBUTE, architecture)
     factor = (architecture.stretch or {}).get("attention_factor", 1.0)
     if factor != 1.0:  # Megatron multiplies a rotation by 0.1 * mscale * log(scaling_factor) + 1

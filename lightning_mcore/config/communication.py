@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Communication options that few runs need: for process groups and for the traffic between pipeline stages.
 
-They are one argument of the strategy, ``MCoreStrategy(communication=CommunicationOptions(...))``, so that the list of
+They form one argument of the strategy, ``MCoreStrategy(communication=CommunicationOptions(...))``, so that the list of
 its arguments stays readable. Each field has Megatron's name and goes where Megatron reads it:
 :meth:`CommunicationOptions.group_arguments` to ``initialize_model_parallel`` (through ``parallel/groups.py``),
 :meth:`CommunicationOptions.megatron_fields` into the model's ``TransformerConfig``. Options that need NCCL are refused
@@ -40,24 +40,26 @@ class CommunicationOptions:
     """Rarely used options of Megatron's process groups and of the traffic between pipeline stages.
 
     Args:
-        pipeline_model_parallel_comm_backend: Backend of the pipeline's groups; None for the backend of the others. NCCL
+        pipeline_model_parallel_comm_backend: Backend of the pipeline's groups; None for that of the other groups. CUDA
             only.
         use_sharp: Let InfiniBand switches reduce (SHARP) for one kind of group. NCCL only.
-        sharp_enabled_group: That kind: ``"dp"``, or ``"dp_replica"`` with several distributed-optimizer instances; None
-            for ``"dp"``.
-        nccl_communicator_config_path: A YAML file with ``min_ctas``, ``max_ctas`` and ``cga_cluster_size`` by group.
+        sharp_enabled_group: The kind of group that uses SHARP: ``"dp"``, or ``"dp_replica"`` with several
+            distributed-optimizer instances; None for ``"dp"``.
+        nccl_communicator_config_path: A YAML file with ``min_ctas``, ``max_ctas`` and ``cga_cluster_size`` for each
+            group. NCCL only.
         high_priority_stream_groups: Groups whose kernels have priority, such as ``["tp_dp_cp", "ep"]``. NCCL only.
-        create_gloo_process_groups: Open gloo groups beside the data-parallel ones, for your own code that gets them
-            from ``parallel_state``; this package does not need them.
-        batch_p2p_comm: Batch sends and receives of neighbouring stages; None for the opposite of ``overlap_p2p_comm``.
+        create_gloo_process_groups: Open gloo groups beside the data-parallel ones, for your own code to get from
+            ``parallel_state``; this package does not need them.
+        batch_p2p_comm: Batch the sends and receives between neighbouring stages; None batches them unless
+            ``overlap_p2p_comm`` is on.
         overlap_p2p_comm_warmup_flush: Overlap sending in the warm-up and the flush of the interleaved schedule too.
-        deallocate_pipeline_outputs: Free a stage's output once it is sent; None means yes on CUDA, as in Megatron-LM's
-            training, and no on the CPU, where gloo may still be sending from the memory.
+        deallocate_pipeline_outputs: Free a stage's output once it is sent; None frees it on CUDA, as Megatron-LM's
+            training does, but not on the CPU, where gloo may still be sending from its memory.
 
     Raises:
         TypeError: A flag is not a bool.
         ValueError: Megatron does not know a value, or options contradict each other.
-        FileNotFoundError: There is no such configuration file.
+        FileNotFoundError: The file of ``nccl_communicator_config_path`` does not exist.
     """
 
     pipeline_model_parallel_comm_backend: PipelineBackend | None = None

@@ -6,10 +6,10 @@
 of torch's optimizer, the Trainer and the precision (``optimizer/rules.py``). The tables are separate from the checks
 that need Megatron, so ``lightning-mcore plan`` can use them without importing it.
 
-:func:`fusion_defaults` returns the fused kernels that a model of TransformerEngine's layers gets on a GPU unless it
-sets them. Megatron's config has all of them off. They compute what the plain kernels do, with fewer passes over memory.
-Each is left out where Megatron has no kernel for the model, or one that would ignore a setting. Fused cross entropy
-stays off, because TransformerEngine's writes gradients over the logits, which metrics read.
+:func:`fusion_defaults` turns on fused kernels for a model with TransformerEngine's layers on a GPU, except where the
+model sets them itself. Megatron leaves them all off. They compute what the plain kernels do, with fewer passes over
+memory. A fusion stays off if Megatron has no such kernel for the model, or if the kernel would ignore a setting. Fused
+cross entropy stays off, because TransformerEngine's kernel writes gradients over the logits, which metrics read.
 
 Sources: ``TransformerConfig.__post_init__``, ``apply_rotary_pos_emb`` and ``TEGroupedMLP`` of megatron-core 0.16.1 and
 0.19.2.
@@ -122,7 +122,7 @@ DDP_NOT_AVAILABLE = {
 
 
 def ddp_fields_of(precision: str) -> dict[str, Any]:
-    """Return the fields of ``DistributedDataParallelConfig`` that a number format sets, without those of FP8.
+    """Return the fields of ``DistributedDataParallelConfig`` that a number format sets, except those of FP8.
 
     Args:
         precision: The name of the number format, such as ``"bf16-mixed"``.
@@ -171,7 +171,7 @@ def check_lengths(fields: Mapping[str, Any]) -> None:
     """Refuse per-layer lists with a wrong number of entries, which Megatron notices late or not at all.
 
     Raises:
-        ValueError: A list has another number of entries than the model has layers.
+        ValueError: A list does not have one entry for each layer.
     """
     for name in OF_EACH_LAYER:
         given = fields.get(name)
@@ -187,12 +187,12 @@ _SILU = ("silu", "torch.nn.functional.silu")
 def fusion_defaults(
     transformer: Mapping[str, Any], position_embedding_type: str = "rope", has_adapters: bool = False
 ) -> dict[str, bool]:
-    """Return the fusions that a model gets, without those that it sets itself.
+    """Return the fusions that are on for a model, except those that it sets itself.
 
     Args:
         transformer: The model's fields of ``TransformerConfig``, as plain data.
         position_embedding_type: Argument of ``MCoreGPT``.
-        has_adapters: Whether adapters are trained beside the weights.
+        has_adapters: Whether the model has adapters.
 
     Returns:
         Field names of ``TransformerConfig``, all with the value True.
@@ -200,7 +200,7 @@ def fusion_defaults(
     get = transformer.get
     has_bias, has_experts = get("add_bias_linear", True), bool(get("num_moe_experts"))
     wanted = {
-        # of packed rows, Megatron's fused kernel ignores the scale of YaRN and rotary_interleaved
+        # with packed rows, Megatron's fused kernel ignores YaRN's scale and rotary_interleaved
         "apply_rope_fusion": position_embedding_type == "rope"
         and not get("multi_latent_attention")
         and not get("rotary_interleaved"),

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 _FORWARD_AND_BACKWARD = 3
-"""A backward pass costs two forward passes: one for the gradient of the input, one for that of the weight."""
+"""In forward passes. A backward pass costs two: one for the gradient of the input, one for that of the weight."""
 _FORWARD_AND_INPUT = 2
-"""The gradient of a frozen weight is not computed."""
+"""The same for a frozen weight, whose gradient is not computed."""
 
 
 def training_flops_per_token(
@@ -22,16 +22,16 @@ def training_flops_per_token(
 
     Only matrix products count, with a multiplication and an addition as two operations; norms, activations and the
     embedding look-up are left out. Causal attention counts only the used half of the matrix. Source:
-    ``num_floating_point_operations`` of megatron.training 0.19.2, with the same convention; it also leaves out the
-    router, and gives every layer full attention. A layer of multi-token prediction costs as much as the last one, plus
-    the projection before it and another output layer. Linear attention is not counted here.
+    ``num_floating_point_operations`` of megatron.training 0.19.2, which differs in two points: it leaves out the router
+    and gives every layer full attention. A layer of multi-token prediction costs as much as the last layer, plus the
+    projection before it and another output layer. Linear attention is not covered.
 
     Args:
         fields: Fields of ``TransformerConfig`` by name; an absent one has Megatron's default.
         vocab_size: Rows of the output layer, including padding.
         seq_length: Tokens of a sequence.
-        trained: Where weights are frozen: how many multiplications of one token are with matrices that are trained all
-            the same, and with those of adapters. None where all weights are trained.
+        trained: If weights are frozen: the multiplications per token with the weights that are still trained, and those
+            with the matrices of adapters. None if all weights are trained.
 
     Returns:
         Operations for one token, averaged over the positions of a sequence.
@@ -41,7 +41,7 @@ def training_flops_per_token(
         return _FORWARD_AND_BACKWARD * forward
     saved, added = (2 * count for count in trained)
     products = _forward(fields, vocab_size, 0)
-    scores = _FORWARD_AND_BACKWARD * (forward - products)  # of attention: they have no weight
+    scores = _FORWARD_AND_BACKWARD * (forward - products)  # attention scores involve no weights
     return scores + _FORWARD_AND_INPUT * products + saved + _FORWARD_AND_BACKWARD * added
 
 

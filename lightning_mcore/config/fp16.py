@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp16: the settings of the loss scale from the arguments of ``MCorePrecision``, checked against each other.
+"""The loss scale of fp16: its settings, as given to ``MCorePrecision``, checked against each other.
 
 ``optimizer/loss_scale.py`` uses them; ``lightning-mcore plan`` makes the same checks.
 """
@@ -11,18 +11,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LossScaling:
-    """Settings of the loss scale, with the names in Megatron's ``OptimizerConfig``.
+    """Settings of the loss scale, named as in Megatron's ``OptimizerConfig``.
 
     Args:
         loss_scale: A constant scale; None for a dynamic one.
-        initial_loss_scale: The first dynamic scale. Megatron starts at 2**32 and skips about the first thirty steps
-            until the scale is low enough; 2**16, as in ``torch.amp.GradScaler``, lets a short run train.
+        initial_loss_scale: The first dynamic scale. Megatron's default, 2**32, skips about the first thirty steps until
+            the scale is low enough; 2**16, as in ``torch.amp.GradScaler``, lets a short run train.
         min_loss_scale: Lower bound of the dynamic scale.
         loss_scale_window: Steps without overflow after which the scale doubles.
         hysteresis: Steps with overflow after which the scale is halved.
 
     Raises:
-        TypeError: A value has another type.
+        TypeError: A value has the wrong type.
         ValueError: A value is out of range.
     """
 
@@ -60,10 +60,13 @@ class LossScaling:
             )
 
     def check_precision(self, precision: str) -> None:
-        """Refuse settings of a scale in a precision that has none.
+        """Refuse settings of the loss scale with a precision that has none.
+
+        Args:
+            precision: The name of the number format, such as ``"bf16-mixed"``.
 
         Raises:
-            ValueError: The parameters are not fp16, and a setting differs from its default.
+            ValueError: The precision is not fp16, and a setting differs from its default.
         """
         if not precision.startswith("16") and self != LossScaling():
             raise ValueError(f'precision={precision!r} has no loss scale; leave its arguments out, or use "16-mixed"')
