@@ -4,15 +4,15 @@
 In FP8 the matrix products of TransformerEngine's linear layers run on 8-bit numbers; everything else stays in bf16, and
 the optimizer in fp32. A *recipe* defines how numbers are scaled to 8 bits:
 
-=============  =========================================  ======================  ===================  =============
-recipe         scale                                      compute capability      TransformerEngine    alignment
-=============  =========================================  ======================  ===================  =============
-delayed        one a tensor, from the steps before        8.9 or more             1.0                  16
-tensorwise     one a tensor, from the tensor itself       8.9 or more             2.2                  16
-blockwise      one a block of 128 or 128 x 128 elements   9.0 or more, CUDA 12.9  2.3                  128
-mxfp8          one a block of 32 elements                 10.0 up to below 12.0   2.1                  32
-nvfp4          one a block of 16 elements, one a tensor   10.0, CUDA 12.8         2.8                  32
-=============  =========================================  ======================  ===================  =============
+=============  ==========================================  ======================  ===================  =============
+recipe         scale                                       compute capability      TransformerEngine    alignment
+=============  ==========================================  ======================  ===================  =============
+delayed        one per tensor, from earlier steps          8.9 or more             1.0                  16
+tensorwise     one per tensor, from the tensor itself      8.9 or more             2.2                  16
+blockwise      one per block of 128 or 128 x 128 elements  9.0 or more, CUDA 12.9  2.3                  128
+mxfp8          one per block of 32 elements                10.0 to below 12.0      2.1                  32
+nvfp4          one per block of 16, and one per tensor     10.0, CUDA 12.8         2.8                  32
+=============  ==========================================  ======================  ===================  =============
 
 :class:`FP8Settings` holds the arguments of :class:`~lightning_mcore.MCorePrecision`, checked against each other, and
 the fields that they set in each of Megatron's three configs. ``strategy/checks.py`` refuses settings that the machine
@@ -59,7 +59,7 @@ class FP8Settings:
     ``MCorePrecision`` documents them, because the command line reads their help there.
 
     Raises:
-        TypeError: A value has another type.
+        TypeError: A value has the wrong type.
         ValueError: A value is unknown, or another setting contradicts or ignores it.
     """
 
@@ -158,7 +158,7 @@ class FP8Settings:
                 " are zeroed while the weights still wait in their buffer; set overlap_param_gather=False"
             )
 
-    # ---- the fields that they set
+    # ---- fields of Megatron's configs
 
     @property
     def is_on(self) -> bool:
@@ -177,7 +177,7 @@ class FP8Settings:
 
     @property
     def alignment(self) -> int:
-        """The number of which the sizes of matrices must be multiples."""
+        """The number that must divide the sizes of matrices."""
         return ALIGNMENT[self.recipe]
 
     def transformer_fields(self) -> dict[str, Any]:
@@ -211,7 +211,7 @@ class FP8Settings:
 
 
 def asked_for(recipe: str) -> str:
-    """Return the argument of ``MCorePrecision`` that asks for a recipe, as messages name it."""
+    """Return the argument of ``MCorePrecision`` that asks for a recipe, as text for messages."""
     return f"fp4_recipe={recipe!r}" if recipe in get_args(FP4Recipe) else f"fp8_recipe={recipe!r}"
 
 
@@ -254,7 +254,7 @@ def check_layers(settings: FP8Settings, num_layers: int, pipeline_model_parallel
     """Refuse more bf16 layers at one end than a pipeline stage holds, as ``TransformerConfig`` does.
 
     Raises:
-        ValueError: There are more bf16 layers.
+        ValueError: One end has more bf16 layers than that.
     """
     most = num_layers // pipeline_model_parallel_size
     for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
@@ -274,7 +274,7 @@ def check_microbatch(settings: FP8Settings, shape: tuple[int, int] | None, layou
         layout: The strategy's layout.
 
     Raises:
-        ValueError: The number is not a multiple of the recipe's alignment.
+        ValueError: The number of tokens is not a multiple of the recipe's alignment.
     """
     if not settings.is_on or shape is None:
         return

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parallel layout: the number of ranks on each axis, and checks that world and model can be divided so.
+"""The parallel layout: the number of ranks on each axis, and checks that it divides the world and the model.
 
 Megatron finds wrong sizes late and in many places, some after process groups exist and some only on one rank, which
 hangs the others. Here every wrong size is refused early, on every rank, in one sentence: at construction, and as soon
 as the world size (:meth:`ParallelLayout.validate_world`), the model's sizes (:meth:`ParallelLayout.validate_model`) and
-the number of microbatches (:meth:`ParallelLayout.validate_microbatches`) are known. The strategy and the process groups
-call it. The rules are those of megatron-core 0.16.1 and 0.19.2, which agree on all of them. Pure arithmetic: no torch,
-no megatron-core.
+the number of microbatches (:meth:`ParallelLayout.validate_microbatches`) are known. The rules are those of
+megatron-core 0.16.1 and 0.19.2, which agree on all of them. Pure arithmetic: no torch, no megatron-core.
 """
 
 import math
@@ -30,8 +29,8 @@ class ModelShape:
     """The sizes of a model that the layout must divide, with the names and defaults of ``TransformerConfig``.
 
     A size that is None takes the default that Megatron derives from the others; without such a default it is not
-    checked. ``num_moe_experts=None`` is a dense model, and ``mtp_num_layers=None`` has no MTP layers. ``vocab_size`` is
-    the padded size, and ``seq_length`` counts tokens before they are split over ranks.
+    checked. ``num_moe_experts=None`` means a dense model, ``mtp_num_layers=None`` no layers of multi-token prediction.
+    ``vocab_size`` is the padded size, and ``seq_length`` counts tokens before they are split over ranks.
     """
 
     num_layers: int | None = None
@@ -65,7 +64,7 @@ class ModelShape:
         """Read the shape from any object with ``TransformerConfig``'s attributes, such as a namespace of its fields.
 
         Args:
-            config: The object. Missing attributes have Megatron's defaults, so linear layers then have biases.
+            config: The object. A missing attribute has Megatron's default; linear layers, for example, have biases.
             seq_length: Tokens in a sequence, which ``TransformerConfig`` does not have.
             vocab_size: Padded size of the vocabulary, which ``TransformerConfig`` does not have.
         """
@@ -129,10 +128,10 @@ class ParallelLayout:
         virtual_pipeline_model_parallel_size: Chunks of layers on each pipeline rank (interleaved schedule); None means
             one chunk. Filled in if ``pipeline_model_parallel_layout`` has several stages per rank.
         pipeline_model_parallel_layout: Layers of each stage as ``"E,t*3|t*4,L"`` or as lists of ``"embedding"``,
-            ``"decoder"``, ``"mtp"`` and ``"loss"``; None splits evenly.
+            ``"decoder"``, ``"mtp"`` and ``"loss"``; None splits the layers evenly.
         context_parallel_size: Ranks that share each sequence.
         expert_model_parallel_size: Ranks that share the experts, taken from the tensor, context and data axes.
-        expert_tensor_parallel_size: Ranks that share each expert's matrices; None is ``tensor_model_parallel_size``.
+        expert_tensor_parallel_size: Ranks that share each expert's matrices; None for ``tensor_model_parallel_size``.
         sequence_parallel: Whether norms and dropout split the sequence over the tensor-parallel ranks.
 
     Raises:
@@ -198,7 +197,7 @@ class ParallelLayout:
 
     @property
     def sequence_multiple(self) -> int:
-        """The number of tokens of which a sequence length must be a multiple, so that ranks get equal shares."""
+        """The number of tokens that must divide a sequence length, so that ranks get equal shares."""
         slices = 2 if self.context_parallel_size > 1 else 1
         shares = self.tensor_model_parallel_size if self.sequence_parallel else 1
         return self.context_parallel_size * math.lcm(slices, shares)
@@ -256,11 +255,13 @@ class ParallelLayout:
 
         Args:
             num_microbatches: Microbatches of one step.
-            group_size: ``TransformerConfig.microbatch_group_size_per_vp_stage``; None is the pipeline size.
+            group_size: ``TransformerConfig.microbatch_group_size_per_vp_stage``; None for the pipeline size.
 
         Raises:
-            ValueError: The schedule is interleaved and the number does not fill its groups; with the default group
-                size, the number is then not a multiple of the pipeline size.
+            TypeError: The number is not an int.
+            ValueError: The number is below 1; or the schedule is interleaved, and the group is smaller than the
+                pipeline or the microbatches do not fill groups. With the default group size they do if their number is
+                a multiple of the pipeline size.
 
         Source: ``forward_backward_pipelining_with_interleaving``. The other two schedules take any number.
         """
@@ -285,9 +286,9 @@ class ParallelLayout:
             )
 
     def microbatch_group_size(self, num_microbatches: int, wanted: int) -> int:
-        """Return the possible group size of a run of the interleaved schedule: ``wanted``, or the pipeline size.
+        """Return the group size for one run of the interleaved schedule: ``wanted`` if possible, or the pipeline size.
 
-        The number of microbatches may be too small for ``wanted`` at the end of an epoch and in evaluation.
+        At the end of an epoch and in evaluation there may be too few microbatches for ``wanted``.
         """
         pp = self.pipeline_model_parallel_size
         return wanted if _fills_groups(num_microbatches, wanted, pp) else pp
@@ -316,7 +317,10 @@ class ParallelLayout:
         )
 
     def describe(self, world_size: int) -> str:
-        """Return one line for the start of a run, such as ``tp2 pp2 vp2 cp1 dp1 sp``; experts if they are split."""
+        """Return one line for the start of a run, such as ``tp2 pp2 vp2 cp1 dp1 sp``.
+
+        It includes the sizes of experts where experts are split over ranks.
+        """
         virtual = f" vp{self.num_chunks}" if self.num_chunks > 1 else ""
         experts = ""
         if self.expert_model_parallel_size > 1 or self.expert_tensor_size != self.tensor_model_parallel_size:
@@ -330,13 +334,13 @@ class ParallelLayout:
 
 
 def _fills_groups(num_microbatches: int, group: int, pp: int) -> bool:
-    """Return whether every group is full, or the last one at least as long as the pipeline."""
+    """Return whether all groups are full; the last one may also be shorter, but not shorter than the pipeline."""
     rest = num_microbatches % group
     return num_microbatches >= group and (rest == 0 or rest >= pp)
 
 
 def _check_moe_sequence_parallel(layout: ParallelLayout, because: str) -> None:
-    """Refuse experts with tensor but no sequence parallelism. Source: ``MoELayer.forward``, which raises late."""
+    """Refuse experts with tensor parallelism alone. Source: ``MoELayer.forward``, which raises late."""
     if layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
         raise ValueError(
             f"{because} with tensor_model_parallel_size={layout.tensor_model_parallel_size} needs"
@@ -422,7 +426,7 @@ def _share_of_world(world_size: int, axes: dict[str, int]) -> int:
 
 
 def _unravel(rank: int, sizes: Sequence[int]) -> list[int]:
-    """Return the place of ``rank`` on each axis, the first varying fastest, and on the remaining axis."""
+    """Return the place of ``rank`` on each axis, the first varying fastest, then on the axis that is left."""
     places = []
     for size in sizes:
         rank, place = divmod(rank, size)

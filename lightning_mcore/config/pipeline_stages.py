@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Split layers into pipeline stages: read Megatron's layout string, and refuse uneven splits.
 
-Megatron has four ways to split: evenly, evenly with the embedding or the loss counted as a layer, with a different size
-of the first or last stage, and by a layout that lists each stage. Each has its own rule. ``ParallelLayout`` calls
+Megatron has four ways to split: evenly, evenly with the embedding or the loss counted as a layer, with a first or last
+stage of a different size, and by a layout that lists each stage. Each has its own rule. ``ParallelLayout`` calls
 :func:`check_stages` when it is built and :func:`check_layers` when the model's shape is known. Pure arithmetic.
 """
 
@@ -113,7 +113,7 @@ def check_layers(layout: PipelineLayout | None, pp: int, vp: int | None, shape: 
         shape: The number of layers and the settings of the other ways to split them.
 
     Raises:
-        ValueError: Two ways are given, or the stages or chunks are uneven.
+        ValueError: Two ways to split are given, or the layers do not fit the stages or chunks.
 
     Source: ``TransformerConfig.__post_init__`` and ``get_num_layers_to_build`` (0.16.1).
     """

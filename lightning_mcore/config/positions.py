@@ -2,7 +2,7 @@
 """The position settings of ``MCoreGPT``: check them, and turn them into arguments of Megatron's ``GPTModel``.
 
 Megatron spreads these settings over arguments of ``GPTModel`` and attributes of its config, and ignores some if others
-are set; such pairs are refused. Multi-latent attention does its own rotation, with fields of its config.
+are set; such pairs are refused. Multi-latent attention does its own rotation, which fields of its config control.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ YARN_DEFAULTS: dict[str, Any] = {
     "mscale_all_dim": 0.0,
     "correction_range_round_to_int": True,
 }
-"""Defaults of ``yarn``, which must give ``rotary_scaling_factor``; the names are Megatron's without ``yarn_``."""
+"""Defaults of ``yarn``, where only ``rotary_scaling_factor`` is required. Names are Megatron's without ``yarn_``."""
 
 _STRETCHED_OTHERWISE = {"rope_scaling": False, "seq_len_interpolation_factor": None}
 _ROTARY_DEFAULTS = {"rotary_percent": 1.0, "rope_scaling": False, "seq_len_interpolation_factor": None}
