@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of LoRA adapters, as plain data: which projections get one, of which rank and scale.
+"""The settings of LoRA adapters, as plain data: which projections get one, and with which rank and scale.
 
-The names and their meanings are those of ``peft.LoraConfig``, whose ``adapter_config.json`` holds them too. Projections
-have their Hugging Face names, such as ``model.layers.3.self_attn.q_proj``, whatever Megatron fuses.
+Names and meanings are those of ``peft.LoraConfig``, which PEFT writes to ``adapter_config.json``. Projections go by
+their Hugging Face names, such as ``model.layers.3.self_attn.q_proj``, even if Megatron fuses several into one weight.
 ``layers/lora.py`` has the adapters, ``hf/adapters.py`` puts them on a model.
 """
 
@@ -19,7 +19,7 @@ EXPERTS = ".experts."  # part of the name of each projection of a routed expert
 _NAMES = ("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 EMBEDDING, OUTPUT = "embed_tokens", "lm_head"  # last parts of the names of these modules
-ROUTERS = ("gate", "shared_expert_gate")  # of routers and of the gates of shared experts
+ROUTERS = ("gate", "shared_expert_gate")  # the same of routers and of the gates of shared experts
 _OUTSIDE_OF_ALL = (OUTPUT, EMBEDDING, *ROUTERS, "output_layer")
 _EXPERT = re.compile(r"(.*\.)?\w+\.experts\.\d+\.(\w+)")
 NOT_MERGED = (
@@ -41,24 +41,25 @@ class LoRA:
         target_modules: Which projections get an adapter: endings of their Hugging Face names, such as
             ``["q_proj", "v_proj"]``; a regular expression that matches whole names; or ``"all-linear"``, all
             projections of attention, of MLPs, of shared experts and of each expert. The router (``"gate"``), the gate
-            of shared experts, the embedding and the output layer get one if they are named.
-        target_parameters: Endings of names of parameters that get an adapter too, whatever the next two settings say.
-            ``["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]`` are the routed experts as transformers 5 stores
-            them: the gate and the up projection of an expert then share one A.
-        exclude_modules: Which of ``target_modules`` get none: endings, such as ``["experts"]`` for all that is inside,
-            or a regular expression.
-        layers_to_transform: Numbers of the layers that get adapters; None for all.
-        rank_pattern: Other ranks, by ending or regular expression of a name.
-        alpha_pattern: Other values of ``lora_alpha``, likewise.
-        modules_to_save: Endings of names of modules that are trained whole, such as ``["lm_head", "embed_tokens"]``.
-        use_rslora: Divide by the root of the rank.
-        use_dora: Train the length of each row of the weights too (DoRA): ``m / |W + scale * B A|`` times the output.
-        init_lora_weights: How A begins: True for a uniform distribution, ``"gaussian"`` for a normal one of standard
-            deviation ``1 / r``. B begins with zeros; of the embedding A does.
+            of shared experts, the embedding and the output layer get one only if they are named.
+        target_parameters: Endings of names of parameters that get an adapter too, regardless of ``exclude_modules`` and
+            ``layers_to_transform``. ``["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]`` are the routed experts as
+            transformers 5 stores them: the gate and the up projection of an expert then share one A.
+        exclude_modules: Which of ``target_modules`` get no adapter: endings of their names or of modules around them,
+            such as ``["experts"]``, or a regular expression that matches whole names.
+        layers_to_transform: Numbers of the layers that get adapters, counted from 0; None for all.
+        rank_pattern: Ranks other than ``r``, by ending of a name or by regular expression.
+        alpha_pattern: Values other than ``lora_alpha``, likewise.
+        modules_to_save: Endings of names of modules that are trained in full, such as ``["lm_head", "embed_tokens"]``.
+        use_rslora: Divide ``lora_alpha`` by the square root of the rank (rsLoRA).
+        use_dora: Also train the length ``m`` of each row of the weights (DoRA), which multiplies the output by
+            ``m / |W + scale * B A|``.
+        init_lora_weights: How A starts: True for a uniform distribution, ``"gaussian"`` for a normal one of standard
+            deviation ``1 / r``. B starts at zero. For the embedding, A starts at zero and B with normal noise.
         quantization: ``"nf4"`` keeps the frozen weights of linear layers in 4 bits (QLoRA).
-        double_quantization: With it: keep the lengths of its blocks in 8 bits too.
-        base_model_name_or_path: The model whose weights are frozen, as ``from_pretrained`` fills it in.
-        merged_adapters: Folders of the PEFT adapters that were merged into those weights before, in order, as
+        double_quantization: With ``quantization``, keep the scales of its blocks in 8 bits.
+        base_model_name_or_path: The model whose weights are frozen; ``from_pretrained`` fills it in.
+        merged_adapters: Folders of the PEFT adapters that were merged into those weights before, in order;
             ``from_pretrained(adapters=...)`` fills it in.
 
     Raises:
@@ -131,11 +132,14 @@ class LoRA:
 
     @classmethod
     def of(cls, given: "LoRA | Mapping[str, Any]") -> "LoRA":
-        """Return the settings as they are, or from a dict of them.
+        """Return settings unchanged, or make them from a mapping.
+
+        Args:
+            given: Settings, or a mapping of their names to values.
 
         Raises:
-            ValueError: The dict has an unknown key.
-            TypeError: It is neither.
+            ValueError: The mapping has an unknown key, or a value is refused.
+            TypeError: ``given`` is neither, or a value has the wrong type.
         """
         if isinstance(given, LoRA):
             return given
@@ -175,7 +179,7 @@ class LoRA:
         return _matches(self.target_modules, name)
 
     def targets_parameter(self, name: str) -> bool:
-        """Return whether a projection is named by the parameter of transformers that holds it."""
+        """Return whether ``target_parameters`` names the parameter of transformers that holds a projection."""
         return bool(self.target_parameters) and _matches(list(self.target_parameters or ()), parameter_of(name))
 
     def _excludes(self, name: str) -> bool:
@@ -186,7 +190,7 @@ class LoRA:
         return any(_matches(excluded, ".".join(parts[:end])) for end in range(1, len(parts) + 1))
 
     def saves(self, name: str) -> bool:
-        """Return whether a module, by its Hugging Face name, is trained whole."""
+        """Return whether a module, by its Hugging Face name, is trained in full."""
         return bool(self.modules_to_save) and _matches(list(self.modules_to_save or ()), name)
 
     def rank(self, name: str) -> int:
@@ -200,7 +204,7 @@ class LoRA:
         return alpha
 
     def scale(self, name: str) -> float:
-        """Return the factor of a projection's adapter."""
+        """Return the scale of a projection's adapter."""
         rank, alpha = self.rank(name), self.alpha(name)
         return float(alpha / math.sqrt(rank) if self.use_rslora else alpha / rank)
 
@@ -211,11 +215,12 @@ class LoRA:
         """Refuse a target, a module to save or a pattern that matches nothing in a model.
 
         Args:
-            names: Hugging Face names of all its projections, and of other modules with a weight.
-            patterns: Whether to look at patterns; PEFT writes some that match nothing.
+            names: Hugging Face names of all projections of the model, and of its other modules with a weight.
+            patterns: Whether to check the patterns too; PEFT writes some that match nothing.
 
         Raises:
-            ValueError: There is one, and the message has the nearest names; or a module cannot have these adapters.
+            ValueError: An entry matches nothing, and the message has the nearest names; no projection gets an adapter;
+                or a module cannot have these adapters.
         """
         known = list(names)
         parameters = list(dict.fromkeys(map(parameter_of, known)))
@@ -249,14 +254,14 @@ class LoRA:
                     )
 
     def check_layers(self, config: Any, names: Iterable[str]) -> None:
-        """Refuse layers that take no adapters.
+        """Refuse settings of a model with which its layers cannot take adapters.
 
         Args:
             config: Megatron's config of the model.
-            names: Names of all its projections.
+            names: Hugging Face names of all projections of the model.
 
         Raises:
-            ValueError: It asks for such layers.
+            ValueError: The config has such a setting.
         """
         if getattr(config, "moe_grouped_gemm", False) and any(EXPERTS in name and self.adapts(name) for name in names):
             raise ValueError(
@@ -268,7 +273,7 @@ class LoRA:
                 raise ValueError(f"{field}=True is not supported with adapters; leave it out")
 
     def check_adapted(self, adapted: Iterable[str]) -> None:
-        """Refuse adapters on norms, dropout and DoRA on experts and routers, and DoRA on the embedding.
+        """Refuse adapters on norms; dropout or DoRA on experts and routers; and DoRA on the embedding.
 
         Args:
             adapted: Hugging Face names of the projections that get an adapter.
@@ -296,13 +301,13 @@ class LoRA:
         """Refuse adapters on an embedding or output layer that cannot have one.
 
         Args:
-            names: Names of all projections of the model.
+            names: Hugging Face names of all projections of the model.
             model: ``vocab_size``, ``share_embeddings_and_output_weights`` and ``mtp_num_layers`` of the model.
-            padded: Rows of the embedding.
-            ranks: Tensor-parallel ranks, which share them evenly.
+            padded: Rows of the embedding, with its padding.
+            ranks: Tensor-parallel ranks, which share the rows evenly.
 
         Raises:
-            ValueError: One is asked for.
+            ValueError: The settings ask for such an adapter.
         """
         for name in (name for name in names if self.adapts(name)):
             last = name.rpartition(".")[2]
@@ -321,15 +326,15 @@ class LoRA:
 
 
 def check_train_only(given: object, has_adapters: bool) -> None:
-    """Refuse a choice of trained weights that is not one.
+    """Refuse a value of ``train_only`` that does not choose weights.
 
     Args:
-        given: Parts of names of weights.
+        given: The value: parts of the names of the weights to train.
         has_adapters: Whether the model gets adapters.
 
     Raises:
-        TypeError: It is not a list of texts.
-        ValueError: It is empty, or there are adapters.
+        TypeError: It is not a list of strings, or one of them is empty.
+        ValueError: It is empty, or the model gets adapters.
     """
     if not isinstance(given, list | tuple) or not all(isinstance(part, str) and part for part in given):
         raise TypeError(
@@ -345,7 +350,9 @@ def check_train_only(given: object, has_adapters: bool) -> None:
 
 
 def parameter_of(name: str) -> str:
-    """Return the name of the parameter of transformers 5 that holds a projection: one holds all experts of a layer.
+    """Return the name of the parameter that holds a projection in transformers 5.
+
+    One parameter holds the same projection of all experts of a layer; that of the gates holds the up projections too.
 
     Args:
         name: Hugging Face's name of the module, such as ``model.layers.3.mlp.experts.5.up_proj``.
@@ -359,16 +366,16 @@ def parameter_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Pair:
-    """Sizes of the A and B of one projection.
+    """Sizes of A and B, the matrices of one projection's adapter.
 
     Args:
         rank: Rows of A, columns of B.
         rows: Rows of B.
         columns: Columns of A.
-        expert: Of experts, the number of this one.
-        has_a: Whether it has an A of its own; else that of the pair before it.
-        has_lengths: Whether DoRA's trained length of each row goes with it.
-        looks_up: Whether it is of an embedding, which looks up columns of A.
+        expert: Number of the expert; 0 outside experts.
+        has_a: Whether it has its own A; if not, it shares that of the pair before it.
+        has_lengths: Whether it also has DoRA's trained length of each row.
+        looks_up: Whether it belongs to an embedding, which looks up columns of A.
     """
 
     rank: int
@@ -381,18 +388,18 @@ class Pair:
 
     @property
     def multiplications(self) -> int:
-        """Of one token with A and B; a look-up in A counts as nothing."""
+        """Multiplications per token with A and B; a look-up in A does not count."""
         return self.rank * (self.rows if self.looks_up else self.rows + self.columns)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What of one of Megatron's weights is trained.
+    """How one of Megatron's weights is trained.
 
     Args:
-        is_saved: Whether it is trained whole.
-        shape: Of the whole weight, of experts with their number first.
-        pairs: Its adapters, in order; of experts one expert after the other.
+        is_saved: Whether it is trained in full.
+        shape: Shape of the whole weight; for experts, their number comes first.
+        pairs: Its adapters, in order; for experts, one expert after the other.
     """
 
     is_saved: bool
@@ -402,12 +409,12 @@ class Trained:
 
 @dataclass(frozen=True)
 class AdaptedModel:
-    """What of a model is trained beside its frozen weights.
+    """What is trained in a model with frozen weights.
 
     Args:
-        lora: The settings of adapters; None without them.
-        of: By the name of the weight in a checkpoint; one that is absent is frozen and has no adapter.
-        is_tied: Whether the embedding is the output layer too.
+        lora: The settings of the adapters; None without adapters.
+        of: How a weight is trained, by its name in a checkpoint; an absent weight is frozen and has no adapter.
+        is_tied: Whether the embedding is also the output layer.
     """
 
     lora: LoRA | None
@@ -415,11 +422,11 @@ class AdaptedModel:
     is_tied: bool = False
 
     def multiplications(self, prefix: str | tuple[str, ...] = "", topk: int = 0) -> tuple[float, float]:
-        """Return how many multiplications of one token are with trained matrices, and with A and B.
+        """Return the multiplications per token with weights that are trained in full, and those with A and B.
 
         Args:
-            prefix: How the names of the weights to count begin; a look-up in an embedding counts as nothing.
-            topk: Experts that a token goes to.
+            prefix: Beginning of the names of the weights to count. A look-up in an embedding does not count.
+            topk: Experts that each token goes to.
         """
         saved = added = 0.0
         for name, trained in self.of.items():
@@ -453,7 +460,7 @@ def _matches(entries: list[str] | str, name: str) -> bool:
 
 
 def by_pattern(pattern: Mapping[str, Any] | None, name: str, default: Any) -> Any:
-    """Return the value of the first pattern that a name, or its ending after a dot, matches, as PEFT looks it up."""
+    """Return the value of the first pattern that matches a name or its ending after a dot, as PEFT does."""
     for key, value in (pattern or {}).items():
         if _compiled("rank_pattern or alpha_pattern", rf"(.*\.)?({key})").fullmatch(name):
             return value

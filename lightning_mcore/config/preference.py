@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of training on preferences, as plain data: which loss, its numbers, and where its reference is from.
+"""The settings of training on preferences, as plain data: the loss, its parameters and its reference model.
 
 ``models/preference_losses.py`` has the losses, ``models/preference.py`` the module that trains with them.
 """
@@ -15,10 +15,10 @@ from lightning_mcore.config.rules.model import weighted_by_tokens
 from lightning_mcore.config.value_checks import choices, from_fields, require_choice, require_flag
 
 PreferenceLoss: TypeAlias = Literal["sigmoid", "robust", "hinge", "ipo", "orpo", "simpo", "kto", "reward"]
-"""The losses; all but ``kto`` are of a pair of answers. ``reward`` trains a reward model."""
+"""The losses. All but ``kto`` compare the two answers of a pair; ``reward`` trains a reward model."""
 
 OF_MEANS = ("ipo", "orpo", "simpo")
-"""Losses of the mean log-probability of an answer's tokens; the others take the sum."""
+"""Losses that use the mean log-probability of an answer's tokens; the other losses of log-probabilities use the sum."""
 WITHOUT_REFERENCE = ("orpo", "simpo", "reward")
 """Losses without a reference model."""
 
@@ -45,7 +45,7 @@ USED_BY: Mapping[str, tuple[str, ...]] = {
     "reference": _OF_REFERENCE,
     "precompute_reference": _OF_REFERENCE,
 }
-"""The losses that a setting has a meaning for; all, if it is not here."""
+"""The losses that use a setting; all losses use a setting that is not listed."""
 
 
 @dataclass(frozen=True)
@@ -56,26 +56,27 @@ class Preference:
         loss: ``"sigmoid"`` (DPO; with ``label_smoothing`` cDPO), ``"robust"``, ``"hinge"``, ``"ipo"``, ``"orpo"`` or
             ``"simpo"`` for pairs of answers; ``"kto"`` for single answers that are desirable or not; ``"reward"`` for a
             reward model, whose output layer gives each answer a score.
-        beta: How strongly the loss holds the model to the reference; for ORPO the weight of the odds ratio.
+        beta: How strongly the loss holds the model to the reference; for SimPO the scale of the rewards, for ORPO the
+            weight of the odds ratio.
         label_smoothing: Probability that a pair has the wrong order, 0 to 0.5; for ``"sigmoid"`` and ``"robust"``.
-        simpo_gamma: The margin that SimPO asks for.
+        simpo_gamma: The margin between the rewards that SimPO asks for.
         desirable_weight: Weight of a desirable answer in KTO.
         undesirable_weight: Weight of an undesirable answer in KTO.
-        center_weight: Weight of the squared sum of the two scores, which keeps those of a reward model around 0.
-        sft_weight: Adds so many times the negative mean log-probability of the chosen answer's tokens to the loss of
-            its pair.
-        bco_weight: Weight of BCO's term, which tells chosen and rejected answers from the mean reward so far:
-            ``(loss + bco_weight * term) / (1 + bco_weight)``.
+        center_weight: Weight of the squared sum of the two scores, which keeps a reward model's scores around 0.
+        sft_weight: Weight of the negative mean log-probability of the chosen answer's tokens, which is added to the
+            loss of its pair.
+        bco_weight: Weight of BCO's term, which compares the rewards of both answers with the mean reward so far; the
+            loss becomes ``(loss + bco_weight * term) / (1 + bco_weight)``.
         ld_alpha: Weight, 0 to 1, of the tokens of the longer answer beyond the length of the shorter one (LD-DPO), in
             the trained model's sums only; None for 1.
-        reference: Folder, hub name or checkpoint of the reference model. None: the model as it is when training
+        reference: Folder, hub name or checkpoint of the reference model; None for the model as it is when training
             begins, which with LoRA is the model without its adapters.
-        precompute_reference: Compute the reference's log-probabilities once, before training, and keep them beside the
-            data. False computes them in each step with the adapters switched off. None computes them before training
-            unless the adapters of the model can be switched off.
+        precompute_reference: True computes the reference's log-probabilities once, before training, and keeps them with
+            the data. False computes them in each step with the adapters switched off. None computes them before
+            training unless the adapters of the model can be switched off.
 
     Raises:
-        ValueError: A value is out of range, or the loss has no use for a setting.
+        ValueError: A value is out of range, or the loss does not use a setting.
         TypeError: A value has the wrong type.
     """
 
@@ -129,11 +130,14 @@ class Preference:
 
     @classmethod
     def of(cls, given: "Preference | Mapping[str, Any]") -> "Preference":
-        """Return the settings as they are, or from a mapping of them, as in files and hyper-parameters.
+        """Return settings unchanged, or make them from a mapping, as in files and hyper-parameters.
+
+        Args:
+            given: Settings, or a mapping of their names to values.
 
         Raises:
             ValueError: The mapping has an unknown key, or a value is refused.
-            TypeError: It is neither.
+            TypeError: ``given`` is neither, or a value has the wrong type.
         """
         return from_fields(cls, "preference", given)
 
@@ -143,10 +147,10 @@ class Preference:
 
 
 def can_be_off(lora: LoRA | None) -> bool:
-    """Return whether a model without its adapters is the one that training began with.
+    """Return whether a model with its adapters switched off is the one that training began with.
 
     Args:
-        lora: Its adapters; None for none.
+        lora: The adapters of the model; None for none.
     """
     return lora is not None and not lora.modules_to_save
 
@@ -157,7 +161,7 @@ def faults_with_model(preference: Preference, lora: LoRA | None, config: Any) ->
     Args:
         preference: The settings.
         lora: The adapters of the model; None for none.
-        config: As for ``weighted_by_tokens``, with ``calculate_per_token_loss``.
+        config: The model's config, or any object with ``calculate_per_token_loss`` and some of its fields.
     """
     weighted = weighted_by_tokens(config)
     if config.calculate_per_token_loss and weighted:
