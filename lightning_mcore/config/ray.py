@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A launch on Ray as plain data, and the numbers of workers that a layout allows.
 
-Ray starts, restarts and resizes the workers (``strategy/ray.py``). Here is what can be said before: which numbers of
-workers a run can have, and how many batches each of them accumulates so that a step learns from the same samples.
+Ray starts, restarts and resizes the workers (``strategy/ray.py``). This file computes what is known before: which
+numbers of workers a run can have, and how many batches each number accumulates, so that a step always learns from the
+same number of samples.
 """
 
 import json
@@ -15,7 +16,7 @@ from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.value_checks import choices, require_choice, require_size
 
 ON_RAY = "LIGHTNING_MCORE_ON_RAY"
-"""Environment variable of the workers of a launch."""
+"""Environment variable that is set in the workers of a launch."""
 
 Placement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
@@ -25,22 +26,22 @@ class RaySettings:
     """How Ray Train starts a run.
 
     Args:
-        num_workers: Ranks of the run; a pair is the least and the most of an elastic run.
-        resources_per_worker: What each worker takes, such as ``{"CPU": 4, "GPU": 1}``; None for one GPU and one CPU, or
-            without GPUs for one CPU.
-        storage_path: A folder that all machines share, or a URL, for what Ray keeps of the run; None for the folder
-            ``ray`` beside the run's own files.
+        num_workers: Ranks of the run; for an elastic run, a pair of the least and the most.
+        resources_per_worker: What each worker takes, such as ``{"CPU": 4, "GPU": 1}``; None for one CPU, and one GPU if
+            there are GPUs.
+        storage_path: A folder that all machines share, or a URL, where Ray stores the run; None for a folder ``ray``
+            among the run's own files.
         name: Name of the run in ``storage_path``; a run of the same name continues there. None for a new name.
-        max_failures: How often the run starts again from its last checkpoint after a worker has failed; -1 for always.
-        save_every_n_steps: Optimizer steps between two of the checkpoints that a restarted run continues from; None for
-            one at the end of each epoch. Without failures or sizes to survive, none is saved.
-        placement_strategy: How Ray places the workers on machines; ``PACK`` fills one after the other.
+        max_failures: How often the run restarts from its last checkpoint after a worker fails; -1 for no limit.
+        save_every_n_steps: Optimizer steps between the checkpoints that a restarted run continues from; None for one at
+            the end of each epoch, or for none at all if ``max_failures`` is 0 and the number of workers is fixed.
+        placement_strategy: How Ray places the workers on machines; ``PACK`` fills one machine after the other.
         init_kwargs: Arguments of ``ray.init``, as a dict or as JSON text.
-        master_addr: Address at which the ranks meet, on the machine of rank 0; None for Ray's choice.
-        master_port: Port there; None for a free one.
+        master_addr: Address where the ranks meet, on the machine of rank 0; None for Ray's choice.
+        master_port: Port at that address; None for a free one.
 
     Raises:
-        TypeError: A value has another type.
+        TypeError: A value has the wrong type.
         ValueError: A value is out of range.
     """
 
@@ -86,7 +87,7 @@ class RaySettings:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the run can be started again, and so needs checkpoints."""
+        """Whether the run saves checkpoints to continue from."""
         return self.max_failures != 0 or self.least < self.most or self.save_every_n_steps is not None
 
     def beside(self, folder: str) -> "RaySettings":
@@ -103,11 +104,11 @@ def read_init_kwargs(name: str, given: Any) -> dict[str, Any]:
     """Return the arguments of ``ray.init``, from a mapping or JSON text.
 
     Args:
-        name: What the option is called in errors.
-        given: The option.
+        name: Name of the option in errors.
+        given: Value of the option; None for no arguments.
 
     Raises:
-        TypeError: It is neither a mapping nor a text.
+        TypeError: It is neither a mapping nor a string.
         ValueError: The text is not a JSON object.
     """
     if given is None or isinstance(given, Mapping):
@@ -126,14 +127,14 @@ def read_init_kwargs(name: str, given: Any) -> dict[str, Any]:
 def elastic_sizes(layout: ParallelLayout, least: int, most: int, accumulate_grad_batches: int = 1) -> dict[int, int]:
     """Return the numbers of workers that a run can have, and ``accumulate_grad_batches`` for each.
 
-    A number is admissible if the layout divides it and if a step can learn from the same number of batches as at the
-    largest one: with fewer copies of the model, each accumulates more batches.
+    A number is admissible if the layout divides it and if a step can learn from the same number of batches as with the
+    largest number: with fewer copies of the model, each copy accumulates more batches.
 
     Args:
         layout: The parallel layout.
         least: The least number of workers.
         most: The greatest number of workers.
-        accumulate_grad_batches: Batches of an optimizer step on each data-parallel rank, at the largest admissible
+        accumulate_grad_batches: Batches of an optimizer step on each data-parallel rank, with the largest admissible
             number of workers.
 
     Returns:
@@ -141,7 +142,7 @@ def elastic_sizes(layout: ParallelLayout, least: int, most: int, accumulate_grad
 
     Raises:
         TypeError: A number is not an int.
-        ValueError: No number in the range is admissible.
+        ValueError: A number is too small, or no number in the range is admissible.
     """
     require_size("least", least)
     require_size("most", most, at_least=least)
@@ -177,7 +178,7 @@ def largest_size(sizes: Collection[int], available: int) -> int:
 
     Args:
         sizes: The admissible numbers.
-        available: Workers for which there is room.
+        available: Workers that there is room for.
 
     Returns:
         The number; 0 if none is admissible.
@@ -186,7 +187,7 @@ def largest_size(sizes: Collection[int], available: int) -> int:
 
 
 def room(machines: Collection[Mapping[str, float]], needs: Mapping[str, float]) -> int:
-    """Return for how many workers the machines have room.
+    """Return how many workers the machines have room for.
 
     Args:
         machines: Resources of each machine, by name.
@@ -199,7 +200,7 @@ def room(machines: Collection[Mapping[str, float]], needs: Mapping[str, float]) 
 
 
 def check_room(num_workers: int, machines: Collection[Mapping[str, float]], needs: Mapping[str, float]) -> None:
-    """Refuse more workers than machines have room for, for which Ray would wait.
+    """Refuse more workers than the machines have room for, because Ray would wait for more room.
 
     Args:
         num_workers: The workers.

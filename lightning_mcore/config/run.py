@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole run as plain data, however it was written.
+"""A whole run as plain data, whatever kind of file describes it.
 
 A LightningCLI file, arguments in the style of Hugging Face and a LLaMA-Factory file all become :class:`RunSettings`;
-``lightning-mcore plan`` reads it, and the commands build Lightning's objects from it. No torch, no megatron-core.
+``lightning-mcore plan`` reads them, and the commands build Lightning's objects from them. No torch, no megatron-core.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ class RunSettings:
     Args:
         strategy: Arguments of ``MCoreStrategy``; ``ddp_config``, ``optimizer_config`` and ``communication`` as dicts of
             their fields.
-        precision: Arguments of ``MCorePrecision``; the name of the format under ``"precision"``.
+        precision: Arguments of ``MCorePrecision``; ``"precision"`` is the name of the number format.
         model: Arguments of ``MCoreGPT``, or, with ``"path"``, those of ``MCoreGPT.from_pretrained``; with
             ``"preference"``, those of ``MCorePreference``.
         trainer: Arguments of ``Trainer`` except strategy, precision, callbacks and loggers: ``devices``, ``num_nodes``,
@@ -45,7 +45,7 @@ def class_and_arguments(given: Any) -> tuple[str, dict[str, Any]]:
     Source: the form ``{class_path: ..., init_args: ...}`` of jsonargparse.
 
     Args:
-        given: That form, a class path alone, or a mapping of arguments, whose class name is the empty text.
+        given: That form; a class path alone; or a mapping of arguments, for which the name is empty.
     """
     if isinstance(given, str):
         return given.rpartition(".")[2], {}
@@ -56,7 +56,7 @@ def class_and_arguments(given: Any) -> tuple[str, dict[str, Any]]:
 
 
 def rows_of_pairs(model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of data with batch sizes in rows: those of padded pairs count pairs, which have two rows each.
+    """Return arguments of data with batch sizes in rows; given for padded pairs, they count pairs of two rows each.
 
     Args:
         model: ``RunSettings.model``; with ``"preference"``, the data holds pairs.

@@ -13,7 +13,7 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     Args:
         what: The kind of name, such as ``"option"`` or ``"key of run.yaml"``.
         name: The given name.
-        known: The existing names.
+        known: The names that exist.
     """
     names = sorted(set(known))
     close = difflib.get_close_matches(name, names, n=1)

@@ -3,7 +3,7 @@
 
 :func:`require_size` and the functions after it check sizes; layout, pipeline stages and the model's shape use them, so
 all errors about sizes read alike. :func:`accepts` tells whether plain data fits the type of a field of Megatron's
-configs, as YAML writes it: functions as import paths, enum members by name.
+configs, in the form that YAML files use: functions as import paths, enum members by name.
 """
 
 import dataclasses
@@ -52,15 +52,15 @@ def require_choice(name: str, value: object, kind: Any) -> None:
 
 
 def from_fields(kind: type[T], name: str, given: T | Mapping[str, Any]) -> T:
-    """Return settings as they are, or from a mapping of their fields, as in files and hyper-parameters.
+    """Return settings unchanged, or make them from a mapping of their fields, as in files and hyper-parameters.
 
     Args:
         kind: The dataclass of the settings.
-        name: What an argument that holds them is called.
+        name: Name of the argument that holds them, for errors.
         given: Settings, or a mapping.
 
     Raises:
-        TypeError: It is neither.
+        TypeError: ``given`` is neither.
         ValueError: A field is unknown, or a value is refused.
     """
     if isinstance(given, kind):
@@ -96,14 +96,14 @@ def neighbours(value: int, unit: int) -> str:
 
 
 def choices(values: Iterable[object]) -> str:
-    """Return ``1, 2 or 4``; a long list keeps its first eight and its last."""
+    """Return values as text, such as ``1, 2 or 4``; of a long list only the first eight and the last."""
     *others, last = [str(value) for value in values]
     shown = others if len(others) <= 8 else [*others[:8], "..."]
     return f"{', '.join(shown)} or {last}" if shown else last
 
 
 def accepts(hint: Any, value: Any) -> bool:
-    """Return whether plain data can become a value of this type; unknown types are left to Megatron."""
+    """Return whether plain data can become a value of this type; True for unknown types, which Megatron checks."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that also see images and videos, as plain data: a row for each family, and the settings of one model.
 
-A family is a tower and a projector, which transformers has in one class, a rule of where their outputs take the place
-of token embeddings, and a rule of positions. The four families of this table place them at the tokens whose id is that
-of an image or a video, in the order of appearance. They differ in the classes of transformers, and in how the channels
-of a head are shared out over the three positions of a token: time, height and width.
+A family has a vision tower and a projector (one class in transformers), a rule for which token embeddings their outputs
+replace, and a rule for positions. In all families of this table, the outputs replace the embeddings of image and video
+tokens, in order. The families differ in their classes of transformers, and in how the channels of a head are divided
+among the three positions of a token: time, height and width.
 """
 
 from collections.abc import Mapping
@@ -27,8 +27,8 @@ class VisionFamily:
         package: The module of transformers with its classes.
         tower: The class of its tower, projector included.
         model: The class of its model, whose ``get_rope_index`` gives positions.
-        interleaved: Whether the three positions take turns in the channels, or have sections one after another.
-        projector: The beginnings of the names of the projector's weights within the tower.
+        interleaved: Whether the three positions alternate over the channels; if not, each has a section of them.
+        projector: Beginnings of the names of the projector's weights within the tower.
     """
 
     package: str
@@ -67,14 +67,15 @@ VISION_FAMILIES: Mapping[str, VisionFamily] = {
 
 @dataclass(frozen=True)
 class Vision:
-    """The part of one model that sees.
+    """The vision settings of one model.
 
     Args:
-        model_type: The family.
+        model_type: The family, a key of ``VISION_FAMILIES``.
         config: The ``vision_config`` of its Hugging Face config.
-        image_token_id: The token in whose place an image's outputs of the tower are put.
+        image_token_id: The token whose embeddings are replaced by the tower's outputs for images.
         video_token_id: The same for videos.
-        sections: How many pairs of channels of a head turn with time, height and width; they add up to half a head.
+        sections: Pairs of channels of a head that rotate with time, with height and with width; they add up to half of
+            the channels.
 
     Raises:
         ValueError: The family is not in the table.
@@ -93,7 +94,7 @@ class Vision:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
-        """Return the settings from plain data, as :meth:`plain` gives them."""
+        """Return the settings from plain data, as :meth:`plain` returns it."""
         return cls(**{**settings, "sections": tuple(settings["sections"])})
 
     def plain(self) -> dict[str, Any]:
@@ -102,7 +103,7 @@ class Vision:
 
     @property
     def family(self) -> VisionFamily:
-        """The row of its family."""
+        """The family of the model."""
         return VISION_FAMILIES[self.model_type]
 
     def part_of(self, name: str) -> str:
@@ -111,7 +112,7 @@ class Vision:
 
     @property
     def deepstack(self) -> int:
-        """How many of the language model's first layers are followed by outputs from inside the tower."""
+        """How many of the language model's first layers have outputs of inner layers of the tower added to theirs."""
         return len(self.config.get("deepstack_visual_indexes") or ())
 
     def tokens_of(self, grid: tuple[int, int, int]) -> int:

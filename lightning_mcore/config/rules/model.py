@@ -125,7 +125,7 @@ NOT_CARRIED_OUT: Mapping[str, str] = {
     "use_ring_exchange_p2p": "it needs a build of PyTorch that is not public",
     "use_te_rng_tracker": "random states are PyTorch's, so that every layout draws alike",
 }
-"""Fields that need code outside the model that is missing here; the reason, as the end of a sentence."""
+"""Fields that need code outside the model that this package lacks, with the reason as the end of a sentence."""
 
 NOT_OF_A_GPT: Collection[str] = (
     "is_hybrid_model",
@@ -147,7 +147,7 @@ def check_fields(
     Args:
         config: The config of a model.
         transformer_impl: The layers of a GPT; None for a model that is not ours.
-        device_type: ``torch.device.type`` of the device the model trains on; None for unknown.
+        device_type: ``torch.device.type`` of the device that the model trains on; None if unknown.
 
     Raises:
         ValueError: A field has a value that would be ignored, or would fail later.
@@ -194,7 +194,7 @@ def _check_torch_backend(config: "TransformerConfig", given: Mapping[str, Any], 
 
 
 def _check_context_parallelism(config: "TransformerConfig") -> None:
-    """Refuse settings of moving keys and values that TransformerEngine's attention would refuse at the first step."""
+    """Refuse values of ``cp_comm_type`` that TransformerEngine's attention would refuse at the first step."""
     given = config.cp_comm_type
     kinds = set(given) if isinstance(given, list | tuple) else {given}
     if "a2a+p2p" in kinds:
@@ -211,14 +211,14 @@ def _check_context_parallelism(config: "TransformerConfig") -> None:
 
 
 def check_attention(config: Any, is_causal: bool = True) -> None:
-    """Refuse attention that the torch backend does not have.
+    """Refuse attention that the torch backend does not support.
 
     Args:
         config: The transformer's config, or any object with its fields.
         is_causal: Whether queries see only earlier keys and their own.
 
     Raises:
-        ValueError: The softmax has sinks, or a window looks ahead under causal attention.
+        ValueError: The softmax has a sink, or the window is invalid or looks ahead under causal attention.
     """
     if config.softmax_type != "vanilla":
         raise ValueError(
@@ -240,7 +240,7 @@ def check_attention(config: Any, is_causal: bool = True) -> None:
 
 
 def check_without_transformer_engine(config: Any) -> None:
-    """Refuse options for which Megatron's local layers need TransformerEngine, if it is not installed.
+    """Refuse options for which Megatron's local layers need TransformerEngine; for use where it is not installed.
 
     Args:
         config: The transformer's config, or any object with its fields.
@@ -330,7 +330,7 @@ def weighted_by_tokens(config: Any) -> list[str]:
     """Return the fields that give layers losses of their own, which ``calculate_per_token_loss`` weights by tokens.
 
     Args:
-        config: The model's config, or any object with some of its fields; others have their defaults.
+        config: The model's config, or any object with some of its fields; missing ones have their defaults.
     """
     fields = {**_LAYER_LOSSES, **vars(config)}
     coefficients = fields["moe_aux_loss_coeff"]

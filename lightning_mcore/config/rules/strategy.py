@@ -2,7 +2,7 @@
 """Rules between the settings of ``MCoreStrategy`` (gradients, schedule, overlaps, expert ranks) and of ``Trainer``.
 
 ``given`` holds arguments of the strategy by name; None or absent means the default. ``ddp`` holds the fields of
-``ddp_config`` that differ from Megatron's defaults; all defaults that are used here are off.
+``ddp_config`` that differ from Megatron's defaults, which are all off where they matter here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -162,7 +162,7 @@ def trainer_faults(trainer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def precision_faults(asked: str | None, plugin: str) -> Iterator[str]:
-    """Yield a sentence if there are two precisions: Lightning would use the strategy's and ignore the trainer's.
+    """Yield a sentence if two precisions are given: Lightning would use the strategy's and ignore the trainer's.
 
     Args:
         asked: The precision of ``Trainer(precision=...)``; ``"32-true"`` is also its default.
