@@ -8,10 +8,10 @@ its logged values are dropped (:func:`without_weight`).
 
 *Names.* A step may log a name on some batches only (``if mask.any(): self.log(...)``). With ``sync_dist=True``
 Lightning merges each name over the data-parallel ranks at the end of the run. A rank that never logged a name would not
-take part, and the others would wait for it or use the value of another name. So at the last batch of each dataloader
-the ranks compare their names, log missing ones with weight zero, and sort all names into one order, the order of
-merging (:class:`EvaluationNames`). The same happens at the end of an epoch of a plain module; with ``pipeline()``,
-``pipeline.py`` does so at each step.
+take part, and the others would wait for it or merge the value of another name. So at the last batch of each dataloader
+the ranks compare their names, log missing ones with weight zero, and sort all names, so that all merge in the same
+order (:class:`EvaluationNames`). In training, a plain module does the same at the end of an epoch; with ``pipeline()``,
+``pipeline.py`` does it at each step.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ _FUNCTIONS = {
     torch.max: "max",
     max: "max",
 }
-_LEAVE_OUTPUTS_ASIDE = ("lightning", "pytorch_lightning", "lightning_mcore")
-_NOTHING = {"min": math.inf, "max": -math.inf, "mean": 0.0, "sum": 0.0}
+_LEAVE_OUTPUTS_ASIDE = ("lightning", "pytorch_lightning", "lightning_mcore")  # packages whose hooks ignore outputs
+_NOTHING = {"min": math.inf, "max": -math.inf, "mean": 0.0, "sum": 0.0}  # values that do not change the result
 _NAMES = {"mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max": "max"}
 
 
@@ -59,14 +59,15 @@ def reduction_name(reduce_fx: Any) -> str | None:
 
 
 def num_new_samples(dataloader: object, batch_idx: int) -> tuple[int, int] | None:
-    """Return how many samples of a batch are not repeated ones, and how many it has.
+    """Return how many samples of a batch are not repeated, and how many it has in all.
 
     Args:
         dataloader: The dataloader of the batch.
         batch_idx: The index of the batch in the dataloader.
 
     Returns:
-        The numbers of samples, or of batches if the dataset holds batches; None if no distributed sampler repeats some.
+        The numbers of samples, or of batches if the dataset holds batches; None without a distributed sampler that
+        repeats samples, or if a batch sampler of the user's own forms the batches.
 
     Source: ``DistributedSampler.__iter__`` in torch.utils.data (2.13): the repeated samples come last.
     """
@@ -100,7 +101,7 @@ class RepeatedRows:
     """Follows an evaluation run batch by batch and cuts off repeated samples.
 
     Attributes:
-        place: The index of the batch that was cut last, and the index of its dataloader.
+        place: The index of the last batch that went through :meth:`cut`, and the index of its dataloader.
         whole_batch: Whether that batch holds only repeated samples.
         only_batch: Whether, in addition, this rank has no other batch.
     """
@@ -222,7 +223,7 @@ class _Logged:
 
 
 class EvaluationNames:
-    """Makes the data-parallel ranks agree on the names of an evaluation run, once for each dataloader."""
+    """Makes the data-parallel ranks agree on the names that an evaluation run logs, once for each dataloader."""
 
     def __init__(self) -> None:
         self._last_batches: list[int | None] = []
@@ -265,7 +266,10 @@ def agree_on_names(module: pl.LightningModule) -> None:
     """Log with weight zero the names that only other ranks have logged in this step, and sort all names alike.
 
     Collective over the data-parallel ranks. Values that are merged at each step (``on_step=True``) are left alone,
-    because their merge is already over.
+    because they are already merged.
+
+    Args:
+        module: The module whose step has run.
     """
     group = process_group("dp")
     if group.size() == 1:

@@ -59,7 +59,7 @@ class _Name(NamedTuple):
 
     @property
     def is_synced(self) -> bool:
-        """Whether model copies share it; a metric object reduces its state over them at the end of the epoch."""
+        """Whether model copies merge it; a metric object's state is reduced over them at the end of the epoch."""
         return bool(self.options.get("sync_dist")) or self.reduction == "metric"
 
 
@@ -78,7 +78,7 @@ class PipelineLogs:
     Args:
         module: The LightningModule whose ``log`` is recorded.
         device: The device on which the values are merged.
-        takes_whole_batches: Whether context-parallel ranks log the same values, not each those of its tokens.
+        takes_whole_batches: Whether all context-parallel ranks log the same values, instead of those of their tokens.
     """
 
     def __init__(self, module: pl.LightningModule, device: torch.device, takes_whole_batches: bool = False) -> None:
@@ -97,7 +97,11 @@ class PipelineLogs:
         """The tokens that :meth:`count_tokens` counted for the last training step, on all model copies."""
 
     def count_tokens(self, tokens: Tensor | int) -> None:
-        """Count tokens that the next training step reads: those of whole sequences, an integer or a scalar ``[]``."""
+        """Count tokens that the next training step reads.
+
+        Args:
+            tokens: Tokens of whole sequences, before they are split over ranks; an integer or a scalar ``[]``.
+        """
         self._counted = tokens if self._counted is None else self._counted + tokens
 
     @contextlib.contextmanager
@@ -118,8 +122,8 @@ class PipelineLogs:
     def microbatch(self, batch: Any, muted: bool) -> Iterator[None]:
         """Run a microbatch inside the ``with`` block; a muted one leaves no trace in logs and metrics.
 
-        Muted are runs for a chunk that is not the last, where only the code before ``self.model`` runs, and
-        microbatches that only fill up a schedule.
+        Microbatches are muted for a chunk that is not the last, where only the code before ``self.model`` runs, and
+        where they only fill up a schedule.
         """
         self._batch, self._muted = batch, muted
         try:
@@ -137,17 +141,20 @@ class PipelineLogs:
         self._changed |= {path for path in before if not _are_same(before[path], after[path])}
 
     def add_loss(self, loss: Tensor, weight: Tensor | float) -> None:
-        """Record the loss of a microbatch, a float scalar ``[]``, with its share in the loss of the step."""
+        """Record the loss of a microbatch, a float scalar ``[]``, with its weight in the loss of the step."""
         self._add(_Name(_LOSS, {}, "mean", torch.float32), loss, weight)
 
     def finish(self, step: str, over_copies: bool) -> Tensor | None:
-        """Merge the values, send them to every stage and log them; return the loss of the step, ``[]`` fp32, or None.
+        """Merge the values, send them to every stage and log them.
 
         Collective over the context- and pipeline-parallel ranks, with ``over_copies`` also over the data-parallel ones.
 
         Args:
             step: Name of the step; names and options are remembered for each step and evaluation dataloader.
             over_copies: Whether names with ``sync_dist=True`` are merged over the model copies too.
+
+        Returns:
+            The loss of the step, ``[]`` fp32; None if no microbatch has one.
 
         Raises:
             ValueError: A name has different options on different batches or ranks.
@@ -172,7 +179,7 @@ class PipelineLogs:
             self._send_metrics(are_metrics_changed)
         assert packed is not None
         loss = None
-        on_host = packed.tolist()  # the only time that the host waits
+        on_host = packed.tolist()  # the only wait for the device
         for name, (value, weight, _), (number, _, count) in zip(
             self._known.get(place, []), packed, on_host, strict=True
         ):
@@ -258,7 +265,7 @@ class PipelineLogs:
     def _merged(self, place: _Place, group: dist.ProcessGroup) -> Tensor:
         """Return [names, 3]: the merged value of each name, its weight, and how often it was logged.
 
-        Collective over ``group``. If a rank logs a name for the first time, or failed, all exchange names and errors.
+        Collective over ``group``. If a rank has logged a new name or failed, all ranks exchange names and errors.
         """
         known = {name.name: name for name in self._known.get(place, [])}
         new = [entry.name for entry in self._entries.values() if not _is_known(entry.name, known)]
@@ -293,6 +300,7 @@ class PipelineLogs:
         return packed[1:], is_news if group.size() == 1 else bool(packed[0, 0] > 0)
 
     def _packed(self, name: _Name) -> Tensor:
+        """Return this rank's value of a name (for a mean, the weighted sum), its weight and its count, [3] fp64."""
         entry = self._entries.get(name.name)
         if entry is None:
             nothing = {"min": math.inf, "max": -math.inf}.get(name.reduction, 0.0)
@@ -346,7 +354,7 @@ class PipelineLogs:
             states = from_last_stage(states, self._device)
         for path, metric in self._metrics.items():
             if path not in states:
-                metric._computed = None  # on every stage, or those with a muted run would compute it alone
+                metric._computed = None  # on every stage; otherwise those with a muted run would compute it alone
             elif not is_source:
                 for name, value in states[path].items():
                     setattr(metric, name, value)
@@ -379,7 +387,7 @@ def _state(metric: Metric) -> dict[str, Any]:
 def _traces(metric: Metric) -> list[Any]:
     """Return values that differ if the metric has changed, without copying its state.
 
-    A count of updates would miss ``reset()`` and an update in the same step.
+    A count of updates would miss ``reset()`` followed by an update in the same step.
     """
     traces: list[Any] = []
     for value in _state(metric).values():

@@ -5,7 +5,7 @@ The strategy owns one :class:`StepLogger`; its parts are
 
 * ``pipeline.py``: ``self.log`` in a step that runs as a pipeline;
 * :class:`AuxiliaryLogs`: losses that Megatron's layers compute, of expert routers and of multi-token prediction;
-* ``evaluation.py``: repeated samples that must not count, and names that only some ranks log.
+* ``evaluation.py``: samples that repeat and must not count, and names that only some ranks log.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ _Axis = Literal["dp", "dp_cp"]
 
 
 class StepLogger:
-    """The calls of the strategy and the schedule around each step.
+    """Logs steps; the strategy and the schedule call it before and after each one.
 
     Args:
         strategy: The strategy that owns it.
@@ -59,15 +59,15 @@ class StepLogger:
         self._rows = RepeatedRows()
         self._names = EvaluationNames()
         self.shares_outputs = True
-        """Whether any rank of the pipeline reads the output of a validation or test step; the same on all of them."""
+        """Whether any rank of the pipeline reads the output of a validation or test step; equal on all its ranks."""
 
     def setup(self, restores: contextlib.ExitStack) -> None:
-        """Start a run; metrics reduce their state over the ranks that see different tokens.
+        """Start a run, in which metrics reduce their state over the ranks that see different tokens.
 
-        They still do so after the run, through a function that can be pickled, unlike a group.
+        They still do so after the run, through a function, because a group cannot be pickled.
 
         Args:
-            restores: Restores the metrics after the run.
+            restores: Its callbacks restore the metrics after the run.
         """
         self._rows, self._names = RepeatedRows(), EvaluationNames()
         self._pipeline = self._auxiliary = None
@@ -82,13 +82,18 @@ class StepLogger:
                     metric.process_group = group
 
     def setup_pipeline(self, config: TransformerConfig, takes_whole_batches: bool) -> None:
-        """Log for a model built with ``pipeline()``, which has this config."""
+        """Prepare to log for a model built with ``pipeline()``.
+
+        Args:
+            config: The config of the model.
+            takes_whole_batches: As for :class:`PipelineLogs`.
+        """
         module, device = self._module, self._strategy.root_device
         self._pipeline = PipelineLogs(module, device, takes_whole_batches)
         self._auxiliary = AuxiliaryLogs(module, config, device)
 
     def teardown(self) -> None:
-        """Release the module's metrics."""
+        """Drop what refers to the module and its metrics."""
         self._pipeline = self._auxiliary = None
 
     @property
@@ -99,7 +104,7 @@ class StepLogger:
 
     @property
     def counter(self) -> PipelineLogs | None:
-        """What counts the tokens of a step with its logs; None for a plain module."""
+        """The recorder, which also counts the tokens of a step; None for a plain module."""
         return self._pipeline
 
     @property
@@ -119,7 +124,7 @@ class StepLogger:
         self._auxiliary.finish(num_microbatches)
 
     def end_plain_step(self) -> None:
-        """Agree on names at the end of an epoch of a plain module, whose ranks merge them there."""
+        """At the end of an epoch of a plain module, agree on names, because its ranks merge them there."""
         if ends_the_epoch(self._module.trainer):
             agree_on_names(self._module)
 
@@ -160,13 +165,14 @@ def _give_back(metric: Metric, group: dist.ProcessGroup | None, gather: Callable
 
 
 def gather_over_data(tensor: Tensor, group: dist.ProcessGroup | None = None, axis: _Axis = "dp_cp") -> list[Tensor]:
-    """Gather a metric's state as torchmetrics does, without a group over the ranks that see different tokens.
+    """Gather a metric's state as torchmetrics does, but by default over the ranks that see different tokens.
 
-    Over the world, the ranks of one model copy would count the same samples several times.
+    Over the whole world, the ranks of one model copy would count the same samples several times.
 
     Args:
         tensor: A state of the metric, of any shape and dtype.
-        group: The group that the metric was given.
+        group: The group that the metric was given; None for the group of ``axis``, or for the world if the process
+            groups are closed.
         axis: The axis of the ranks that see different tokens.
 
     Returns:
@@ -188,17 +194,17 @@ _BALANCING = {
 class AuxiliaryLogs:
     """Logs the losses of Megatron's layers, one training step at a time.
 
-    They never pass through ``training_step``. Megatron's layers add them up in trackers of the process, layer by layer,
-    over the microbatches of a step. The schedule empties the trackers before a training step and reads them after it:
-    this class sums the values of the ranks, averages over microbatches and data-parallel ranks, and logs through
-    Lightning on every rank, for any model built with ``pipeline()``:
+    These losses never pass through ``training_step``. Megatron's layers add them up, layer by layer, in trackers of the
+    process over the microbatches of a step. This class empties the trackers before a training step and reads them after
+    it. It sums over ranks, averages over microbatches and data-parallel ranks, and logs through Lightning on every
+    rank. For any model built with ``pipeline()`` it logs
 
     * ``load_balancing_loss``, ``seq_load_balancing_loss``, ``global_load_balancing_loss`` and ``z_loss``: the mean over
-      the layers with experts, without their coefficients. With ``TransformerConfig(moe_per_layer_logging=True)`` also
+      the layers with experts, without the coefficients. With ``TransformerConfig(moe_per_layer_logging=True)`` also
       the value of each layer, as ``moe/z_loss_layer_0``, counted from 0 as Megatron does.
     * ``mtp_loss_1``, ``mtp_loss_2``, ...: the loss of the first, second, ... token after the next one: the mean over
-      microbatches of the mean over the tokens of each. In a plain ``GPTModel`` under context parallelism the latter is
-      the mean of the ranks' means; ``multi_token.MultiTokenGPT`` weighs these by their tokens.
+      microbatches of the mean over the tokens of each. Under context parallelism, a plain ``GPTModel`` averages the
+      means of the ranks; ``multi_token.MultiTokenGPT`` weights them by their tokens.
 
     Nothing is recorded in evaluation, and nothing is left for the next run.
 
@@ -247,7 +253,7 @@ class AuxiliaryLogs:
                 self._module.log(f"moe/{name}_layer_{layer}", values[layer])
 
     def _reduced(self) -> Tensor:
-        """Return sums over microbatches, [losses, layers]: a row for each router loss, then multi-token prediction."""
+        """Return sums over microbatches, [losses, layers] fp32: router losses, then multi-token prediction."""
         rows = torch.zeros(len(self._router_losses) + 1, self._num_rows, device=self._device)
         tracker = router_tracker()
         for index, name in enumerate(self._router_losses):
@@ -262,10 +268,10 @@ class AuxiliaryLogs:
         return rows / torch.stack([torch.full((1,), self._copies(name), device=self._device) for name in names])
 
     def _copies(self, name: str) -> float:
-        """Return the divisor of the sum over all ranks.
+        """Return what the sum of a loss over all ranks is divided by.
 
-        Of a balancing loss, a rank holds its part, either for its model copy's microbatch or for those of all copies.
-        Of the other losses, it holds the mean over its own tokens.
+        Each rank holds a part of a balancing loss, which is that of its model copy's microbatch or, if global, of the
+        microbatches of all copies. Of another loss it holds the mean over its own tokens.
         """
         data_and_context = process_group("dp_cp").size()
         if name == "global_load_balancing_loss":
@@ -287,7 +293,7 @@ def router_losses(config: TransformerConfig) -> list[str]:
 
 
 def layers_with_experts(config: TransformerConfig) -> list[int]:
-    """Return the indices of layers with experts, from 0; those of multi-token prediction come last."""
+    """Return the indices of the layers with experts, counted from 0; multi-token prediction comes last."""
     pattern = moe_layers(vars(config))
     pattern += [pattern[-1]] * (config.mtp_num_layers or 0)
     return [layer for layer, has_experts in enumerate(pattern) if has_experts]
