@@ -2,7 +2,7 @@
 """Run a command of ``lightning-mcore`` on Ray's workers, with the output and the exit code of a run without Ray.
 
 ``fit.py`` and ``llamafactory.py`` call :func:`run` when their file asks for Ray. Each worker then runs the same command
-with the same words. What rank 0 prints is printed here; what others print is in Ray's logs.
+with the same arguments. What rank 0 prints is printed here; what others print is in Ray's logs.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from lightning_mcore.cli.command import EXPECTED, FAILED, INTERRUPTED, refused
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.ray import RaySettings, elastic_sizes
 
-_SPARE = ("auto", -1, "-1", None)  # devices of a run that takes as many as there are
+_SPARE = ("auto", -1, "-1", None)  # values of devices that mean all there are
 _GPUS = {"cpu": False, "gpu": True, "cuda": True}
 
 
@@ -25,8 +25,8 @@ def run(
 
     Args:
         module: The module of the command.
-        words: What its function ``run`` takes.
-        settings: How Ray starts the run, with ``storage_path``.
+        words: The arguments of the command, which its function ``run`` takes.
+        settings: How Ray starts the run, with ``storage_path`` filled in.
         layout: The parallel layout.
         trainer: ``accelerator``, ``devices``, ``num_nodes`` and ``accumulate_grad_batches`` of the trainer.
     """
@@ -49,7 +49,7 @@ def run(
 
 
 def _check_devices(settings: RaySettings, trainer: Mapping[str, Any]) -> None:
-    """Refuse numbers of devices that are not those of Ray's workers."""
+    """Refuse numbers of devices and nodes that do not make the number of Ray's workers."""
     devices, nodes = trainer["devices"], trainer["num_nodes"] or 1
     if isinstance(devices, list):
         devices = len(devices)

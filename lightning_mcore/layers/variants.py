@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules for the settings of ``config/architecture.py``, which megatron-core does not have.
+"""Modules for the settings of ``config/architecture.py``, which megatron-core lacks.
 
 ``spec.gpt_block_spec`` puts them into Megatron's layers, and :func:`change_ends` into the ends of a model.
 None of them knows a layout beyond its own tensor-parallel group, so pipelines, context parallelism, packed rows and
@@ -28,12 +28,12 @@ from lightning_mcore.layers.norms import TorchNorm
 
 
 class NormAndAdd(MegatronModule):  # type: ignore[misc]  # megatron-core has no type information
-    """Adds the output of attention or MLP to the residual, after a norm and a factor.
+    """Normalises and scales the output of attention or MLP, then adds it to the residual.
 
-    It takes the place of Megatron's ``get_bias_dropout_add``, so it is called with two switches and returns a function.
+    It replaces Megatron's ``get_bias_dropout_add``, so it is called with two flags and returns a function.
 
     Args:
-        config: Reads ``hidden_size``, ``layernorm_epsilon`` and the architecture.
+        config: Megatron's config, for ``hidden_size``, ``layernorm_epsilon`` and the architecture.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -45,13 +45,18 @@ class NormAndAdd(MegatronModule):  # type: ignore[misc]  # megatron-core has no 
             self.norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
-        """Return the function that adds; ``fused`` has no effect."""
+        """Return the function that adds.
+
+        Args:
+            training: Whether dropout is applied.
+            fused: Has no effect.
+        """
         return functools.partial(self._add, training)
 
     def _add(
         self, training: bool, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float
     ) -> Tensor:
-        """Return the sum, [s / cp / tp, b, h]; / tp only with sequence parallelism."""
+        """Return the sum, [s / cp / tp, b, h] in the dtype of the residual; / tp only with sequence parallelism."""
         output, bias = output_and_bias
         if bias is not None:
             output = output + bias
@@ -63,7 +68,7 @@ class NormAndAdd(MegatronModule):  # type: ignore[misc]  # megatron-core has no 
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over the ranks of a group, of which each uses the whole; so is its gradient."""
+    """A sum over the ranks of a group. Each rank uses the whole sum, so gradients are summed over the ranks too."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -80,12 +85,12 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _NormOfAllHeads(nn.Module):
-    """RMSNorm over all heads together, of which each tensor-parallel rank has some.
+    """RMSNorm over all heads together; each tensor-parallel rank has some of them.
 
     Args:
-        config: Reads the number of heads, ``params_dtype`` and ``tensor_model_parallel_size``.
+        config: Megatron's config, for the number of heads and ``params_dtype``.
         hidden_size: Channels of a head.
-        eps: Added to the variance.
+        eps: Added to the mean of the squares.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
@@ -103,7 +108,11 @@ class _NormOfAllHeads(nn.Module):
         raise NotImplementedError
 
     def forward(self, heads: Tensor) -> Tensor:
-        """Normalise [s, b, h / tp, d] (packed [t, h / tp, d]), any float dtype, computing in fp32."""
+        """Return normalised queries or keys; computed in fp32, returned in the dtype of the input.
+
+        Args:
+            heads: [s / cp, b, heads / tp, d], packed [t, heads / tp, d], of any float dtype.
+        """
         values = heads.float()
         squares = values.square().sum(dim=(-2, -1), keepdim=True)
         if self.group.size() > 1:
@@ -112,7 +121,7 @@ class _NormOfAllHeads(nn.Module):
         return normalised * self.weight.view(heads.shape[-2:]).to(heads.dtype)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Describe the weight, which tensor-parallel ranks share, for a checkpoint."""
+        """Return the weight for a checkpoint; each tensor-parallel rank has a part of it."""
         own = self.state_dict(prefix="", keep_vars=True)
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, {"weight": 0}, sharded_offsets)
         return found
@@ -137,10 +146,10 @@ class NormOfAllKeys(_NormOfAllHeads):
 
 
 class VariantAttention(SelfAttention):  # type: ignore[misc]  # megatron-core has no type information
-    """Megatron's attention, with norms of all heads together, and other positions in layers with a window.
+    """Megatron's attention, with norms over all heads together, and with other positions in layers with a window.
 
-    Megatron refuses such norms in its spec without ``qk_layernorm``, and with it would treat their gradients as those
-    of weights that all heads share. So they are put in place afterwards.
+    Megatron's spec accepts such norms only with ``qk_layernorm``, and then treats their gradients as those of weights
+    that all heads share. So they are set after construction.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, layer_number: int, **kwargs: Any) -> None:
@@ -152,7 +161,7 @@ class VariantAttention(SelfAttention):  # type: ignore[misc]  # megatron-core ha
         if own:
             config = copy.copy(config)
             for name in [name for name in vars(config) if name.startswith("yarn_")]:
-                delattr(config, name)  # Megatron scales every rotation by the factor of YaRN otherwise
+                delattr(config, name)  # otherwise Megatron scales every rotation by YaRN's factor
         super().__init__(config, *args, layer_number=layer_number, **kwargs)
         if architecture.head_norms == "all_heads":
             size = self.hidden_size_per_attention_head
@@ -180,12 +189,12 @@ class VariantAttention(SelfAttention):  # type: ignore[misc]  # megatron-core ha
 class StretchedRotation(RotaryEmbedding):  # type: ignore[misc]  # megatron-core has no type information
     """Megatron's rotary positions, stretched as ``Architecture.stretch`` says.
 
-    The length that matters is that of the batch, or of its longest packed sequence.
+    Where the stretch depends on a length, it is that of the batch, or of the longest packed sequence in it.
 
     Args:
         plain: The positions without the stretch.
-        base: Their base.
-        stretch: The stretch.
+        base: The base of their wavelengths.
+        stretch: ``Architecture.stretch``.
     """
 
     def __init__(self, plain: RotaryEmbedding, base: float, stretch: Mapping[str, Any]) -> None:
@@ -196,7 +205,12 @@ class StretchedRotation(RotaryEmbedding):  # type: ignore[misc]  # megatron-core
         self.base, self.stretch = base, stretch
 
     def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """Return the angles of [max_seq_len, channels / 2] in fp32."""
+        """Return angles in radians, [max_seq_len, channels / 2] fp32.
+
+        Args:
+            max_seq_len: Number of positions.
+            offset: The first position.
+        """
         places = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=torch.float32) + offset
         return torch.outer(places, self._frequencies(max_seq_len + offset))
 
@@ -217,7 +231,7 @@ class StretchedRotation(RotaryEmbedding):  # type: ignore[misc]  # megatron-core
 
 @functools.cache
 def with_bias(linear: type[nn.Module]) -> type[nn.Module]:
-    """Return a linear layer of Megatron that always has a bias."""
+    """Return a subclass of one of Megatron's linear layers that always has a bias."""
 
     class WithBias(linear):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -238,17 +252,17 @@ def change_ends(chunk: Any, architecture: Architecture) -> None:
 
 
 def _scaled(scale: float, module: nn.Module, inputs: Any, embedding: Tensor) -> Tensor:
-    """Return [s, b, h] times a factor, rounded to its dtype first, as transformers does."""
+    """Return an embedding, [s, b, h], times a factor that is first rounded to its dtype, as in transformers."""
     return embedding * torch.tensor(scale, dtype=embedding.dtype, device=embedding.device)
 
 
 def _logits(divisor: float, cap: float | None, module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Return the output of Megatron's output layer with other logits."""
+    """Return the output of Megatron's output layer, logits and bias, with the logits divided and capped."""
     logits, bias = output
     logits = logits / divisor if divisor != 1.0 else logits
     return (logits if cap is None else capped(logits, cap)), bias
 
 
 def capped(values: Tensor, cap: float) -> Tensor:
-    """Return values, of any shape and float dtype, pressed smoothly into ``(-cap, cap)``."""
+    """Return values, of any shape and float dtype, limited smoothly to ``(-cap, cap)``."""
     return torch.tanh(values / cap) * cap

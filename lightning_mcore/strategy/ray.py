@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs on Ray: a check of the trainer, checkpoints that Ray knows of, a launch, and elastic sizes.
+"""Runs on Ray: a check of the trainer, checkpoints that are reported to Ray, a launch, and elastic sizes.
 
 Ray Train places the workers, opens torch's process group and calls a function on each worker; that function makes a
 ``Trainer`` with ``MCoreStrategy`` as anywhere else::
@@ -13,7 +13,7 @@ Ray Train places the workers, opens torch's process group and calls a function o
     TorchTrainer(train, scaling_config=ScalingConfig(num_workers=2)).fit()
 
 :func:`launch` does this for the commands and for arguments in the style of Hugging Face; the function that it runs
-finds the parts of its trainer in :func:`worker_arguments`.
+gets the arguments of its trainer from :func:`worker_arguments`.
 
 Only this file imports ``ray``, and nothing imports this file before a run on Ray is asked for.
 """
@@ -57,18 +57,18 @@ except ModuleNotFoundError as error:
     ) from error
 
 CHECKPOINT = "checkpoint.ckpt"
-"""Name of our checkpoint in a folder that Ray knows of, as in Ray's own callback."""
+"""Name of the checkpoint in each folder that is reported to Ray, as in Ray's own callback."""
 
-_MARK = ".validate_storage_marker"  # the file that Ray writes where a run begins
-_SMALL = {"include_dashboard": False, "object_store_memory": 100 * 2**20}  # bytes: a run keeps nothing in it
+_MARK = ".validate_storage_marker"  # a file that Ray writes into the folder of a run when it starts
+_SMALL = {"include_dashboard": False, "object_store_memory": 100 * 2**20}  # bytes; a run stores nothing in it
 _OF_A_NEW_CLUSTER = {"num_cpus", "num_gpus", "resources", "labels", "dashboard_host", "dashboard_port", *_SMALL}
 
-_LOSS_IS_KNOWN = 30.0  # seconds from the last sign of life until Ray's health checks have found a machine lost
-_LAST_WORDS = 5.0  # seconds for the output of rank 0 to arrive; a child that lives on may keep its end open
+_LOSS_IS_KNOWN = 30.0  # seconds after which Ray's health checks have noticed that a machine is lost
+_LAST_WORDS = 5.0  # seconds to wait for rank 0's output; a child that outlives it may keep the pipe open
 
 
 def prepare_trainer(trainer: pl.Trainer) -> pl.Trainer:
-    """Check a trainer in a worker of Ray; use it instead of Ray's function of this name, which refuses our strategy.
+    """Check a trainer in a worker of Ray; replaces Ray's function of the same name, which refuses ``MCoreStrategy``.
 
     Args:
         trainer: The trainer.
@@ -78,8 +78,8 @@ def prepare_trainer(trainer: pl.Trainer) -> pl.Trainer:
 
     Raises:
         TypeError: Its strategy is not ``MCoreStrategy``.
-        ValueError: Its environment, its devices, its layout or the process group do not fit Ray's workers, or the
-            workers do not share ``storage_path``.
+        ValueError: Its environment, devices or layout, or the process group, do not fit Ray's workers, or the workers
+            do not share ``storage_path``.
     """
     strategy, context = trainer.strategy, ray.train.get_context()
     world, here = context.get_world_size(), context.get_local_world_size()
@@ -144,13 +144,13 @@ def _check_storage() -> None:
 
 
 def checkpoint_to_resume() -> str | None:
-    """Return the ``ckpt_path`` of the latest checkpoint that this run has reported to Ray; None at its first start."""
+    """Return the ``ckpt_path`` of the latest checkpoint that this run has reported to Ray; None if it has none."""
     found = ray.train.get_checkpoint()
     return None if found is None else f"{_url(found.filesystem, found.path)}/{CHECKPOINT}"
 
 
 def _url(filesystem: FileSystem, path: str) -> str:
-    """Return a path on a filesystem of pyarrow as our checkpoints take it: a path, or a URL that fsspec opens."""
+    """Return a path on a filesystem of pyarrow in the form that checkpoints take: a path, or a URL for fsspec."""
     if filesystem.type_name in ("local", "subtree"):
         return path
     if isinstance(filesystem, PyFileSystem):
@@ -159,18 +159,18 @@ def _url(filesystem: FileSystem, path: str) -> str:
 
 
 class RayReport(pl.Callback):
-    """Saves a checkpoint where Ray keeps those of the run, and reports it with the metrics.
+    """Saves checkpoints where Ray keeps those of the run, and reports them with the metrics.
 
     All ranks write one checkpoint to one URL under ``RunConfig(storage_path=...)``, so nothing is copied and nothing
-    stays behind on a machine. A save that runs beside training (``async_save``) is reported once it is whole. Each
-    report has the metrics that were logged, ``epoch`` and ``step``. A run that Ray restarts continues from
+    stays behind on a machine. A save that runs beside training (``async_save``) is reported once it is complete. Each
+    report has the logged metrics, ``epoch`` and ``step``. A run that Ray restarts continues from
     :func:`checkpoint_to_resume`.
 
     When Ray announces that a machine will be taken away, a checkpoint is saved after the current optimizer step.
 
     Args:
         every_n_train_steps: Optimizer steps between two checkpoints; None for one at the end of each epoch. The last
-            step of a run is saved in any case.
+            step of a run is always saved.
         watch_preemption: Ask Ray after each optimizer step whether a machine will be taken away; all workers wait for
             the answer, which takes milliseconds.
 
@@ -185,11 +185,11 @@ class RayReport(pl.Callback):
         self.every_n_train_steps = every_n_train_steps
         self.watch_preemption = watch_preemption
         self._saved_step = 0
-        self._waiting: list[tuple[str, dict[str, float]]] = []  # saved, but not yet whole
+        self._waiting: list[tuple[str, dict[str, float]]] = []  # saves that are not reported yet
         self._announced: Any = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Move after the other callbacks, so that the checkpoint includes their changes."""
+        """Move this callback behind the others, so that the checkpoint includes their changes."""
         others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [*others, self]  # type: ignore[attr-defined] # a new list: Lightning is going through it
 
@@ -198,7 +198,7 @@ class RayReport(pl.Callback):
         self._saved_step, self._waiting, self._announced = trainer.global_step, [], None
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """Report what has become whole, and save if it is time."""
+        """Report saves that are complete, and save if it is time."""
         if trainer.fit_loop._should_accumulate():
             return
         self._report_whole(trainer)
@@ -210,7 +210,7 @@ class RayReport(pl.Callback):
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save, unless the checkpoints are those of steps."""
+        """Save, unless checkpoints are saved every few steps."""
         if self.every_n_train_steps is None:
             self._save(trainer)
 
@@ -242,7 +242,7 @@ class RayReport(pl.Callback):
         self._report_whole(trainer)
 
     def _report_whole(self, trainer: pl.Trainer) -> None:
-        """Report the saves that are whole, oldest first; every rank knows the same."""
+        """Report the saves that are complete, oldest first; all ranks agree on which are."""
         storage, plugin = ray.train.get_context().get_storage(), trainer.strategy.checkpoint_io
         while self._waiting:
             folder, metrics = self._waiting[0]
@@ -260,7 +260,7 @@ class RayReport(pl.Callback):
 
 
 class ElasticTorchTrainer(TorchTrainer):  # type: ignore[misc]  # Ray has no types
-    """A ``TorchTrainer`` whose number of workers follows the machines, but is always admissible.
+    """A ``TorchTrainer`` whose number of workers follows the machines that are there, but is always admissible.
 
     Ray alone takes as many workers as there is room for. Here it takes the largest admissible number::
 
@@ -273,12 +273,12 @@ class ElasticTorchTrainer(TorchTrainer):  # type: ignore[misc]  # Ray has no typ
         train_loop_per_worker: The function that each worker calls.
         sizes: The admissible numbers of workers, as ``elastic_sizes`` returns them.
         scaling_config: Ray's config of the workers.
-        train_loop_config: Argument of the function.
+        train_loop_config: The argument of the function.
         torch_config: Ray's config of the process group.
         run_config: Ray's config of storage and failures.
 
     Raises:
-        ValueError: No admissible number lies in the range of ``num_workers``, or there is no room for the least.
+        ValueError: No admissible number lies in the range of ``num_workers``, or there is no room for the smallest.
     """
 
     def __init__(
@@ -312,9 +312,9 @@ class ElasticTorchTrainer(TorchTrainer):  # type: ignore[misc]  # Ray has no typ
 
 
 class _AdmissibleSizes(ElasticScalingPolicy):  # type: ignore[misc]
-    """Ray's elastic policy with sizes that a layout divides.
+    """Ray's elastic policy with the admissible sizes only.
 
-    After a failure it waits until Ray knows of a lost machine; a start that counts on it would wait for minutes.
+    After a failure it waits until Ray has noticed a lost machine; a start that counts on it would wait for minutes.
 
     Source: ``ElasticScalingPolicy._count_possible_workers`` (Ray 2.60), which rounds down to whole slices for TPUs.
     """
@@ -344,7 +344,7 @@ class _AdmissibleSizes(ElasticScalingPolicy):  # type: ignore[misc]
 
 @dataclass
 class _Worker:
-    """What a worker of :func:`launch` knows of the run."""
+    """What a worker of :func:`launch` knows about the run."""
 
     settings: RaySettings
     sizes: Mapping[int, int]
@@ -356,10 +356,11 @@ _worker: _Worker | None = None
 
 
 def worker_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of ``Trainer`` with those that a worker of :func:`launch` takes from Ray.
+    """Return the arguments of ``Trainer`` for a worker of :func:`launch`.
 
     Args:
-        given: The arguments of the run; ``plugins`` and ``callbacks`` are kept and added to.
+        given: The arguments of the run. Those that depend on Ray's workers are replaced; ``plugins`` and ``callbacks``
+            are added to.
     """
     assert _worker is not None
     context, settings = ray.train.get_context(), _worker.settings
@@ -389,15 +390,15 @@ def launch(
 ) -> Any:
     """Call a function on each of Ray's workers, and return the result of rank 0.
 
-    Joins the cluster that ``RAY_ADDRESS`` names or that runs on this machine; without one, starts Ray here for the time
-    of the run, without a dashboard and with a small object store. What rank 0 prints is printed here.
+    Joins the cluster that ``RAY_ADDRESS`` names or that runs on this machine; without one, starts Ray here for the
+    duration of the run, without a dashboard and with a small object store. What rank 0 prints is printed here.
 
     Args:
         settings: How Ray starts the run.
         sizes: The admissible numbers of workers with ``accumulate_grad_batches`` for each, as from ``elastic_sizes``.
-        function: The function; importable on every machine.
+        function: The function, which every machine must be able to import.
         arguments: Its arguments.
-        gpus: Whether each worker takes a GPU; None if the cluster has any.
+        gpus: Whether each worker takes a GPU; None for yes if the cluster has any.
 
     Raises:
         RuntimeError: This process was started by torchrun or srun.
@@ -406,9 +407,9 @@ def launch(
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RuntimeError("this process is a rank of torchrun or srun, and Ray would start the ranks again; use one")
-    # workers go to the folder of this process, and print to stdout rather than to Ray's log
+    # workers run in the folder of this process, and print to stdout instead of Ray's log
     os.environ |= {"RAY_CHDIR_TO_TRIAL_DIR": "0", "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
-    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "300")  # the room is there; imports may take long
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "300")  # there is room, but imports may be slow
     with _cluster(settings):
         gpus = any(machine.get("GPU") for machine in _machines()) if gpus is None else gpus
         scaling = ray.train.ScalingConfig(
@@ -442,7 +443,7 @@ def launch(
 
 
 class _WorkerError(ValueError):
-    """Wrong settings that only a worker can see; a launch shows the sentence alone."""
+    """Wrong settings that only a worker can see; a launch shows the message without a traceback."""
 
 
 def _causes(error: Any) -> list[Any]:
@@ -452,7 +453,7 @@ def _causes(error: Any) -> list[Any]:
 
 
 def _call(config: dict[str, Any]) -> Any:
-    """Call the function in a worker, in the folder of the process that launched."""
+    """Call the function in a worker, in the folder where the run was launched."""
     global _worker
     worker: _Worker = config["worker"]
     _check_storage()
@@ -524,7 +525,7 @@ def _sent(queue: Queue) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _cluster(settings: RaySettings) -> Iterator[None]:
-    """Join a cluster, or start one for the time of the run."""
+    """Join a cluster, or start one for the duration of the run."""
     if ray.is_initialized():
         yield
         return
@@ -553,7 +554,7 @@ def _machines() -> list[dict[str, float]]:
 
 @dataclass
 class _MeetingPlace(TorchConfig):  # type: ignore[misc]
-    """Ray's config of the process group, with an address and a port to meet at."""
+    """Ray's config of the process group, with the address and the port where the ranks meet."""
 
     addr: str | None = None
     port: int | None = None
@@ -565,7 +566,7 @@ class _MeetingPlace(TorchConfig):  # type: ignore[misc]
 
 
 class _BackendAtPlace(_TorchBackend):  # type: ignore[misc]
-    """Opens the process group at a given address.
+    """Opens the process group at a given address and port.
 
     Source: ``_TorchBackend.on_start`` (Ray 2.60), which asks the worker of rank 0 for its address and a free port.
     """
@@ -588,7 +589,7 @@ class _BackendAtPlace(_TorchBackend):  # type: ignore[misc]
 
 
 def _check_place(addr: str | None, port: int | None) -> None:
-    """Refuse an address that is not of this machine, or a port that is taken, instead of waiting there."""
+    """Refuse an address of another machine and a port that is taken, because the ranks would wait there."""
     try:
         socket.create_server((addr or "", port or 0)).close()
     except OSError as error:
