@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TransformerEngine on the CPU: its released Python package, unchanged, on kernels in plain PyTorch."""
+"""TransformerEngine on the CPU: its released Python package with kernels in plain PyTorch."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused attention, forward and backward, and what context parallelism does with parts of packed rows.
+"""Fused attention, forward and backward, and what context parallelism does with packed rows.
 
 TransformerEngine's own code chooses the attention and runs context parallelism; this file has the kernels. The softmax
 is computed in fp32 from the whole matrix of scores, one sequence at a time.
 
-*Bounds* are cumulative lengths [sequences + 1], int32. Packed rows may have padding behind each sequence: then one pair
+*Bounds* are cumulative lengths [sequences + 1], int32. Packed rows may have padding after each sequence. Then one pair
 of bounds counts the tokens, and another, "padded", says where each sequence starts.
 
 Source: ``fused_attn.py`` and ``context_parallel.cu`` of TransformerEngine (2.11.0 and 2.20.2).
@@ -24,7 +24,11 @@ from lightning_mcore.te_cpu.enums import TORCH_DTYPES, DType
 
 
 def get_fused_attn_backend(*args: Any) -> Any:
-    """Return which fused attention there is: this one, for attention without bias and with the plain softmax."""
+    """Return the fused attention for a call: this file's without a bias and with the plain softmax, otherwise none.
+
+    Raises:
+        NotImplementedError: Attention in FP8 is asked for.
+    """
     kinds = importlib.import_module("transformer_engine_torch").NVTE_Fused_Attn_Backend
     if len(args) == 1:  # in 2.20
         dtype, bias, softmax = args[0].qkv_dtype, args[0].bias_type, args[0].softmax_type
@@ -39,15 +43,15 @@ def get_fused_attn_backend(*args: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of a call that both releases have, in whatever place.
+    """The arguments that the calls of both releases have, wherever they are in the list.
 
     Args:
         scale: Multiplies the scores.
         dropout: Share of the probabilities that is dropped.
-        layout: Of queries, as ``"SBHD"``, ``"BSHD"`` or ``"THD"``.
+        layout: That of the queries: ``"SBHD"``, ``"BSHD"`` or ``"THD"``.
         mask: Name of the mask.
-        window: Tokens before and after that are seen; -1 for all.
-        rest: What follows the window, from the bounds on.
+        window: How many tokens before and after itself a query sees; -1 for all.
+        rest: The arguments after the window, from the bounds on.
     """
 
     scale: float
@@ -66,7 +70,7 @@ class _Call:
         return cls(args[scale_at], args[scale_at + 1], layout, first["NVTE_Mask_Type"], args[window_at], rest)
 
     def sequences(self, q: Tensor, k: Tensor, bounds: Sequence[Tensor | None]) -> Iterator[tuple[Any, Any, Any]]:
-        """Yield for each sequence the index of its queries, that of its keys, and that of its queries' statistics."""
+        """Yield the indices of the queries, the keys and the statistics of each sequence."""
         q_bounds, k_bounds, q_starts, k_starts = (None if one is None else one.tolist() for one in bounds)
         assert q_bounds is not None
         assert k_bounds is not None
@@ -87,22 +91,22 @@ class _Call:
             yield parts[0], parts[1], (row, slice(None), slice(lengths[0]))
 
     def visible(self, queries: int, keys: int) -> Tensor:
-        """Return which keys each query sees, [queries, keys]."""
+        """Return which keys each query sees, [queries, keys] bool."""
         ahead = torch.arange(keys)[None] - torch.arange(queries)[:, None]
         if "CAUSAL" not in self.mask or "BOTTOM_RIGHT" in self.mask:
-            ahead = ahead - (keys - queries)  # the last query and the last key are at the same place
+            ahead = ahead - (keys - queries)  # the last query and the last key have the same position
         before, after = self.window
         seen = torch.ones(queries, keys, dtype=torch.bool) if "CAUSAL" not in self.mask else ahead <= 0
         seen = seen & (ahead >= -before) if before >= 0 else seen
         return seen & (ahead <= after) if after >= 0 else seen
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return scaled scores [h, queries, keys] of [queries, h, d] and [keys, h, d], fp32; -inf where unseen."""
+        """Return scaled scores [h, queries, keys] of [queries, h, d] and [keys, h, d], fp32; -inf for hidden keys."""
         products = q.transpose(0, 1).float() @ k.permute(1, 2, 0).float() * self.scale
         return products.masked_fill(~self.visible(q.shape[0], k.shape[0]), -math.inf)
 
     def kept(self, shape: Sequence[int], generator: torch.Generator | None) -> Tensor | float:
-        """Return what dropout multiplies probabilities by."""
+        """Return the factors that dropout multiplies probabilities by, fp32; 1 without dropout."""
         if generator is None:
             return 1.0
         return (torch.rand(tuple(shape), generator=generator) >= self.dropout).float() / (1 - self.dropout)
@@ -112,7 +116,7 @@ class _Call:
 
 
 def _repeated(keys: Tensor, heads: int) -> Tensor:
-    """Give each query head its key head: [s, groups, d] as [s, heads, d]."""
+    """Return the key or value of each query head: [s, groups, d] as [s, heads, d]."""
     return keys.repeat_interleave(heads // keys.shape[1], 1)
 
 
@@ -121,11 +125,11 @@ def fused_attn_fwd(*args: Any) -> list[Any]:
 
     Args:
         args: Those of the compiled function: lengths, settings, bounds, and queries, keys and values, each
-            [s, b, h, d], [b, s, h, d] or [t, h, d], keys and values with fewer heads where these are shared.
+            [s, b, h, d], [b, s, h, d] or [t, h, d]. Keys and values may have fewer heads than queries.
 
     Returns:
-        The result in the layout of the queries, the logarithms of the softmax's denominators, fp32, [b, h, s, 1] or
-        [t, h, 1], and the state of dropout.
+        The result in the layout of the queries; the statistics, which are the logarithms of the softmax's denominators,
+        [b, h, s, 1] or [t, h, 1] in fp32; and the random state of dropout, [2] int64.
     """
     call = _Call.of(args, 3)
     q_bounds, k_bounds, q, k, v, dtype, q_padded, k_padded = call.rest[:8]
@@ -153,11 +157,12 @@ def fused_attn_bwd(*args: Any) -> list[Any]:
     """Compute the gradients of attention.
 
     Args:
-        args: Those of the compiled function: as for :func:`fused_attn_fwd`, with the result, its gradient and a list
-            of the statistics and the state of dropout. Under context parallelism these are of the whole row.
+        args: Those of the compiled function: as for :func:`fused_attn_fwd`, with the result, its gradient, and a list
+            of the statistics and the state of dropout. Under context parallelism the result and the statistics are
+            those over all keys.
 
     Returns:
-        The gradients of queries, keys and values, and twice None for those of a bias and of sinks.
+        The gradients of queries, keys and values, in their shapes, and None for those of a bias and of sinks.
     """
     call = _Call.of(args, 2)
     q_bounds, k_bounds, q, k, v, out, dout, dtype = call.rest[:8]
@@ -191,7 +196,7 @@ def fused_attn_bwd(*args: Any) -> list[Any]:
 
 
 def convert_thd_to_bshd(tensor: Tensor, bounds: Tensor, batch: int, length: int) -> Tensor:
-    """Return packed sequences [t, ...] as rows [b, s, ...], with zeros behind them."""
+    """Return packed sequences [t, ...] as rows [b, s, ...], each followed by zeros."""
     rows = tensor.new_zeros(batch, length, *tensor.shape[1:])
     for row, (start, end) in enumerate(itertools.pairwise(bounds.tolist())):
         rows[row, : end - start] = tensor[start:end]
@@ -206,18 +211,18 @@ def convert_bshd_to_thd(tensor: Tensor, bounds: Tensor, tokens: int) -> Tensor:
     return packed
 
 
-# Under context parallelism a rank has two chunks of each packed sequence, "halves" of what it has of it.
+# Under context parallelism a rank has two chunks of each packed sequence, called its halves below.
 
 
 def _half(bounds: Tensor, which: int) -> Tensor:
-    """Return where the tokens of the first (0) or second (1) halves are."""
+    """Return the indices of the tokens of the first (0) or second (1) halves, int64."""
     edges = (bounds // 2).tolist()
     parts = [torch.arange(a, b) + (b if which else a) for a, b in itertools.pairwise(edges)]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
 
 def thd_read_half_tensor(tensor: Tensor, bounds: Tensor, half: int) -> Tensor:
-    """Return one half of each sequence of [t, h, d] or [2, t, h, d]."""
+    """Return the first (0) or second (1) half of each sequence of [t, h, d] or [2, t, h, d]."""
     axis = tensor.dim() - 3
     index = _half(bounds, half)
     shape = list(tensor.shape)
@@ -228,7 +233,7 @@ def thd_read_half_tensor(tensor: Tensor, bounds: Tensor, half: int) -> Tensor:
 
 
 def thd_second_half_lse_correction(statistics: Tensor, of_step: Tensor, bounds: Tensor, packed: bool) -> None:
-    """Add the denominators [h, t / 2] of a step to those of the second halves, in place: logarithms [h, t]."""
+    """Add the denominators of a step, [h, t / 2], to those of second halves of [h, t] in place; all as logarithms."""
     _check_packed(packed)
     index = _half(bounds, 1)
     statistics[:, index] = torch.logaddexp(statistics[:, index], of_step[:, : len(index)])
@@ -249,13 +254,14 @@ def thd_read_second_half_lse(statistics: Tensor, bounds: Tensor, packed: bool, l
 
 
 def thd_out_correction(out: Tensor, of_step: Tensor, *args: Any) -> None:
-    """Add the result [t, h, d] of a step, in the weight that its denominators have in the sum of all, in place.
+    """Add the result of a step to ``out`` in place, weighted by its share of the sum of all denominators.
 
     Args:
-        out: Of all tokens.
-        of_step: Of all tokens, or of second halves.
-        args: Statistics [h, t] of all steps, those of this step, bounds, whether the step has second halves alone, and
-            whether statistics are packed. In 2.20 before them the statistics that ``out`` has been weighted by.
+        out: [t, h, d], all tokens.
+        of_step: [t, h, d], all tokens, or [t / 2, h, d], the second halves.
+        args: The statistics [h, t] of all steps, those of this step, the bounds, whether the step has only second
+            halves, and whether the statistics are packed. In 2.20 the statistics by which ``out`` is weighted so far
+            come first.
     """
     before, (statistics, statistics_of_step, bounds, second, packed) = args[:-5], args[-5:]
     _check_packed(packed)
@@ -272,13 +278,13 @@ def thd_out_correction(out: Tensor, of_step: Tensor, *args: Any) -> None:
 
 
 def thd_grad_correction(grad: Tensor, of_step: Tensor, bounds: Tensor, first: str, second: str) -> None:
-    """Put the gradient of a step into that of all, [t, h, d] or [2, t, h, d], in place.
+    """Put the gradient of a step into the whole gradient, in place.
 
     Args:
-        grad: Of all tokens.
-        of_step: Of all tokens, or of the halves that are not ``"none"``.
-        bounds: Of what this rank has.
-        first: ``"copy"``, ``"add"``, ``"zero"`` or ``"none"``, for first halves.
+        grad: [t, h, d] or [2, t, h, d], all tokens of this rank.
+        of_step: The same for all tokens, or only for the halves that are not ``"none"``.
+        bounds: Bounds of the tokens of this rank.
+        first: What to do with first halves: ``"copy"``, ``"add"``, ``"zero"`` or ``"none"``.
         second: Likewise for second halves.
     """
     axis = grad.dim() - 3

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The number formats of few bits, and the scales that TransformerEngine's recipes take for them.
+"""Casts to FP8 and FP4, and the scales that TransformerEngine's recipes choose for them.
 
-FP8 is E4M3 or E5M2, rounded to nearest even and saturated. FP4 is E2M1: sixteen values, two in a byte, the first one in
+FP8 is E4M3 or E5M2, rounded to nearest even and saturated. FP4 is E2M1: sixteen values, two in a byte, the first in
 the lower half. Sources: ``recipe_common.cuh``, ``ptx.cuh`` (``float_to_e8m0``) and
 ``quantize_transpose_vector_blockwise_fp4.cu`` of TransformerEngine 2.11.
 """
@@ -18,8 +18,8 @@ LARGEST_FP32 = torch.finfo(torch.float32).max
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 """The values of FP4 without their sign, which is bit 3 of a code."""
 _BETWEEN = (E2M1[1:] + E2M1[:-1]) / 2
-_BETWEEN[1::2] = torch.nextafter(_BETWEEN[1::2], torch.zeros(()))  # a value in the middle takes the even code
-LARGEST_NVFP4 = 6.0 * 448.0  # of FP4 times that of a scale in E4M3
+_BETWEEN[1::2] = torch.nextafter(_BETWEEN[1::2], torch.zeros(()))  # a value halfway between two takes the even code
+LARGEST_NVFP4 = 6.0 * 448.0  # the largest value of FP4 times that of a scale in E4M3
 
 
 def fp8_format(dtype: Any) -> tuple[torch.dtype, float]:
@@ -45,20 +45,20 @@ def cast(values: Tensor, dtype: Any) -> Tensor:
 def scale_of(
     amax: Tensor, top: float, epsilon: float = 0.0, power_of_two: bool = False, limit: float = LARGEST_FP32
 ) -> Tensor:
-    """Return the factor that takes ``amax`` to ``top``.
+    """Return the factor by which ``amax`` becomes ``top``.
 
     Args:
         amax: Largest absolute values, any shape, fp32.
         top: Largest value of the FP8 format.
-        epsilon: Smaller amax count as this one.
+        epsilon: A smaller amax is replaced by this.
         power_of_two: Round down to a power of two.
-        limit: The scale where ``top / amax`` is infinite.
+        limit: The scale where ``top / amax`` overflows.
 
     Returns:
         The same shape, fp32; 1 where amax is 0, infinite or NaN.
     """
     amax = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
-    ratio = torch.full_like(amax, top) / amax  # a number over a tensor is rounded twice
+    ratio = torch.full_like(amax, top) / amax  # a Python number divided by a tensor is rounded twice
     scale = torch.where(amax.isfinite() & (amax != 0), ratio, torch.ones_like(amax))
     scale = torch.where(scale.isinf(), torch.full_like(scale, limit), scale)
     if power_of_two:
@@ -67,7 +67,7 @@ def scale_of(
 
 
 def exponent_of(amax: Tensor, top: float) -> Tensor:
-    """Return the exponents of ``mxfp8``: the powers of two that are not below ``amax / top``.
+    """Return the exponents of ``mxfp8``: the smallest powers of two that are at least ``amax / top``.
 
     Args:
         amax: Largest absolute values, any shape, fp32.
@@ -85,24 +85,24 @@ def exponent_of(amax: Tensor, top: float) -> Tensor:
 
 
 def reciprocal_of(exponent: Tensor) -> Tensor:
-    """Return ``2 ** (127 - exponent)``, by which ``mxfp8`` multiplies, or 1 for exponent 0; any shape, fp32 out."""
+    """Return ``2 ** (127 - exponent)``, the factor of ``mxfp8``, or 1 for exponent 0; any shape, fp32 out."""
     return power(torch.where(exponent == 0, 0, 127 - exponent.int()))
 
 
 def power(exponent: Tensor) -> Tensor:
-    """Return 2 to the power of integers of any shape, fp32."""
+    """Return 2 to the power of each integer; any shape, fp32 out."""
     return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
 
 
 def tiles(matrix: Tensor, rows: int, columns: int) -> Tensor:
-    """Cut a matrix [m, n] into [m / rows, rows, n / columns, columns], rounded up and filled with zeros."""
+    """Cut a matrix [m, n] into blocks [m / rows, rows, n / columns, columns], rounded up and padded with zeros."""
     m, n = matrix.shape
     padded = functional.pad(matrix, (0, -n % columns, 0, -m % rows))
     return padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
 
 
 def spread(scale: Tensor, shape: torch.Size | tuple[int, int], rows: int, columns: int) -> Tensor:
-    """Give each element of a matrix [m, n] the scale of its block; those of blocks behind the matrix are left out."""
+    """Return the scale of each element of a matrix [m, n] from those of its blocks; blocks outside it are ignored."""
     return scale.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
 
 
@@ -111,7 +111,7 @@ def cast_to_fp4(values: Tensor, stochastic: bool = False) -> Tensor:
 
     Args:
         values: [m, n], fp32, with an even n.
-        stochastic: Round up or down at random, with the chance that makes the mean right. Otherwise to nearest even.
+        stochastic: Round up or down at random, so that the mean is right; otherwise round to nearest even.
 
     Returns:
         [m, n / 2], uint8. Values out of range become 6 or -6.
@@ -129,7 +129,7 @@ def cast_to_fp4(values: Tensor, stochastic: bool = False) -> Tensor:
 
 
 def fp4_values(data: Tensor) -> Tensor:
-    """Return what bytes [m, n / 2] of FP4 mean, [m, n] in fp32."""
+    """Return the values [m, n], fp32, of bytes [m, n / 2] of FP4."""
     codes = torch.stack((data & 15, data >> 4), -1).flatten(-2).int()
     return torch.cat((E2M1, -E2M1))[codes]
 
@@ -139,13 +139,13 @@ def quantize_nvfp4(matrix: Tensor, amax: Tensor, rows: int, stochastic: bool) ->
 
     Args:
         matrix: [m, n], fp32, n a multiple of 16.
-        amax: The largest absolute value of the tensor, [1]: from it follows the scale in fp32 that all blocks share.
-        rows: Rows of a block, 1 or 16; it has 16 columns.
+        amax: [1], the largest absolute value of the tensor, which decides the fp32 scale that all blocks share.
+        rows: Rows of a block, 1 or 16; a block has 16 columns.
         stochastic: Round at random.
 
     Returns:
-        Bytes [m, n / 2], and the scales of the blocks [m, n / 16] in E4M3, as uint8. A block of several rows has its
-        scale in each of them. Values are recovered by :func:`nvfp4_values`.
+        Bytes [m, n / 2], and the scales of the blocks [m, n / 16] in E4M3, as uint8. The scale of a
+        block of 16 rows is in each of its rows. :func:`nvfp4_values` reads them.
     """
     shared = (torch.full_like(amax, LARGEST_NVFP4) / amax).clamp(max=LARGEST_FP32)
     shared = torch.where((amax == 0) | (shared == 0), 1.0, shared)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The enumerations of TransformerEngine's compiled extension.
 
-Their values are written nowhere but in ``DType``, which stands in checkpoints; the others are only compared.
+Only the values of ``DType`` matter, because checkpoints contain them; members of the others are only compared.
 """
 
 import enum
@@ -31,7 +31,7 @@ TORCH_DTYPES = {
     DType.kFloat8E4M3: torch.float8_e4m3fn,
     DType.kFloat8E5M2: torch.float8_e5m2,
 }
-"""torch's dtype for each of TransformerEngine's, but FP4."""
+"""torch's dtype for each of TransformerEngine's, except FP4."""
 
 _NAMES = {
     "NVTE_Bias_Type": "NVTE_NO_BIAS NVTE_PRE_SCALE_BIAS NVTE_POST_SCALE_BIAS NVTE_ALIBI",
@@ -62,7 +62,7 @@ _NAMES = {
 
 
 def enums(version: str) -> dict[str, type[enum.IntEnum]]:
-    """Return the enumerations by name, as a release of TransformerEngine has them."""
+    """Return the enumerations of a release of TransformerEngine, by name."""
     names = dict(_NAMES)
     if version.startswith("2.11."):
         names["NVTE_Fused_Attn_Backend"] = f"NVTE_F16_max512_seqlen {names['NVTE_Fused_Attn_Backend']}"

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moving tokens to experts and back, padding them, and the loss over a split vocabulary.
+"""Move tokens to experts and back, pad them, and compute the cross entropy.
 
 Most of these are Triton kernels in TransformerEngine; :data:`TRITON` has them by module.
 
-A *map* [tokens, 2 * experts + 1] has in column ``e`` of a token's row the row to which the token goes for expert ``e``,
-or -1; the other columns are not used. Rows for the first expert come first, in the order of the tokens.
+A *map*, [tokens, 2 * experts + 1] int32, says where tokens go: column ``e`` of a token's row is the row that the token
+takes for expert ``e``, or -1. The columns from ``experts`` on are not used. Rows for the first expert come first, in
+the order of the tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from torch.nn import functional
 
 
 def make_row_id_map(routing_map: Tensor, tokens: int, experts: int) -> Tensor:
-    """Return the map of a routing mask [tokens, experts]."""
+    """Return the map of a routing mask [tokens, experts], bool or 0 and 1."""
     chosen = routing_map.bool()
     places = torch.full((tokens, 2 * experts + 1), -1, dtype=torch.int32)
     order = chosen.t().flatten().cumsum(0).view(experts, tokens).t() - 1
@@ -25,7 +26,7 @@ def make_row_id_map(routing_map: Tensor, tokens: int, experts: int) -> Tensor:
 
 
 def _pairs(row_map: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for each token and expert that belong together: the token, the expert, and the row."""
+    """Return the token, the expert and the row of each routed token, each int64 [rows]."""
     token, expert = (row_map[:, :experts] >= 0).nonzero(as_tuple=True)
     return token, expert, row_map[token, expert].long()
 
@@ -33,7 +34,21 @@ def _pairs(row_map: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 def permute_with_mask_map(
     x: Tensor, row_map: Tensor, probs: Tensor | None, scale: Tensor | None, *sizes: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Copy tokens [tokens, h] to their rows [rows, h], with scales [tokens, s] and probabilities [tokens, experts]."""
+    """Copy tokens to the rows of their experts.
+
+    Args:
+        x: [tokens, h], any dtype.
+        row_map: The map.
+        probs: [tokens, experts], any float dtype; None without probabilities.
+        scale: [tokens, s], the scales of quantized tokens; None without them.
+        sizes: Tokens, experts and rows, then sizes that are not used.
+
+    Returns:
+        The tokens [rows, h], the scales [rows, s] and the probabilities [rows], in their dtypes.
+
+    Raises:
+        NotImplementedError: Padded rows are asked for.
+    """
     _, experts, rows = _without_padding(sizes, 5)[:3]
     token, expert, row = _pairs(row_map, experts)
 
@@ -47,7 +62,7 @@ def permute_with_mask_map(
 
 
 def _without_padding(sizes: Sequence[Any], count: int) -> Sequence[Any]:
-    """Drop the first of the sizes, which later releases have: offsets of rows that are padded."""
+    """Drop the first argument that later releases pass before the sizes: the offsets of padded rows, here None."""
     if len(sizes) > count:
         if sizes[0] is not None:
             raise NotImplementedError("padded permutation of tokens is not available on the CPU")
@@ -58,7 +73,21 @@ def _without_padding(sizes: Sequence[Any], count: int) -> Sequence[Any]:
 def unpermute_with_mask_map(
     x: Tensor, row_map: Tensor, merging_probs: Tensor | None, permuted_probs: Tensor | None, *sizes: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum rows [rows, h] back to tokens [tokens, h], weighted by [tokens, experts]; and probabilities likewise."""
+    """Sum the rows of each token.
+
+    Args:
+        x: [rows, h], any float dtype.
+        row_map: The map.
+        merging_probs: [tokens, experts], the weights of the sum; None for 1.
+        permuted_probs: [rows], probabilities to move back to their tokens; None without them.
+        sizes: Tokens and experts, then sizes that are not used.
+
+    Returns:
+        The sums [tokens, h] in the dtype of ``x``, and the probabilities [tokens, experts].
+
+    Raises:
+        NotImplementedError: Padded rows are asked for.
+    """
     tokens, experts = _without_padding(sizes, 3)[:2]
     token, expert, row = _pairs(row_map, experts)
     values = x[row].float()
@@ -75,7 +104,7 @@ def unpermute_with_mask_map(
 def unpermute_with_mask_map_bwd_with_merging_probs(
     grad: Tensor, row_map: Tensor, x: Tensor, merging_probs: Tensor, *sizes: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of rows [rows, h] and weights [tokens, experts] from that of tokens [tokens, h]."""
+    """Return the gradients of rows [rows, h] and weights [tokens, experts] from that of the sums [tokens, h]."""
     _, experts, rows, hidden = _without_padding(sizes, 4)
     token, expert, row = _pairs(row_map, experts)
     dx, dprobs = grad.new_zeros(rows, hidden), torch.zeros_like(merging_probs)
@@ -85,7 +114,7 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
 
 
 def make_chunk_sort_map(sizes: Tensor, order: Tensor, tokens: int, splits: int) -> Tensor:
-    """Return for each row [tokens] where it goes, when chunks of these sizes [splits] are put into this order."""
+    """Return the new place of each row, [tokens] int32, when chunks of these sizes [splits] are put into this order."""
     places = torch.empty(tokens, dtype=torch.int32)
     rows = torch.split(torch.arange(tokens), sizes.tolist())
     sources = torch.cat([rows[index] for index in order.tolist()])
@@ -96,13 +125,13 @@ def make_chunk_sort_map(sizes: Tensor, order: Tensor, tokens: int, splits: int) 
 def sort_chunks_by_map(
     x: Tensor, row_map: Tensor, probs: Tensor | None, tokens: int, hidden: int, is_forward: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Move rows [tokens, h] and probabilities [tokens] as the map says, or back."""
+    """Move rows [tokens, h] and probabilities [tokens] to their new places, or back; dtypes do not change."""
     source = row_map.argsort() if is_forward else row_map.long()
     return x[source], None if probs is None else probs[source]
 
 
 def fused_multi_row_padding(x: Tensor, out: Tensor, rows: Sequence[int], padded: Sequence[int]) -> None:
-    """Copy each expert's rows of [rows, h] into ``out`` [padded rows, h], with zeros behind them."""
+    """Copy each expert's rows of [rows, h] into ``out`` [padded rows, h], followed by zeros."""
     out.zero_()
     _copy_rows(x, rows, out, padded, rows)
 
@@ -121,7 +150,23 @@ def _copy_rows(x: Tensor, of_x: Sequence[int], out: Tensor, of_out: Sequence[int
 def cross_entropy_forward(
     logits: Tensor, target: Tensor, smoothing: float, reduce_loss: bool, group: Any, ignored: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses [b, s], fp32, of logits [b, s, v / ranks], and the gradient of their sum."""
+    """Compute the cross entropy of each token.
+
+    Args:
+        logits: [b, s, v], any float dtype.
+        target: [b, s] int64.
+        smoothing: Label smoothing, 0 to 1.
+        reduce_loss: Return the mean over all b * s tokens instead of the losses.
+        group: The tensor-parallel group, of one rank; None is the same.
+        ignored: The target of tokens without a loss.
+
+    Returns:
+        The losses [b, s] in fp32, or their mean, and the gradient of their sum or mean, [b, s, v] in the dtype of the
+        logits.
+
+    Raises:
+        NotImplementedError: The vocabulary is split over ranks.
+    """
     if group is not None and torch.distributed.get_world_size(group) > 1:
         raise NotImplementedError(
             "cross_entropy_fusion_impl='te' is not available on the CPU with tensor parallelism; choose 'native'"
@@ -138,12 +183,12 @@ def cross_entropy_forward(
 
 
 def cross_entropy_backward(gradient: Tensor, grad: Tensor, is_captured: bool = False) -> Tensor:
-    """Return the gradient of the logits [b, s, v] from that of the losses, [b, s] or one number."""
+    """Multiply the gradient [b, s, v] that the forward pass returned by that of the losses, [b, s] or one number."""
     return gradient * (grad if grad.dim() == 0 else grad[..., None]).to(gradient.dtype)
 
 
 def pad_columnwise_scale_inv(scales: Tensor) -> Tensor:
-    """Pad scales [m, n] with zeros to multiples of 128 and 4."""
+    """Pad scales [m, n] with zeros, m to a multiple of 128 and n to a multiple of 4."""
     return functional.pad(scales, (0, -scales.shape[1] % 4, 0, -scales.shape[0] % 128))
 
 
@@ -164,4 +209,4 @@ TRITON: dict[str, dict[str, Callable[..., Any]]] = {
     "grouped_dbias_dscales": {},
     "mhc": {},
 }
-"""The functions of the modules of ``transformer_engine.pytorch.triton``; others are refused when they are called."""
+"""The kernels of each module of ``transformer_engine.pytorch.triton``; others are refused when they are called."""

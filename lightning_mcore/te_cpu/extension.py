@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The module ``transformer_engine_torch``, which TransformerEngine's Python code calls for all of its arithmetic.
 
-Positions and names of arguments are those of the compiled module. A name that is not there yet is refused when it is
-called, in one sentence; :data:`ABSENT` lists those that TransformerEngine's modules, tensors and attention read.
+Positions and names of arguments are those of the compiled module. A missing kernel is refused when it is called;
+:data:`ABSENT` lists those that TransformerEngine's modules, tensors and attention name.
 """
 
 import types
@@ -68,17 +68,17 @@ def _versions() -> dict[str, Callable[[], int]]:
 
 
 class Refused:
-    """Stands where a kernel that is not there is named.
+    """Takes the place of a missing kernel.
 
     Args:
-        name: Its name.
+        name: The name of the kernel.
     """
 
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = self._name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse.
+        """Refuse the call.
 
         Raises:
             NotImplementedError: Always.
@@ -89,18 +89,18 @@ class Refused:
         )
 
     def __getattr__(self, name: str) -> Any:
-        """Return members, of which classes have some."""
+        """Return a missing kernel of this name, because a class has members."""
         if name.startswith("__"):
             raise AttributeError(name)
         return Refused(f"{self._name}.{name}")
 
 
 def refusing_module(name: str, functions: dict[str, Callable[..., Any]]) -> types.ModuleType:
-    """Return a module of these functions in which every other name is refused when it is called.
+    """Return a module with these functions, in which every other name is refused when it is called.
 
     Args:
         name: Name of the module.
-        functions: What it has.
+        functions: Its functions, by name.
     """
     module = types.ModuleType(name)
     module.__dict__.update(functions)
@@ -118,7 +118,7 @@ def extension(version: str) -> types.ModuleType:
     """Return the module ``transformer_engine_torch``.
 
     Args:
-        version: Release of TransformerEngine.
+        version: The release of TransformerEngine.
     """
     functions: dict[str, Any] = dict(enums(version)) | _versions() | layers.ACTIVATIONS | layers.SOFTMAX
     for source, names in _SOURCES.items():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products of tensors that may be quantized: computed in fp32 from the values that FP8 stands for.
+"""Matrix products of tensors that may be quantized, computed in fp32 from the values that they hold.
 
-cuBLAS also sums in fp32 or wider; the order of the terms differs. The scale that all blocks of ``nvfp4`` share is
-applied to the sum, as on a device: the terms before it have few bits, and their sum seldom has to be rounded.
+cuBLAS also sums in fp32 or wider, but in another order. The scale that all blocks of ``nvfp4`` share is applied to the
+sum, as on a GPU: the terms have few bits without it, so their sum is seldom rounded.
 """
 
 from collections.abc import Sequence
@@ -51,12 +51,12 @@ def generic_gemm(
         out: Where the product is written; None makes a new tensor.
         quantizer: Quantizes the product.
         output_dtype: TransformerEngine's dtype of a new tensor; bf16 if None.
-        bias: [n]; in a backward pass, says that its gradient is wanted.
+        bias: [n]; in a backward pass, given if its gradient is wanted.
         bias_type: Not used.
         gelu: Apply GELU, or in a backward pass multiply by its derivative.
-        gelu_in: What GELU was applied to.
+        gelu_in: The input of GELU, in a backward pass.
         grad: This is a backward pass.
-        workspace: Not used; its size is not used either.
+        workspace: Not used.
         workspace_size: Not used.
         accumulate: Add to ``out``.
         use_split_accumulator: Not used; sums are fp32.
@@ -68,7 +68,10 @@ def generic_gemm(
         beta: Multiplies ``out`` where ``accumulate`` is set; 1 if None.
 
     Returns:
-        The product, the gradient of the bias, what GELU was applied to, and ``extra_output``.
+        The product, the gradient of the bias, the input of GELU, and ``extra_output``; None for what there is not.
+
+    Raises:
+        NotImplementedError: ``comm_overlap`` is given.
     """
     if comm_overlap is not None:
         raise NotImplementedError("tp_comm_overlap=True needs a CUDA device; leave it out on the CPU")
@@ -118,18 +121,18 @@ def te_general_grouped_gemm(
 
     Args:
         a: A weight [n, k] for each expert.
-        transpose_a: Likewise for all.
-        b: The tokens [m, k] of each expert; some may have none.
-        transpose_b: Likewise for all.
+        transpose_a: Multiply by the weights transposed.
+        b: The tokens [m, k] of each expert; m may be 0.
+        transpose_b: Multiply the tokens transposed.
         out: A tensor for each expert, or with ``single_output`` one [sum of m, n].
         output_dtype: Not used; ``out`` has a dtype.
         splits: The m of each expert.
-        bias: [n] for each expert, empty without bias; in a backward pass, where its gradient is written.
+        bias: [n] for each expert, empty without bias; in a backward pass its gradient is written here.
         bias_dtype: Not used.
         single_output: ``out`` is one tensor.
         before_gelu: Not used.
         grad: This is a backward pass.
-        rest: Workspaces, their size, ``accumulate``, and settings that are not used.
+        rest: Workspaces, their size, ``accumulate``, and settings; only ``accumulate`` is used.
 
     Returns:
         ``bias``.

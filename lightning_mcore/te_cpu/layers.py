@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms, activations, softmax and rotary positions, with their gradients; all of them computed in fp32."""
+"""Norms, activations, softmax and rotary positions, with their gradients, all computed in fp32."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +26,12 @@ def _normed(values: Tensor, dtype: Any, out: Any, quantizer: Any) -> Any:
 def rmsnorm_fwd(
     x: Tensor, weight: Tensor, eps: float, ln_out: Any, quantizer: Any, otype: Any, sm_margin: int, zero_centered: bool
 ) -> tuple[Any, None, Tensor]:
-    """Normalise [..., n]; return the result, quantized where asked for, None, and ``1 / rms`` [...], fp32."""
+    """Apply RMSNorm over the last dimension of [..., n].
+
+    Returns:
+        The result in the dtype ``otype``, quantized if there is a quantizer; None, where LayerNorm has the mean; and
+        ``1 / rms`` [...] in fp32.
+    """
     rsigma = torch.rsqrt(x.float().square().mean(-1) + eps)
     values = x.float() * rsigma[..., None] * _scaled(weight, zero_centered)
     return _normed(values, otype, ln_out, quantizer), None, rsigma
@@ -45,7 +50,7 @@ def rmsnorm_bwd(
 def rmsnorm_bwd_add(
     dz: Tensor, x: Tensor, add: Tensor, rsigma: Tensor, weight: Tensor, sm_margin: int, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients as :func:`rmsnorm_bwd` does, with ``add`` [..., n] added to that of the input."""
+    """Return the gradients of :func:`rmsnorm_bwd`, with ``add`` [..., n] added to that of the input."""
     dx, dweight = rmsnorm_bwd(dz, x.float(), rsigma, weight, sm_margin, zero_centered)
     return (dx + add.float()).to(x.dtype), dweight
 
@@ -58,7 +63,12 @@ def layernorm_fwd(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, ln_out: Any, quantizer: Any, otype: Any, sm_margin: int,
     zero_centered: bool,
 ) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
-    """Normalise [..., n]; return the result, quantized where asked for, and mean and ``1 / std`` [...], fp32."""
+    """Apply LayerNorm over the last dimension of [..., n].
+
+    Returns:
+        The result in the dtype ``otype``, quantized if there is a quantizer; the mean and ``1 / std``, each [...] in
+        fp32.
+    """
     scale = _scaled(weight, zero_centered)
     values, mean, rsigma = torch.native_layer_norm(x.float(), x.shape[-1:], scale, bias.float(), eps)
     return _normed(values, otype, ln_out, quantizer), mean[..., 0], rsigma[..., 0]
@@ -135,10 +145,10 @@ ACTIVATIONS: dict[str, Callable[..., Any]] = {
     **{f"d{name}": _backward(function) for name, function in _ACTIVATIONS.items()},
     **{f"dbias_d{name}": _backward(_ACTIVATIONS[name], True) for name in ("gelu", "qgelu", "relu", "srelu", "silu")},
 }
-"""Forward ``name(x, quantizer)``, and backward ``dname(grad, x, quantizer)``, which ``dbias_dname`` sums over rows."""
+"""``name(x, quantizer)``, its gradient ``dname(grad, x, quantizer)``, and ``dbias_dname`` with a sum over rows."""
 
 
-# Softmax of attention scores [..., q, k] times a scale. A mask is True where nothing is attended to.
+# Softmax of attention scores [..., q, k] times a scale. A mask is True where a key is hidden.
 
 
 def _softmax(scores: Tensor, scale: float, mask: Tensor | None) -> Tensor:
@@ -150,7 +160,7 @@ def _softmax(scores: Tensor, scale: float, mask: Tensor | None) -> Tensor:
 
 
 def _later(scores: Tensor) -> Tensor:
-    """Return a mask of the keys after each query, where the last query and the last key are at the same position."""
+    """Return a mask [q, k] of the keys after each query; the last query and the last key have the same position."""
     queries, keys = scores.shape[-2:]
     return torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
 
@@ -193,7 +203,7 @@ def _rotate(x: Tensor, angles: Tensor, interleaved: bool, backward: bool) -> Ten
 
 
 def _positions(length: int, size: int, rank: int) -> Tensor:
-    """Return the positions of a rank's tokens: chunks ``rank`` and ``2 * size - 1 - rank`` of a sequence."""
+    """Return the positions of a rank's tokens, [length]: chunks ``rank`` and ``2 * size - 1 - rank`` of a sequence."""
     if size == 1:
         return torch.arange(length)
     half = length // 2
@@ -230,14 +240,14 @@ def fused_rope_forward(
     """Rotate queries or keys.
 
     Args:
-        x: [s, b, h, d], [b, s, h, d] or packed [t, h, d], as ``form`` says.
-        freqs: Angles [positions, 1, 1, r] of the whole sequence.
-        starts: Position of the first token of each sequence [b]; None for 0.
+        x: [s, b, h, d], [b, s, h, d] or packed [t, h, d], as ``form`` says; any float dtype.
+        freqs: [positions, 1, 1, r], the angles of the whole sequence.
+        starts: [b], the position of the first token of each sequence; None for 0.
         form: ``NVTE_QKV_Format``.
-        interleaved: Pairs are neighbours, not halves.
-        bounds: Boundaries [sequences + 1] of packed sequences, over all context-parallel ranks.
-        cp_size: Context-parallel ranks.
-        cp_rank: Which one this is.
+        interleaved: Channels that turn together are neighbours; otherwise they are r / 2 apart.
+        bounds: [sequences + 1], the boundaries of packed sequences, over all context-parallel ranks.
+        cp_size: Number of context-parallel ranks.
+        cp_rank: Number of this rank among them.
 
     Returns:
         The shape and dtype of ``x``.

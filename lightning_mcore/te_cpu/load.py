@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds a TransformerEngine without its CUDA library, and loads it on the kernels of this room.
+"""Find a TransformerEngine without its CUDA library, and load it with the kernels of this room.
 
-``pip install lightning-mcore[te-cpu]`` installs TransformerEngine's Python code alone. By itself it cannot be imported,
-and megatron-core, which imports it, cannot either. So ``import lightning_mcore`` calls :func:`prepare`, which looks for
-that package and, where it is, puts the folder ``shadow`` before it on ``sys.path``. Its ``transformer_engine`` runs the
-code of the real one after what is compiled there has been replaced. Nothing of this happens before something imports
-TransformerEngine, and one with its CUDA library is never touched.
+``pip install lightning-mcore[te-cpu]`` installs only TransformerEngine's Python code. It cannot be imported by itself,
+and neither can megatron-core, which imports it. So ``import lightning_mcore`` calls :func:`prepare`, which puts the
+folder ``shadow`` before that package on ``sys.path``. The ``transformer_engine`` in that folder replaces the compiled
+modules, and then runs the code of the real package. This happens only when something imports TransformerEngine. A
+release that is not tested counts as not installed. A TransformerEngine with its CUDA library is never touched.
 
-The values of FP8 tensors and their scales are those of a device; sums are fp32 and in another order.
+FP8 values and their scales are the same as on a GPU. Sums are fp32, in another order.
 """
 
 import importlib
@@ -18,13 +18,13 @@ import types
 from typing import Any
 
 TESTED = ("2.11.0", "2.20.2")
-"""Releases of TransformerEngine that the kernels of this room are tested with."""
+"""The releases of TransformerEngine with which the kernels of this room are tested."""
 
 ONLY_ON_THE_CPU = (
     "the installed TransformerEngine has no CUDA library and runs on the CPU alone; install lightning-mcore[te], or"
     ' choose accelerator="cpu"'
 )
-"""What is wrong where the TransformerEngine of this room meets a CUDA device."""
+"""The error of a run that would use the TransformerEngine of this room on a CUDA device."""
 
 _NAME = "transformer_engine"
 _SETTINGS = {"NVTE_PROJECT_BUILDING": "1", "NVTE_RELEASE_BUILD": "0", "NVTE_TORCH_COMPILE": "0"}
@@ -32,7 +32,7 @@ _SHADOW = os.path.join(os.path.dirname(__file__), "shadow")
 
 
 def prepare() -> None:
-    """Let a later ``import transformer_engine`` find it working, if it has no CUDA library; imports nothing."""
+    """Make a later ``import transformer_engine`` work if it lacks its CUDA library; nothing is imported here."""
     if _NAME in sys.modules or is_prepared():
         return
     version, spec = version_without_core(), _installed()
@@ -46,7 +46,7 @@ def prepare() -> None:
 
 
 def is_prepared() -> bool:
-    """Tell whether ``transformer_engine`` is, or at its import will be, the one of this room."""
+    """Return whether ``transformer_engine`` is the one of this room, or will be when it is imported."""
     return _SHADOW in sys.path
 
 
@@ -55,7 +55,7 @@ def _installed() -> importlib.machinery.ModuleSpec | None:
 
 
 def version_without_core() -> str | None:
-    """Return the version of an installed TransformerEngine that has no CUDA library; None for any other state.
+    """Return the version of an installed TransformerEngine without its CUDA library; None if there is none.
 
     Source: ``_get_shared_object_file`` (``transformer_engine.common``, 2.11.0 and 2.20.2).
     """
@@ -79,7 +79,7 @@ def _names(folder: str) -> list[str]:
 
 
 def untested_on_the_cpu() -> str | None:
-    """Return a sentence about a TransformerEngine that is installed without its CUDA library but was not tested."""
+    """Return what is wrong with an installed TransformerEngine without its CUDA library; None if it is tested."""
     version = version_without_core()
     if version is None or version in TESTED:
         return None
@@ -90,13 +90,14 @@ def untested_on_the_cpu() -> str | None:
 
 
 def load_into(module: types.ModuleType) -> None:
-    """Run TransformerEngine's own code in a module, with this room's modules where it has compiled ones.
+    """Run TransformerEngine's own code in a module, with this room's modules in place of the compiled ones.
 
     Args:
         module: The module ``transformer_engine``, still empty.
 
     Raises:
-        RuntimeError: It cannot be loaded; megatron-core takes an ImportError for a package that is not installed.
+        RuntimeError: It cannot be loaded. It is not an ImportError, which megatron-core would take for a package that
+            is not installed.
     """
     try:
         _load_into(module)
@@ -128,7 +129,7 @@ def _load_into(module: types.ModuleType) -> None:
     try:
         common: Any = importlib.import_module(f"{_NAME}.common")  # without the CUDA libraries
         common.load_framework_extension = lambda framework: None
-        torch.jit.script = lambda function: function  # decorates its small functions
+        torch.jit.script = lambda function: function  # TransformerEngine compiles small functions with it
         spec.loader.exec_module(module)
     finally:
         torch.jit.script = script
@@ -136,6 +137,6 @@ def _load_into(module: types.ModuleType) -> None:
             os.environ.pop(name)
             if name in environment:
                 os.environ[name] = environment[name]
-    if "pytorch" not in module.__dict__:  # TransformerEngine hides why
+    if "pytorch" not in module.__dict__:  # TransformerEngine hides the error; this raises it
         importlib.import_module(prefix)
     importlib.import_module("lightning_mcore.te_cpu.patches").patch_transformer_engine()

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What TransformerEngine and megatron-core ask of a device, answered on the CPU.
+"""Make TransformerEngine and megatron-core run on the CPU where they expect a GPU.
 
-TransformerEngine refuses tensors that are not on a GPU, and asks which one it is: it gets the answers of compute
-capability 9.0, and every FP8 recipe counts as supported. That is changed in its own modules alone, once, when this room
-loads it.
+TransformerEngine refuses tensors that are not on a GPU, and asks for the GPU's compute capability. Here it takes every
+tensor for one on a GPU of compute capability 9.0, on which every FP8 recipe is supported. Only its own modules are
+changed, once, when this room loads it.
 
-megatron-core takes the optimizers and norms of an installed TransformerEngine also for models without its layers.
-:func:`megatron_names` has what it takes without TransformerEngine, so that such a run computes what it always did.
+If TransformerEngine is installed, megatron-core uses its optimizers and gradient norms, even for models without its
+layers. :func:`megatron_names` has what megatron-core uses without TransformerEngine, so that a run computes the same
+numbers as before.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ _ASK_FOR_CUDA = (
 
 
 class _SeenOnCuda(TorchFunctionMode):
-    """Answers that every tensor is on a GPU."""
+    """Makes ``is_cuda`` of every tensor True."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -57,7 +58,7 @@ def _seen_on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _entered(manager: contextlib.AbstractContextManager[Any]) -> Iterator[Any]:
-    """Enter a context where tensors are seen on a GPU, and leave the body of the ``with`` block unchanged."""
+    """Enter a context while tensors seem to be on a GPU; they do not in the body of the ``with`` block."""
     with contextlib.ExitStack() as stack:
         with _SeenOnCuda():
             value = stack.enter_context(manager)
@@ -74,7 +75,7 @@ def _with_a_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _WaitedOnce:
-    """A message on its way, for which one may wait twice; with gloo the second wait would not end.
+    """A message being sent, which can be waited for twice; with gloo a second wait would not end.
 
     Args:
         work: What torch returned for the message.
@@ -84,7 +85,7 @@ class _WaitedOnce:
         self._work = work
 
     def wait(self) -> None:
-        """Wait until the message is there."""
+        """Wait until the message has arrived."""
         if self._work is not None:
             self._work.wait()
         self._work = None
@@ -107,7 +108,7 @@ def _made_on_the_cpu(new: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patch_transformer_engine() -> None:
-    """Answer TransformerEngine's questions about the device."""
+    """Change TransformerEngine's modules so that they run on the CPU."""
 
     def part(name: str) -> Any:
         return importlib.import_module(f"transformer_engine.pytorch.{name}")
@@ -123,7 +124,7 @@ def patch_transformer_engine() -> None:
         setattr(holder, method, staticmethod(wrapped) if is_static else wrapped)
     quantized = part("quantized_tensor").QuantizedTensor
     quantized.__new__ = _made_on_the_cpu(quantized.__new__)
-    distributed = part("distributed")  # recomputation puts back the generators of the device
+    distributed = part("distributed")  # recomputation restores the random states of the GPU
     distributed._lazy_init = lambda: None
     distributed._lazy_call = lambda call, **kwargs: call()
     parallel = part(f"{_ATTENTION}.context_parallel")
@@ -139,9 +140,9 @@ def patch_transformer_engine() -> None:
 
 
 def _coalescing_for_gloo(coalescing: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's context of collectives that are sent together, for a backend that sends lists of one dtype.
+    """Return torch's context that sends several collectives together, changed for lists of several dtypes.
 
-    gloo takes all tensors of a list for the dtype of the first, so FP8 data and bf16 are gathered one by one.
+    gloo reads all tensors of a list in the dtype of the first. Here those of such a list are sent one by one.
 
     Args:
         coalescing: ``torch.distributed._coalescing_manager``.
@@ -167,7 +168,7 @@ def _coalescing_for_gloo(coalescing: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def megatron_names() -> list[tuple[Any, str, Any]]:
-    """Return ``(owner, attribute, value)`` that megatron-core has without TransformerEngine (0.16.1 to 0.19.2)."""
+    """Return each ``(owner, attribute, value)`` to set as without TransformerEngine (Megatron 0.16.1 to 0.19.2)."""
     if not load.is_prepared():
         return []
 

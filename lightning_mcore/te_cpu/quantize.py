@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization into FP8 and FP4, with the scales of TransformerEngine's five recipes.
+"""Quantize to FP8 and FP4, with the scales of TransformerEngine's five recipes.
 
 A value ``x`` is stored as ``cast(x * scale)`` beside ``1 / scale``. The recipes differ in how many values share a
 scale: a whole tensor (``delayed`` and ``tensorwise``), 1x128 or 128x128 values (``blockwise``), 32 values whose scale
-is a power of two (``mxfp8``), 16 or 16x16 values (``nvfp4``). ``casts.py`` has the casts; this file fills
-TransformerEngine's tensors with them. Padding and orientation of data and scales are those that its Python code expects
-from its own kernels on compute capability 9.0.
+is a power of two (``mxfp8``), 16 or 16x16 values (``nvfp4``). ``casts.py`` has the casts; this file writes the results
+into TransformerEngine's tensors. Data and scales are padded and oriented as its Python code expects from its own
+kernels on compute capability 9.0.
 
 Sources: ``delayed_scaling.cu`` and ``quantizer.cpp`` of TransformerEngine 2.11.
 """
@@ -35,9 +35,9 @@ from lightning_mcore.te_cpu.casts import (
 from lightning_mcore.te_cpu.enums import TORCH_DTYPES, DType
 
 _CPU = torch.device("cpu")
-_BLOCK = 32  # values that share a scale of mxfp8
+_BLOCK = 32  # values of mxfp8 that share a scale
 observer: Callable[[Any, Tensor, Any], None] | None = None
-"""Called after each cast, where it is set, with the quantizer, the values and the quantized tensor."""
+"""If it is set: called after each cast, with the quantizer, the fp32 values and the quantized tensor."""
 _BUFFERS = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
 _CLASSES = {
     "Float8Quantizer": "Float8Tensor",
@@ -50,7 +50,7 @@ _CLASSES = {
 
 
 def _transposed(data: Tensor) -> Tensor:
-    """Move the last dimension to the front, as TransformerEngine keeps columnwise data."""
+    """Move the last dimension to the front, the form in which TransformerEngine keeps columnwise data."""
     return data.movedim(-1, 0).contiguous() if data.dim() else data
 
 
@@ -59,7 +59,7 @@ def _matrix(tensor: Tensor) -> Tensor:
 
 
 def _kind(quantizer: Any) -> str:
-    """Return the class of the tensors that a quantizer makes."""
+    """Return the name of the class of the tensors that a quantizer makes."""
     name = type(quantizer).__name__
     if name not in _CLASSES:
         raise NotImplementedError(f"{name} is not available on the CPU; choose one of TransformerEngine's recipes")
@@ -77,7 +77,7 @@ def _is_compact(quantizer: Any) -> bool:
 def create_empty_quantized_tensor(
     quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any = None, pin_memory: bool = False
 ) -> Any:
-    """Return a quantized tensor of this shape, with the orientations that the quantizer asks for, filled with zeros."""
+    """Return a quantized tensor of zeros, of this shape and with the orientations that the quantizer asks for."""
     return _empty(quantizer, tuple(shape), dtype, internal=False)
 
 
@@ -109,7 +109,7 @@ def _empty(quantizer: Any, shape: tuple[int, ...], dtype: torch.dtype, internal:
 
 
 def _allocate(tensor: Any, quantizer: Any, shape: Sequence[int]) -> None:
-    """Give a tensor the buffers that its quantizer asks for, and take away the others."""
+    """Allocate the buffers of a tensor that its quantizer asks for, and drop the others."""
     rowwise, columnwise, kind = quantizer.rowwise_usage, quantizer.columnwise_usage, _kind(quantizer)
     shape = tuple(shape)
     if kind == "Float8Tensor":
@@ -153,12 +153,16 @@ def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Tensor | Non
 
     Args:
         tensor: Any shape of two dimensions or more, any float dtype, or a quantized tensor.
-        quantizer: One of TransformerEngine's; None returns the tensor.
-        output: Where the result is written; None makes a new one.
+        quantizer: A quantizer of TransformerEngine; None returns the tensor.
+        output: The quantized tensor to write; None makes a new one.
         noop: [1]; if it is not zero, ``output`` does not change.
 
     Returns:
         A quantized tensor of the same shape.
+
+    Raises:
+        NotImplementedError: The quantizer is not available on the CPU.
+        ValueError: ``nvfp4`` gets a tensor that is not bf16.
     """
     if quantizer is None:
         return tensor
@@ -185,18 +189,18 @@ def lost(values: Tensor, output: Any) -> tuple[int, int]:
         output: The same values, quantized.
 
     Returns:
-        How many values were larger than the largest one of their scale, which only the scale of earlier steps allows;
-        and how many were not zero and became zero.
+        How many values were beyond the range of their scale, which happens only if the scale is that of earlier steps;
+        and how many were not zero but became zero.
     """
     saturated = 0
-    if hasattr(output, "_scale_inv"):  # other scales come from the largest value that they apply to
+    if hasattr(output, "_scale_inv"):  # other scales come from the values themselves
         limit = fp8_format(output._fp8_dtype)[1] * output._scale_inv * (1 + 2**-20)
         saturated = int((values.abs() > limit).sum())
     return saturated, int(((to_float(output) == 0) & (values != 0)).sum())
 
 
 def _fill_tensor(output: Any, values: Tensor, quantizer: Any, dtype: torch.dtype) -> None:
-    """Quantize with one scale: the one of earlier steps (``delayed``), or that of these values (``tensorwise``)."""
+    """Quantize with one scale: that of earlier steps (``delayed``), or that of these values (``tensorwise``)."""
     amax = values.abs().max() if values.numel() else values.new_zeros(())
     if type(quantizer).__name__ == "Float8Quantizer":
         if quantizer.amax.numel():
@@ -218,7 +222,7 @@ def _fill_tensor(output: Any, values: Tensor, quantizer: Any, dtype: torch.dtype
 
 
 def _write(into: Tensor, value: Tensor) -> None:
-    """Write a matrix of scales into a padded buffer."""
+    """Write a matrix of scales into a larger buffer, followed by zeros."""
     into.zero_()
     into[: value.shape[0], : value.shape[1]] = value
 
@@ -256,10 +260,10 @@ def _fill_mxfp8(output: Any, values: Tensor, quantizer: Any, dtype: torch.dtype)
 
 
 def _fill_nvfp4(output: Any, values: Tensor, quantizer: Any, dtype: torch.dtype) -> None:
-    """Quantize rows as they are and columns, of inputs and gradients, after the random Hadamard transform.
+    """Quantize the rows as they are, and the columns after the random Hadamard transform if the quantizer has it.
 
-    The transform mixes 16 rows. It is orthogonal, so that it cancels out in the gradient of a weight, where both
-    factors have it.
+    It has it for inputs and gradients. The transform mixes 16 rows. It is orthogonal, so it cancels out in the
+    gradient of a weight, whose factors both have it.
     """
     matrix = _matrix(values)
     columns = matrix.t()
@@ -291,12 +295,12 @@ _FILL = {
 
 
 def is_quantized(tensor: Any) -> bool:
-    """Tell whether this is one of TransformerEngine's quantized tensors."""
+    """Return whether this is one of TransformerEngine's quantized tensors."""
     return hasattr(tensor, "_fp8_dtype") or hasattr(tensor, "_fp4_dtype")
 
 
 def shared_amax(tensor: Any, columnwise: bool = False) -> Any:
-    """Return the amax [1] that gives the scale which all blocks of ``nvfp4`` share; elsewhere that of the scale 1."""
+    """Return the amax [1] that decides the shared scale of ``nvfp4``; for other tensors, that of a scale of 1."""
     if not hasattr(tensor, "_fp4_dtype"):
         return LARGEST_NVFP4
     return tensor._amax_columnwise if _takes_columns(tensor, columnwise) else tensor._amax_rowwise
@@ -307,12 +311,12 @@ def to_float(tensor: Any, columnwise: bool = False, shared_scale: bool = True) -
 
     Args:
         tensor: Any shape.
-        columnwise: Take the values that were quantized along the other dimension, where the recipe keeps both.
-        shared_scale: With ``nvfp4``, apply the scale that all blocks share, and not only those of the blocks.
+        columnwise: Read the values that were quantized along the columns, if the tensor has both.
+        shared_scale: With ``nvfp4``, apply not only the scales of the blocks but also the one that they share.
 
     Returns:
-        fp32, in the shape of the tensor before it was quantized; columns of ``nvfp4`` as a matrix, transformed as they
-        are stored.
+        fp32, in the shape of the tensor before it was quantized. Columnwise values of ``nvfp4`` are a matrix, and still
+        have the Hadamard transform.
     """
     if not is_quantized(tensor):
         return tensor.detach().float()
@@ -362,20 +366,20 @@ def _block_to_float(tensor: Any, data: Tensor, scales: Tensor, columnwise: bool)
 
 
 def dequantize(tensor: Any, dtype: Any) -> Tensor:
-    """Return the values of a quantized tensor in TransformerEngine's dtype ``dtype``, same shape."""
+    """Return the values of a quantized tensor in its shape; ``dtype`` is TransformerEngine's ``DType``."""
     values: Tensor = to_float(tensor).to(TORCH_DTYPES[DType(int(dtype))])
     return values
 
 
 def bgrad_quantize(tensor: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
-    """Return the sum [n] over the rows of a tensor [..., n], in its dtype, and the tensor quantized."""
+    """Return the sum [n] over the rows of a tensor [..., n], in its dtype, and the quantized tensor."""
     return _matrix(tensor).float().sum(0).to(tensor.dtype), quantize(tensor, quantizer)
 
 
 def split_quantize(
     tensor: Tensor, sections: Sequence[int], quantizers: Sequence[Any], disable_bulk_allocation: bool = False
 ) -> list[Any]:
-    """Cut a tensor [m, n] into pieces of so many rows, and quantize each."""
+    """Cut a tensor [m, n] into pieces with these numbers of rows, and quantize each."""
     parts = torch.split(tensor, list(sections))
     return [quantize(part, quantizer) for part, quantizer in zip(parts, quantizers, strict=True)]
 
@@ -386,13 +390,13 @@ def multi_tensor_quantize(tensors: Sequence[Tensor], quantizers: Sequence[Any]) 
 
 
 def fp8_transpose(tensor: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
-    """Return FP8 data [..., n], uint8, as [n, ...]."""
+    """Return FP8 data [..., n], uint8, as [n, ...]; written into ``out`` if it is given."""
     result = _transposed(tensor)
     return result if out is None else out.copy_(result.view_as(out))
 
 
 def swap_first_dims(tensor: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return a tensor [a, b, ...] as [b, a, ...], contiguous."""
+    """Return a tensor [a, b, ...] as [b, a, ...], contiguous; written into ``out`` if it is given."""
     result = tensor.transpose(0, 1).contiguous()
     return result if out is None else out.copy_(result)
 
@@ -408,12 +412,12 @@ def fused_amax_and_scale_update_after_reduction(
     """Update the scales of delayed scaling, in place, from the amax of this step and those of earlier steps.
 
     Args:
-        reduced: Amax of this step, over all ranks, of all tensors behind each other.
+        reduced: [sum of tensors], the amax of this step over all ranks, of the tensors of all modules in order.
         histories: For each module [length, tensors]; row 0 is this step.
         scales: For each module [tensors].
         algorithm: ``"max"`` of the history, or ``"most_recent"``.
-        dtype: FP8 format.
-        margin: Powers of two that are kept free below the largest value.
+        dtype: The FP8 format.
+        margin: The scale leaves this many powers of two free below the largest value of the format.
     """
     top, start = fp8_format(dtype)[1] * 2.0**-margin, 0
     for history, scale in zip(histories, scales, strict=True):
@@ -430,7 +434,7 @@ def fused_amax_and_scale_update_after_reduction(
         scale.copy_(updated.clamp(max=LARGEST_FP32))
 
 
-# The weights of a distributed optimizer: a rank has some of the values, from ``start`` on in the flat weight [h, w].
+# The weights of a distributed optimizer. A rank has a range of the flat weight [h, w], which begins at ``start``.
 
 
 def _placed(fragment: Tensor, rows: int, columns: int, start: int) -> Tensor:
@@ -442,7 +446,7 @@ def _placed(fragment: Tensor, rows: int, columns: int, start: int) -> Tensor:
 def fp8_block_scaling_compute_partial_amax(
     tensor: Tensor, amax: Tensor, h: int, w: int, start_offset: int, block_len: int
 ) -> None:
-    """Write the amax of each block of a weight, as far as this rank has its values, into ``amax`` [blocks, blocks]."""
+    """Write the amax of each block of a weight, among the values of this rank, into ``amax`` [blocks, blocks]."""
     _write(amax, tiles(_placed(tensor, h, w, start_offset), block_len, block_len).abs().amax(dim=(1, 3)))
 
 
@@ -457,7 +461,7 @@ def fp8_block_scaling_partial_cast(
 def mxfp8_scaling_compute_partial_amax(
     tensor: Tensor, amax_rowwise: Tensor, amax_colwise: Tensor, rows: int, cols: int, start_offset: int
 ) -> None:
-    """Write the amax of each 32 values of a weight [rows, cols] in both directions, from the values of this rank."""
+    """Write the amax of each 32 values of a weight [rows, cols] in both directions, among the values of this rank."""
     matrix = _placed(tensor, rows, cols, start_offset)
     for amax, (height, width) in ((amax_rowwise, (1, _BLOCK)), (amax_colwise, (_BLOCK, 1))):
         _write(amax, tiles(matrix, height, width).abs().amax(dim=(1, 3)))
@@ -473,7 +477,7 @@ def mxfp8_scaling_partial_cast(
     cols: int,
     start_offset: int,
 ) -> None:
-    """Cast this rank's values of a weight [rows, cols] to E4M3 in both directions, by the weight's exponents."""
+    """Cast this rank's values of a weight [rows, cols] to E4M3 in both directions, with the exponents of the weight."""
     count = tensor.numel()
     for output, scales, (height, width) in (
         (output_rowwise, scale_inv_rowwise, (1, _BLOCK)),
@@ -485,7 +489,7 @@ def mxfp8_scaling_partial_cast(
 
 
 def multi_tensor_scale(chunk: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], scale: float) -> None:
-    """Write ``lists[0]`` times a scale into ``lists[1]``, of any shapes, and 1 into ``noop`` if one is not finite."""
+    """Write ``lists[0]`` times a scale into ``lists[1]``, any shapes, and 1 into ``noop`` if a result is not finite."""
     for source, target in zip(*lists, strict=True):
         target.copy_(source * scale)
         if not torch.isfinite(target).all():
@@ -495,13 +499,13 @@ def multi_tensor_scale(chunk: int, noop: Tensor, lists: Sequence[Sequence[Tensor
 def multi_tensor_compute_scale_and_scale_inv(
     chunk: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], top: float, power_of_two: bool, epsilon: float
 ) -> None:
-    """Write the scales of amax, and their inverses; ``lists`` has amax, scales and inverses, each of any shape."""
+    """Write scales and their inverses; ``lists`` has the amax, the scales and the inverses, each of any shape."""
     for amax, scale, inverse in zip(*lists, strict=True):
         scale.copy_(scale_of(amax, top, epsilon, power_of_two))
         inverse.copy_(scale.reciprocal())
 
 
 def multi_tensor_compute_scale_inv_e8m0(chunk: int, noop: Any, lists: Sequence[Sequence[Tensor]], *rest: Any) -> None:
-    """Write the exponents of amax for E4M3; ``lists`` has amax and exponents, uint8, each of any shape."""
+    """Write exponents for E4M3; ``lists`` has the amax and the exponents, uint8, each of any shape."""
     for amax, exponents in zip(*lists, strict=True):
         exponents.copy_(exponent_of(amax, 448.0).to(torch.uint8).view_as(exponents))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Found before an installed TransformerEngine without its CUDA library; loads that one on the kernels of ``te_cpu``."""
+"""Found before an installed TransformerEngine without its CUDA library; loads it with the kernels of ``te_cpu``."""
 
 import sys
 
