@@ -259,9 +259,9 @@ class ParallelLayout:
 
         Raises:
             TypeError: The number is not an int.
-            ValueError: The number is below 1; or the schedule is interleaved, and the group is smaller than the
-                pipeline or the microbatches do not fill groups. With the default group size they do if their number is
-                a multiple of the pipeline size.
+            ValueError: The number is below 1; or the schedule is interleaved, and the group size is below the pipeline
+                size or the microbatches do not fill groups. With the default group size they do if their number is a
+                multiple of the pipeline size.
 
         Source: ``forward_backward_pipelining_with_interleaving``. The other two schedules take any number.
         """
@@ -319,7 +319,7 @@ class ParallelLayout:
     def describe(self, world_size: int) -> str:
         """Return one line for the start of a run, such as ``tp2 pp2 vp2 cp1 dp1 sp``.
 
-        It includes the sizes of experts where experts are split over ranks.
+        It includes the expert-parallel sizes if experts are split over ranks.
         """
         virtual = f" vp{self.num_chunks}" if self.num_chunks > 1 else ""
         experts = ""
@@ -340,7 +340,7 @@ def _fills_groups(num_microbatches: int, group: int, pp: int) -> bool:
 
 
 def _check_moe_sequence_parallel(layout: ParallelLayout, because: str) -> None:
-    """Refuse experts with tensor parallelism alone. Source: ``MoELayer.forward``, which raises late."""
+    """Refuse experts with tensor but without sequence parallelism. Source: ``MoELayer.forward``, which raises late."""
     if layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
         raise ValueError(
             f"{because} with tensor_model_parallel_size={layout.tensor_model_parallel_size} needs"

@@ -52,7 +52,7 @@ class LoRA:
         alpha_pattern: Values other than ``lora_alpha``, likewise.
         modules_to_save: Endings of names of modules that are trained in full, such as ``["lm_head", "embed_tokens"]``.
         use_rslora: Divide ``lora_alpha`` by the square root of the rank (rsLoRA).
-        use_dora: Also train the length ``m`` of each row of the weights (DoRA), which multiplies the output by
+        use_dora: Also train the length ``m`` of each row of the weights (DoRA); the output is multiplied by
             ``m / |W + scale * B A|``.
         init_lora_weights: How A starts: True for a uniform distribution, ``"gaussian"`` for a normal one of standard
             deviation ``1 / r``. B starts at zero. For the embedding, A starts at zero and B with normal noise.
@@ -254,7 +254,7 @@ class LoRA:
                     )
 
     def check_layers(self, config: Any, names: Iterable[str]) -> None:
-        """Refuse settings of a model with which its layers cannot take adapters.
+        """Refuse settings of a model that do not work with adapters.
 
         Args:
             config: Megatron's config of the model.
@@ -279,7 +279,7 @@ class LoRA:
             adapted: Hugging Face names of the projections that get an adapter.
 
         Raises:
-            ValueError: One of these is asked for.
+            ValueError: The settings ask for one of these.
         """
         for name in adapted:
             last = name.rpartition(".")[2]
@@ -352,7 +352,7 @@ def check_train_only(given: object, has_adapters: bool) -> None:
 def parameter_of(name: str) -> str:
     """Return the name of the parameter that holds a projection in transformers 5.
 
-    One parameter holds the same projection of all experts of a layer; that of the gates holds the up projections too.
+    One parameter holds a projection of all experts of a layer; the gate and the up projections share one.
 
     Args:
         name: Hugging Face's name of the module, such as ``model.layers.3.mlp.experts.5.up_proj``.
