@@ -28,7 +28,7 @@ class RaySettings:
     Args:
         num_workers: Ranks of the run; for an elastic run, a pair of the least and the most.
         resources_per_worker: What each worker takes, such as ``{"CPU": 4, "GPU": 1}``; None for one CPU, and one GPU if
-            there are GPUs.
+            the run uses GPUs.
         storage_path: A folder that all machines share, or a URL, where Ray stores the run; None for a folder ``ray``
             among the run's own files.
         name: Name of the run in ``storage_path``; a run of the same name continues there. None for a new name.
