@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From tokens and sizes of images to the positions of tokens, and to where the tower's outputs go.
+"""Compute the positions of tokens, and where the tower's outputs go, from tokens and the sizes of images and videos.
 
 A batch with images or videos has, beside its tokens, what a processor of transformers returns: ``pixel_values``
 [patches, values of a patch] and ``image_grid_thw`` [images, 3], and for videos ``pixel_values_videos`` and
-``video_grid_thw``, both in the order in which they appear, row by row. :func:`with_vision` turns it into what a model
-takes, on the host and before the batch is cut for context parallelism:
+``video_grid_thw``, each in order of appearance, row by row. :func:`with_vision` turns it into what a model takes, on
+the host and before the batch is split for context parallelism:
 
 * ``rope_positions`` [b, s, 3] int64: time, height and width of each token, from transformers' own ``get_rope_index``;
 * ``vision_rows`` [b, s] int64: the row of the tower's outputs that replaces the token's embedding; -1 for text;
@@ -29,14 +29,14 @@ _NAMES = {IMAGE: "image", VIDEO: "video"}
 
 
 def with_vision(batch: dict[str, Tensor], vision: Vision) -> dict[str, Tensor]:
-    """Return a batch with positions and with the places of the tower's outputs; one that has them is returned as it is.
+    """Return a batch with positions and with the places of the tower's outputs; if it has them, return it unchanged.
 
     Args:
-        batch: ``tokens`` [b, s] int64 and other entries of a batch, dense or packed, with those of a processor.
+        batch: ``tokens`` [b, s] int64 and the other entries of a batch, dense or packed, with those of a processor.
         vision: The settings of the model.
 
     Raises:
-        ValueError: Images or videos and the tokens that stand for them do not belong together.
+        ValueError: The tokens of images or videos do not match the images or videos.
     """
     if "rope_positions" in batch:
         return batch
@@ -65,11 +65,11 @@ def _samples(batch: dict[str, Tensor]) -> Iterator[tuple[int, int, int]]:
 
 
 def _check_runs(vision: Vision, samples: list[list[int]], images: Tensor | None, videos: Tensor | None) -> None:
-    """Refuse tokens that do not stand for these images and videos."""
+    """Refuse image and video tokens that do not match these images and videos."""
     runs = [(kind, len(list(run))) for sample in samples for kind, run in itertools.groupby(sample)]
     for kind, grids in ((IMAGE, images), (VIDEO, videos)):
         sizes = [] if grids is None else grids.tolist()
-        if kind == VIDEO and vision.family.interleaved:  # each frame stands for itself, behind its time as text
+        if kind == VIDEO and vision.family.interleaved:  # each frame is separate, after its time as text
             sizes = [[1, *size] for frames, *size in sizes for _ in range(frames)]
         wanted = [vision.tokens_of(size) for size in sizes]
         found = [length for each, length in runs if each == kind]
@@ -94,7 +94,7 @@ def _positions(
     padded = pad_sequence(parts, batch_first=True)
     is_there = pad_sequence([torch.ones_like(part) for part in parts], batch_first=True)
     model: Any = getattr(importlib.import_module(vision.family.package), vision.family.model)
-    bare = model.__new__(model)  # get_rope_index reads nothing but the config
+    bare = model.__new__(model)  # get_rope_index reads only the config
     bare.__dict__["config"] = SimpleNamespace(vision_config=SimpleNamespace(**vision.config))
     more = {} if seconds is None else {"second_per_grid_ts": seconds}
     found, _ = bare.get_rope_index(padded, padded, images, videos, attention_mask=is_there, **more)

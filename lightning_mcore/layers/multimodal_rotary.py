@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary angles of tokens that have three positions: time, height and width, as in Qwen2-VL and Qwen3-VL.
 
-Each pair of channels of a head turns with one of the three positions. For text the three are equal, and the angles are
-those of ordinary rotary embeddings.
+Each pair of channels of a head is rotated by one of the three positions. For text the three are equal, and the angles
+are those of ordinary rotary embeddings.
 
-The angles are those of this rank's tokens: positions are cut with the tokens under context parallelism, and nothing is
-cut here. Megatron's own class cuts whole positions, and does not know interleaved channels (0.16.1 and 0.19.2).
+Under context parallelism, positions are split together with the tokens before they get here. Megatron's own class takes
+the positions of all ranks and splits them itself, and does not support interleaved channels (0.16.1 and 0.19.2).
 """
 
 from typing import Any
@@ -18,15 +18,15 @@ from lightning_mcore.parallel.context import packed_positions
 
 
 class MultimodalRotary(nn.Module):
-    """In the place of ``GPTModel.rotary_pos_emb``: the angles of the ``positions`` that are set before the model runs.
+    """Replaces ``GPTModel.rotary_pos_emb``: returns the angles of ``positions``, which are set before the model runs.
 
-    The frequencies are not a buffer, because they stay fp32 whatever the dtype of the model.
+    The frequencies are not a buffer, so that they stay fp32 whatever the dtype of the model.
 
     Args:
         head_size: Channels of a head.
-        base: Of the wavelengths.
-        sections: How many pairs of channels turn with time, height and width.
-        interleaved: Whether the three take turns in the channels, or have sections one after another.
+        base: Base of the wavelengths.
+        sections: How many pairs of channels time, height and width rotate.
+        interleaved: Whether the three alternate over the channels, or have sections one after another.
 
     Attributes:
         positions: [3, b, s] int64: time, height and width of each token.
@@ -53,7 +53,7 @@ class MultimodalRotary(nn.Module):
         return 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the angles of ``positions``; what Megatron passes is not needed.
+        """Return the angles of ``positions``; the arguments are not used.
 
         Returns:
             [s, b, 1, head_size] fp32.
@@ -66,13 +66,13 @@ class MultimodalRotary(nn.Module):
 
 
 def channel_axes(sections: tuple[int, int, int], interleaved: bool) -> list[int]:
-    """Return the position that each pair of channels turns with: 0 for time, 1 for height, 2 for width.
+    """Return the position that rotates each pair of channels: 0 for time, 1 for height, 2 for width.
 
     Source: ``recomposition_frequencies`` in transformers' ``modeling_qwen2_vl.py`` and ``modeling_qwen3_vl.py`` (5.23).
 
     Args:
-        sections: How many pairs turn with each.
-        interleaved: Whether they take turns as far as each section reaches, or lie one after another.
+        sections: How many pairs each of them rotates.
+        interleaved: Whether they alternate, each until it has its number of pairs, or lie one after another.
     """
     if not interleaved:
         return [axis for axis, count in enumerate(sections) for _ in range(count)]
@@ -80,9 +80,9 @@ def channel_axes(sections: tuple[int, int, int], interleaved: bool) -> list[int]
 
 
 def positions_in_row(positions: Tensor, packed: PackedSequences, rank: int, size: int) -> Tensor:
-    """Return positions of packed sequences as Megatron's rotation takes them: of a whole row, of which it cuts a part.
+    """Return positions of packed sequences as Megatron's rotation takes them: those of a whole row.
 
-    The part that it cuts is this rank's. The places of other ranks' tokens hold zeros.
+    Megatron takes this rank's part out of them. The places of other ranks' tokens are zeros.
 
     Source: ``_apply_rotary_pos_emb_thd`` (megatron.core.models.common.embeddings.rope_utils, 0.16.1 and 0.19.2).
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows with padding on either side, as Hugging Face's collators write them, and as the layers compute them.
+"""Convert rows with padding on either side, as Hugging Face's collators write them, for layers without a mask.
 
-A causal model never looks ahead. So rows whose padding follows the tokens need no attention mask: real tokens do not
-see the padding. :class:`PaddedRows` moves the tokens of each row to its beginning, makes the rows as long as the layout
-needs, gives each context-parallel rank its share, and puts results back in their places. Rotary positions are relative,
-so the move changes no number.
+In a causal model, tokens do not see padding that follows them, so rows with padding at the end need no attention mask.
+:class:`PaddedRows` moves the tokens of each row to its beginning, makes the rows as long as the layout needs, gives
+each context-parallel rank its share, and puts results back in their places. Rotary positions are relative, so the move
+does not change the results.
 """
 
 from dataclasses import dataclass, replace
@@ -20,13 +20,13 @@ from lightning_mcore.parallel.context import split_for_context_parallel
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Where the tokens of each row lie.
+    """The places of the tokens in each row.
 
     Args:
         shape: Rows and columns as given, (b, s).
         starts: [b] int64, the column of the first token of each row; None if all rows begin with a token.
         lengths: [b] int64, the number of tokens of each row; None if no row has padding.
-        length: Columns as computed: ``s``, rounded up to a multiple that the layout needs.
+        length: Columns that the layers get: ``s``, rounded up to a multiple that the layout needs.
     """
 
     shape: tuple[int, int]
@@ -43,7 +43,7 @@ class PaddedRows:
         Args:
             tokens: [b, s] int64.
             attention_mask: [b, s], any dtype, 1 for a token, 0 for padding; None if there is no padding.
-            position_ids: [b, s] or [1, s] int64; None for the usual ones.
+            position_ids: [b, s] or [1, s] int64; None for 0, 1, 2 and so on.
             multiple: The number of columns must be a multiple of this.
 
         Raises:
@@ -94,7 +94,7 @@ class PaddedRows:
 
     @cached_property
     def tokens(self) -> Tensor | None:
-        """[b, s] bool, True for a token, False for padding; None if no row has padding."""
+        """[b, s] bool: True for a token, False for padding; None if no row has padding."""
         if self.lengths is None:
             return None
         starts = self.lengths.new_zeros(self.shape[0]) if self.starts is None else self.starts
@@ -106,7 +106,7 @@ class PaddedRows:
 
         Args:
             values: [b, s], any dtype.
-            filler: The value in the columns that are added.
+            filler: The value of added columns.
             rank: Rank in the context-parallel group.
             size: Number of ranks in that group.
 
@@ -140,10 +140,10 @@ class PaddedRows:
         The first token of a row has no token before it to predict it, wherever its padding is.
 
         Args:
-            labels: [b, s] int64, -100 without a target.
+            labels: [b, s] int64; -100 for a token without a target.
 
         Returns:
-            [b, s] int64, -100 without a target.
+            [b, s] int64; -100 for a token without a target.
 
         Raises:
             ValueError: The shape differs from that of the tokens, or padding has a label.
@@ -163,5 +163,5 @@ class PaddedRows:
         return targets.masked_fill(~self.tokens, IGNORED_LABEL)
 
     def _turned(self, by: Tensor) -> Tensor:
-        """Return [b, s] int64: for each column, the column ``by`` [b] further on, around the end of the row."""
+        """Return [b, s] int64: for each column, the column ``by`` [b] places later, cyclically."""
         return (torch.arange(self.shape[1], device=by.device) + by[:, None]) % self.shape[1]

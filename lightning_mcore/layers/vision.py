@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A language model that sees: transformers' own tower on the first pipeline stage, in front of Megatron's layers.
+"""Vision-language models: transformers' own tower on the first pipeline stage, before Megatron's layers.
 
-The tower and its projector are whole on every rank of the first stage, and compute all images of a microbatch. Their
-outputs take the places of the embeddings of image and video tokens (``vision_rows``). Each rank puts in those of its
-own tokens, so neither context nor sequence parallelism needs communication here. What differs is the gradient:
+Every rank of the first stage has the whole tower and projector, and runs them on all images of a microbatch. Their
+outputs replace the embeddings of image and video tokens (``vision_rows``). Each rank does this for its own tokens, so
+forward needs no communication here. The gradients are summed as follows:
 
-* Under context parallelism each rank has the gradient of its own tokens, which the data-parallel reduction adds up, as
-  for all other weights.
-* Under sequence parallelism too; ``sequence_parallel`` on a weight makes Megatron add it up over the tensor-parallel
-  ranks (``finalize_model_grads``). Without it these ranks have the same tokens and the same gradient.
+* Under context parallelism each rank has the gradient of its own tokens. The data-parallel reduction sums it, as for
+  all other weights.
+* Under sequence parallelism each rank has the gradient of its own tokens too. The attribute ``sequence_parallel`` of a
+  weight makes Megatron sum it over the tensor-parallel ranks (``finalize_model_grads``). Without sequence parallelism
+  these ranks have the same tokens and the same gradient.
 
-A microbatch without images gives the tower zero gradients, so that reductions that overlap with backward wait for
-nothing. In some families outputs from inside the tower are added after the first layers of the language model
-(*deepstack*); they have to be on the first stage.
+A microbatch without images gives the tower zero gradients, because a reduction that overlaps with backward waits for
+the gradient of every weight. In some families, outputs from inside the tower are added after the first layers of the
+language model (*deepstack*). These layers must be on the first stage.
 """
 
 import importlib
@@ -38,9 +39,9 @@ class VisionInputs(ModelInputs):
 
     Attributes:
         rope_positions: [3, b, s / cp] int64: time, height and width of each token.
-        vision_rows: [b, s / cp] int64: the row of the tower's outputs in the place of the token; -1 for text.
+        vision_rows: [b, s / cp] int64: the row of the tower's outputs that replaces the token; -1 for text.
         patches: [n, values of a patch], any float dtype; None without images, and on stages without the tower.
-        vision_grids: [images and videos, 3] int64; None where there are no patches.
+        vision_grids: [images and videos, 3] int64: their sizes in patches; None without patches.
         cp: Rank and size of the context-parallel group.
     """
 
@@ -52,7 +53,7 @@ class VisionInputs(ModelInputs):
 
     @classmethod
     def of_batch(cls, inputs: ModelInputs, batch: dict[str, Tensor], cp_rank: int, cp_size: int) -> "VisionInputs":
-        """Add what ``data/multimodal.py`` has put into a batch to the other inputs; without it, all tokens are text.
+        """Add the entries of ``data/multimodal.py`` to the other inputs; without them, all tokens are text.
 
         Args:
             inputs: The other inputs, of the same batch.
@@ -74,14 +75,14 @@ class VisionInputs(ModelInputs):
         )
 
     def arguments(self, config: TransformerConfig, boundaries_on_host: bool = False) -> dict[str, Any]:
-        """Return the arguments of :class:`VisionGPT` besides tokens, positions, mask and labels.
+        """Return the arguments of :class:`VisionGPT` except tokens, positions, mask and labels.
 
         Args:
             config: The config of the model.
             boundaries_on_host: As in :meth:`ModelInputs.arguments`.
 
         Raises:
-            ValueError: Megatron's fused rotary embedding would give several rows the positions of the first.
+            ValueError: Megatron's fused rotary embedding would use the positions of the first row for all rows.
         """
         if config.apply_rope_fusion and (self.packed is not None or len(self.tokens) > 1):
             rows = "packed rows" if self.packed is not None else f"{len(self.tokens)} rows"
@@ -98,12 +99,12 @@ class VisionInputs(ModelInputs):
 
 
 class VisionTower(nn.Module):
-    """Transformers' tower with its projector, as it is.
+    """transformers' tower with its projector, unchanged.
 
     Rotary tables of the tower stay fp32, whatever dtype the model is cast to.
 
     Args:
-        vision: Its settings.
+        vision: The settings of the tower.
         config: The config of the language model; its ``params_dtype`` is that of the weights.
     """
 
@@ -116,15 +117,15 @@ class VisionTower(nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, patches: Tensor, grids: Tensor) -> list[Tensor]:
-        """Return what the language model sees of images.
+        """Return the outputs of the tower for images and videos.
 
         Args:
             patches: [n, values of a patch], any float dtype.
             grids: [images and videos, 3] int64, their sizes in patches: time, height and width.
 
         Returns:
-            The projector's outputs, [n / merged patches, h] in the dtype of the weights, and those from inside the
-            tower that are added after the first layers.
+            The projector's outputs, and then those from inside the tower that are added after the first layers; each
+            [n / patches of a token, h] in the dtype of the weights.
         """
         trains = any(parameter.requires_grad for parameter in self.parameters())
         with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
@@ -160,12 +161,12 @@ class _TakesPart(torch.autograd.Function):
 
 
 class VisionGPT(MultiTokenGPT):
-    """One chunk of a language model that sees; ``GPTModel`` with the tower in front if it has the embedding.
+    """One chunk of a vision-language model: ``GPTModel``, and the tower if the chunk has the embedding.
 
     Args:
-        config: Its config.
+        config: The config of the language model.
         spec: Its layers.
-        vision: What it sees with.
+        vision: The settings of the tower.
         rotary_base: Base of the rotary wavelengths.
         pre_process: Whether it has the embedding and the tower.
         arguments: Other arguments of ``GPTModel``.
@@ -184,7 +185,7 @@ class VisionGPT(MultiTokenGPT):
         super().__init__(config, spec, pre_process=pre_process, rotary_base=rotary_base, **arguments)
         interleaved = vision.family.interleaved
         self.rotary_pos_emb = MultimodalRotary(config.kv_channels, rotary_base, vision.sections, interleaved)
-        self._rows = torch.empty(0)  # of the microbatch that runs: [s / cp / tp, b]
+        self._rows = torch.empty(0)  # [s / cp / tp, b], of the current microbatch
         self._seen: list[Tensor] = []
         if not pre_process:
             return
@@ -205,15 +206,15 @@ class VisionGPT(MultiTokenGPT):
         """Run the chunk.
 
         Args:
-            args: As ``GPTModel``.
-            rope_positions: [3, b, s / cp] int64; of packed rows [3, 1, b * s], whole.
-            vision_rows: [b, s / cp] int64, the row of the tower's outputs in the place of a token; -1 for text.
+            args: As in ``GPTModel``.
+            rope_positions: [3, b, s / cp] int64; for packed rows [3, 1, b * s] (``positions_in_row``).
+            vision_rows: [b, s / cp] int64: the row of the tower's outputs that replaces the token; -1 for text.
             patches: [n, values of a patch], any float dtype; None without images.
-            vision_grids: [images and videos, 3] int64.
-            kwargs: As ``GPTModel``.
+            vision_grids: [images and videos, 3] int64; None without images.
+            kwargs: As in ``GPTModel``.
 
         Returns:
-            As ``GPTModel``.
+            As in ``GPTModel``.
         """
         self.rotary_pos_emb.positions = rope_positions
         if self.pre_process:
@@ -224,14 +225,14 @@ class VisionGPT(MultiTokenGPT):
 
     def _own_rows(self, rows: Tensor) -> Tensor:
         """Return the rows of this rank's tokens as its hidden states have them, [s / cp / tp, b]."""
-        rows = rows.t().contiguous()  # or the hidden states would not be contiguous
+        rows = rows.t().contiguous()  # so that the hidden states are contiguous
         if not self.config.sequence_parallel:
             return rows
         group = process_group("tp")
         return rows.chunk(group.size())[group.rank()]
 
     def _see(self, module: nn.Module, inputs: Any, embeddings: Tensor) -> Tensor:
-        """Put the projector's outputs in the place of embeddings, [s / cp / tp, b, h]."""
+        """Replace the embeddings of images, [s / cp / tp, b, h], by the projector's outputs."""
         if not self._seen:
             return self.vision.takes_part(embeddings)
         seen = self._at_tokens(self._seen[0], embeddings)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MCoreVisionGPT``: a language model that sees images and videos, ready to train on every layout.
+"""``MCoreVisionGPT``: a vision-language model, ready to train on every layout.
 
-An :class:`~lightning_mcore.MCoreGPT` with the vision tower of transformers in front (``layers/vision.py``). A batch has
-what that class takes, and what the processor of a Hugging Face model returns for its images and videos:
+It is an :class:`~lightning_mcore.MCoreGPT` behind the vision tower of transformers (``layers/vision.py``). A batch has
+the entries that ``MCoreGPT`` takes, and those that a Hugging Face processor returns for images and videos:
 ``pixel_values`` and ``image_grid_thw``, ``pixel_values_videos`` and ``video_grid_thw`` (``data/multimodal.py``).
 """
 
@@ -25,16 +25,16 @@ _OF_THE_TOWER = ("patches", "vision_grids")  # entries of a batch that do not be
 
 
 class MCoreVisionGPT(MCoreGPT):
-    """A language model that sees images and videos: Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE.
+    """A model of text, images and videos: Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE.
 
-    :meth:`from_pretrained` makes it from a Hugging Face model, and exports have the names of the hub. It logs what
-    ``MCoreGPT`` logs; ``model_tflops`` leaves the tower out.
+    :meth:`from_pretrained` makes it from a Hugging Face model, and exports have the weight names of the hub. It logs
+    what ``MCoreGPT`` logs; ``model_tflops`` does not count the tower.
 
     Args:
-        vocab_size: As in :class:`~lightning_mcore.MCoreGPT`, like all arguments besides ``vision`` and ``freeze``.
-        seq_length: Tokens of a sequence, those of images included.
+        vocab_size: As in :class:`~lightning_mcore.MCoreGPT`, like all arguments except ``vision`` and ``freeze``.
+        seq_length: Tokens of a sequence, including those of images.
         transformer: Fields of Megatron's ``TransformerConfig`` for the language model.
-        vision: What it sees with, as plain data; filled in by :meth:`from_pretrained`.
+        vision: The settings of the tower, as plain data; filled in by :meth:`from_pretrained`.
         recipe: Optimizer and learning rate.
         rotary_base: Base of the rotary wavelengths.
         share_embeddings_and_output_weights: Whether the output layer is the embedding's transpose.
@@ -98,11 +98,11 @@ class MCoreVisionGPT(MCoreGPT):
         family: str | None = None,
         freeze: Sequence[str] = (),
     ) -> "MCoreVisionGPT":
-        """Make a module from a Hugging Face model that sees, and start from its weights on any layout.
+        """Make a module from a Hugging Face vision-language model, and start from its weights on any layout.
 
         Args:
-            path: As in :meth:`MCoreGPT.from_pretrained`, like all arguments besides ``freeze``.
-            seq_length: Tokens of a sequence, those of images included; None for the longest that the model supports.
+            path: As in :meth:`MCoreGPT.from_pretrained`, like all arguments except ``freeze``.
+            seq_length: Tokens of a sequence, including those of images; None for the longest that the model supports.
             transformer: Fields of ``TransformerConfig`` that replace those from the model's config.
             recipe: Optimizer and learning rate, as in the constructor.
             make_vocab_size_divisible_by: The embedding has a multiple of this many rows, whatever the layout.
@@ -113,7 +113,7 @@ class MCoreVisionGPT(MCoreGPT):
 
         Raises:
             FileNotFoundError: There is no such model.
-            ValueError: Its family is unknown or does not see, or its config asks for something that is not supported.
+            ValueError: Its family is unknown or has no tower, or its config asks for something that is not supported.
         """
         return cls._of_pretrained(
             path,
@@ -134,14 +134,14 @@ class MCoreVisionGPT(MCoreGPT):
         if "vision" not in settings:
             raise ValueError(f"{path} does not see images; take MCoreGPT")
         for name in settings.keys() - inspect.signature(cls).parameters.keys():
-            del settings[name]  # recorded in a checkpoint with its default, which is the only value
+            del settings[name]  # checkpoints record it, always with its default
 
     def check_settings(self) -> None:
         """Refuse settings that Megatron, the machine or the tower does not support.
 
         Raises:
-            ValueError: As :meth:`MCoreGPT.check_settings`; the first stage has too few layers for outputs from inside
-                the tower, or a batch would be cut into rows without its images.
+            ValueError: As in :meth:`MCoreGPT.check_settings`; or the first stage has too few layers for the outputs
+                from inside the tower, or would recompute them; or a batch would be cut into rows without its images.
             ModuleNotFoundError: TransformerEngine is asked for but not installed.
         """
         super().check_settings()
@@ -165,7 +165,7 @@ class MCoreVisionGPT(MCoreGPT):
             )
 
     def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> VisionGPT:
-        """Build one chunk, with tower and embedding if ``pre_process``, with the output layer if ``post_process``."""
+        """Build one chunk: with tower and embedding if ``pre_process``, with the output layer if ``post_process``."""
         impl = resolve_transformer_impl(self.hparams["transformer_impl"], self._device_type())
         chunk = VisionGPT(
             self.config,
@@ -193,8 +193,8 @@ class MCoreVisionGPT(MCoreGPT):
         """Add positions and the places of images to a batch, and drop patches on stages without the tower.
 
         Raises:
-            ValueError: As :meth:`MCoreGPT.on_before_batch_transfer`; or images and the tokens that stand for them do
-                not belong together.
+            ValueError: As in :meth:`MCoreGPT.on_before_batch_transfer`; or the tokens of images or videos do not match
+                the images or videos.
         """
         batch = with_vision(super().on_before_batch_transfer(batch, dataloader_idx), self.vision)
         if any(chunk.pre_process for chunk in self.model.chunks):
@@ -220,20 +220,20 @@ class MCoreVisionGPT(MCoreGPT):
     def generate(
         self, prompt: list[int], max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
     ) -> list[int]:
-        """Continue a prompt of text, as :meth:`MCoreGPT.generate`.
+        """Continue a prompt of text, as :meth:`MCoreGPT.generate` does.
 
         Args:
-            prompt: Tokens to continue, at least one, none of an image or a video.
+            prompt: Tokens to continue: at least one, and none of an image or a video.
             max_new_tokens: Tokens to add.
             temperature: Divides the logits; 0 takes the most probable token each time.
-            top_k: Draw among this many of the most probable tokens only.
+            top_k: Draw only among this many of the most probable tokens; None for all.
             seed: Seed of the draws.
 
         Returns:
             The prompt and the new tokens, the same on every rank.
 
         Raises:
-            ValueError: As :meth:`MCoreGPT.generate`, or the prompt has a token of an image or a video.
+            ValueError: As in :meth:`MCoreGPT.generate`, or the prompt has a token of an image or a video.
         """
         if {self.vision.image_token_id, self.vision.video_token_id} & set(prompt):
             raise ValueError("the prompt has tokens of images or videos, which generate() does not see; give text")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``MCoreVisionData``: conversations about images, for ``MCoreVisionGPT``.
 
-The text takes the way of all conversations (``datamodule.py``): read, tokenised once into a cache, packed. Before that
-each image's marker becomes as many tokens as the image takes, which follows from its size in the header of its file.
-The images themselves are read and made into patches when a batch is made, in the workers of the loader.
+The text is read, tokenised once into a cache, and packed, like all conversations (``datamodule.py``). Before that each
+``<image>`` is replaced by the tokens of the image. Their number follows from the image's size, which is in the header
+of its file. The images themselves are read and cut into patches when a batch is made, in the workers of the loader.
 """
 
 import dataclasses
@@ -29,18 +29,18 @@ from lightning_mcore.data.packing.rows import PackedDataset, TokenizedSamples
 
 MARKER = "<image>"
 _START, _IMAGE, _END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
-_IMAGES = "images"  # a column of the rows and of the cache, and a field of the first message
+_IMAGES = "images"  # column of the rows and the cache, and field of the first message
 
 
 @dataclass(frozen=True)
 class ImageReading(Reading):
-    """How rows with images become conversations and tokens; the other fields are those of ``Reading``.
+    """How rows with images become conversations and tokens; ``Reading`` has the other fields.
 
     Args:
         media_dir: Folder of the images.
         image_token: Id of the token that stands for a part of an image.
-        sizes: The image processor, as text: it decides how many tokens an image takes.
-        processor: The image processor itself.
+        sizes: The settings of the image processor, as text for the name of the cache.
+        processor: The image processor, which decides how many tokens an image takes.
     """
 
     media_dir: str = ""
@@ -58,7 +58,7 @@ class ImageReading(Reading):
         return _Encoder(super().encoder(tokenizer), self.image_token)
 
     def columns(self, sample: Any) -> dict[str, Any]:
-        """Return the columns of an encoded row."""
+        """Return the cache's columns of an encoded row."""
         return {**super().columns(sample), _IMAGES: json.dumps(sample.images)}
 
     def features(self) -> dict[str, str]:
@@ -78,7 +78,7 @@ class SeeingSample(TokenSample):
 
 
 class _Reader:
-    """Reads conversations, and puts the tokens of images in the place of their markers."""
+    """Reads conversations, and replaces the markers of images by their tokens."""
 
     def __init__(self, inner: RowReader, reading: ImageReading) -> None:
         self._inner = inner
@@ -86,7 +86,7 @@ class _Reader:
         self.needed = inner.needed
 
     def messages(self, row: Row, name: str) -> list[Message]:
-        """Return the conversation of a row; its first message has the paths of all images."""
+        """Return the conversation of a row; its first message has the paths of all images, as JSON."""
         if row.get("videos"):
             raise ValueError(f"{name} has videos, which are not read yet; leave the row out")
         row, images = _with_markers(row, name)
@@ -123,7 +123,7 @@ def opened_image(path: str, name: str) -> Any:
 
     Raises:
         ModuleNotFoundError: Pillow is not installed.
-        ValueError: There is no such image, or it is not one.
+        ValueError: The file does not exist, or is not an image.
     """
     try:
         from PIL import Image
@@ -139,7 +139,7 @@ def opened_image(path: str, name: str) -> Any:
 
 
 def _with_markers(row: Row, name: str) -> tuple[Row, list[str]]:
-    """Return a row of which all contents are text, and its images."""
+    """Return a row whose contents are text with markers, and the paths of its images."""
     given = row.get(_IMAGES) or []
     images = [given] if isinstance(given, str) else list(given)
     messages = row.get("messages")
@@ -171,7 +171,7 @@ def _joined(message: Any, images: list[str]) -> Any:
 
 
 class _Encoder:
-    """Tokenises conversations with images; the tokens of an image are never learnt."""
+    """Tokenises conversations with images; the tokens of an image never count in the loss."""
 
     def __init__(self, inner: Encoder, image_token: int) -> None:
         self._inner = inner
@@ -190,7 +190,7 @@ class _Encoder:
 
 
 class _Samples(TokenizedSamples):
-    """Samples with their images; one whose cut goes through an image is left out and counted."""
+    """Samples with their images; a sample that would be cut inside an image is left out and counted."""
 
     def __init__(self, *arguments: Any, image_token: int) -> None:
         self._image_token = image_token
@@ -207,7 +207,7 @@ class _Samples(TokenizedSamples):
         return super()._pieces(index)
 
     def take(self, indices: Sequence[int] | NDArray[np.int64]) -> list[TokenSample]:
-        """Return several samples with the images that are left of them; ``indices`` [n]."""
+        """Return the samples at ``indices``, [n], with the images that are left after they were cut."""
         found = self._tokenized[self._source[indices].tolist()][_IMAGES]
         return [
             self._with_images(sample, json.loads(str(paths)))
@@ -215,7 +215,7 @@ class _Samples(TokenizedSamples):
         ]
 
     def _with_images(self, sample: TokenSample, paths: list[str]) -> SeeingSample:
-        """Return a sample with those of its images that are among its inputs."""
+        """Return a sample with the images whose tokens are among its inputs."""
         there = sum(is_image for is_image, _ in itertools.groupby(sample.tokens[:-1] == self._image_token))
         return SeeingSample(sample.tokens, sample.loss_mask, sample.sample_id, tuple(paths[:there]))
 
@@ -228,7 +228,7 @@ class _Packed(PackedDataset):
 
 
 class _Collate:
-    """Makes a batch of rows or samples, and patches of their images; a class, so that workers can take it."""
+    """Makes a batch of rows or samples and the patches of their images; a class, so that it can be pickled."""
 
     def __init__(self, base: Callable[[list[Any]], dict[str, Tensor]], processor: Any) -> None:
         self._base = base
@@ -244,11 +244,11 @@ class _Collate:
 
 
 def _pixels(path: str) -> Any:
-    """Return an image of a batch, in RGB."""
+    """Return the image at a path, in RGB."""
     with opened_image(path, "this batch") as image:
         try:
             return image.convert("RGB")
-        except OSError as error:  # its header was whole
+        except OSError as error:  # its header could be read
             raise ValueError(f"{path} is damaged: {error}; replace it, or leave its row out") from error
 
 
@@ -256,15 +256,16 @@ class MCoreVisionData(MCoreFinetuningData):
     """Conversations about images from jsonl or parquet files, for ``MCoreVisionGPT``.
 
     A row has a conversation in one of the forms of :class:`~lightning_mcore.MCoreFinetuningData`, with ``<image>`` in
-    the text for each image, and the paths of the images in its column ``images``. In the form ``messages`` a content
-    may instead be a list of parts, ``{"type": "text", "text": ...}`` and ``{"type": "image", "image": path}``.
+    the text for each image, and the paths of the images in the column ``images``. In the form ``messages``, the content
+    of a message may also be a list of ``{"type": "text", "text": ...}`` and
+    ``{"type": "image", "image": path}``.
 
     Args:
-        train_files: As in :class:`~lightning_mcore.MCoreFinetuningData`, like all arguments not explained here.
+        train_files: As in :class:`~lightning_mcore.MCoreFinetuningData`, which explains the other arguments further.
         tokenizer: A folder or name of a model, or its tokenizer.
-        seq_length: Places in a row, in tokens, those of images included.
+        seq_length: Tokens of a row, including those of images.
         image_processor: A folder or name of a model, or its image processor; None for that of ``tokenizer``.
-        media_dir: Folder that paths of images begin in.
+        media_dir: The folder that paths of images are relative to.
         batch_size: Rows in a batch of one data-parallel rank.
         validation_files: Files to validate on.
         test_files: Files to test on.
@@ -272,11 +273,11 @@ class MCoreVisionData(MCoreFinetuningData):
         format: The form of a row.
         prompt_column: Column of the prompt, for ``prompt_response``.
         response_column: Column of the response, for ``prompt_response``.
-        loss_on: What is learnt; never the tokens of images.
+        loss_on: Which tokens count in the loss; those of images never do.
         template: How turns are written; None for the tokenizer's own template.
         packing: Put several samples into a row.
-        overlong: For a sample longer than a row: ``error`` refuses it, ``cut`` keeps its beginning, with the images in
-            it. A sample whose cut goes through an image is left out and counted.
+        overlong: For a sample longer than a row: ``error`` refuses it; ``cut`` keeps its beginning and the images in
+            it, and leaves out and counts a sample that would be cut inside an image.
         shuffle: Draw a new order of the rows in each epoch.
         seed: Seed of the order and of ``validation_share``.
         num_workers: Number of processes of each rank that read images and load batches in advance.
@@ -348,7 +349,7 @@ class MCoreVisionData(MCoreFinetuningData):
 
     @cached_property
     def image_processor(self) -> Any:
-        """The image processor, loaded at the first access."""
+        """The image processor; loaded when it is first read."""
         if not isinstance(self._given_processor, str):
             return self._given_processor
         from transformers import AutoImageProcessor
@@ -360,7 +361,7 @@ class MCoreVisionData(MCoreFinetuningData):
         """Id of the token that stands for a part of an image.
 
         Raises:
-            ValueError: The tokenizer lacks it.
+            ValueError: The tokenizer has no such token.
         """
         vocabulary = self.tokenizer.get_vocab()
         missing = [token for token in (_START, _IMAGE, _END) if token not in vocabulary]
